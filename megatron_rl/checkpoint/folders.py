@@ -76,6 +76,7 @@ def write_error(error: Exception, folder: Path) -> Exception:
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if is_full or shutil.disk_usage(existing_folder).free < _FULL_BYTES:
         return durable.no_space(folder, f"the checkpoint {folder.name}", str(error).splitlines()[0])
+
     if isinstance(error, RuntimeError) and _TRUNCATED_WRITE in str(error):
         return UserError(
             f"the checkpoint {folder.name} cannot be written",
@@ -98,7 +99,10 @@ def partial_of(final: Path) -> Path:
 
 
 def write(
-    folder: Path, model: ParallelModel | None, state: dict[str, Any], content: Mapping[str, Any] | None = None
+    folder: Path,
+    model: ParallelModel | None,
+    state: dict[str, Any],
+    content: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a state as `TensorWrite` does, and wait for it.
 
@@ -137,6 +141,8 @@ class Saving:
         self._files = files
         self._keep = keep
         self._best = best
+
+        # Results of the thread, which `finish` reads after its end.
         self._digests: dict[str, str] = {}
         self._failure: Exception | None = None
         self._is_finished = False
@@ -188,6 +194,7 @@ class Saving:
                 size = new_size
                 # This thread waits as long as the writing takes: growing files keep the hang detector quiet.
                 advance("looks at a growing checkpoint")
+
         if self._failure is not None:
             raise self._failure
 
@@ -200,6 +207,7 @@ class Saving:
             self._digests = durable.digests(self.partial, names)
         except Exception as error:
             self._failure = error
+
         self.seconds = time.perf_counter() - start
 
 
@@ -260,6 +268,7 @@ def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
 
 def require_intact(path: Path) -> None:
     """Raise UserError unless the files of the checkpoint match their digests. Collective over the world."""
+    # A folder without a readable meta.json is no checkpoint, and has an error of its own.
     read_meta(path)
     problems = find_damages(path)
     if problems:

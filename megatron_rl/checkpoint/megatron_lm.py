@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rl import durable
 from megatron_rl.checkpoint.folders import partial_of, run_write_step, write, write_error
-from megatron_rl.checkpoint.tensors import initialise_states, sharded_state
+from megatron_rl.checkpoint.tensors import initialise_states, megatron_scope, sharded_state
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import run_on_all_ranks_or_raise
 from megatron_rl.errors import UserError
@@ -61,6 +61,8 @@ def checkpoint_arguments(source: str | Path) -> tuple[dict[str, Any], int]:
 
     positions = min(model.shape.max_positions, _MOST_POSITIONS)
     padded_vocabulary = -(-model.shape.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+    # Arguments that pretrain_gpt.py needs beside those of the model.
     arguments |= {
         "seq_length": positions,
         "max_position_embeddings": positions,
@@ -112,7 +114,7 @@ def save_megatron(
 
     run_write_step(prepare, "prepare the folder of the Megatron checkpoint", final)
     try:
-        with device.megatron_mode() if model is None else model.scope(), without_adapters(model):
+        with megatron_scope(model), without_adapters(model):
             write(partial_folder, model, _state(model, arguments, iteration), _CONTENT)
     except Exception as error:
         raise write_error(error, final) from error
@@ -143,6 +145,7 @@ def _state(model: ParallelModel | None, arguments: Mapping[str, Any], iteration:
         "ckpt_format": "torch_dist",
         "use_dist_ckpt": True,
     }
+
     state: dict[str, Any] = {
         "args": Namespace(**namespace),
         "checkpoint_version": 3.0,
@@ -300,7 +303,12 @@ def _agree(masters: MegatronFiles, weights: MegatronFiles, box: TensorBox) -> bo
     return torch.allclose(master.float(), weight.float(), rtol=rounding.eps, atol=rounding.smallest_normal)
 
 
-def _set_state(model: ParallelModel, sub_optimizer: Any, state: str, values: Mapping[str, Tensor]) -> None:
+def _set_state(
+    model: ParallelModel,
+    sub_optimizer: Any,
+    state: str,
+    values: Mapping[str, Tensor],
+) -> None:
     """Copy one optimizer state into one of Megatron's optimizers, from complete tensors by parameter name."""
     for index, chunk in enumerate(model.chunks):
         for name, parameter in chunk.named_parameters():
@@ -314,5 +322,6 @@ def _set_state(model: ParallelModel, sub_optimizer: Any, state: str, values: Map
                     else:
                         sub_optimizer.optimizer.state[main_parameter][state].copy_(value)
             elif parameter in sub_optimizer.model_param_gbuf_map:
+                # A distributed optimizer has a range of the flattened parameter.
                 shard = sub_optimizer._get_model_param_range_map(parameter)["param"]
                 set_states(sub_optimizer, parameter, {state: value.flatten()[shard.start : shard.end]})

@@ -105,13 +105,18 @@ def save(
     needed_bytes = sum(gather_objects(sum(_stored_bytes(role) for role in roles.values())))
     schedules: dict[str, Any] = {}
     for name, role in roles.items():
-        step_count = role.optimizer.scheduler.num_steps if role.optimizer else None
+        step_count = None
+        if role.optimizer is not None:
+            step_count = role.optimizer.scheduler.num_steps
         schedules[name] = _from_layout(step_count, role.model)
     content = {"state": _from_layout(dict(state), roles[first_role].model), "schedules": schedules}
     roles_meta: dict[str, Any] = {}
     for name, role in roles.items():
-        role_meta = _role_meta(role.model, role.optimizer, layout) if role.model else None
+        role_meta = None
+        if role.model is not None:
+            role_meta = _role_meta(role.model, role.optimizer, layout)
         roles_meta[name] = _from_layout(role_meta, role.model)
+
     meta = {**roles_meta[first_role], **_run_meta(state), "roles": roles_meta}
 
     def prepare() -> None:
@@ -144,11 +149,17 @@ def save(
     return saving
 
 
-def _prepare(final: Path, roles: Mapping[str, Part], layout: str, needed_bytes: float) -> None:
+def _prepare(
+    final: Path,
+    roles: Mapping[str, Part],
+    layout: str,
+    needed_bytes: float,
+) -> None:
     """Create the folders of a checkpoint; raise UserError if it cannot be written."""
     if layout == SAME:
         for role in roles.values():
             require_shards(role.optimizer)
+
     if device.rank() == 0:
         durable.remove(partial_of(final))
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -188,7 +199,11 @@ def _from_layout(value: Any, model: ParallelModel | None) -> Any:
 
 
 def load(
-    directory: str | Path, roles: Mapping[str, Part], types: Sequence[type] = (), *, trusted: bool = False
+    directory: str | Path,
+    roles: Mapping[str, Part],
+    types: Sequence[type] = (),
+    *,
+    trusted: bool = False,
 ) -> dict[str, Any]:
     """Restore a checkpoint into models and optimizers on any layouts; return the saved ``state``.
 
@@ -224,7 +239,12 @@ def load(
 
     layouts: dict[str, Any] = {}
     for name, role in roles.items():
-        layouts[name] = _from_layout(_layout_meta(role.model) if role.model else None, role.model)
+        role_layout = None
+        if role.model is not None:
+            role_layout = _layout_meta(role.model)
+        layouts[name] = _from_layout(role_layout, role.model)
+
+    # Generators differ between ranks, so that they belong to a layout.
     if all(layouts[name] == meta["roles"][name]["layout"] for name in roles):
         _set_generator_states(_read(folder / "rng" / f"rank_{device.rank()}.pt"))
     else:
@@ -258,6 +278,7 @@ def load_model(
 def _read(path: Path, types: Sequence[type] = ()) -> Any:
     """Return the content of a file of plain values, tensors and ``types``; raises UserError for any other."""
     try:
+        # Only plain values, tensors and these classes are unpickled.
         with torch.serialization.safe_globals(list(types)):
             return torch.load(path, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
@@ -326,7 +347,11 @@ def _adapter_base(model: ParallelModel) -> str | None:
 
 
 def _require_same_role(
-    folder: Path, meta: Mapping[str, Any], role: str, model: ParallelModel, optimizer: Optimizer | None
+    folder: Path,
+    meta: Mapping[str, Any],
+    role: str,
+    model: ParallelModel,
+    optimizer: Optimizer | None,
 ) -> None:
     """Raise UserError if a role's entry of meta.json is of another model, other layers or optimizer."""
     check_same_model(folder, meta["model"], pretrained(model.hf_config))
@@ -335,6 +360,7 @@ def _require_same_role(
         "adapters": _adapters(model),
         "base": _adapter_base(model),
     }
+
     if optimizer is not None:
         build |= {"optimizer": _optimizer_kind(optimizer), "dtype": _dtype(model)}
     require_same_build(folder, role, meta, build)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,7 @@ class TensorWrite:
             strategy = FullyParallelSaveStrategyWrapper(
                 _Save("torch_dist", 1, thread_count=WRITERS), model.groups.data_context
             )
+
         self._request: Any = dist_checkpointing.save(
             state,
             str(folder),
@@ -128,6 +129,7 @@ class TensorWrite:
             pending: Any = queue.Queue()
             pending.put(index)
             write_file(transforms, index, buckets[index], outcomes, pending, True)
+            # Release the copy as soon as it is written.
             buckets[index] = None
             _, outcome = outcomes.get()
             if isinstance(outcome, Exception):
@@ -177,8 +179,20 @@ class _SaveOutsideLayout(_Save):
         return super().async_save(sharded_state_dict, checkpoint_dir, *writer_package)
 
 
+def megatron_scope(model: ParallelModel | None) -> AbstractContextManager[None]:
+    """Return the scope for calls of Megatron about a model, also on ranks outside its layout."""
+    if model is None:
+        return device.megatron_mode()
+    return model.scope()
+
+
 def begin_tensors(
-    folder: Path, model: ParallelModel | None, optimizer: Optimizer | None, layout: str, *, keep: bool
+    folder: Path,
+    model: ParallelModel | None,
+    optimizer: Optimizer | None,
+    layout: str,
+    *,
+    keep: bool,
 ) -> TensorWrite:
     """Plan the write of a model and its optimizer into an empty folder; see `TensorWrite`.
 
@@ -186,7 +200,7 @@ def begin_tensors(
     gathers it, `SAME` stores the shards. ``keep`` as for `TensorWrite`. Collective over the
     world.
     """
-    with device.megatron_mode() if model is None else model.scope():
+    with megatron_scope(model):
         state: dict[str, Any] = {}
         if model is not None:
             if optimizer is not None:
@@ -219,7 +233,10 @@ def require_shards(optimizer: Optimizer | None) -> None:
 
 
 def load_tensors(
-    folder: Path, model: ParallelModel | None, optimizer: Optimizer | None, layout: str = ANY
+    folder: Path,
+    model: ParallelModel | None,
+    optimizer: Optimizer | None,
+    layout: str = ANY,
 ) -> None:
     """Read a model's weights and optimizer states in place; without ``optimizer`` the weights alone.
 
@@ -230,7 +247,7 @@ def load_tensors(
     shares_reading = model is not None and model.groups.data_context.size() > 1
     any_shares_reading = bool(sum_over_ranks(torch.tensor([int(shares_reading)])))
 
-    with _load_errors(folder), device.megatron_mode() if model is None else model.scope():
+    with _load_errors(folder), megatron_scope(model):
         if model is None:
             dist_checkpointing.load({}, str(folder), _LoadOutsideLayout(any_shares_reading))
             return
@@ -245,6 +262,7 @@ def load_tensors(
                 load_adapters(model, chunk, loaded[f"chunk{index}"])
             else:
                 chunk.load_state_dict(loaded[f"chunk{index}"])
+
         _clear_padding(model)
         if optimizer is not None:
             optimizer_state = merge(loaded["optimizer_common"], rank_state)
@@ -290,7 +308,10 @@ def _load_errors(folder: Path) -> Iterator[None]:
 
 
 def sharded_state(
-    model: ParallelModel, optimizer: Optimizer | None, is_loading: bool, layout: str = ANY
+    model: ParallelModel,
+    optimizer: Optimizer | None,
+    is_loading: bool,
+    layout: str = ANY,
 ) -> tuple[dict[str, Any], Any]:
     """Return Megatron's sharded state of a model, and the optimizer's state that is not stored.
 
@@ -309,6 +330,7 @@ def sharded_state(
                 chunks[f"chunk{index}"] = chunk.sharded_state_dict(metadata=metadata)
             else:
                 chunks[f"chunk{index}"] = sharded_adapters(model, chunk)
+
     if optimizer is None:
         return chunks, {}
 

@@ -92,6 +92,8 @@ def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
         raise _unreadable(directory, error) from error
     for path, offset, length in values:
         yield path, _names_in_archive(path, offset, length)
+
+    # Values that all ranks have in common, in files beside the tensors.
     for path in sorted({folder / COMMON, *folder.glob("*.pt")}):
         yield path, _names_in_archive(path, 0, -1)
 

@@ -122,6 +122,7 @@ def _module_files(name: str, folders: Iterable[Path]) -> list[Path]:
         module = folder / f"{name}.py"
         if (package / "__init__.py").is_file():
             return sorted(package.rglob("*.py"))[:MOST_FILES]
+
         if module.is_file():
             return [module]
         # A namespace package, without __init__.py.
@@ -136,6 +137,7 @@ def _imported_names(source: bytes) -> set[str]:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return set()
+
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -222,6 +222,7 @@ def _unshare(spaces: int) -> Owner:
             _close_namespace(unprivileged)
 
     kernel.unshare(kernel.NEW_USER | spaces)
+    # Without privileges a process must give up setgroups before it may map a group.
     with contextlib.suppress(OSError):
         Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
@@ -265,6 +266,7 @@ def _mapped_namespace(user: int, group: int) -> int:
     """
     ready_read, ready_write = os.pipe()
     done_read, done_write = os.pipe()
+
     helper = os.fork()
     if helper == 0:
         with contextlib.suppress(OSError):
@@ -445,7 +447,12 @@ def _restrict(limits: Mapping[str, Any], isolation: Isolation, has_root: bool) -
     return is_scoped
 
 
-def _filter(limits: Mapping[str, Any], isolation: Isolation, has_root: bool, is_scoped: bool) -> None:
+def _filter(
+    limits: Mapping[str, Any],
+    isolation: Isolation,
+    has_root: bool,
+    is_scoped: bool,
+) -> None:
     """Filter system calls, and sockets that could reach programs outside."""
     own_network = isolation.namespaces and not limits["network"]
     allow_network = bool(limits["network"] or limits.get("loopback") or own_network)
@@ -482,7 +489,12 @@ def _reap_until(worker: int) -> int:
 # --- The supervisor
 
 
-def supervise(worker: int, trainer: int, limits: Mapping[str, Any], isolation: Isolation) -> int:
+def supervise(
+    worker: int,
+    trainer: int,
+    limits: Mapping[str, Any],
+    isolation: Isolation,
+) -> int:
     """Wait until ``worker`` ends or must end, then end it with its descendants; return the exit code.
 
     It must end when the process ``trainer`` has ended, when this process receives SIGTERM, and when its
@@ -524,7 +536,10 @@ def supervise(worker: int, trainer: int, limits: Mapping[str, Any], isolation: I
 
 
 def _exceeded_limit(
-    worker: int, limits: Mapping[str, Any], scratch: int | None, count_shared: bool
+    worker: int,
+    limits: Mapping[str, Any],
+    scratch: int | None,
+    count_shared: bool,
 ) -> int | None:
     """Return the exit code of the limit that the worker and its descendants exceed, or None.
 
@@ -636,4 +651,5 @@ def _shared_bytes(family: Iterable[int]) -> int:
                     addresses, _, offset, _, inode, *_ = line.split()
                     first, last = (int(address, 16) for address in addresses.split("-"))
                     ends[inode] = max(ends.get(inode, 0), int(offset, 16) + last - first)
+
     return sum(ends.values())

@@ -41,6 +41,7 @@ class ControlGroup:
             "memory": {"memory.max": memory, "memory.swap.max": 0, "memory.limit_in_bytes": memory},
             "pids": {"pids.max": tasks},
         }
+
         self._folders: dict[str, Path] = {}
         for controller, limits in limits_by_controller.items():
             parent = _own_group(controller)
@@ -68,6 +69,7 @@ class ControlGroup:
                     name, _, count = line.partition(" ")
                     if name == "oom_kill" and int(count):
                         return True
+
         return False
 
     def remove(self) -> None:

@@ -249,6 +249,7 @@ def _restrict(rights: int, scopes: int, rights_by_path: dict[str, int]) -> None:
     try:
         for path, path_rights in rights_by_path.items():
             with contextlib.suppress(FileNotFoundError):
+                # A path that does not exist needs no right.
                 descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
                 try:
                     allowed = path_rights
@@ -258,12 +259,18 @@ def _restrict(rights: int, scopes: int, rights_by_path: dict[str, int]) -> None:
                     kernel.system_call(kernel.LANDLOCK_ADD_RULE, ruleset, _PATH_RULE, rule, 0)
                 finally:
                     os.close(descriptor)
+
         kernel.system_call(kernel.LANDLOCK_RESTRICT_SELF, ruleset, 0)
     finally:
         os.close(ruleset)
 
 
-def _instruction(code: int, value: int, when_true: int = 0, when_false: int = 0) -> bytes:
+def _instruction(
+    code: int,
+    value: int,
+    when_true: int = 0,
+    when_false: int = 0,
+) -> bytes:
     """Return an instruction; the last two arguments are the instructions that a comparison skips."""
     return struct.pack("HBBI", code, when_true, when_false, value)
 

@@ -88,10 +88,16 @@ def make_mounts_private() -> None:
     _checked(_libc.mount(None, b"/", None, ctypes.c_ulong(_MS_RECURSIVE | _PRIVATE), None))
 
 
-def mount(kind: str, target: str, attributes: int, options: str = "") -> None:
+def mount(
+    kind: str,
+    target: str,
+    attributes: int,
+    options: str = "",
+) -> None:
     """Mount a new file system of ``kind``."""
     name = kind.encode()
-    _checked(_libc.mount(name, os.fsencode(target), name, ctypes.c_ulong(attributes), options.encode()))
+    flags = ctypes.c_ulong(attributes)
+    _checked(_libc.mount(name, os.fsencode(target), name, flags, options.encode()))
 
 
 def new_file_system(kind: str, attributes: int, **options: str) -> int:
@@ -113,7 +119,11 @@ def copy_of_tree(path: str) -> int:
 
 
 def set_mount_attributes(
-    target: int | str, attributes: int, owners: int = 0, *, recursive: bool = True
+    target: int | str,
+    attributes: int,
+    owners: int = 0,
+    *,
+    recursive: bool = True,
 ) -> None:
     """Set attributes of the mount at a descriptor or a path, and of all mounts below it.
 

@@ -68,7 +68,12 @@ def new_scratch(size: int) -> int:
 
 
 def change_root(
-    visible: Visible, scratch: int, owner: Owner, kernel_limits: Mapping[str, str], *, network: bool
+    visible: Visible,
+    scratch: int,
+    owner: Owner,
+    kernel_limits: Mapping[str, str],
+    *,
+    network: bool,
 ) -> str | None:
     """Move this process, alone in its mount namespace, into the new root.
 
@@ -153,15 +158,23 @@ def _trees(
     return list(trees.values())
 
 
-def _restrict(descriptor: int, path: str, attributes: int, owner: Owner | None) -> None:
+def _restrict(
+    descriptor: int,
+    path: str,
+    attributes: int,
+    owner: Owner | None,
+) -> None:
     """Set a tree's attributes, and map its files to ``owner`` if its file system supports that."""
     is_mapped = False
     if owner is not None and owner.namespace is not None:
         with contextlib.suppress(OSError):
             kernel.set_mount_attributes(descriptor, attributes | kernel.MAP_OWNERS, owner.namespace)
             is_mapped = True
+
     if not is_mapped:
         kernel.set_mount_attributes(descriptor, attributes)
+
+    # Without a mapping the files may belong to another user than the owner.
     if owner is not None and owner.user != os.getuid() and not _allows(descriptor, owner, attributes):
         raise Unreadable(path)
 
@@ -193,6 +206,7 @@ def _mount_proc(kernel_limits: Mapping[str, str]) -> str | None:
         for path, value in kernel_limits.items():
             with contextlib.suppress(OSError), open(_STAGE + path, "w") as file:
                 file.write(value)
+
     kernel.set_mount_attributes(target, _FIXED)
     return reason
 
@@ -243,6 +257,7 @@ def _attach_all(system_trees: list[_Tree], user_trees: list[_Tree]) -> None:
             attached.append(tree)
             if tree.hides:
                 _hide_entries(tree.path, user_paths)
+
         os.close(tree.descriptor)
 
 
@@ -267,6 +282,7 @@ def _hide_entries(folder: str, visible_paths: Iterable[str]) -> None:
         path = f"{folder}/{entry.name}"
         if not entry.name.startswith(".") or entry.is_symlink() or path in visible_paths:
             continue
+
         if not entry.is_dir():
             empty_file = f"{_STAGE}{_EMPTY}.file"
             if not os.path.exists(empty_file):

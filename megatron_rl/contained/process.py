@@ -84,7 +84,12 @@ class LoadFailed(Exception):
         self.reason = readable(reason)
         self.details = readable(details)
 
-    def as_error(self, description: str, key: str, expected: str) -> UserError:
+    def as_error(
+        self,
+        description: str,
+        key: str,
+        expected: str,
+    ) -> UserError:
         """Return the error of code that cannot be loaded, which the configuration names at ``key``."""
         details = f"\n{self.details}" if self.details else ""
         return UserError(
@@ -108,7 +113,12 @@ class ContainedProcess:
     protocol, else None; after that no further reply of the process may be used.
     """
 
-    def __init__(self, serve: str, limits: Mapping[str, Any], code: str = "") -> None:
+    def __init__(
+        self,
+        serve: str,
+        limits: Mapping[str, Any],
+        code: str = "",
+    ) -> None:
         self.disorder: str | None = None
         self._buffer = bytearray()
         self._output_closed = False
@@ -174,6 +184,7 @@ class ContainedProcess:
                 frames, is_open = self.frames()
                 if not is_open and not frames:
                     raise LoadFailed(f"its process ended with status {self.kill()} while loading it")
+
             if frames[0].get("kind") != READY:
                 raise LoadFailed(str(frames[0].get("error")), str(frames[0].get("details", "")))
         except LoadFailed:
@@ -232,6 +243,8 @@ class ContainedProcess:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(KILL_SECONDS)
+
+        # Processes in the session of a supervisor that was killed.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         status = self.process.wait()
@@ -370,6 +383,8 @@ class Requests:
             for frame in traceback.extract_tb(error.__traceback__)
             if not frame.filename.startswith((_PACKAGE, "<frozen importlib"))
         ]
+
+        # Without frames, as for a wrong name, the error alone is enough; a syntax error has its position.
         details = ""
         if frames or isinstance(error, SyntaxError):
             lines = [*traceback.format_list(frames[-2:]), *traceback.format_exception_only(error)]

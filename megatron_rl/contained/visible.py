@@ -112,13 +112,18 @@ def allowed_environment(
         if network:
             # The address of a proxy may contain a password, before an @.
             is_listed = is_listed or name in CERTIFICATES or (name in PROXIES and "@" not in value)
+
         if name in names or (is_listed and not is_secret(name)):
             allowed[name] = value
     return allowed
 
 
 def visible_paths(
-    code: str, read: Sequence[str] = (), *, network: bool = False, write: bool = False
+    code: str,
+    read: Sequence[str] = (),
+    *,
+    network: bool = False,
+    write: bool = False,
 ) -> Visible:
     """Return the paths that are visible to code named ``module:name`` or ``file.py:name``.
 
@@ -230,6 +235,7 @@ def _importable(folder: str) -> Iterator[str]:
         entries = list(os.scandir(folder))
     except OSError:
         return
+
     for entry in entries:
         if entry.name.endswith((".py", ".so")) or os.path.isfile(os.path.join(entry.path, "__init__.py")):
             yield entry.path

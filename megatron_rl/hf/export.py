@@ -99,7 +99,13 @@ def export(
     _write(model, Path(path), content, piece_bytes, finish)
 
 
-def export_adapters(model: Any, path: str | Path, source: str | Path, *, dropout: float = 0.0) -> None:
+def export_adapters(
+    model: Any,
+    path: str | Path,
+    source: str | Path,
+    *,
+    dropout: float = 0.0,
+) -> None:
     """Write the adapters of a `ParallelModel` in PEFT's format, for the base model at ``source``.
 
     ``dropout`` is the adapters' dropout in training. Raises UserError as `export` does. Collective over the
@@ -134,7 +140,11 @@ class _Content:
 
 
 def _write(
-    model: Any, path: Path, content: _Content, piece_bytes: int, finish: Callable[[Path], None]
+    model: Any,
+    path: Path,
+    content: _Content,
+    piece_bytes: int,
+    finish: Callable[[Path], None],
 ) -> None:
     """Write tensors into a temporary folder, complete it by ``finish`` and rename it to ``path``."""
     group = model.groups.all
@@ -178,6 +188,7 @@ def _schedule_pieces(
         for name in names:
             queue += _split_tensor(file, name, shapes[name], dtypes[name], piece_bytes)
 
+    # Writers with fewer pieces have none in the last steps.
     count = max(len(queue) for queue in queues.values())
     return [
         {rank: queue[step] for rank, queue in queues.items() if step < len(queue)} for step in range(count)
@@ -185,14 +196,25 @@ def _schedule_pieces(
 
 
 def _split_tensor(
-    file: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, piece_bytes: int
+    file: str,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    piece_bytes: int,
 ) -> Iterator[_Piece]:
     """Yield a tensor as pieces of complete rows, of at most ``piece_bytes`` or one row."""
+    # A tensor is cut between rows, so that each piece is contiguous in the file.
     row_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
     rows = max(1, piece_bytes // max(row_bytes, 1))
     for begin in range(0, shape[0], rows):
         count = min(rows, shape[0] - begin)
-        yield _Piece(file, name, (begin, *(0 for _ in shape[1:])), (count, *shape[1:]), dtype)
+        yield _Piece(
+            file,
+            name,
+            (begin, *(0 for _ in shape[1:])),
+            (count, *shape[1:]),
+            dtype,
+        )
 
 
 class _Writer:
@@ -303,6 +325,7 @@ def _flows(
     destinations = [BoxGroup((writer,), tuple(pieces), dtypes) for writer, pieces in boxes.items()]
     flows: list[list[tuple[Region, int, int]]] = [[] for _ in steps]
     for number, region in enumerate(regions(sources, destinations)):
+        # The piece of a region is the last one that begins at or before its first row.
         (writer,) = region.receivers
         starts = steps_by_row[region.name]
         step = starts[bisect_right(starts, (region.start[0], len(steps))) - 1][1]
@@ -317,14 +340,21 @@ def _prepare(path: Path, target: Path) -> None:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError("it exists and is not an empty directory")
     target.mkdir(parents=True, exist_ok=True)
+    # Files of an export that was interrupted.
     for leftover in target.iterdir():
         leftover.unlink()
 
 
-def _publish(target: Path, path: Path, finish: Callable[[Path], None], digests: Mapping[str, str]) -> None:
+def _publish(
+    target: Path,
+    path: Path,
+    finish: Callable[[Path], None],
+    digests: Mapping[str, str],
+) -> None:
     """Complete the temporary folder and rename it to ``path``."""
     finish(target)
     seal(target, digests)
+    # An empty folder: `_prepare` allows no other.
     if path.is_dir():
         path.rmdir()
     os.replace(target, path)
@@ -341,6 +371,8 @@ def _finish(
 ) -> None:
     """Write config.json, index and tokenizer files of a checkpoint, and its ``extra_tensors``."""
     files = content.files
+
+    # config.json as transformers and engines read it.
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
     family = pretrained(config).family
@@ -355,6 +387,8 @@ def _finish(
     if source is not None and extra_tensors:
         total_bytes += copy_tensors(source, target / FURTHER, extra_tensors)
         files = {**files, FURTHER: extra_tensors}
+
+    # Further files make an index necessary.
     if len(files) > 1:
         write_index(target, files, total_bytes)
     if source is not None:

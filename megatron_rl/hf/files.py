@@ -99,7 +99,12 @@ class CheckpointFiles:
         """Return a tensor's shape."""
         return tuple(self._handle(self._file_of[name]).get_slice(name).get_shape())
 
-    def read(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
+    def read(
+        self,
+        name: str,
+        start: Sequence[int],
+        size: Sequence[int],
+    ) -> Tensor:
         """Return the box of a tensor that begins at ``start`` and has ``size``, in its stored dtype."""
         box = tuple(slice(begin, begin + count) for begin, count in zip(start, size, strict=True))
         return self._handle(self._file_of[name]).get_slice(name)[box]
@@ -112,7 +117,10 @@ class SafetensorsWriter:
     """
 
     def __init__(
-        self, path: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+        self,
+        path: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtypes: Mapping[str, torch.dtype],
     ) -> None:
         # The header comes first, so all shapes must be given before any values.
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -152,6 +160,7 @@ class SafetensorsWriter:
         """
         with self._file:
             self._file.flush()
+            # A file with an error is not published, and need not reach the disk.
             if complete:
                 os.fsync(self._file.fileno())
         if complete and self._remaining:
@@ -170,6 +179,7 @@ def shard_files(
     group_bytes = 0
     for name, shape in shapes.items():
         size = torch.Size(shape).numel() * dtypes[name].itemsize
+        # A group has at least one tensor, however large.
         if groups[-1] and group_bytes + size > max_bytes:
             groups.append([])
             group_bytes = 0
@@ -184,6 +194,7 @@ def shard_files(
 
 def write_index(path: Path, files: Mapping[str, Sequence[str]], total_bytes: int) -> None:
     """Write the index of a checkpoint directory of several files (file name to tensor names)."""
+    # The same format as transformers writes: tensor -> file.
     weight_map = {name: file for file, names in files.items() for name in names}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -209,6 +220,7 @@ def copy_tensors(source: str | Path, path: Path, names: Sequence[str]) -> int:
         name: files.read(name, (0,) * len(shape), (0,) * len(shape)).dtype for name, shape in shapes.items()
     }
 
+    # One tensor in memory at a time.
     writer = SafetensorsWriter(path, shapes, dtypes)
     for name, shape in shapes.items():
         writer.write(files.read(name, (0,) * len(shape), shape))
@@ -219,5 +231,6 @@ def copy_tensors(source: str | Path, path: Path, names: Sequence[str]) -> int:
 def copy_tokenizer(source: str | Path, path: Path) -> None:
     """Copy tokenizer, chat templates and generation settings from another checkpoint directory."""
     for name in tokenizer_files(Path(source)):
+        # Chat templates may be in a subfolder.
         (path / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(Path(source) / name, path / name)

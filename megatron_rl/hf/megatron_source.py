@@ -42,9 +42,9 @@ class MegatronFiles:
     """Hugging Face tensors of a model whose folder points to a Megatron checkpoint, read a slice at a time.
 
     Stored tensors are unsharded, as on a layout of one rank: tracing the import on one rank gives the boxes
-    of the Hugging Face tensors in them. ``checkpoint`` is the metadata from `read_pointed`, read here if it
-    is None, or that of an optimizer state, such as a moment of each weight. Raises UserErrors if the tensors
-    are not the model's, or files are missing.
+    of the Hugging Face tensors in them. ``checkpoint`` is the metadata from `read_pointed`, which is called
+    without one, or the metadata of an optimizer state, such as a moment of each weight. Raises UserErrors if
+    the tensors are not the model's, or files are missing.
     """
 
     def __init__(self, path: str | Path, checkpoint: MegatronCheckpoint | None = None) -> None:
@@ -56,6 +56,7 @@ class MegatronFiles:
         if errors:
             raise UserErrors(errors)
 
+        # Boxes of Hugging Face tensors in the stored tensors.
         self._shapes = model.tensor_shapes()
         shapes = {name: self._shape(location) for name, location in self._locations.items()}
         boxes = trace_import(
@@ -85,23 +86,36 @@ class MegatronFiles:
         """Return a tensor's shape."""
         return self._shapes[name]
 
-    def read(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
+    def read(
+        self,
+        name: str,
+        start: Sequence[int],
+        size: Sequence[int],
+    ) -> Tensor:
         """Return the box of a tensor that begins at ``start`` and has ``size``, in its stored dtype."""
         values: Tensor | None = None
         for box in self._boxes[name]:
             overlap = intersect((tuple(start), tuple(size)), (box.start, box.size))
             if overlap is None:
                 continue
+
+            # Coordinates of the overlap, counted from the start of the box.
             box_start = [low - first for low, first in zip(overlap[0], box.start, strict=True)]
             stored = self._stored(box, box_start, overlap[1])
             # The first piece tells the stored dtype.
             if values is None:
                 values = torch.empty(tuple(size), dtype=stored.dtype)
             _within(values, start, overlap).copy_(stored)
+
         assert values is not None, name
         return values
 
-    def _stored(self, box: TensorBox, start: Sequence[int], size: Sequence[int]) -> Tensor:
+    def _stored(
+        self,
+        box: TensorBox,
+        start: Sequence[int],
+        size: Sequence[int],
+    ) -> Tensor:
         """Read a part of a box from its stored tensor; ``start`` counts from the start of the box."""
         location = self._locations[box.storage]
 
@@ -124,6 +138,7 @@ class MegatronFiles:
             if result is None:
                 result = torch.empty(counts, dtype=values.dtype)
             _within(result, begin, overlap).copy_(_within(values, chunk.start, overlap))
+
         assert result is not None, location
         return result.view(tuple(size))
 
@@ -140,6 +155,8 @@ class MegatronFiles:
             self._cache[chunk] = _load_tensor(content, chunk, self.path)
             if len(self._cache) > _CACHED_CHUNKS:
                 self._cache.popitem(last=False)
+
+        # The most recently used chunk is last.
         self._cache.move_to_end(chunk)
         return self._cache[chunk]
 
@@ -153,7 +170,10 @@ class BufferFiles(MegatronFiles):
     """
 
     def __init__(
-        self, path: str | Path, checkpoint: MegatronCheckpoint, parameters: Sequence[FlatParameter]
+        self,
+        path: str | Path,
+        checkpoint: MegatronCheckpoint,
+        parameters: Sequence[FlatParameter],
     ) -> None:
         super().__init__(path, checkpoint)
         self._state = MASTERS[0]
@@ -197,7 +217,12 @@ class BufferFiles(MegatronFiles):
         source._state = state
         return source
 
-    def _stored(self, box: TensorBox, start: Sequence[int], size: Sequence[int]) -> Tensor:
+    def _stored(
+        self,
+        box: TensorBox,
+        start: Sequence[int],
+        size: Sequence[int],
+    ) -> Tensor:
         parameter = self._flat.get(box.storage)
         if parameter is None:
             return super()._stored(box, start, size)
@@ -219,7 +244,12 @@ class BufferFiles(MegatronFiles):
             values = values.narrow(dim, begin[dim], size[dim])
         return values
 
-    def _read_range(self, bucket: Bucket, begin: int, count: int) -> Tensor:
+    def _read_range(
+        self,
+        bucket: Bucket,
+        begin: int,
+        count: int,
+    ) -> Tensor:
         """Return ``count`` elements of a bucket from element ``begin``, joined from the saved chunks."""
         chunks = self._chunks_by_bucket[self._state, bucket]
         index = bisect_right(chunks, begin, key=lambda chunk: chunk.start[0]) - 1
@@ -249,12 +279,14 @@ def _load_tensor(content: bytes, chunk: Chunk, path: Path) -> Tensor:
     """Return a chunk as it was saved; raise UserError for anything but a tensor of its size."""
     problem = None
     try:
+        # weights_only: the bytes may be anything.
         value = torch.load(io.BytesIO(content), map_location=device.host(), weights_only=True)
         if isinstance(value, Tensor) and value.numel() == math.prod(chunk.size):
             return value.detach().view(chunk.size)
         problem = f"{type(value).__name__} of {getattr(value, 'shape', 'another size')}"
     except Exception as error:  # whatever damaged bytes lead to
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
+
     raise UserError(
         "a piece of the Megatron checkpoint cannot be read",
         where=str(path / chunk.file),

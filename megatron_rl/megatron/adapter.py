@@ -38,7 +38,14 @@ class Adapter(nn.Module):
     initial_A: Tensor | None
     initial_B: Tensor | None
 
-    def __init__(self, weight: Tensor, rank: int, mask: Tensor, scale: float, dropout: float) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        rank: int,
+        mask: Tensor,
+        scale: float,
+        dropout: float,
+    ) -> None:
         super().__init__()
         rows, inputs = weight.shape
         kind_count = mask.shape[1]
@@ -59,7 +66,12 @@ class Adapter(nn.Module):
         self.expert = False
         self.group: Any = None
 
-    def cut(self, columns: bool, group: Any, sequence_parallel: bool) -> None:
+    def cut(
+        self,
+        columns: bool,
+        group: Any,
+        sequence_parallel: bool,
+    ) -> None:
         """Set how the layer is cut over a tensor-parallel group, and mark the factors for Megatron.
 
         ``tensor_model_parallel`` makes the gradient norm count a shard on every rank; ``sequence_parallel``

@@ -38,7 +38,12 @@ def both_frequencies(local: Tensor, full: Tensor) -> Tensor:
     return torch.cat((local, full))
 
 
-def _scale(factor: float, module: Any, inputs: Any, output: Tensor) -> Tensor:
+def _scale(
+    factor: float,
+    module: Any,
+    inputs: Any,
+    output: Tensor,
+) -> Tensor:
     # The factor is rounded to the weights' precision, as the models were trained.
     return output * torch.tensor(factor, dtype=output.dtype, device=output.device)
 
@@ -47,7 +52,12 @@ def _norm_output(module: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[
     return module.post_layernorm(output[0]), output[1]
 
 
-def _select_angles(kind: int, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _select_angles(
+    kind: int,
+    module: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+) -> tuple[Any, dict[str, Any]]:
     """Replace the rotary angles of both kinds of attention by the angles of one ``kind``, 0 or 1."""
     # The angles come twice, [local, full, local, full], since rotation pairs both halves of a head.
     angles = kwargs["rotary_pos_emb"]

@@ -137,7 +137,12 @@ class PackedRotaryEmbedding(nn.Module):
         self._positions: Tensor | None = None
 
     def get_rotary_seq_len(
-        self, context: Any, block: Any, hidden: Any, config: Any, packed: PackedRows | None = None
+        self,
+        context: Any,
+        block: Any,
+        hidden: Any,
+        config: Any,
+        packed: PackedRows | None = None,
     ) -> int:
         """Store the positions of the packed sequence; Megatron calls this before `forward`."""
         assert packed is not None, "packed rows are the only input format"
@@ -210,12 +215,23 @@ class PackedAttention(nn.Module, RowAttention):
         output = self._attend(query, key, value, packed_seq_params)
         return _exchange_for_heads(self.context, output).flatten(1).unsqueeze(1)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedRows) -> Tensor:
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        packed_seq_params: PackedRows,
+    ) -> Tensor:
         """Return the attention output [T, heads, size] of complete rows, bucket by bucket."""
         filled = zip(*map(packed_seq_params.fill, (query, key, value)), strict=True)
         return packed_seq_params.join([self._bucket(*bucket) for bucket in filled])
 
-    def _bucket(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _bucket(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
         """Return a bucket's output [rows * longest, heads, size] for inputs [rows, longest, heads, size]."""
         grouped = self.cap is None and _takes_grouped_keys(query)
         if not grouped:
@@ -231,7 +247,14 @@ class PackedAttention(nn.Module, RowAttention):
             mask = (distance >= 0) & (distance <= self.window)
 
         if self.cap is not None:
-            out = _capped_attention(rows[0], rows[1], rows[2], mask, self.scale, self.cap)
+            out = _capped_attention(
+                rows[0],
+                rows[1],
+                rows[2],
+                mask,
+                self.scale,
+                self.cap,
+            )
             return out.transpose(1, 2).flatten(0, 1)
         out = functional.scaled_dot_product_attention(
             *rows, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
@@ -240,7 +263,12 @@ class PackedAttention(nn.Module, RowAttention):
 
 
 def _capped_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, cap: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    cap: float,
 ) -> Tensor:
     """Compute attention with scores within ``cap``, [rows, heads, longest, size]; stores all scores."""
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)

@@ -55,7 +55,12 @@ class Support(NamedTuple):
     tokens: Tensor
     """[sum of sizes] token ids, position after position."""
 
-    def mask(self, span: slice, columns: int, start: int) -> Tensor:
+    def mask(
+        self,
+        span: slice,
+        columns: int,
+        start: int,
+    ) -> Tensor:
         """Mask the ids from ``start`` on outside the support, [positions of ``span``, columns] bool."""
         ends = self.sizes.cumsum(0)
         sizes = self.sizes[span]
@@ -203,7 +208,11 @@ def _statistics(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> Tens
 
 
 def kernel_statistics(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, shard: VocabularyShard
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    shard: VocabularyShard,
 ) -> Tensor:
     """Return what `chunked_statistics` returns, from the Triton kernel. Needs an accelerator."""
     from megatron_rl.megatron.log_probs_triton import split_statistics
@@ -287,7 +296,16 @@ def kernel_errors(dtype: torch.dtype) -> tuple[float, dict[str, float]]:
     for name, members in classes.items():
         (reference,) = torch.autograd.grad(log_probs[members].sum(), dense_weight, retain_graph=True)
         slopes = (members.to(target_device, torch.float32), torch.zeros(150, device=target_device))
-        _, gradient = _gradients(states, rows, *labels, statistics[0], statistics[2], *slopes, shard, 64)
+        _, gradient = _gradients(
+            states,
+            rows,
+            *labels,
+            statistics[0],
+            statistics[2],
+            *slopes,
+            shard,
+            64,
+        )
         assert gradient is not None
         difference = gradient[:690].double().cpu() - reference
         gradient_errors[name] = float(difference.norm() / reference.norm())

@@ -84,7 +84,11 @@ def _statistics(
 
 
 def split_statistics(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, vocabulary: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    vocabulary: int,
 ) -> Tensor:
     """Return the terms of a softmax over each split of the weight's rows, [splits, 4, n] float32.
 

@@ -48,7 +48,12 @@ class TensorSource(Protocol):
         """Return the names of all tensors."""
         ...
 
-    def read(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
+    def read(
+        self,
+        name: str,
+        start: Sequence[int],
+        size: Sequence[int],
+    ) -> Tensor:
         """Read the slice of ``size`` elements per dimension that begins at ``start``."""
         ...
 

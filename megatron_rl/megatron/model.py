@@ -307,14 +307,25 @@ class ScalarHead(torch.nn.Module):
     deviation of the checkpoint's ``initializer_range``. Much smaller initial weights train slowly.
     """
 
-    def __init__(self, hidden_size: int, deviation: float, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        deviation: float,
+        dtype: torch.dtype,
+        seed: int,
+    ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(1, hidden_size, generator=generator) * deviation
         self.weight = torch.nn.Parameter(weight.to(dtype))
 
 
-def _build_chunk(spec: ModelSpec, groups: ParallelGroups, stage: int, fused: bool) -> GPTModel:
+def _build_chunk(
+    spec: ModelSpec,
+    groups: ParallelGroups,
+    stage: int,
+    fused: bool,
+) -> GPTModel:
     layout = groups.layout
     config = spec.transformer_config
     vp_stage = stage if layout.virtual_pipeline > 1 else None

@@ -66,7 +66,12 @@ class Optimizer:
     Collective over the model's ranks.
     """
 
-    def __init__(self, model: ParallelModel, config: OptimizerConfig, steps: int) -> None:
+    def __init__(
+        self,
+        model: ParallelModel,
+        config: OptimizerConfig,
+        steps: int,
+    ) -> None:
         self.model = model
         self.config = config
         floor = config.minimum_learning_rate or 0.0
@@ -118,7 +123,13 @@ class Optimizer:
         )
 
     @classmethod
-    def adopted(cls, model: ParallelModel, megatron: Any, scheduler: Any, increment: int) -> Optimizer:
+    def adopted(
+        cls,
+        model: ParallelModel,
+        megatron: Any,
+        scheduler: Any,
+        increment: int,
+    ) -> Optimizer:
         """Wrap the optimizer of a training script, whose schedule advances by ``increment`` per step."""
         optimizer = cls.__new__(cls)
         optimizer.model = model

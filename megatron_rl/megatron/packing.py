@@ -76,7 +76,11 @@ def partition(
 
 
 def _deal_bins(
-    lengths: Sequence[int], ranks: int, budget: int, count: int, tokens_per_quadratic: float
+    lengths: Sequence[int],
+    ranks: int,
+    budget: int,
+    count: int,
+    tokens_per_quadratic: float,
 ) -> list[list[list[int]]]:
     """Pack all rows into ``ranks * count`` micro-batches and balance these by work, ``count`` to a rank."""
     bins = _fit(lengths, budget, ranks * count)
@@ -267,7 +271,10 @@ def _concatenate(buckets: Sequence[Tensor]) -> Tensor:
 
 
 def pack_rows(
-    lengths: Sequence[int], target: torch.device, context_rank: int = 0, context: int = 1
+    lengths: Sequence[int],
+    target: torch.device,
+    context_rank: int = 0,
+    context: int = 1,
 ) -> PackedRows:
     """Return the boundaries of consecutive rows in the form of `PackedAttention`.
 
@@ -314,7 +321,10 @@ def _bucket_size(length: int) -> int:
 
 
 def pack_whole_rows(
-    lengths: Sequence[int], target: torch.device, context_rank: int = 0, context: int = 1
+    lengths: Sequence[int],
+    target: torch.device,
+    context_rank: int = 0,
+    context: int = 1,
 ) -> PackedRows:
     """Return the boundaries of consecutive rows in the form of Transformer Engine's attention, unpadded."""
     return PackedRows(

@@ -128,7 +128,13 @@ class Provider:
         finally:
             global_vars._GLOBAL_ARGS = None
 
-    def build(self, spec: ModelSpec, groups: ParallelGroups, stage: int, config: Any) -> Any:
+    def build(
+        self,
+        spec: ModelSpec,
+        groups: ParallelGroups,
+        stage: int,
+        config: Any,
+    ) -> Any:
         """Return the chunk of a virtual pipeline stage; raises UserError for one that cannot be trained.
 
         ``config`` is the model's copy of the spec's TransformerConfig, which the provider may use or change.
@@ -168,7 +174,13 @@ class Provider:
         return chunk
 
 
-def check_chunk(chunk: Any, subject: str, pre_process: bool, post_process: bool, spec: ModelSpec) -> None:
+def check_chunk(
+    chunk: Any,
+    subject: str,
+    pre_process: bool,
+    post_process: bool,
+    spec: ModelSpec,
+) -> None:
     """Raise UserError unless a chunk belongs to the model of a spec; set the fields that the trainer decides.
 
     ``subject`` names the code that built it, for errors.

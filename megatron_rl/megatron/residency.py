@@ -39,7 +39,13 @@ class Residency:
     whenever this one is.
     """
 
-    def __init__(self, model: ParallelModel | None, *, offload: bool, base: Residency | None = None) -> None:
+    def __init__(
+        self,
+        model: ParallelModel | None,
+        *,
+        offload: bool,
+        base: Residency | None = None,
+    ) -> None:
         self.model = model
         self.offload = offload and model is not None
         self.base = base

@@ -31,7 +31,10 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = dict(
 
 
 def transformer_settings(
-    model: PretrainedModel, layout: ParallelLayout, dtype: torch.dtype, fused: bool = False
+    model: PretrainedModel,
+    layout: ParallelLayout,
+    dtype: torch.dtype,
+    fused: bool = False,
 ) -> dict[str, Any]:
     """Return the TransformerConfig fields of a pretrained model on a layout.
 

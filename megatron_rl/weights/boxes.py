@@ -170,6 +170,7 @@ def _intersect_boxes(
     ranks: _RankSets,
 ) -> list[tuple[Span, tuple[int, ...], tuple[int, ...]]]:
     """Return (span, holders, receivers) of every intersection of source and target boxes of one tensor."""
+    # Disjoint boxes: every element is sent and received once.
     sources = disjoint(source_spans, ranks)
     targets = disjoint(target_spans, ranks)
 

@@ -110,7 +110,10 @@ class Execution:
         return max((exchange.staging_peak for exchange in self._exchanges), default=0)
 
     def _build_exchanges(
-        self, phases: Schedule, sends: dict[int, Any], receives: dict[int, Any]
+        self,
+        phases: Schedule,
+        sends: dict[int, Any],
+        receives: dict[int, Any],
     ) -> list[Exchange]:
         """Return this rank's exchanges, one per phase of the schedule, in order."""
         rank = self._rank
@@ -215,12 +218,14 @@ class Execution:
         ``checksums``: (region, is_reference, checksum) of this rank's terms. Collective over the group.
         """
         sums_by_rank = gather_objects((self._rank, checksums), self._group)
+        # The holder's checksum of each region.
         references: dict[int, int] = {}
         for _, rank_sums in sums_by_rank:
             for region, is_reference, value in rank_sums:
                 if is_reference:
                     references[region] = value
 
+        # The receivers whose checksum is another one.
         faults: list[str] = []
         for rank, rank_sums in sums_by_rank:
             for region, is_reference, value in rank_sums:
@@ -231,7 +236,13 @@ class Execution:
             + "\n  ".join(faults[:10])
         )
 
-    def _describe_mismatch(self, index: int, rank: int, value: int, reference: int) -> str:
+    def _describe_mismatch(
+        self,
+        index: int,
+        rank: int,
+        value: int,
+        reference: int,
+    ) -> str:
         region = self._regions[index]
         box = f"{region.name}, box at {list(region.start)} of size {list(region.size)}"
         holders = f"ranks {list(region.holders)} hold {reference % 2**32:#010x}"
@@ -273,7 +284,12 @@ class BoxSum:
     bytes.
     """
 
-    def __init__(self, values: Tensor, start: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        values: Tensor,
+        start: Sequence[int],
+        dtype: torch.dtype,
+    ) -> None:
         # A vector or scalar is a matrix of one row.
         if values.dim() < 2:
             values = values.reshape(1, -1)
@@ -354,7 +370,12 @@ def _has_integer_product(kind: str) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _column_weights(start: int, count: int, itemsize: int, device: torch.device) -> Tensor:
+def _column_weights(
+    start: int,
+    count: int,
+    itemsize: int,
+    device: torch.device,
+) -> Tensor:
     """Return the weights of a row's words, [words] int32."""
     elements_per_word = _elements_per_word(start, count, itemsize)
     words_per_element = 2 if itemsize == 8 else 1

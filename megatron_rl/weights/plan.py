@@ -124,6 +124,7 @@ def schedule(plan: ReshardPlan, staging_bytes: int, message_bytes: int = 4 * 2**
         for sender, receiver in plan.pairs
     }
 
+    # Count the pairs of each rank in each phase: they share the staging memory.
     streams: dict[tuple[int, int], int] = defaultdict(int)
     for pair, number in phase.items():
         for rank in pair:
@@ -153,6 +154,7 @@ def build_plan(
     local: dict[int, int] = defaultdict(int)
     pairs: dict[tuple[int, int], int] = defaultdict(int)
 
+    # Regions whose senders are fixed come first, so that free choices balance the load.
     bundles = []
     for group in _group_by_ranks(regions(sources, destinations)):
         selector = _SenderSelector(group[0].holders, nodes)
@@ -200,6 +202,7 @@ def check_plan(plan: ReshardPlan) -> None:
             if receiver not in holders:
                 wire_bytes[receiver] += bundle.bytes
 
+    # Every byte arrives, and none that the rank holds already travels.
     for rank, count in plan.needed.items():
         if arriving_bytes[rank] != count:
             raise PlanError(f"rank {rank} needs {count} bytes and would be given {arriving_bytes[rank]}")

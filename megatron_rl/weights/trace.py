@@ -101,7 +101,13 @@ class CopyRecorder(TorchDispatchMode):
         self._alive.append(tensor)
         self._frames[_storage(tensor)] = _frame_of(name, tensor)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default:
             return self._copy(args[0], args[1], lambda: func(*args, **kwargs))
@@ -111,7 +117,12 @@ class CopyRecorder(TorchDispatchMode):
             self._add_intermediate(result, args[0])
         return result
 
-    def _copy(self, target: Tensor, source: Tensor, execute: Callable[[], Any]) -> Any:
+    def _copy(
+        self,
+        target: Tensor,
+        source: Tensor,
+        execute: Callable[[], Any],
+    ) -> Any:
         is_source = _storage(source) in self._frames
         parameter = self._parameter_at(target)
 
@@ -142,7 +153,13 @@ class CopyRecorder(TorchDispatchMode):
             return None
         return name, begin
 
-    def _boxes_of_copy(self, target: Tensor, source: Tensor, name: str, begin: int) -> list[TensorBox]:
+    def _boxes_of_copy(
+        self,
+        target: Tensor,
+        source: Tensor,
+        name: str,
+        begin: int,
+    ) -> list[TensorBox]:
         """Return the boxes of a copy into the destination ``name``, whose first element is ``begin``."""
         frame = self._frames[_storage(source)]
         first, axes = _resolve(frame, source, target.stride())
@@ -156,7 +173,15 @@ class CopyRecorder(TorchDispatchMode):
         """Register ``copy`` as a storage that holds the elements of the view ``source``."""
         frame = self._frames[_storage(source)]
         first, axes = _resolve(frame, source.expand(copy.shape), copy.stride())
-        boxes = list(_split_into_boxes(frame.name, first, axes, int(copy.storage_offset()), len(frame.start)))
+        boxes = list(
+            _split_into_boxes(
+                frame.name,
+                first,
+                axes,
+                int(copy.storage_offset()),
+                len(frame.start),
+            )
+        )
 
         # A frame is one box; a copy that rearranges elements would need several.
         if len(boxes) != 1:
@@ -164,7 +189,13 @@ class CopyRecorder(TorchDispatchMode):
         (box,) = boxes
 
         self._alive.append(copy)
-        self._frames[_storage(copy)] = _Frame(frame.name, box.start, box.size, box.offset, box.stride)
+        self._frames[_storage(copy)] = _Frame(
+            frame.name,
+            box.start,
+            box.size,
+            box.offset,
+            box.stride,
+        )
 
 
 def trace_copies(
@@ -196,6 +227,7 @@ def merge_boxes(boxes: Iterable[TensorBox]) -> list[TensorBox]:
 
     Duplicates are removed. Only boxes of the same rank, storage and tensor are joined.
     """
+    # From the innermost dimension outwards: rows become matrices, matrices become blocks.
     current = sorted(set(boxes), key=_order)
     dims = max((len(box.start) for box in current), default=0)
     for dim in reversed(range(dims)):
@@ -205,6 +237,7 @@ def merge_boxes(boxes: Iterable[TensorBox]) -> list[TensorBox]:
 
 def _merge_along(boxes: list[TensorBox], dim: int) -> list[TensorBox]:
     """Join boxes that are adjacent along one dimension and equal in all others."""
+    # Only boxes that are equal in all other dimensions can be joined.
     groups: dict[Any, list[TensorBox]] = {}
     merged: list[TensorBox] = []
     for box in boxes:
@@ -219,6 +252,7 @@ def _merge_along(boxes: list[TensorBox], dim: int) -> list[TensorBox]:
         groups.setdefault((box.name, box.rank, box.storage, other_dims), []).append(box)
 
     for group in groups.values():
+        # In the order of the dimension, neighbours follow each other.
         group.sort(key=lambda box: (box.start[dim], box.offset))
         unions = [group[0]]
         for box in group[1:]:
@@ -276,7 +310,11 @@ def _resolve(frame: _Frame, source: Tensor, target_stride: tuple[int, ...]) -> t
 
 
 def _split_axis(
-    frame: _Frame, first: list[int], count: int, stride: int, destination_stride: int
+    frame: _Frame,
+    first: list[int],
+    count: int,
+    stride: int,
+    destination_stride: int,
 ) -> list[_Axis]:
     """Split one view dimension that runs over several source dimensions (a flattened view)."""
     axes: list[_Axis] = []
@@ -320,7 +358,11 @@ def _coordinates(frame: _Frame, position: int) -> list[int]:
 
 
 def _split_into_boxes(
-    name: str, first: list[int], axes: list[_Axis], offset: int, dims: int
+    name: str,
+    first: list[int],
+    axes: list[_Axis],
+    offset: int,
+    dims: int,
 ) -> Iterable[TensorBox]:
     """Turn the axes of a copy into boxes.
 
@@ -366,7 +408,13 @@ def _merge_axes(axes: list[_Axis]) -> list[_Axis]:
 def _frame_of(name: str, tensor: Tensor) -> _Frame:
     """Return the frame of a whole source tensor."""
     shape = tuple(tensor.shape)
-    return _Frame(name, (0,) * len(shape), shape, int(tensor.storage_offset()), tuple(tensor.stride()))
+    return _Frame(
+        name,
+        (0,) * len(shape),
+        shape,
+        int(tensor.storage_offset()),
+        tuple(tensor.stride()),
+    )
 
 
 def _storage(tensor: Tensor) -> int:

@@ -96,6 +96,7 @@ class _Stream:
             self.lengths[-1] = offset + count
             return
 
+        # Rows that fit into the rest of this message.
         row_bytes = count // shape[0] if shape else count
         rows = (self.slot - offset) // row_bytes
         if rows:
@@ -165,6 +166,7 @@ class Exchange:
             next_works = []
             if round_index + 1 < self.rounds:
                 next_works = self._post(round_index + 1, buffers[(round_index + 1) % 2])
+            # The wait also orders the unpacking behind the arrival on the device.
             for work in works:
                 work.wait()
             self._unpack(round_index, buffers[round_index % 2])
@@ -188,7 +190,13 @@ class Exchange:
 
         return dist.batch_isend_irecv(operations) if operations else []
 
-    def _buffer(self, buffers: dict[Any, Tensor], key: Any, stream: _Stream, number: int) -> Tensor:
+    def _buffer(
+        self,
+        buffers: dict[Any, Tensor],
+        key: Any,
+        stream: _Stream,
+        number: int,
+    ) -> Tensor:
         """Return the bytes of a message: its storage if it travels in place, else a staging buffer."""
         storages = self._in_place[id(stream)]
         in_place = storages[number]
@@ -265,6 +273,7 @@ def gather_layout(
     sent_contents = gather_objects((digest, content) if is_sender else None, group)
     content_by_digest = dict(item for item in sent_contents if item is not None)
 
+    # Groups in the order of their lowest ranks, equal on all ranks.
     layout = []
     for group_digest, ranks in sorted(ranks_by_digest.items(), key=lambda item: min(item[1])):
         group_boxes, group_dtypes = content_by_digest[group_digest]

@@ -122,6 +122,8 @@ def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
     """Return the arguments of a mixture of experts; the router's are the family's settings of Megatron."""
     shape = model.shape
     routing = model.family.megatron(model.config)
+
+    # A period of 1 means that every layer has experts.
     layer_frequency: int | list[int] = 1
     if shape.dense_layers:
         layer_frequency = [int(shape.has_experts(layer)) for layer in range(shape.layers)]
@@ -154,6 +156,7 @@ def _inexpressible(model: PretrainedModel, activation: str, rope: Mapping[str, A
         return "a head of one number"
     if not shape.gated or activation != "silu":
         return f"the activation {activation}"
+
     if shape.sliding_layers:
         return "attention to a window of tokens"
 
@@ -183,6 +186,9 @@ def config_of(arguments: Mapping[str, Any], setting: str, vocabulary: int | None
         raise UserErrors(refused)
 
     heads = get("num_attention_heads")
+    key_value_heads = heads
+    if get("group_query_attention"):
+        key_value_heads = get("num_query_groups")
     experts = get("num_experts")
     family, architecture = _family(arguments)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(get("rotary_base", 10000))}
@@ -197,7 +203,7 @@ def config_of(arguments: Mapping[str, Any], setting: str, vocabulary: int | None
         "intermediate_size": get("ffn_hidden_size"),
         "num_hidden_layers": get("num_layers"),
         "num_attention_heads": heads,
-        "num_key_value_heads": get("num_query_groups") if get("group_query_attention") else heads,
+        "num_key_value_heads": key_value_heads,
         "head_dim": get("kv_channels"),
         "hidden_act": "silu",
         "max_position_embeddings": get("max_position_embeddings"),
@@ -289,7 +295,10 @@ def _expert_layers(arguments: Mapping[str, Any]) -> list[bool]:
 
 
 def contradictions(
-    arguments: Mapping[str, Any], model: PretrainedModel, setting: str, config_path: str
+    arguments: Mapping[str, Any],
+    model: PretrainedModel,
+    setting: str,
+    config_path: str,
 ) -> list[UserError]:
     """Return the errors of a checkpoint whose arguments contradict the config.json at ``config_path``.
 
@@ -329,8 +338,8 @@ def _effective(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     # Heads: without grouped queries there are as many groups as heads; latent attention has no groups.
     if "num_attention_heads" in values and not values.get("multi_latent_attention"):
-        groups = values.get("num_query_groups") if values.get("group_query_attention") else None
-        values["num_query_groups"] = groups or values["num_attention_heads"]
+        if not values.get("group_query_attention") or not values.get("num_query_groups"):
+            values["num_query_groups"] = values["num_attention_heads"]
     else:
         for name in ("num_query_groups", "kv_channels"):
             values.pop(name, None)
@@ -361,7 +370,13 @@ def _same(value: Any, expected: Any) -> bool:
     return (not value and not expected) or value == expected
 
 
-def _refusal(setting: str, name: str, value: Any, expected: str, fix: str | None = None) -> UserError:
+def _refusal(
+    setting: str,
+    name: str,
+    value: Any,
+    expected: str,
+    fix: str | None = None,
+) -> UserError:
     """Return the error of an argument; ``expected`` describes the values that can be used."""
     return UserError(
         f"the Megatron checkpoint was trained with another `{name}` than can be used",

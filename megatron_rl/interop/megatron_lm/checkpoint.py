@@ -164,6 +164,8 @@ class MegatronCheckpoint:
             {bucket: tensor.shape for bucket, tensor in self.buffers[name].items()}
             for name in (MASTERS[0], *MOMENTS)
         ]
+
+        # Described as tensors of their own, buffers are verified like the weights.
         flat = {
             f"{bucket.buffer_name()}.bucket_idx_{bucket.number}.{name}": tensor
             for name, buckets in self.buffers.items()
@@ -225,6 +227,7 @@ class MegatronCheckpoint:
         for tensor in self.tensors.values():
             for chunk in tensor.chunks:
                 ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
+
         sizes = {name: _size(self.path / name) for name in ends}
         truncated = [name for name, end in ends.items() if (sizes[name] or 0) < end]
         if truncated:
@@ -256,11 +259,17 @@ class MegatronCheckpoint:
             )
 
     def _other_shape(
-        self, name: str, expected: tuple[int, ...], location: Location, stored: tuple[int, ...], padded: bool
+        self,
+        name: str,
+        expected: tuple[int, ...],
+        location: Location,
+        stored: tuple[int, ...],
+        padded: bool,
     ) -> UserError:
         rows = str(expected[0])
         if padded:
             rows += " or more"
+
         got = str(list(stored))
         if location.index:
             got += f", at {list(location.index)}"
@@ -272,7 +281,12 @@ class MegatronCheckpoint:
             fix="name the configuration and the tokenizer that belong to this checkpoint",
         )
 
-    def _other_count(self, key: str, model_count: int, count: int) -> UserError:
+    def _other_count(
+        self,
+        key: str,
+        model_count: int,
+        count: int,
+    ) -> UserError:
         return UserError(
             "the Megatron checkpoint has more layers or experts than the model",
             where=str(self.path),
@@ -285,6 +299,7 @@ class MegatronCheckpoint:
         expected = "no others"
         if absent_names:
             expected = f"also {some_of(absent_names, _LISTED)}"
+
         got = f"{len(self.tensors)} tensors without them"
         if unexpected:
             got = f"others: {some_of(unexpected, _LISTED)}"
@@ -354,7 +369,11 @@ def read_checkpoint(path: str | Path, setting: str) -> MegatronCheckpoint:
         match = re.fullmatch(r"iter_(\d+)", folder.name)
         iteration = int(match[1]) if match else 0
 
+    # With flat buffers the steps are beside the tensors.
     stored = read_tensors(folder)
+    steps = common.steps
+    if steps is None:
+        steps = stored.steps
     return MegatronCheckpoint(
         folder,
         iteration,
@@ -363,7 +382,7 @@ def read_checkpoint(path: str | Path, setting: str) -> MegatronCheckpoint:
         stored.states,
         stored.buffers,
         common.sharding,
-        stored.steps if common.steps is None else common.steps,
+        steps,
     )
 
 
@@ -377,6 +396,8 @@ def _parameters(shape: ModelShape) -> Iterator[tuple[str, list[Location], tuple[
             if not weight.expert:
                 yield f"decoder.layers.{layer}.{weight.name}", _locations(weight, layer, None), size
                 continue
+
+            # Each expert is a parameter of its own in Megatron's names.
             for expert in range(shape.experts):
                 name = weight.name.format(expert=expert)
                 yield f"decoder.layers.{layer}.{name}", _locations(weight, layer, expert), size

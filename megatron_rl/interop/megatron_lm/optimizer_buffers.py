@@ -137,7 +137,11 @@ def orders(arguments: Mapping[str, Any], shape: ModelShape) -> list[Order]:
 
 
 def flat_parameters(
-    arguments: Mapping[str, Any], shape: ModelShape, rows: int, sizes: Mapping[Bucket, int], order: Order
+    arguments: Mapping[str, Any],
+    shape: ModelShape,
+    rows: int,
+    sizes: Mapping[Bucket, int],
+    order: Order,
 ) -> list[FlatParameter]:
     """Return the location of every shard of every parameter, once, in buckets of ``sizes`` elements.
 
@@ -241,7 +245,10 @@ def _chunk(
 
 
 def _layer_parameters(
-    model: _Model, layer: int, weight: Weight, shard: tuple[int, int, int]
+    model: _Model,
+    layer: int,
+    weight: Weight,
+    shard: tuple[int, int, int],
 ) -> Iterator[tuple[tuple[int, ...], _LocalParameter]]:
     """Yield the local parameters of a layer's weight, each with its sort key in the layer."""
     tensor, _, expert_tensor = shard
@@ -260,6 +267,7 @@ def _layer_parameters(
     linear, parameter = weight.name.split(".")[-2:]
     linear_index = int(linear == "linear_fc2")
     replicated = tensor >= model.layout.expert_tensor
+
     for expert in range(model.shape.experts // model.layout.expert):
         name = weight.name
         order = (expert, linear_index)
@@ -271,11 +279,19 @@ def _layer_parameters(
         yield (_position(_MODULES, "mlp.experts"), *order, _position(_PARAMETER_NAMES, parameter)), local
 
 
-def _shard(model: _Model, name: str, weight: Weight, index: int, replica: bool = False) -> _LocalParameter:
+def _shard(
+    model: _Model,
+    name: str,
+    weight: Weight,
+    index: int,
+    replica: bool = False,
+) -> _LocalParameter:
     """Return the shard of a parameter on rank ``index`` of the ranks that shard it."""
     count = model.layout.expert_tensor if weight.expert else model.layout.tensor
     complete = weight.local_shape(1)
     shape = weight.local_shape(count)
+
+    # Megatron-LM pads the vocabulary to its own multiple of rows.
     if weight.cut == "vocabulary":
         shape = (model.rows // count, *complete[1:])
     elif weight.cut == "latent" and model.order.fused:
@@ -303,6 +319,7 @@ def _with_offsets(
         if end and start + count > sizes.get(bucket, 0) and sizes.get(bucket) in (end, start):
             bucket = bucket._replace(number=bucket.number + 1)
             start = 0
+
         end = start + count
         if end > sizes.get(bucket, 0):
             break

@@ -215,13 +215,17 @@ def read_common(folder: Path) -> Common:
 
         with zipfile.ZipFile(file) as archive:
             content, prefix = _content(archive)
+
             optimizer = content.get("optimizer")
             args = content.get("args")
             iteration = content.get("iteration")
             shardings = _values_under(optimizer, "param_state_sharding_type")
+            arguments = None
+            if isinstance(args, Inert):
+                arguments = dict(_plain(vars(args.state)))
             return Common(
                 names=tuple(map(str, content)),
-                arguments=dict(_plain(vars(args.state))) if isinstance(args, Inert) else None,
+                arguments=arguments,
                 iteration=None if iteration is None else int(iteration),
                 steps=_steps(optimizer, archive, prefix),
                 sharding=next(map(str, shardings), None),
@@ -367,10 +371,19 @@ def _stored(entry: Mapping[str, Any], locations: Mapping[tuple[int, ...], Any]) 
         if location is not None:
             file = str(location["relative_path"])
             size = tuple(fields["sizes"])
-            chunks.append(Chunk(start, size, file, int(location["offset"]), int(location["length"])))
+            chunks.append(
+                Chunk(
+                    start,
+                    size,
+                    file,
+                    int(location["offset"]),
+                    int(location["length"]),
+                )
+            )
 
     if any(Path(chunk.file).name != chunk.file for chunk in chunks):
         raise ValueError("it names files outside of its folder")
+
     dtype = entry["properties"].args[0]
     return StoredTensor(tuple(entry["size"]), str(getattr(dtype, "name", dtype)), tuple(chunks))
 
@@ -391,6 +404,7 @@ def _damaged(path: Path, error: Exception) -> UserError:
     got = f"{type(error).__name__}: {error}"[:300]
     if isinstance(error, FileNotFoundError):
         got = "no such file"
+
     return UserError(
         "a file of the Megatron checkpoint cannot be read",
         where=str(path),
