@@ -25,10 +25,9 @@ from megatron_rl.hf.weights import assigned_parameters, fill, source_boxes
 from megatron_rl.interop.megatron_lm.arguments import arguments_of
 from megatron_rl.interop.megatron_lm.checkpoint import TRACKER, MegatronCheckpoint, pointer
 from megatron_rl.interop.megatron_lm.pickles import MASTERS
-from megatron_rl.megatron.host_optimizer import HostOptimizer, set_states
 from megatron_rl.megatron.lora import without_adapters
 from megatron_rl.megatron.model import ParallelModel, live_parameters
-from megatron_rl.megatron.optimizer import Optimizer
+from megatron_rl.megatron.optimizer import HostOptimizer, Optimizer, set_states
 from megatron_rl.megatron.parameter_mapping import vocabulary_names
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import TensorBox

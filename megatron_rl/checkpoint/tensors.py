@@ -43,10 +43,9 @@ from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.errors import UserError
-from megatron_rl.megatron.host_optimizer import HostOptimizer, set_states
 from megatron_rl.megatron.lora import load_adapters, sharded_adapters
 from megatron_rl.megatron.model import ParallelModel, live_parameters
-from megatron_rl.megatron.optimizer import Optimizer
+from megatron_rl.megatron.optimizer import HostOptimizer, Optimizer, set_states
 from megatron_rl.megatron.parameter_mapping import global_name, vocabulary_names
 
 WRITERS = 2

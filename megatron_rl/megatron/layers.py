@@ -9,19 +9,22 @@ import importlib
 import logging
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer import attention as megatron_attention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -430,3 +433,48 @@ def _local_layer(config: TransformerConfig, moe: bool) -> Any:
         # The query is not compressed.
         attention.q_layernorm = None
     return layer
+
+
+# --- Key-value heads that tensor-parallel ranks share
+
+_attention_group: Any = None
+"""Tensor-parallel group of the attention module that is projecting, None outside of one."""
+
+
+def bind_tensor_group(attention: Any) -> None:
+    """Make an attention module project queries, keys and values in its own tensor-parallel group."""
+    original = attention.get_query_key_value_tensors
+    attention.get_query_key_value_tensors = partial(_in_group, original, attention.pg_collection.tp)
+
+
+def _in_group(function: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
+    global _attention_group
+    outer_group = _attention_group
+    _attention_group = group
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _attention_group = outer_group
+
+
+def allow_shared_heads() -> None:
+    """Support fewer key-value heads than tensor-parallel ranks, by sharing heads. May be repeated.
+
+    Megatron then gathers the ranks' projections, and selects this rank's by its index in the process-global
+    group, unless its version passes the attention's own. `bind_tensor_group` provides that group instead.
+    """
+    module: Any = megatron_attention
+    module.all_gather_last_dim_from_tensor_parallel_region = _gather_projections
+    module.get_tensor_model_parallel_rank = _tensor_parallel_rank
+
+
+def _gather_projections(value: Tensor, group: Any = None) -> Tensor:
+    if group is None:
+        group = _attention_group
+    return mappings.all_gather_last_dim_from_tensor_parallel_region(value, group=group)
+
+
+def _tensor_parallel_rank() -> int:
+    if _attention_group is None:
+        return parallel_state.get_tensor_model_parallel_rank()
+    return _attention_group.rank()

@@ -19,10 +19,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron_rl.check.model.megatron_settings import DERIVED
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, nearest
-from megatron_rl.megatron import tensor_scope
 from megatron_rl.megatron.experts import prepare_experts
 from megatron_rl.megatron.gemma import both_frequencies, prepare_sandwich_layers
 from megatron_rl.megatron.latent import allow_without_transformer_engine, prepare_latent_attention
+from megatron_rl.megatron.layers import allow_shared_heads, bind_tensor_group
 from megatron_rl.megatron.transformer_settings import transformer_settings
 from megatron_rl.shapes.family import rope_parameters, rotary_fraction
 from megatron_rl.shapes.fit import trainer_problems
@@ -92,7 +92,7 @@ class ModelSpec:
             return
         if self.shares_heads:
             for layer in chunk.decoder.layers:
-                tensor_scope.bind(layer.self_attention)
+                bind_tensor_group(layer.self_attention)
         if shape.sandwich_norms:
             local_layers = None
             if "full_attention" in self.hf_config.rope_parameters:
@@ -128,7 +128,7 @@ def model_spec(
     if shape.mla:
         allow_without_transformer_engine()
     elif shape.kv_heads < layout.tensor:
-        tensor_scope.allow_shared_heads()
+        allow_shared_heads()
 
     settings = transformer_settings(model, layout, dtype, fused and not shape.plain_layers)
     settings.update(_checked_overrides(overrides or {}))
