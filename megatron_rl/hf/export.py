@@ -25,6 +25,7 @@ from megatron_rl.durable import seal, sync_folder
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import (
     SafetensorsWriter,
+    Shape,
     copy_tensors,
     copy_tokenizer,
     shard_files,
@@ -37,7 +38,7 @@ from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.shapes.lora import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from megatron_rl.shapes.pretrained import SINGLE, PretrainedModel
 from megatron_rl.types import TensorBox
-from megatron_rl.weights.boxes import BoxGroup, BoxIndex, Region, regions, view_of
+from megatron_rl.weights.boxes import BoxGroup, BoxIndex, Coordinates, Region, regions, view_of
 from megatron_rl.weights.transfer import Exchange, connect, gather_layout
 
 FILE_BYTES = 5 * 2**30
@@ -56,9 +57,9 @@ class _Piece:
     """Name of the file."""
     name: str
     """Name of the tensor."""
-    start: tuple[int, ...]
+    start: Coordinates
     """First coordinates of the box in the tensor."""
-    size: tuple[int, ...]
+    size: Coordinates
     """Size of the box."""
     dtype: torch.dtype
     """Dtype in the file."""
@@ -129,7 +130,7 @@ class _Content:
 
     files: Mapping[str, Sequence[str]]
     """File -> names of its tensors."""
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, Shape]
     """Complete shape of each tensor in the files."""
     dtypes: Mapping[str, torch.dtype]
     """Dtype of each tensor in the files."""
@@ -176,7 +177,7 @@ def _further_layers(described: PretrainedModel, source: str | Path | None) -> li
 
 def _schedule_pieces(
     files: Mapping[str, Sequence[str]],
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Shape],
     ranks: Sequence[int],
     dtypes: Mapping[str, torch.dtype],
     piece_bytes: int,
@@ -198,7 +199,7 @@ def _schedule_pieces(
 def _split_tensor(
     file: str,
     name: str,
-    shape: tuple[int, ...],
+    shape: Shape,
     dtype: torch.dtype,
     piece_bytes: int,
 ) -> Iterator[_Piece]:
@@ -223,7 +224,7 @@ class _Writer:
     def __init__(
         self,
         files: Mapping[str, Sequence[str]],
-        shapes: Mapping[str, tuple[int, ...]],
+        shapes: Mapping[str, Shape],
         dtypes: Mapping[str, torch.dtype],
         target: Path,
     ) -> None:

@@ -14,9 +14,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_rl.durable import RunningDigest, require_file
+from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.shapes.pretrained import INDEX, SINGLE, read_pretrained, tokenizer_files, weight_files
+
+Shape = tuple[int, ...]
 
 _DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -44,12 +47,8 @@ class CheckpointFiles:
             try:
                 weight_map = json.loads(index.read_text())["weight_map"]
             except (ValueError, KeyError, TypeError) as error:
-                raise UserError(
-                    "The checkpoint's index cannot be read.",
-                    where=str(index),
-                    expected="JSON with a weight_map",
-                    got=repr(error),
-                ) from error
+                expected = "JSON with a weight_map"
+                raise unreadable_file("the checkpoint's index", index, error, expected=expected) from error
 
             absent_files = sorted({file for file in weight_map.values() if not (self.path / file).is_file()})
             if absent_files:
@@ -78,11 +77,11 @@ class CheckpointFiles:
                 require_file(file)
                 self._open[file] = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise UserError(
-                    "A checkpoint file cannot be read.",
-                    where=str(file),
-                    expected="a file of safetensors, whole",
-                    got=str(error),
+                raise unreadable_file(
+                    "a file of the checkpoint",
+                    file,
+                    error,
+                    expected="a complete file of safetensors",
                     fix="download the file again",
                 ) from error
         return self._open[file]
@@ -91,11 +90,11 @@ class CheckpointFiles:
         """Return the names of all tensors."""
         return set(self._file_of)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         """Return the shapes of all tensors by name."""
         return {name: self.shape(name) for name in self._file_of}
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str) -> Shape:
         """Return a tensor's shape."""
         return tuple(self._handle(self._file_of[name]).get_slice(name).get_shape())
 
@@ -119,7 +118,7 @@ class SafetensorsWriter:
     def __init__(
         self,
         path: Path,
-        shapes: Mapping[str, tuple[int, ...]],
+        shapes: Mapping[str, Shape],
         dtypes: Mapping[str, torch.dtype],
     ) -> None:
         # The header comes first, so all shapes must be given before any values.
@@ -169,7 +168,9 @@ class SafetensorsWriter:
 
 
 def shard_files(
-    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], max_bytes: int
+    shapes: Mapping[str, Shape],
+    dtypes: Mapping[str, torch.dtype],
+    max_bytes: int,
 ) -> dict[str, list[str]]:
     """Divide tensors, in order, into files of at most ``max_bytes``; a larger tensor gets a file of its own.
 
@@ -200,7 +201,7 @@ def write_index(path: Path, files: Mapping[str, Sequence[str]], total_bytes: int
     (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def checkpoint_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
+def checkpoint_shapes(path: str | Path) -> dict[str, Shape]:
     """Return the shapes of a model's tensors by Hugging Face name.
 
     ``path`` is the model's folder, with the tensors or a pointer to a Megatron checkpoint.
@@ -216,9 +217,10 @@ def copy_tensors(source: str | Path, path: Path, names: Sequence[str]) -> int:
     shapes = {name: files.shape(name) for name in names}
 
     # An empty slice has the stored dtype.
-    dtypes = {
-        name: files.read(name, (0,) * len(shape), (0,) * len(shape)).dtype for name, shape in shapes.items()
-    }
+    dtypes: dict[str, torch.dtype] = {}
+    for name, shape in shapes.items():
+        origin = (0,) * len(shape)
+        dtypes[name] = files.read(name, origin, origin).dtype
 
     # One tensor in memory at a time.
     writer = SafetensorsWriter(path, shapes, dtypes)

@@ -197,8 +197,11 @@ def fingerprint(path: str | Path, dtype: torch.dtype) -> str:
     checksum = 0
     for name in names[::interval]:
         shape = files.shape(name)
-        row = files.read(name, [0] * len(shape), [*(1 for _ in shape[1:]), *shape[-1:]]).to(dtype)
-        checksum = zlib.crc32(row.contiguous().view(torch.uint8).numpy().tobytes(), checksum)
+        # The first row: size 1 in every dimension but the last.
+        origin = [0] * len(shape)
+        row_size = [1] * (len(shape) - 1) + list(shape[-1:])
+        row = files.read(name, origin, row_size).to(dtype).contiguous()
+        checksum = zlib.crc32(row.view(torch.uint8).numpy().tobytes(), checksum)
     return f"{checksum:08x}"
 
 

@@ -21,6 +21,9 @@ from megatron_rl.distributed.exchange import gather_objects, rank_in
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import BoxGroup
 
+Views = tuple[Tensor, ...]
+"""Views of equal shape, all of which a receiver writes; a sender has one."""
+
 ALIGNMENT = 16
 """Bytes at whose multiples segments of a message begin, so that a view of any dtype is aligned."""
 OWN_MESSAGE_BYTES = 2**20
@@ -31,7 +34,7 @@ OWN_MESSAGE_BYTES = 2**20
 class _Segment:
     """One view, or a part of it, in a message."""
 
-    views: tuple[Tensor, ...]
+    views: Views
     """Views of live storage of equal shape; a receiver may write a segment to several."""
     dtype: torch.dtype
     """Dtype on the wire."""
@@ -65,12 +68,12 @@ class _Stream:
     closed: bool = True
     """Whether the next segment begins a new message."""
 
-    def fill(self, pieces: Sequence[tuple[tuple[Tensor, ...], torch.dtype]]) -> None:
+    def fill(self, pieces: Sequence[tuple[Views, torch.dtype]]) -> None:
         """Append all pieces; the small ones, which share messages, come first."""
         for views, dtype in sorted(pieces, key=lambda piece: self.needs_own_message(*piece)):
             self.add(views, dtype)
 
-    def add(self, views: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    def add(self, views: Views, dtype: torch.dtype) -> None:
         """Append views of equal shape, split at the end of full messages."""
         own_message = self.needs_own_message(views, dtype)
         if own_message or self.closed:
@@ -78,7 +81,7 @@ class _Stream:
         self._append(views, dtype)
         self.closed = own_message
 
-    def needs_own_message(self, views: tuple[Tensor, ...], dtype: torch.dtype) -> bool:
+    def needs_own_message(self, views: Views, dtype: torch.dtype) -> bool:
         """Return whether views are large enough for messages of their own."""
         return views[0].numel() * dtype.itemsize >= min(OWN_MESSAGE_BYTES, self.slot)
 
@@ -86,7 +89,7 @@ class _Stream:
         """Return for each message the storage that replaces its staging buffer, or None."""
         return [segments[0].in_place() if len(segments) == 1 else None for segments in self.messages]
 
-    def _append(self, views: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    def _append(self, views: Views, dtype: torch.dtype) -> None:
         """Append views to the last message, and what does not fit to new messages."""
         shape = views[0].shape
         count = shape.numel() * dtype.itemsize
@@ -132,7 +135,7 @@ class Exchange:
     def __init__(
         self,
         sends: Mapping[int, Sequence[tuple[Tensor, torch.dtype]]],
-        receives: Mapping[int, Sequence[tuple[tuple[Tensor, ...], torch.dtype]]],
+        receives: Mapping[int, Sequence[tuple[Views, torch.dtype]]],
         slot: int,
         group: Any = None,
     ) -> None:

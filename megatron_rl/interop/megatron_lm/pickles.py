@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_rl.error_forms import missing_file, unreadable_file
 from megatron_rl.errors import UserError
 
 COMMON = "common.pt"
@@ -400,15 +401,9 @@ def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _damaged(path: Path, error: Exception) -> UserError:
-    """Return the error of a file that cannot be unpickled."""
-    got = f"{type(error).__name__}: {error}"[:300]
-    if isinstance(error, FileNotFoundError):
-        got = "no such file"
-
-    return UserError(
-        "a file of the Megatron checkpoint cannot be read",
-        where=str(path),
-        expected="what Megatron-LM writes with --ckpt-format torch_dist",
-        got=got,
-        fix="copy the whole folder again, or name another iteration",
-    )
+    """Return the error of a file that does not exist or cannot be unpickled."""
+    expected = "what Megatron-LM writes with --ckpt-format torch_dist"
+    fix = "copy the whole folder again, or name another iteration"
+    if isinstance(error, FileNotFoundError) and not path.exists():
+        return missing_file(path, where=str(path), expected=expected, fix=fix)
+    return unreadable_file("a file of the Megatron checkpoint", path, error, expected=expected, fix=fix)
