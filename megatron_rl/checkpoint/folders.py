@@ -46,7 +46,11 @@ def first(compute: Callable[[], Any]) -> Any:
     return gather_objects(compute() if device.rank() == 0 else None)[0]
 
 
-def run_write_step(action: Callable[[], None], description: str, folder: Path) -> None:
+def run_write_step(
+    action: Callable[[], None],
+    description: str,
+    folder: Path,
+) -> None:
     """Run a step of writing ``folder`` on every rank; raise on all ranks if it fails on one.
 
     Collective over the world.
@@ -160,6 +164,7 @@ class Saving:
         Raises a failure of one rank on all: UserError, or RuntimeError with the rank. Collective over the
         world.
         """
+        # A save that does not run beside the steps is finished by `save` already.
         if self._is_finished:
             return
         run_write_step(self._wait, "write the checkpoint", self.final)
@@ -204,6 +209,7 @@ class Saving:
             for write in self._writes:
                 write.run()
             names = [path.relative_to(self.partial).as_posix() for path in self._files]
+            # The digest of a file brings it to the disk first.
             self._digests = durable.digests(self.partial, names)
         except Exception as error:
             self._failure = error

@@ -99,6 +99,7 @@ def save_megatron(
     def prepare() -> None:
         if device.rank() == 0:
             final.parent.mkdir(parents=True, exist_ok=True)
+            # A kill may have interrupted the replacement of an iteration.
             durable.recover_replaced(final.parent)
             durable.remove(partial_folder)
             partial_folder.mkdir()
@@ -125,12 +126,18 @@ def _surplus_iterations(final: Path, keep: int | None) -> list[Path]:
     """Return the oldest iterations before ``final`` that exceed ``keep``, which counts ``final`` too."""
     if keep is None:
         return []
-    iterations = sorted(path for path in final.parent.glob("iter_*") if re.fullmatch(r"iter_\d+", path.name))
-    earlier = [path for path in iterations if path.name < final.name]
+    earlier: list[Path] = []
+    for path in sorted(final.parent.glob("iter_*")):
+        if re.fullmatch(r"iter_\d+", path.name) and path.name < final.name:
+            earlier.append(path)
     return earlier[: max(len(earlier) + 1 - keep, 0)]
 
 
-def _state(model: ParallelModel | None, arguments: Mapping[str, Any], iteration: int) -> dict[str, Any]:
+def _state(
+    model: ParallelModel | None,
+    arguments: Mapping[str, Any],
+    iteration: int,
+) -> dict[str, Any]:
     """Return the state of a Megatron-LM checkpoint without optimizer, schedule and random generators."""
     namespace = {
         **{name: _torch_value(value) for name, value in arguments.items()},
@@ -259,6 +266,7 @@ def _verified_buffers(
     Each rank compares the parameters that it reads in `fill`. Raises UserError on all ranks if no arrangement
     agrees. Collective over the model's ranks.
     """
+    # The model weights, to compare the master weights with.
     weights = MegatronFiles(source, checkpoint)
     assigned_names = assigned_parameters(live_parameters(model), model)
     boxes = [box for box in source_boxes(model) if box.storage in assigned_names]
@@ -299,7 +307,12 @@ def _agree(masters: MegatronFiles, weights: MegatronFiles, box: TensorBox) -> bo
     master = masters.read(box.name, box.start, box.size)
     weight = weights.read(box.name, box.start, box.size)
     rounding = torch.finfo(weight.dtype)
-    return torch.allclose(master.float(), weight.float(), rtol=rounding.eps, atol=rounding.smallest_normal)
+    return torch.allclose(
+        master.float(),
+        weight.float(),
+        rtol=rounding.eps,
+        atol=rounding.smallest_normal,
+    )
 
 
 def _set_state(

@@ -161,6 +161,7 @@ def _prepare(
             require_shards(role.optimizer)
 
     if device.rank() == 0:
+        # A save that was killed leaves its partial folder.
         durable.remove(partial_of(final))
         final.parent.mkdir(parents=True, exist_ok=True)
         durable.require_space(final.parent, needed_bytes, f"the checkpoint {final.name}")
@@ -173,6 +174,7 @@ def _stored_bytes(role: Part) -> int:
     if role.model is None:
         return 0
     coordinates = role.model.groups.coordinates
+    # Data- and context-parallel ranks hold the same weights: count those of the first.
     if coordinates.data != 0 or coordinates.context != 0:
         return 0
 
@@ -226,6 +228,7 @@ def load(
             _require_same_role(folder, meta["roles"][name], name, role.model, role.optimizer)
             if role.optimizer is not None:
                 require_layout(folder, name, meta, _layout_meta(role.model))
+    # Before any pickle of the checkpoint is loaded.
     for name in roles:
         refuse_code(folder / name, trusted=trusted)
 
@@ -248,7 +251,8 @@ def load(
     if all(layouts[name] == meta["roles"][name]["layout"] for name in roles):
         _set_generator_states(_read(folder / "rng" / f"rank_{device.rank()}.pt"))
     else:
-        seed_generators(int(meta["seed"]), int(meta["step"]), next(iter(roles.values())).model)
+        first_model = next(iter(roles.values())).model
+        seed_generators(int(meta["seed"]), int(meta["step"]), first_model)
     return content["state"]
 
 
@@ -302,7 +306,11 @@ def _run_meta(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _role_meta(model: ParallelModel, optimizer: Optimizer | None, layout: str) -> dict[str, Any]:
+def _role_meta(
+    model: ParallelModel,
+    optimizer: Optimizer | None,
+    layout: str,
+) -> dict[str, Any]:
     is_distributed = optimizer is not None and optimizer.config.distributed
     return {
         "model": model_identity(pretrained(model.hf_config)),

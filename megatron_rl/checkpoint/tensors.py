@@ -85,6 +85,7 @@ class TensorWrite:
     ) -> None:
         strategy: Any
         if model is None:
+            # Ranks outside the layout take part in the collectives of the save.
             strategy = _SaveOutsideLayout("torch_dist", 1, thread_count=WRITERS)
         else:
             strategy = FullyParallelSaveStrategyWrapper(
@@ -99,6 +100,7 @@ class TensorWrite:
             content_metadata=dict(content) if content else None,
         )
         self.files: list[Path] = []
+        # Ranks with no shard of their own write nothing.
         if self._request.async_fn is None:
             return
 
@@ -203,6 +205,7 @@ def begin_tensors(
         state: dict[str, Any] = {}
         if model is not None:
             if optimizer is not None:
+                # A save before the first step stores the states as they will be then.
                 initialise_states(optimizer)
             state, _ = sharded_state(model, optimizer, is_loading=False, layout=layout)
         return TensorWrite(folder, model, state, keep=keep)
@@ -294,11 +297,13 @@ def _load_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (CheckpointingException, CheckpointException, OSError) as error:
+        # Megatron's reason is in the last line.
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
             "Megatron cannot read the weights and optimizer states of the checkpoint",
             where=str(folder),
             expected="a distributed checkpoint of this model",
-            got=(str(error).strip().splitlines() or [type(error).__name__])[-1],
+            got=lines[-1],
             fix="use another checkpoint: this one is damaged, or of another version",
         ) from error
 
@@ -429,7 +434,11 @@ def _step_count(optimizer: Optimizer) -> int:
     return 0
 
 
-def _with_step(step: int, sub_optimizer: Any, original: Callable[[], Any]) -> Callable[[], Any]:
+def _with_step(
+    step: int,
+    sub_optimizer: Any,
+    original: Callable[[], Any],
+) -> Callable[[], Any]:
     """Return a ``state_dict`` that includes the step even if no parameters are on this rank.
 
     Megatron reads the step from the parameters. Experts have an optimizer of their own, and all parameters of
@@ -469,7 +478,9 @@ def _load_optimizer(optimizer: Optimizer, state: Any) -> None:
 
 @contextmanager
 def _replaced(
-    optimizer: Optimizer, name: str, build: Callable[[Any, Callable[..., Any]], Callable[..., Any]]
+    optimizer: Optimizer,
+    name: str,
+    build: Callable[[Any, Callable[..., Any]], Callable[..., Any]],
 ) -> Iterator[None]:
     """Replace the method ``name`` of Megatron's optimizers by ``build(sub_optimizer, method)``."""
     sub_optimizers = [sub_optimizer for sub_optimizer in optimizer.parts if hasattr(sub_optimizer, name)]

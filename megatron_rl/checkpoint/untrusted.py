@@ -100,6 +100,7 @@ def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
 
 def _stored_values(folder: Path, directory: Any) -> Iterator[tuple[Path, int, int]]:
     """Yield file, offset and length of each value that is stored as a pickle, not as a tensor."""
+    # Values other than tensors.
     names: set[str] = set()
     for name, entry in directory.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
@@ -109,7 +110,11 @@ def _stored_values(folder: Path, directory: Any) -> Iterator[tuple[Path, int, in
             yield folder / location.relative_path, location.offset, location.length
 
 
-def _names_in_archive(path: Path, offset: int, length: int) -> set[tuple[str, str]]:
+def _names_in_archive(
+    path: Path,
+    offset: int,
+    length: int,
+) -> set[tuple[str, str]]:
     """Return the names in an archive of torch.save, which begins at ``offset`` of a file."""
     try:
         with open(path, "rb") as file:

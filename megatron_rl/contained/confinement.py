@@ -147,7 +147,11 @@ def _at_most(value: int, hard: int) -> int:
     return value if hard == resource.RLIM_INFINITY else min(value, hard)
 
 
-def limit_of(status: int, limits: Mapping[str, Any], key: str) -> str | None:
+def limit_of(
+    status: int,
+    limits: Mapping[str, Any],
+    key: str,
+) -> str | None:
     """Return the limit, of those at ``key``, that a process with the exit ``status`` exceeded, or None."""
     if status == TOO_MANY_PROCESSES:
         return f"started more than {limits['processes']} processes ({key}.processes)"
@@ -218,6 +222,7 @@ def _unshare(spaces: int) -> Owner:
         with contextlib.suppress(PermissionError):
             kernel.unshare(spaces)
             return unprivileged or Owner(user, group)
+
         if unprivileged is not None:
             _close_namespace(unprivileged)
 
@@ -404,7 +409,11 @@ def _limit_tasks(limits: Mapping[str, Any], isolation: Isolation) -> None:
         resource.setrlimit(resource.RLIMIT_NPROC, (bound, bound))
 
 
-def _restrict(limits: Mapping[str, Any], isolation: Isolation, has_root: bool) -> bool:
+def _restrict(
+    limits: Mapping[str, Any],
+    isolation: Isolation,
+    has_root: bool,
+) -> bool:
     """Restrict files, unless there is a root, and signals and abstract sockets, with Landlock.
 
     Returns whether abstract sockets and signals are restricted.
@@ -474,7 +483,8 @@ def _filter(
 
 def _linux_version() -> tuple[int, ...]:
     """Return the first two numbers of the kernel's version."""
-    return tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
+    numbers = re.findall(r"\d+", os.uname().release)
+    return tuple(int(number) for number in numbers[:2])
 
 
 def _reap_until(worker: int) -> int:

@@ -47,6 +47,7 @@ class ControlGroup:
             parent = _own_group(controller)
             if parent is None:
                 continue
+
             _remove_abandoned(parent)
             if _create(parent / name, limits):
                 self._folders[controller] = parent / name

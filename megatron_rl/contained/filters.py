@@ -163,6 +163,7 @@ def filter_system_calls(families: Sequence[int], refusal: int = errno.EAFNOSUPPO
         # The flags of clone3 are in memory, which a filter cannot read; programs fall back to clone.
         *_if_equal(_CLONE3, [_refuse(errno.ENOSYS)]),
     ]
+
     for numbers in _REFUSED.values():
         number = numbers[column]
         if number is not None:
@@ -239,7 +240,11 @@ def restrict_paths(readable: Iterable[str], writable: Iterable[str]) -> None:
     _restrict(all_rights, scopes, rights_by_path)
 
 
-def _restrict(rights: int, scopes: int, rights_by_path: dict[str, int]) -> None:
+def _restrict(
+    rights: int,
+    scopes: int,
+    rights_by_path: dict[str, int],
+) -> None:
     """Refuse the ``rights`` to every path except as ``rights_by_path`` allows, and refuse the ``scopes``."""
     # struct landlock_ruleset_attr; without scopes only its first field, as older kernels define it.
     attributes = struct.pack("QQQ", rights, 0, scopes)

@@ -225,6 +225,7 @@ def _attach_scratch(scratch: int, owner: Owner) -> None:
         os.chmod(source, 0o1777)
         os.chown(source, owner.user, owner.group)
         os.makedirs(_STAGE + target, exist_ok=True)
+        # A copy of the folder's mount, which has the same file system.
         kernel.attach(kernel.copy_of_tree(source), _STAGE + target)
 
     os.chmod(_STAGE + _SCRATCH, 0o700)

@@ -138,11 +138,16 @@ class ContainedProcess:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         assert self.process.stderr is not None
+
         _relay_output(self.process.stderr, self.process.pid)
 
         # Requests are written by a thread: code that hangs does not read, and must not block the trainer.
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._writer = threading.Thread(target=self._write_requests, args=(self.process.stdin,), daemon=True)
+        self._writer = threading.Thread(
+            target=self._write_requests,
+            args=(self.process.stdin,),
+            daemon=True,
+        )
         self._writer.start()
         self.replies = self.process.stdout.fileno()
         os.set_blocking(self.replies, False)
@@ -186,7 +191,8 @@ class ContainedProcess:
                     raise LoadFailed(f"its process ended with status {self.kill()} while loading it")
 
             if frames[0].get("kind") != READY:
-                raise LoadFailed(str(frames[0].get("error")), str(frames[0].get("details", "")))
+                details = frames[0].get("details", "")
+                raise LoadFailed(str(frames[0].get("error")), str(details))
         except LoadFailed:
             self.kill()
             raise
@@ -251,6 +257,7 @@ class ContainedProcess:
 
         self._requests.put(None)
         self._writer.join(KILL_SECONDS)
+
         for stream in (self.process.stdin, self.process.stdout):
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):
@@ -275,7 +282,11 @@ def _not_enforced(limits_json: str) -> tuple[str, ...]:
         process.kill()
 
 
-def serve_nothing(requests: Requests, limits: Mapping[str, Any], unenforced: list[str]) -> None:
+def serve_nothing(
+    requests: Requests,
+    limits: Mapping[str, Any],
+    unenforced: list[str],
+) -> None:
     """Answer the first request with the protections that are not enforced, and return."""
     requests.read()
     requests.reply({"kind": READY, "missing": unenforced})
@@ -412,7 +423,8 @@ def load(spec: str) -> Any:
 
 def told(error: BaseException) -> str:
     """Return an exception's text with its last frames, and the limit that probably caused it."""
-    lines = "".join(traceback.format_exception(error, limit=-3)).strip().split("\n")
+    formatted = "".join(traceback.format_exception(error, limit=-3))
+    lines = formatted.strip().split("\n")
     # Without the lines of `^` and `~` that Python prints below code.
     text = "\n".join(line for line in lines if not line or line.strip(" ^~"))
     number = error.errno if isinstance(error, OSError) else None
@@ -439,7 +451,9 @@ def main() -> None:
 
     # Duplicates are not inherited by programs that the code starts. Prints of the code go to standard error:
     # standard output is for replies alone.
-    requests = Requests(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"))
+    request_stream = os.fdopen(os.dup(0), "rb")
+    reply_stream = os.fdopen(os.dup(1), "wb")
+    requests = Requests(request_stream, reply_stream)
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 

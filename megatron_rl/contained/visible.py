@@ -98,7 +98,10 @@ class Visible:
 
 
 def allowed_environment(
-    environment: Mapping[str, str], names: Sequence[str] = (), *, network: bool = False
+    environment: Mapping[str, str],
+    names: Sequence[str] = (),
+    *,
+    network: bool = False,
 ) -> dict[str, str]:
     """Return the allowed variables of ``environment``; ``names`` are the user's additions.
 
@@ -202,11 +205,15 @@ def _interpreter() -> Iterator[str]:
         else:
             yield prefix
 
-    # Libraries of the interpreter itself may be anywhere: modules of a cluster, environments of Conda. The
-    # sixth column of a mapping is its file.
+    # Libraries of the interpreter itself may be anywhere: modules of a cluster, environments of Conda.
+    folders: set[str] = set()
     with open("/proc/self/maps") as maps:
-        libraries = {line.split(None, 5)[5].strip() for line in maps if ".so" in line}
-    for folder in {os.path.dirname(library) for library in libraries}:
+        for line in maps:
+            if ".so" in line:
+                # The sixth column of a mapping is its file.
+                library = line.split(None, 5)[5].strip()
+                folders.add(os.path.dirname(library))
+    for folder in folders:
         if folder.startswith("/") and not is_shared(folder) and not _is_in_home(folder):
             yield folder
 
@@ -237,7 +244,9 @@ def _importable(folder: str) -> Iterator[str]:
         return
 
     for entry in entries:
-        if entry.name.endswith((".py", ".so")) or os.path.isfile(os.path.join(entry.path, "__init__.py")):
+        is_module = entry.name.endswith((".py", ".so"))
+        is_package = os.path.isfile(os.path.join(entry.path, "__init__.py"))
+        if is_module or is_package:
             yield entry.path
 
 
@@ -252,4 +261,9 @@ def _editable_packages() -> Iterator[str]:
 
 
 def _existing(paths: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(path for path in paths if os.path.isabs(path) and os.path.exists(path)))
+    """Return the absolute paths that exist, each once."""
+    existing: dict[str, None] = {}
+    for path in paths:
+        if os.path.isabs(path) and os.path.exists(path):
+            existing[path] = None
+    return tuple(existing)

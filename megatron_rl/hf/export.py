@@ -396,7 +396,11 @@ def _finish(
         copy_tokenizer(source, target)
 
 
-def _run_or_raise(action: Callable[[], Any], path: Path, group: Any) -> list[Any]:
+def _run_or_raise(
+    action: Callable[[], Any],
+    path: Path,
+    group: Any,
+) -> list[Any]:
     """Run an action on every rank and return the results by rank; raise on all ranks if one cannot write."""
 
     def explain_os_error() -> Any:

@@ -193,7 +193,11 @@ def shard_files(
     return {f"model-{index:05d}-of-{count:05d}.safetensors": names for index, names in enumerate(groups, 1)}
 
 
-def write_index(path: Path, files: Mapping[str, Sequence[str]], total_bytes: int) -> None:
+def write_index(
+    path: Path,
+    files: Mapping[str, Sequence[str]],
+    total_bytes: int,
+) -> None:
     """Write the index of a checkpoint directory of several files (file name to tensor names)."""
     # The same format as transformers writes: tensor -> file.
     weight_map = {name: file for file, names in files.items() for name in names}
@@ -211,7 +215,11 @@ def checkpoint_shapes(path: str | Path) -> dict[str, Shape]:
     return CheckpointFiles(path).shapes()
 
 
-def copy_tensors(source: str | Path, path: Path, names: Sequence[str]) -> int:
+def copy_tensors(
+    source: str | Path,
+    path: Path,
+    names: Sequence[str],
+) -> int:
     """Copy tensors of a checkpoint directory into one file, in their stored dtypes; return their bytes."""
     files = CheckpointFiles(source)
     shapes = {name: files.shape(name) for name in names}

@@ -97,7 +97,11 @@ def load_weights(model: Chunked, path: str | Path) -> None:
     fill(live_parameters(model), model, open_and_check)
 
 
-def fill(parameters: Mapping[str, Tensor], model: Chunked, open_files: Callable[[], Checkpoint]) -> None:
+def fill(
+    parameters: Mapping[str, Tensor],
+    model: Chunked,
+    open_files: Callable[[], Checkpoint],
+) -> None:
     """Fill tensors with the names and shapes of a model's `live_parameters` from a checkpoint.
 
     Each rank reads the parameters assigned to it, all ranks in parallel, then broadcasts them in place to the

@@ -11,7 +11,11 @@ from torch import Tensor
 from megatron_rl.megatron.layers import RmsNorm
 
 
-def prepare_sandwich_layers(chunk: Any, local: tuple[int, ...] | None, cap: float | None) -> None:
+def prepare_sandwich_layers(
+    chunk: Any,
+    local: tuple[int, ...] | None,
+    cap: float | None,
+) -> None:
     """Add Gemma's features to a GPTModel chunk of Megatron's plain layers.
 
     A norm follows each output projection, as its ``post_layernorm``; embeddings are multiplied by the root of
@@ -48,7 +52,11 @@ def _scale(
     return output * torch.tensor(factor, dtype=output.dtype, device=output.device)
 
 
-def _norm_output(module: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+def _norm_output(
+    module: Any,
+    inputs: Any,
+    output: tuple[Tensor, Any],
+) -> tuple[Tensor, Any]:
     return module.post_layernorm(output[0]), output[1]
 
 

@@ -316,7 +316,11 @@ def _takes_grouped_keys(query: Tensor) -> bool:
     return device.on_host() and query.dtype in (torch.float32, torch.float64)
 
 
-def _ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _ungrouped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Repeat keys and values [.., groups, size] for each query head of their group: [.., heads, size]."""
     repeats = query.shape[-2] // key.shape[-2]
     if repeats == 1:

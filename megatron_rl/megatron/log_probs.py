@@ -344,7 +344,11 @@ def _project(hidden: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
 
 
-def _local_targets(targets: Tensor, rows: int, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
+def _local_targets(
+    targets: Tensor,
+    rows: int,
+    shard: VocabularyShard,
+) -> tuple[Tensor, Tensor]:
     """Return the targets' row numbers in this shard, clamped into it, and which targets it holds."""
     local = targets - shard.start
     in_shard = (local >= 0) & (local < rows)

@@ -174,7 +174,11 @@ def start_adapters(model: ParallelModel, seed: int, initial: TensorSource | None
             adapter.initial_B = adapter.B.detach().clone()
 
 
-def _new_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+def _new_values(
+    name: str,
+    shape: tuple[int, ...],
+    seed: int,
+) -> Tensor:
     """Return uniform values within 1 / sqrt(inputs), as ``torch.nn.Linear`` starts with."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     bound = shape[1] ** -0.5
@@ -451,7 +455,11 @@ def _checkpoint_key(model: ParallelModel, name: str) -> tuple[str, tuple[tuple[i
 
 
 @torch.no_grad()
-def load_adapters(model: ParallelModel, chunk: Any, tensors: dict[str, Tensor]) -> None:
+def load_adapters(
+    model: ParallelModel,
+    chunk: Any,
+    tensors: dict[str, Tensor],
+) -> None:
     """Copy the loaded ``tensors`` of `sharded_adapters` into a chunk."""
     chunk_index = model.chunks.index(chunk)
     head = _scalar_head(model, chunk)

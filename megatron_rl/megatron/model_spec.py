@@ -183,7 +183,11 @@ def rotation(hf_config: Any) -> tuple[Tensor, float]:
     )
 
 
-def _frequencies(hf_config: Any, model: PretrainedModel, layer_type: str | None) -> tuple[Tensor, float]:
+def _frequencies(
+    hf_config: Any,
+    model: PretrainedModel,
+    layer_type: str | None,
+) -> tuple[Tensor, float]:
     parameters = rope_parameters(model.config, layer_type or "full_attention")
     kind = parameters.get("rope_type", "default")
     if kind == "default":

@@ -27,7 +27,11 @@ from megatron_rl.megatron.transformer_settings import optimizer_settings
 from megatron_rl.metrics import Metrics
 
 
-def wrap(model: ParallelModel, distributed: bool, ddp: Mapping[str, Any] | None = None) -> None:
+def wrap(
+    model: ParallelModel,
+    distributed: bool,
+    ddp: Mapping[str, Any] | None = None,
+) -> None:
     """Put the model's chunks into Megatron's DDP, in place: gradients accumulate in float32 buffers.
 
     With ``distributed`` the parameters move into buffers of the distributed optimizer, so views of
@@ -204,7 +208,11 @@ def _gathering_over(group: Any) -> Iterator[None]:
     gather = dist.all_gather_object
     size = dist.get_world_size
 
-    def role_gather(gathered: list[Any], value: Any, group: Any = group) -> None:
+    def role_gather(
+        gathered: list[Any],
+        value: Any,
+        group: Any = group,
+    ) -> None:
         gather(gathered, value, group=group)
 
     def role_size(group: Any = group) -> int:
@@ -272,7 +280,11 @@ class HostOptimizer(HybridDeviceOptimizer):
         self._sync_sub_optimizers_state_to_hdo()
 
 
-def set_states(sub_optimizer: Any, parameter: Any, states: Mapping[str, Tensor]) -> None:
+def set_states(
+    sub_optimizer: Any,
+    parameter: Any,
+    states: Mapping[str, Tensor],
+) -> None:
     """Set some states of a parameter's shard in one of Megatron's distributed optimizers."""
     current = sub_optimizer._get_main_param_and_optimizer_states(parameter)
     if isinstance(sub_optimizer.optimizer, HostOptimizer):

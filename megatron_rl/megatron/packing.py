@@ -100,7 +100,11 @@ def _deal_bins(
     return shares
 
 
-def _fit(lengths: Sequence[int], budget: int, count: int) -> list[list[int]] | None:
+def _fit(
+    lengths: Sequence[int],
+    budget: int,
+    count: int,
+) -> list[list[int]] | None:
     """Put rows into ``count`` bins within the budget: balanced if that fits, otherwise packed; else None."""
     balanced = balance([float(length) for length in lengths], count)
     if all(len(items) <= 1 or sum(lengths[item] for item in items) <= budget for items in balanced):
@@ -164,7 +168,11 @@ def fewest_bins(lengths: Sequence[int], budget: int) -> int:
     return bound
 
 
-def _search(items: list[tuple[int, int]], budget: int, count: int) -> list[list[int]] | None:
+def _search(
+    items: list[tuple[int, int]],
+    budget: int,
+    count: int,
+) -> list[list[int]] | None:
     """Search a packing of (item, size) pairs, the largest first, into ``count`` bins; None without one."""
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [budget] * count
@@ -236,7 +244,11 @@ class _Fill(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, packed: PackedRows) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        tokens: Tensor,
+        packed: PackedRows,
+    ) -> tuple[Tensor, ...]:
         ctx.restore = packed.restore
         return tuple(
             tokens.index_select(0, index.flatten()).view(*index.shape, *tokens.shape[1:])

@@ -227,7 +227,11 @@ def trace_import(
 class _MetaTensors(Mapping[str, Tensor]):
     """Meta tensors of a checkpoint, created on first use: a large model has very many."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], recorder: CopyRecorder) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        recorder: CopyRecorder,
+    ) -> None:
         self._shapes = shapes
         self._recorder = recorder
         self._tensors: dict[str, Tensor] = {}

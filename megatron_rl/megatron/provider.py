@@ -113,7 +113,11 @@ class Provider:
         return replace(self, arguments=Namespace(**values))
 
     @contextmanager
-    def scope(self, groups: ParallelGroups, stage: int | None = None) -> Iterator[None]:
+    def scope(
+        self,
+        groups: ParallelGroups,
+        stage: int | None = None,
+    ) -> Iterator[None]:
         """Provide Megatron's global groups from the role, and get_args() of Megatron-LM if it is not set."""
         global_vars: Any = sys.modules.get("megatron.training.global_vars")
         if global_vars is None or global_vars._GLOBAL_ARGS is not None:
@@ -241,7 +245,11 @@ def _configs(chunk: Any) -> Iterator[Any]:
             yield module.config
 
 
-def load_provider(path: str, names_path: str | None, arguments: Mapping[str, Any]) -> Provider:
+def load_provider(
+    path: str,
+    names_path: str | None,
+    arguments: Mapping[str, Any],
+) -> Provider:
     """Return the provider ``module:function`` or ``file.py:function``; raises UserError if it does not exist.
 
     ``names_path`` is the mapping of its parameter names, likewise.

@@ -142,7 +142,12 @@ class _OffloadedStorages:
     may have changed since the host's copies were made.
     """
 
-    def __init__(self, storages: Callable[[], dict[int, Any]], *, copies: bool = True) -> None:
+    def __init__(
+        self,
+        storages: Callable[[], dict[int, Any]],
+        *,
+        copies: bool = True,
+    ) -> None:
         self.stale = True
         self._storages = storages
         self._copies = copies

@@ -280,7 +280,9 @@ def view_of(parameter: Tensor, box: TensorBox) -> Tensor:
 
 
 def check_coverage(
-    boxes: Sequence[TensorBox], parameters: Mapping[str, Tensor], padding: Mapping[str, int]
+    boxes: Sequence[TensorBox],
+    parameters: Mapping[str, Tensor],
+    padding: Mapping[str, int],
 ) -> dict[str, tuple[tuple[int, int], ...]]:
     """Check that each parameter's elements are written exactly once; return the gaps in padding by parameter.
 

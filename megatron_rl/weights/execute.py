@@ -181,7 +181,12 @@ class Execution:
             return range(len(self._regions))
         return range(turn % SAMPLE, len(self._regions), SAMPLE)
 
-    def _compute_sums(self, regions: range, *, is_reference: bool) -> list[tuple[_Term, Tensor]]:
+    def _compute_sums(
+        self,
+        regions: range,
+        *,
+        is_reference: bool,
+    ) -> list[tuple[_Term, Tensor]]:
         """Return this rank's checksums of ``regions``: either the reference ones, or those as a receiver."""
         all_terms = self._terms if regions else ()
         terms = [term for term in all_terms if term.is_reference == is_reference and term.region in regions]
@@ -384,7 +389,11 @@ def _column_weights(
     )
 
 
-def _matrices(values: Tensor, start: Sequence[int], weight: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+def _matrices(
+    values: Tensor,
+    start: Sequence[int],
+    weight: int = 1,
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the [rows, columns] matrices of a box with an odd weight per row, from all its coordinates."""
     dim = len(start) - values.dim()
 

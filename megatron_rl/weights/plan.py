@@ -108,7 +108,11 @@ class Schedule:
         return 2 * self.slot * self.streams
 
 
-def schedule(plan: ReshardPlan, staging_bytes: int, message_bytes: int = 4 * 2**20) -> Schedule:
+def schedule(
+    plan: ReshardPlan,
+    staging_bytes: int,
+    message_bytes: int = 4 * 2**20,
+) -> Schedule:
     """Assign the pairs of a plan to phases by the distance between their ranks.
 
     Each rank has one receiver and one sender at each distance, so a phase of ``w`` distances has at most
@@ -245,7 +249,11 @@ def _split_group(group: list[Region], min_bytes: int = 2**20) -> Iterator[list[R
 class _SenderSelector:
     """Selector of senders: a receiver that is a holder, else the least loaded holder, near ones first."""
 
-    def __init__(self, holders: Sequence[int], nodes: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        holders: Sequence[int],
+        nodes: Mapping[int, int],
+    ) -> None:
         self._holders = holders
         self._holder_set = set(holders)
         self._nodes = nodes

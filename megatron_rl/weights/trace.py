@@ -286,7 +286,11 @@ def _join(first: TensorBox, second: TensorBox, dim: int) -> TensorBox | None:
     return replace(first, size=tuple(size), stride=tuple(strides))
 
 
-def _resolve(frame: _Frame, source: Tensor, target_stride: tuple[int, ...]) -> tuple[list[int], list[_Axis]]:
+def _resolve(
+    frame: _Frame,
+    source: Tensor,
+    target_stride: tuple[int, ...],
+) -> tuple[list[int], list[_Axis]]:
     """Express a view of a frame in source coordinates: its first element, and the axes of the view."""
     first = _coordinates(frame, int(source.storage_offset()) - frame.offset)
     axes: list[_Axis] = []

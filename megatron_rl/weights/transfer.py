@@ -175,7 +175,11 @@ class Exchange:
             self._unpack(round_index, buffers[round_index % 2])
             works = next_works
 
-    def _post(self, number: int, buffers: dict[Any, Tensor]) -> list[Any]:
+    def _post(
+        self,
+        number: int,
+        buffers: dict[Any, Tensor],
+    ) -> list[Any]:
         """Post the sends and receives of message ``number`` of every stream; return their works."""
         operations = []
         for peer, stream in self._receives.items():
@@ -246,7 +250,9 @@ def slot_bytes(staging_bytes: int, streams: int) -> int:
 
 
 def gather_layout(
-    boxes: Sequence[TensorBox] | None, dtypes: Mapping[str, torch.dtype], group: Any = None
+    boxes: Sequence[TensorBox] | None,
+    dtypes: Mapping[str, torch.dtype],
+    group: Any = None,
 ) -> list[BoxGroup]:
     """Return the boxes of all ranks, with ranks of equal boxes as one group.
 
