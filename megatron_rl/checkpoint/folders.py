@@ -66,9 +66,9 @@ def run_write_step(
 
 
 def write_error(error: Exception, folder: Path) -> Exception:
-    """Return the error to report for one that was raised while ``folder`` was written.
+    """Translate an error of writing ``folder`` into one that a user can act on.
 
-    Full disks and exhausted memory surface as many kinds of errors. An error that is neither is returned.
+    Full disks and exhausted memory surface as many kinds of errors. Other errors are returned unchanged.
     """
     if isinstance(error, UserError):
         return error

@@ -189,9 +189,9 @@ def _allows(descriptor: int, owner: Owner, attributes: int) -> bool:
 
 
 def _mount_proc(kernel_limits: Mapping[str, str]) -> str | None:
-    """Mount /proc of this process's namespace in the new root; return the reason if the kernel refuses.
+    """Mount /proc of this process's namespace in the new root.
 
-    Then it is the machine's /proc.
+    If the kernel refuses, mount the machine's /proc and return the reason.
     """
     target = f"{_STAGE}/proc"
     os.mkdir(target)
