@@ -1,61 +1,87 @@
-"""Checkpoint folders as all ranks see them: agreement on what is written, and on what is whole."""
+"""Checkpoint folders: written under a partial name, published when complete, verified before they are read.
+
+All ranks share the folder's file system, and each writes and reads a share of the files. A step that fails on
+one rank fails on all: otherwise the others would wait for it in the next collective.
+"""
 
 from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_rl import durable
-from megatron_rl.config.checkpoint_meta import named_checkpoints, read_meta
+from megatron_rl.checkpoint.tensors import TensorWrite
+from megatron_rl.config.checkpoint_meta import named_checkpoints, prune, read_meta
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import gather_objects, run_on_all_ranks_or_raise
 from megatron_rl.errors import UserError
+from megatron_rl.megatron.model import ParallelModel
+from megatron_rl.progress import advance
 
 _FULL_BYTES = 2**20
-"""A disk with less room than this is full, whatever a writer that failed on it says."""
-
+"""A disk with fewer free bytes is full, even if a writer that failed on it reports something else."""
 _SHOWN_PROBLEMS = 5
-"""Damaged files that a message names."""
+"""Damaged files that a summary names."""
+_SHOWN_LINES = 8
+"""Damaged files that an error lists."""
+_TRUNCATED_WRITE = "unexpected pos"
+"""Text of PyTorch's tensor writer after a write that the system refused; it loses the system's reason."""
+_PROGRESS_SECONDS = 1.0
+"""Time between two measurements of the files that a thread writes."""
 
-_CUT_OFF = "unexpected pos"
-"""What PyTorch's writer of tensors says of a write that the system refused; why is lost there."""
+
+# --- Steps on all ranks
 
 
-def first(value: Callable[[], Any]) -> Any:
-    """Return what the first rank finds: a shared file system may tell others something else for a while.
+def first(compute: Callable[[], Any]) -> Any:
+    """Return the value that the first rank computes. Collective over the world.
+
+    Each rank for itself could see another state of a shared file system for a while.
+    """
+    return gather_objects(compute() if device.rank() == 0 else None)[0]
+
+
+def run_write_step(
+    action: Callable[[], None],
+    description: str,
+    folder: Path,
+) -> None:
+    """Run a step of writing ``folder`` on every rank; raise on all ranks if it fails on one.
 
     Collective over the world.
     """
-    return gather_objects(value() if device.rank() == 0 else None)[0]
 
-
-def everywhere(action: Callable[[], None], words: str, folder: Path) -> None:
-    """Run ``action``; if it fails on one rank, fail on all. Collective over the world."""
-
-    def told() -> None:
+    def run() -> None:
         try:
             action()
         except Exception as error:
-            raise disk_or(error, folder) from error
+            raise write_error(error, folder) from error
 
-    run_on_all_ranks_or_raise(told, f"{words}: {folder}")
+    run_on_all_ranks_or_raise(run, f"{description}: {folder}")
 
 
-def disk_or(error: Exception, folder: Path) -> Exception:
-    """Return the error as users are told it: full disks and memory that ran out have many names."""
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+def write_error(error: Exception, folder: Path) -> Exception:
+    """Translate an error of writing ``folder`` into one that a user can act on.
+
+    Full disks and exhausted memory surface as many kinds of errors. Other errors are returned unchanged.
+    """
     if isinstance(error, UserError):
         return error
-    no_memory = durable.memory_error(error, f"the checkpoint {folder.name} was written")
-    if no_memory is not None:
-        return no_memory
-    if full or shutil.disk_usage(existing).free < _FULL_BYTES:
+    memory_error = durable.memory_error(error, f"the checkpoint {folder.name} was written")
+    if memory_error is not None:
+        return memory_error
+
+    existing_folder = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if is_full or shutil.disk_usage(existing_folder).free < _FULL_BYTES:
         return durable.no_space(folder, f"the checkpoint {folder.name}", str(error).splitlines()[0])
-    if isinstance(error, RuntimeError) and _CUT_OFF in str(error):
+
+    if isinstance(error, RuntimeError) and _TRUNCATED_WRITE in str(error):
         return UserError(
             f"the checkpoint {folder.name} cannot be written",
             where=str(folder),
@@ -63,75 +89,211 @@ def disk_or(error: Exception, folder: Path) -> Exception:
             got=str(error).splitlines()[0],
             fix="look at the quota, the limit of file sizes (ulimit -f) and the disk, or set another run_dir",
         )
-    return (durable.file_error(error, folder) if isinstance(error, OSError) else None) or error
+    if isinstance(error, OSError):
+        return durable.file_error(error, folder) or error
+    return error
 
 
-def digests_of_all(folder: Path, digests_here: Mapping[str, str]) -> dict[str, str]:
-    """Return the digests of a folder's files: those that each rank has, and of the rest each takes its share.
+# --- Writing
 
-    Fails on all ranks where one cannot bring a file to the disk, or read it. Collective over the world.
+
+def partial_of(final: Path) -> Path:
+    """Return the folder in which a checkpoint is written until it is complete."""
+    return final.with_name(final.name + ".partial")
+
+
+def write(
+    folder: Path,
+    model: ParallelModel | None,
+    state: dict[str, Any],
+    content: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a state as `TensorWrite` does, and wait for it.
+
+    Call in Megatron's mode. Collective over the world.
     """
-    known = {
-        name: digest for digests in gather_objects(dict(digests_here)) for name, digest in digests.items()
-    }
-    names, share = first(lambda: [name for name in durable.files_below(folder) if name not in known]), {}
-
-    def read_share() -> None:
-        share.update(durable.digests(folder, names[device.rank() :: device.world_size()]))
-
-    everywhere(read_share, "bring the checkpoint to the disk", folder)
-    return known | {name: digest for digests in gather_objects(share) for name, digest in digests.items()}
+    tensor_write = TensorWrite(folder, model, state, content, keep=False)
+    run_write_step(tensor_write.run, "write a checkpoint", folder)
+    tensor_write.finish()
 
 
-def newest_intact(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """Return the newest checkpoint in ``folder`` whose files are what was written, None where there is none.
+class Saving:
+    """A checkpoint in progress: each rank's thread writes its share into a partial folder.
 
-    ``say`` is told of damaged ones, which stay where they are, and of those that a kill of their replacement
-    had left without their name. Raises UserError where there are checkpoints and all are damaged. Collective
-    over the world.
+    `finish` waits for all ranks and publishes the folder. `seconds` is the time that this rank's thread took.
+
+    Arguments:
+        final: the folder that the complete checkpoint will be.
+        writes: planned writes of tensors, in the same order on every rank.
+        files: the files of this rank in the partial folder, which the thread brings to the disk.
+        keep: number of checkpoints to retain, None for all.
+        best: steps whose checkpoints are retained in addition.
+    """
+
+    def __init__(
+        self,
+        final: Path,
+        writes: Sequence[TensorWrite],
+        files: Sequence[Path],
+        keep: int | None,
+        best: Collection[int],
+    ) -> None:
+        self.final = final
+        self.partial = partial_of(final)
+        self.seconds = 0.0
+        self._writes = writes
+        self._files = files
+        self._keep = keep
+        self._best = best
+
+        # Results of the thread, which `finish` reads after its end.
+        self._digests: dict[str, str] = {}
+        self._failure: Exception | None = None
+        self._is_finished = False
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank has written its share, or failed to."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait until all ranks have written, rename the folder to its final name, and prune older ones.
+
+        Raises a failure of one rank on all: UserError, or RuntimeError with the rank. Collective over the
+        world.
+        """
+        # A save that does not run beside the steps is finished by `save` already.
+        if self._is_finished:
+            return
+        run_write_step(self._wait, "write the checkpoint", self.final)
+
+        # Megatron writes the directory of tensors from the results of all ranks.
+        try:
+            with device.megatron_mode():
+                for write in self._writes:
+                    write.finish()
+        except Exception as error:
+            raise write_error(error, self.final) from error
+
+        digests = gather_digests(self.partial, self._digests)
+
+        def publish() -> None:
+            if device.rank() == 0:
+                durable.write_digests(self.partial, digests)
+                durable.publish(self.partial, self.final)
+                if self._keep is not None:
+                    prune(self.final, self._keep, self._best)
+
+        run_write_step(publish, "complete the checkpoint", self.final)
+        self._is_finished = True
+
+    def _wait(self) -> None:
+        """Wait for the thread; raise its failure."""
+        size = 0
+        while self._thread.is_alive():
+            self._thread.join(_PROGRESS_SECONDS)
+            new_size = sum(path.stat().st_size for path in self._files if path.exists())
+            if new_size != size:
+                size = new_size
+                # This thread waits as long as the writing takes: growing files keep the hang detector quiet.
+                advance("looks at a growing checkpoint")
+
+        if self._failure is not None:
+            raise self._failure
+
+    def _write(self) -> None:
+        start = time.perf_counter()
+        try:
+            for write in self._writes:
+                write.run()
+            names = [path.relative_to(self.partial).as_posix() for path in self._files]
+            # The digest of a file brings it to the disk first.
+            self._digests = durable.digests(self.partial, names)
+        except Exception as error:
+            self._failure = error
+
+        self.seconds = time.perf_counter() - start
+
+
+def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, str]:
+    """Return the digests of all files of a folder; ``rank_digests`` are the ones from this rank.
+
+    Ranks share the files that have no digest yet. Fails on all ranks if one cannot read a file or
+    bring it to the disk. Collective over the world.
+    """
+    digests: dict[str, str] = {}
+    for gathered in gather_objects(dict(rank_digests)):
+        digests |= gathered
+    pending_names = first(lambda: [name for name in durable.files_below(folder) if name not in digests])
+    new_digests: dict[str, str] = {}
+
+    def compute_share() -> None:
+        names = pending_names[device.rank() :: device.world_size()]
+        new_digests.update(durable.digests(folder, names))
+
+    run_write_step(compute_share, "bring the checkpoint to the disk", folder)
+    for gathered in gather_objects(new_digests):
+        digests |= gathered
+    return digests
+
+
+# --- Verification
+
+
+def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
+    """Return the newest checkpoint in ``folder`` whose files match their digests; None if there are none.
+
+    ``log`` gets a line for each damaged checkpoint, which stays on the disk, and for each that gets its name
+    back after a kill had interrupted its replacement. Raises UserError if there are checkpoints and all are
+    damaged. Collective over the world.
     """
     for path in first(lambda: durable.recover_replaced(folder)):
-        say(f"{path}: a kill had left it as {durable.replaced_name(path).name}; it has its name again")
-    first_words = ""
+        log(f"{path}: a kill had left it as {durable.replaced_name(path).name}; it has its name again")
+
+    newest_damage = ""
     for path in reversed(first(lambda: named_checkpoints(folder))):
-        problems = damages(path)
+        problems = find_damages(path)
         if not problems:
             return path
-        words = in_short(problems)
-        first_words = first_words or f"{path.name}: {words}"
-        say(f"{path} is damaged and stays unused: {words}")
-    if first_words:
+        summary = in_short(problems)
+        newest_damage = newest_damage or f"{path.name}: {summary}"
+        log(f"{path} is damaged and stays unused: {summary}")
+
+    if newest_damage:
         raise UserError(
             "every checkpoint to continue from is damaged",
             where=str(folder),
             expected="a checkpoint whose files are what was written",
-            got=first_words,
+            got=newest_damage,
             fix="restore one from a copy, or start over with checkpoint.resume=never",
         )
     return None
 
 
 def require_intact(path: Path) -> None:
-    """Raise a UserError unless the checkpoint ``path`` is what was written. Collective over the world."""
+    """Raise UserError unless the files of the checkpoint match their digests. Collective over the world."""
+    # A folder without a readable meta.json is no checkpoint, and has an error of its own.
     read_meta(path)
-    problems = damages(path)
+    problems = find_damages(path)
     if problems:
         raise UserError(
             "the checkpoint is damaged",
             where=str(path),
             expected="files that are what was written",
-            got="\n".join(problems[:8]),
+            got="\n".join(problems[:_SHOWN_LINES]),
             fix="name another checkpoint, or restore this one from a copy",
         )
 
 
-def require_intact_models(folders: Mapping[str, str]) -> None:
-    """Raise a UserError for the first model folder whose files are not what was written.
+def require_intact_models(keys_by_folder: Mapping[str, str]) -> None:
+    """Raise UserError for the first model folder whose files do not match their digests.
 
-    ``folders`` have the key that names each. A folder without digests, such as one that was downloaded, is
-    taken as it is. Collective over the world.
+    ``keys_by_folder`` are the configuration keys that name the folders. A folder without digests, such as a
+    download, is not verified. Collective over the world.
     """
-    for path, key in folders.items():
+    for path, key in keys_by_folder.items():
         problems = model_damages(Path(path))
         if problems:
             raise UserError(
@@ -145,26 +307,29 @@ def require_intact_models(folders: Mapping[str, str]) -> None:
 
 
 def model_damages(folder: Path) -> list[str]:
-    """Return what is wrong with the files of a model folder that has digests; nothing where it has none.
-
-    Collective over the world.
-    """
-    return damages(folder) if first(lambda: durable.is_sealed(folder)) else []
+    """Return the damages of a model folder; a folder without digests has none. Collective over the world."""
+    has_digests = first(lambda: durable.is_sealed(folder))
+    return find_damages(folder) if has_digests else []
 
 
 def in_short(problems: Sequence[str]) -> str:
-    """Return the first lines of `damages` as one."""
-    more = f" and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
-    return "; ".join(problems[:_SHOWN_PROBLEMS]) + more
+    """Return the first lines of `find_damages` as one line."""
+    text = "; ".join(problems[:_SHOWN_PROBLEMS])
+    if len(problems) > _SHOWN_PROBLEMS:
+        text += f" and {len(problems) - _SHOWN_PROBLEMS} more"
+    return text
 
 
-def damages(path: Path) -> list[str]:
-    """Return what is wrong with a folder's files, of which each rank reads its share.
+def find_damages(path: Path) -> list[str]:
+    """Return a line for each file that does not match its digest; each rank reads a share of the files.
 
     Collective over the world.
     """
-    known = first(lambda: durable.read_digests(path))
-    if known is None:
+    digests = first(lambda: durable.read_digests(path))
+    if digests is None:
         return [f"{durable.DIGESTS} is missing or damaged"]
-    share = list(known)[device.rank() :: device.world_size()]
-    return [line for lines in gather_objects(durable.damages(path, known, share)) for line in lines]
+    names = list(digests)[device.rank() :: device.world_size()]
+    problems: list[str] = []
+    for lines in gather_objects(durable.damages(path, digests, names)):
+        problems += lines
+    return problems

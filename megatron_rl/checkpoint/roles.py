@@ -1,9 +1,15 @@
-"""Save and restore a trained model with everything the next step depends on, across parallel layouts.
+"""Checkpoints of a run: every trained role with the state that its next step depends on, on any layout.
 
-A checkpoint is a folder: one folder per role is Megatron's distributed checkpoint of weights and optimizer,
-independent of the layout unless the optimizer lies in its shards (`SAME`); ``rng/`` has the generators of
-each rank, ``state.pt`` what is equal on all ranks, ``meta.json`` what the checkpoint is of, and
-``checksums.json`` the digest of each of these files.
+A checkpoint is a folder:
+
+```
+ROLE/           Megatron's distributed checkpoint of a role's weights and optimizer; any layout can read it
+                unless the optimizer is stored in its shards (`SAME`)
+rng/            the random generators of each rank
+state.pt        values that are equal on all ranks
+meta.json       step, seed, versions, and model, optimizer and layout of each role
+checksums.json  the digest of each of these files
+```
 """
 
 from __future__ import annotations
@@ -20,13 +26,14 @@ import torch
 
 from megatron_rl import durable
 from megatron_rl.checkpoint.folders import (
-    disk_or,
-    everywhere,
+    Saving,
+    partial_of,
     require_intact,
+    run_write_step,
+    write_error,
 )
-from megatron_rl.checkpoint.tensors import begin_tensors, load_tensors, require_shards
+from megatron_rl.checkpoint.tensors import TensorWrite, begin_tensors, load_tensors, require_shards
 from megatron_rl.checkpoint.untrusted import refuse_code
-from megatron_rl.checkpoint.writing import Saving, partial_of
 from megatron_rl.config.checkpoint_meta import (
     ANY,
     SAME,
@@ -43,7 +50,7 @@ from megatron_rl.config.checkpoint_meta import (
 )
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import gather_objects
-from megatron_rl.errors import UserError
+from megatron_rl.error_forms import unreadable_file
 from megatron_rl.megatron.lora import adapter_parameters
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.model_spec import pretrained
@@ -51,17 +58,23 @@ from megatron_rl.megatron.optimizer import Optimizer
 from megatron_rl.shapes.lora import adapters_in_words
 from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 
+_OPTIMIZER_BYTES = 12
+"""Bytes of optimizer state per trained parameter: a float32 copy and two moments."""
+
 
 class Part(NamedTuple):
-    """Name what one role contributes to a checkpoint; both are None on ranks outside its layout."""
+    """A role's model and optimizer, as they are saved and restored; None on ranks outside its layout."""
 
     model: ParallelModel | None
     optimizer: Optimizer | None
 
 
+# --- Saving
+
+
 def save(
     directory: str | Path,
-    parts: Mapping[str, Part],
+    roles: Mapping[str, Part],
     state: Mapping[str, Any],
     keep: int | None = None,
     best: Collection[int] = (),
@@ -69,148 +82,223 @@ def save(
     layout: str = ANY,
     beside: bool = False,
 ) -> Saving:
-    """Write a checkpoint to ``directory``, complete or not at all, and prune older ones beyond ``keep``.
+    """Write a checkpoint into ``directory``, complete or not at all, and prune older ones.
 
-    Those of the steps ``best`` stay. Distributed optimizers are laid out as ``layout`` says: `ANY` or `SAME`.
-    With ``beside`` it is written from a copy while models may change, until the caller finishes it.
-
-    ``parts`` are the learning roles by name, the same on every rank; the first has the actor's place in
-    meta.json. ``state`` is equal on all ranks: plain values and host tensors, with at least ``step`` and
-    ``seed``. Files go into ``directory`` + ``.partial``, which is renamed at the end. Collective over the
+    Files are written into ``directory`` + ``.partial``, which is renamed at the end. Collective over the
     world; the folder is on a file system that all ranks share.
-    """
-    final, first_role = Path(directory), next(iter(parts))
-    partial = partial_of(final)
-    needed = sum(gather_objects(sum(_bytes(part) for part in parts.values())))
-    schedules = {
-        name: _from_member(part.optimizer.scheduler.num_steps if part.optimizer else None, part.model)
-        for name, part in parts.items()
-    }
-    content = {"state": _from_member(dict(state), parts[first_role].model), "schedules": schedules}
 
-    def write_own() -> None:
+    Arguments:
+        roles: the trained roles by name, in the same order on every rank; the first one's facts are repeated
+            at the top level of meta.json, as the actor's.
+        state: plain values and host tensors, equal on all ranks, with at least ``step`` and ``seed``.
+        keep: number of checkpoints to retain, None for all.
+        best: steps whose checkpoints are retained in addition.
+        layout: storage of distributed optimizers: `ANY` layout can read it, or only the `SAME` one.
+        beside: write from copies while models may change, until the caller finishes the returned `Saving`;
+            otherwise it is finished here.
+    """
+    final = Path(directory)
+    partial = partial_of(final)
+    first_role = next(iter(roles))
+
+    # Ranks outside a role's layout get its values from a rank inside.
+    needed_bytes = sum(gather_objects(sum(_stored_bytes(role) for role in roles.values())))
+    schedules: dict[str, Any] = {}
+    for name, role in roles.items():
+        step_count = None
+        if role.optimizer is not None:
+            step_count = role.optimizer.scheduler.num_steps
+        schedules[name] = _from_layout(step_count, role.model)
+    content = {"state": _from_layout(dict(state), roles[first_role].model), "schedules": schedules}
+    roles_meta: dict[str, Any] = {}
+    for name, role in roles.items():
+        role_meta = None
+        if role.model is not None:
+            role_meta = _role_meta(role.model, role.optimizer, layout)
+        roles_meta[name] = _from_layout(role_meta, role.model)
+
+    meta = {**roles_meta[first_role], **_run_meta(state), "roles": roles_meta}
+
+    def prepare() -> None:
+        _prepare(final, roles, layout, needed_bytes)
+
+    def write_rank_files() -> None:
         torch.save(_generator_states(), partial / "rng" / f"rank_{device.rank()}.pt")
         if device.rank() == 0:
             torch.save(content, partial / "state.pt")
             write_meta(partial, meta)
 
-    described = {
-        name: _from_member(_describe(*part, layout) if part.model else None, part.model)
-        for name, part in parts.items()
-    }
-    meta = {**described[first_role], **_facts(state), "roles": described}
-    everywhere(lambda: _prepare(final, parts, layout, needed), "prepare the checkpoint's folder", final)
-    everywhere(write_own, "write the state of the run", final)
-    files = [partial / "rng" / f"rank_{device.rank()}.pt", *([partial / "state.pt"] * (device.rank() == 0))]
-    writes = []
+    run_write_step(prepare, "prepare the checkpoint's folder", final)
+    run_write_step(write_rank_files, "write the state of the run", final)
+
+    # Copy the tensors of each role, then write them from a thread.
+    files = [partial / "rng" / f"rank_{device.rank()}.pt"]
+    if device.rank() == 0:
+        files.append(partial / "state.pt")
+    writes: list[TensorWrite] = []
     try:
-        for name, part in parts.items():
-            writes.append(begin_tensors(partial / name, part.model, part.optimizer, layout, keep=beside))
-            files += writes[-1].files
+        for name, role in roles.items():
+            write = begin_tensors(partial / name, role.model, role.optimizer, layout, keep=beside)
+            writes.append(write)
+            files += write.files
     except Exception as error:
-        raise disk_or(error, final) from error
+        raise write_error(error, final) from error
     saving = Saving(final, writes, files, keep, best)
     if not beside:
         saving.finish()
     return saving
 
 
-def _prepare(final: Path, parts: Mapping[str, Part], layout: str, needed: float) -> None:
-    """Make the folder that a checkpoint is written in; raise UserError where it cannot be."""
-    for part in parts.values() if layout == SAME else ():
-        require_shards(part.optimizer)
+def _prepare(
+    final: Path,
+    roles: Mapping[str, Part],
+    layout: str,
+    needed_bytes: float,
+) -> None:
+    """Create the folders of a checkpoint; raise UserError if it cannot be written."""
+    if layout == SAME:
+        for role in roles.values():
+            require_shards(role.optimizer)
+
     if device.rank() == 0:
+        # A save that was killed leaves its partial folder.
         durable.remove(partial_of(final))
         final.parent.mkdir(parents=True, exist_ok=True)
-        durable.require_space(final.parent, needed, f"the checkpoint {final.name}")
-        for name in (*parts, "rng"):
+        durable.require_space(final.parent, needed_bytes, f"the checkpoint {final.name}")
+        for name in (*roles, "rng"):
             (partial_of(final) / name).mkdir(parents=True)
 
 
+def _stored_bytes(role: Part) -> int:
+    """Return the bytes of this rank's share of a role in a checkpoint, counting each shard on one rank."""
+    if role.model is None:
+        return 0
+    coordinates = role.model.groups.coordinates
+    # Data- and context-parallel ranks hold the same weights: count those of the first.
+    if coordinates.data != 0 or coordinates.context != 0:
+        return 0
+
+    if role.model.adapters is not None:
+        weights = list(adapter_parameters(role.model).values())
+    else:
+        weights = [parameter for chunk in role.model.chunks for parameter in chunk.parameters()]
+    size = sum(weight.numel() * weight.element_size() for weight in weights)
+    if role.optimizer is not None:
+        size += _OPTIMIZER_BYTES * sum(weight.numel() for weight in weights)
+    return size
+
+
+def _from_layout(value: Any, model: ParallelModel | None) -> Any:
+    """Return the value of the first rank of the model's layout. Collective over the world."""
+    is_source = model is not None and model.groups.layout.ranks[0] == device.rank()
+    for gathered in gather_objects((value,) if is_source else None):
+        if gathered is not None:
+            return gathered[0]
+    return value
+
+
+# --- Loading
+
+
 def load(
-    directory: str | Path, parts: Mapping[str, Part], types: Sequence[type] = (), *, trusted: bool = False
+    directory: str | Path,
+    roles: Mapping[str, Part],
+    types: Sequence[type] = (),
+    *,
+    trusted: bool = False,
 ) -> dict[str, Any]:
-    """Restore a checkpoint into models and their optimizers, in any layouts; return the saved ``state``.
+    """Restore a checkpoint into models and optimizers on any layouts; return the saved ``state``.
 
-    ``types`` are the classes that ``state`` may hold beside plain values and tensors. Unless ``trusted`` a
-    checkpoint that would run code is refused.
+    ``types`` are classes that ``state`` may contain beside plain values and tensors. A checkpoint that would
+    run code is refused unless it is ``trusted``.
 
-    On the layouts it was saved from, the random generators of every rank continue too; on another they are
-    seeded from the saved seed and step. Learning rate, decay and other settings stay as configured now.
-    Raises UserError before any tensor is touched if the checkpoint is of another model or optimizer.
-    Collective over the world.
+    On the layouts that saved it, the random generators of every rank are restored; on others they are seeded
+    from the saved seed and step. Learning rate, decay and other settings stay as configured. Raises
+    UserError, before any tensor changes, if the checkpoint is of another model or optimizer. Collective over
+    the world.
     """
     folder = Path(directory)
+
+    # Verify everything before the first tensor is read.
     meta = read_meta(folder)
     require_state_format(folder, meta)
-    require_roles(folder, meta, parts)
-    for name, part in parts.items():
-        if part.model is not None:
-            _check(folder, meta["roles"][name], name, part.model, part.optimizer)
-            if part.optimizer is not None:
-                require_layout(folder, name, meta, _layout(part.model))
-    for name in parts:
+    require_roles(folder, meta, roles)
+    for name, role in roles.items():
+        if role.model is not None:
+            _require_same_role(folder, meta["roles"][name], name, role.model, role.optimizer)
+            if role.optimizer is not None:
+                require_layout(folder, name, meta, _layout_meta(role.model))
+    # Before any pickle of the checkpoint is loaded.
+    for name in roles:
         refuse_code(folder / name, trusted=trusted)
+
     content = _read(folder / "state.pt", types)
-    for name, part in parts.items():
-        load_tensors(folder / name, part.model, part.optimizer, optimizer_layout(meta["roles"][name]))
-        if part.optimizer is not None:
-            # The schedule's position is state; its shape is the configuration's.
-            part.optimizer.scheduler.num_steps = 0
-            part.optimizer.scheduler.step(content["schedules"][name])
-    layouts = {
-        name: _from_member(_layout(part.model) if part.model else None, part.model)
-        for name, part in parts.items()
-    }
-    if all(layouts[name] == meta["roles"][name]["layout"] for name in parts):
-        generators = folder / "rng" / f"rank_{device.rank()}.pt"
-        _set_generator_states(_read(generators))
+    for name, role in roles.items():
+        load_tensors(folder / name, role.model, role.optimizer, optimizer_layout(meta["roles"][name]))
+        if role.optimizer is not None:
+            # The position in the learning-rate schedule is state; the schedule is the configuration's.
+            role.optimizer.scheduler.num_steps = 0
+            role.optimizer.scheduler.step(content["schedules"][name])
+
+    layouts: dict[str, Any] = {}
+    for name, role in roles.items():
+        role_layout = None
+        if role.model is not None:
+            role_layout = _layout_meta(role.model)
+        layouts[name] = _from_layout(role_layout, role.model)
+
+    # Generators differ between ranks, so that they belong to a layout.
+    if all(layouts[name] == meta["roles"][name]["layout"] for name in roles):
+        _set_generator_states(_read(folder / "rng" / f"rank_{device.rank()}.pt"))
     else:
-        seed_generators(int(meta["seed"]), int(meta["step"]), next(iter(parts.values())).model)
+        first_model = next(iter(roles.values())).model
+        seed_generators(int(meta["seed"]), int(meta["step"]), first_model)
     return content["state"]
 
 
 def read_state(directory: str | Path) -> dict[str, Any]:
-    """Return the saved ``state`` of a checkpoint of plain values and tensors alone."""
+    """Return the saved ``state`` of a checkpoint whose state is plain values and tensors."""
     require_state_format(directory, read_meta(directory))
     return _read(Path(directory) / "state.pt")["state"]
-
-
-def _read(path: Path, types: Sequence[type] = ()) -> Any:
-    try:
-        with torch.serialization.safe_globals(list(types)):
-            return torch.load(path, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-        raise UserError(
-            "a file of the checkpoint cannot be read",
-            where=str(path),
-            expected="plain values and tensors, as a save writes them",
-            got=str(error).splitlines()[0],
-            fix="use another checkpoint: this one is damaged, or of another version",
-        ) from error
 
 
 def load_model(
     directory: str | Path, model: ParallelModel | None, *, trusted: bool = False
 ) -> dict[str, Any]:
-    """Restore only the actor's weights, into a model that need not train; return the checkpoint's meta.json.
+    """Restore the actor's weights alone, also into a model without optimizer; return the meta.json.
 
-    Raises UserError as `load`, and where a file is damaged. Collective over the world.
+    Raises UserError as `load` does, and for damaged files. Collective over the world.
     """
     folder = Path(directory)
     require_intact(folder)
     meta = read_meta(folder)
     refuse_code(folder / "actor", trusted=trusted)
     if model is not None:
-        _check(folder, meta, "actor", model, None)
+        _require_same_role(folder, meta, "actor", model, None)
     load_tensors(folder / "actor", model, None)
     return meta
 
 
-# --- what the checkpoint says of itself
+def _read(path: Path, types: Sequence[type] = ()) -> Any:
+    """Return the content of a file of plain values, tensors and ``types``; raises UserError for any other."""
+    try:
+        # Only plain values, tensors and these classes are unpickled.
+        with torch.serialization.safe_globals(list(types)):
+            return torch.load(path, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+        raise unreadable_file(
+            "a file of the checkpoint",
+            path,
+            error,
+            expected="plain values and tensors, as a save writes them",
+            fix="use another checkpoint: this one is damaged, or of another version",
+        ) from error
 
 
-def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
+# --- meta.json
+
+
+def _run_meta(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "step": int(state["step"]),
         "seed": int(state["seed"]),
@@ -218,22 +306,25 @@ def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _describe(model: ParallelModel | None, optimizer: Optimizer | None, layout: str) -> dict[str, Any]:
-    assert model is not None
-    distributed = optimizer is not None and optimizer.config.distributed
+def _role_meta(
+    model: ParallelModel,
+    optimizer: Optimizer | None,
+    layout: str,
+) -> dict[str, Any]:
+    is_distributed = optimizer is not None and optimizer.config.distributed
     return {
         "model": model_identity(pretrained(model.hf_config)),
         "dtype": _dtype(model),
         "layers": _layer_kind(model),
         "optimizer": _optimizer_kind(optimizer),
-        "optimizer_layout": layout if distributed else ANY,
+        "optimizer_layout": layout if is_distributed else ANY,
         "adapters": _adapters(model),
-        "base": None if model.adapters is None else model.adapters.base,
-        "layout": _layout(model),
+        "base": _adapter_base(model),
+        "layout": _layout_meta(model),
     }
 
 
-def _layout(model: ParallelModel) -> dict[str, Any]:
+def _layout_meta(model: ParallelModel) -> dict[str, Any]:
     values = asdict(model.groups.layout)
     return {**values, "ranks": list(values["ranks"]), "world_size": device.world_size()}
 
@@ -247,70 +338,71 @@ def _layer_kind(model: ParallelModel) -> str:
 
 
 def _optimizer_kind(optimizer: Optimizer | None) -> str | None:
-    return None if optimizer is None else optimizer_kind(optimizer.config.name, optimizer.config.distributed)
+    if optimizer is None:
+        return None
+    return optimizer_kind(optimizer.config.name, optimizer.config.distributed)
 
 
 def _adapters(model: ParallelModel) -> str | None:
     adapters = model.adapters
-    return None if adapters is None else adapters_in_words(adapters.rank, adapters.alpha, adapters.targets)
+    if adapters is None:
+        return None
+    return adapters_in_words(adapters.rank, adapters.alpha, adapters.targets)
 
 
-def _check(
-    folder: Path, meta: Mapping[str, Any], role: str, model: ParallelModel, optimizer: Optimizer | None
+def _adapter_base(model: ParallelModel) -> str | None:
+    return None if model.adapters is None else model.adapters.base
+
+
+def _require_same_role(
+    folder: Path,
+    meta: Mapping[str, Any],
+    role: str,
+    model: ParallelModel,
+    optimizer: Optimizer | None,
 ) -> None:
+    """Raise UserError if a role's entry of meta.json is of another model, other layers or optimizer."""
     check_same_model(folder, meta["model"], pretrained(model.hf_config))
-    built = {
+    build = {
         "layers": _layer_kind(model),
         "adapters": _adapters(model),
-        "base": None if model.adapters is None else model.adapters.base,
+        "base": _adapter_base(model),
     }
+
     if optimizer is not None:
-        built |= {"optimizer": _optimizer_kind(optimizer), "dtype": _dtype(model)}
-    require_same_build(folder, role, meta, built)
+        build |= {"optimizer": _optimizer_kind(optimizer), "dtype": _dtype(model)}
+    require_same_build(folder, role, meta, build)
 
 
-# --- random generators, files, agreement
+# --- Random generators
 
 
 def _generator_states() -> dict[str, Any]:
-    array: Any = np.random.get_state(legacy=False)
-    array = {**array, "state": {**array["state"], "key": array["state"]["key"].tolist()}}
-    return {"python": random.getstate(), "numpy": array, "torch": device.generator_states()}
+    numpy_state: Any = np.random.get_state(legacy=False)
+    # A list: NumPy's arrays cannot be loaded as plain values.
+    generator = {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}
+    return {
+        "python": random.getstate(),
+        "numpy": {**numpy_state, "state": generator},
+        "torch": device.generator_states(),
+    }
 
 
 def _set_generator_states(states: Mapping[str, Any]) -> None:
     random.setstate(states["python"])
-    array = states["numpy"]
-    key = np.array(array["state"]["key"], dtype=np.uint32)
-    np.random.set_state({**array, "state": {**array["state"], "key": key}})
+    numpy_state = states["numpy"]
+    key = np.array(numpy_state["state"]["key"], dtype=np.uint32)
+    np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
     device.set_generator_states(states["torch"])
 
 
 def seed_generators(seed: int, step: int, model: ParallelModel | None) -> None:
-    """Seed every random generator of this rank from the run's seed and a step, for a model on its layout."""
+    """Seed every random generator of this rank from the run's seed and a step.
+
+    On the device, the tensor-parallel ranks of ``model`` get different seeds.
+    """
     value = int(np.random.SeedSequence([seed, step]).generate_state(1)[0]) >> 1
     random.seed(value)
     np.random.seed(value)
-    device.seed_generators(value, model.groups.coordinates.tensor if model is not None else 0)
-
-
-def _bytes(part: Part) -> int:
-    """Return what this rank's share of a role takes on the disk, counting each shard on one rank."""
-    if part.model is None:
-        return 0
-    places = part.model.groups.coordinates
-    first = places.data == 0 and places.context == 0
-    weights = [parameter for chunk in part.model.chunks for parameter in chunk.parameters()]
-    if part.model.adapters is not None:
-        weights = list(adapter_parameters(part.model).values())
-    total = sum(weight.numel() * weight.element_size() for weight in weights) if first else 0
-    if part.optimizer is None:
-        return total
-    trained = sum(weight.numel() for weight in weights) if first else 0
-    return total + 12 * trained  # a float32 copy and two moments
-
-
-def _from_member(value: Any, model: ParallelModel | None) -> Any:
-    """Return the value that the first rank of the model's layout holds. Collective over the world."""
-    first = model is not None and model.groups.layout.ranks[0] == device.rank()
-    return next((item[0] for item in gather_objects((value,) if first else None) if item is not None), value)
+    tensor_rank = model.groups.coordinates.tensor if model is not None else 0
+    device.seed_generators(value, tensor_rank)

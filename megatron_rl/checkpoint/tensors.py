@@ -1,13 +1,20 @@
-"""Weights and optimizer as Megatron's distributed checkpoint, which any parallel layout can read.
+"""Weights and optimizer in Megatron's distributed format, which any parallel layout can read.
 
-What Megatron's own save and load need beside the calls, on models outside its global groups and without
-Transformer Engine, is here.
+Megatron's save and load expect its process-global groups and Transformer Engine's layers. This module has the
+adjustments for models without either.
+
+Megatron's asynchronous save plans a write, copies tensors to the host, and hands the writing to another
+process. A forked process loses the threads of vLLM and gloo; a spawned one opens a context of its own on each
+accelerator, fails without an accelerator, and is waited for without end if it dies. Here a thread of this
+process writes the copies: writing files and computing digests leave the interpreter to other threads.
 """
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,53 +26,201 @@ from megatron.core.dist_checkpointing.dict_utils import merge
 from megatron.core.dist_checkpointing.exchange_utils import exchange_loaded_objects_gather_object
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import extract_nonpersistent, extract_sharded_base
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
+from megatron.core.dist_checkpointing.validation import determine_global_metadata
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_rl.checkpoint.writing import TensorWrite
 from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.errors import UserError
-from megatron_rl.megatron.host_optimizer import HostOptimizer, set_states
 from megatron_rl.megatron.lora import load_adapters, sharded_adapters
 from megatron_rl.megatron.model import ParallelModel, live_parameters
-from megatron_rl.megatron.optimizer import Optimizer
+from megatron_rl.megatron.optimizer import HostOptimizer, Optimizer, set_states
 from megatron_rl.megatron.parameter_mapping import global_name, vocabulary_names
 
+WRITERS = 2
+"""Files of about equal size per rank, written at once: Megatron's own default."""
 _SHARDING = {ANY: "fully_reshardable", SAME: "dp_reshardable"}
-"""Megatron's name for each way to lay out the distributed optimizer in a checkpoint."""
+"""Megatron's names of the ways to lay out the distributed optimizer in a checkpoint."""
+
+
+# --- Writing
+
+
+class TensorWrite:
+    """The planned write of a state, sharded and common values, into an empty folder.
+
+    The constructor copies this rank's shards from the accelerator into pinned host memory. Then `run` writes
+    them, on any thread, and `finish` writes the directory. Common values are the first rank's; the
+    constructor writes them. Call the constructor in Megatron's mode. Collective over the world.
+
+    Arguments:
+        folder: the folder, which all ranks share.
+        model: the model, None on ranks outside its layout.
+        state: Megatron's sharded state.
+        content: metadata for readers of the checkpoint.
+        keep: copy tensors in host memory too, because the job may change them before they are written.
+
+    `files` are the files that this rank will write.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: ParallelModel | None,
+        state: dict[str, Any],
+        content: Mapping[str, Any] | None = None,
+        *,
+        keep: bool,
+    ) -> None:
+        strategy: Any
+        if model is None:
+            # Ranks outside the layout take part in the collectives of the save.
+            strategy = _SaveOutsideLayout("torch_dist", 1, thread_count=WRITERS)
+        else:
+            strategy = FullyParallelSaveStrategyWrapper(
+                _Save("torch_dist", 1, thread_count=WRITERS), model.groups.data_context
+            )
+
+        self._request: Any = dist_checkpointing.save(
+            state,
+            str(folder),
+            strategy,
+            async_sharded_save=True,
+            content_metadata=dict(content) if content else None,
+        )
+        self.files: list[Path] = []
+        # Ranks with no shard of their own write nothing.
+        if self._request.async_fn is None:
+            return
+
+        # A bucket is a file: its path, its name, and (bytes, tensors) with the plan's item for each.
+        buckets = self._request.async_fn_args[1]
+        if keep:
+            for _, _, (_, tensors) in buckets:
+                for index, (item, tensor) in enumerate(tensors):
+                    if tensor.is_cpu:
+                        tensors[index] = (item, tensor.clone())
+        buckets[:] = self._request.preload_fn()
+        self.files += [Path(path) for path, _, _ in buckets]
+
+    def run(self) -> None:
+        """Write the copies, on any thread, and release them; raises the error of a failed write."""
+        if self._request.async_fn is None:
+            return
+        transforms = self._request.async_fn.args[0]
+        _, buckets, results = self._request.async_fn_args
+        # Without Megatron's decorator, which disables garbage collection in the whole process.
+        writer: Any = filesystem_async.FileSystemWriterAsync
+        write_file = writer.write_preloaded_data.__wrapped__
+
+        def write_bucket(index: int) -> Any:
+            # Megatron's function takes queues: one for its result, one that counts pending files.
+            outcomes: Any = queue.Queue()
+            pending: Any = queue.Queue()
+            pending.put(index)
+            write_file(transforms, index, buckets[index], outcomes, pending, True)
+            # Release the copy as soon as it is written.
+            buckets[index] = None
+            _, outcome = outcomes.get()
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        with ThreadPoolExecutor(WRITERS) as pool:
+            results.put(dict(enumerate(pool.map(write_bucket, range(len(buckets))))))
+
+    def finish(self) -> None:
+        """Write the directory of all ranks' tensors. Call in Megatron's mode. Collective over the world."""
+        for finish in self._request.finalize_fns:
+            finish()
+
+
+class _Save(TorchDistSaveShardedStrategy):
+    """Save strategy that leaves the results of a write in this process, not in one that Megatron starts."""
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *writer_package: Any) -> Any:
+        """Return the plan of a write; the first rank writes the common values.
+
+        Common values go into a file of their own, which all versions of Megatron-Core read. Since 0.19
+        Megatron passes them here as one more value beside the tensors, and names the package whose writer it
+        wants; Megatron-Core's own is used here.
+        """
+        common = sharded_state_dict.pop("common_state", None)
+        if common is not None and device.rank() == 0:
+            torch.save(common.data, Path(checkpoint_dir) / "common.pt")
+
+        # Without a queue Megatron would start a process that provides one.
+        filesystem_async._results_queue = queue.Queue()  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            return super().async_save(sharded_state_dict, checkpoint_dir, *("mcore" for _ in writer_package))
+        finally:
+            filesystem_async._results_queue = None
+
+
+class _SaveOutsideLayout(_Save):
+    """Save strategy of a rank outside the model's layout, which writes nothing."""
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *writer_package: Any) -> Any:
+        """Join the collectives of the ranks in the layout. Collective over the world.
+
+        Their wrapper gathers metadata over the world before it saves.
+        """
+        determine_global_metadata(sharded_state_dict)
+        return super().async_save(sharded_state_dict, checkpoint_dir, *writer_package)
+
+
+def megatron_scope(model: ParallelModel | None) -> AbstractContextManager[None]:
+    """Return the scope for calls of Megatron about a model, also on ranks outside its layout."""
+    if model is None:
+        return device.megatron_mode()
+    return model.scope()
 
 
 def begin_tensors(
-    folder: Path, model: ParallelModel | None, optimizer: Optimizer | None, layout: str, *, keep: bool
+    folder: Path,
+    model: ParallelModel | None,
+    optimizer: Optimizer | None,
+    layout: str,
+    *,
+    keep: bool,
 ) -> TensorWrite:
-    """Plan the write of a model and its optimizer into an empty folder; ``model`` is None outside its ranks.
+    """Plan the write of a model and its optimizer into an empty folder; see `TensorWrite`.
 
-    ``layout`` is how the distributed optimizer is laid out: `ANY` gathers it, `SAME` leaves it in its shards.
-    ``keep`` is that of `TensorWrite`. Collective over the world.
+    Ranks outside the layout pass no ``model``. ``layout`` is the way to store a distributed optimizer: `ANY`
+    gathers it, `SAME` stores the shards. ``keep`` as for `TensorWrite`. Collective over the
+    world.
     """
-    with device.megatron_mode() if model is None else model.scope():
-        sharded: dict[str, Any] = {}
+    with megatron_scope(model):
+        state: dict[str, Any] = {}
         if model is not None:
             if optimizer is not None:
+                # A save before the first step stores the states as they will be then.
                 initialise_states(optimizer)
-            sharded, _ = sharded_state(model, optimizer, is_loading=False, layout=layout)
-        return TensorWrite(folder, model, sharded, keep=keep)
+            state, _ = sharded_state(model, optimizer, is_loading=False, layout=layout)
+        return TensorWrite(folder, model, state, keep=keep)
 
 
 def require_shards(optimizer: Optimizer | None) -> None:
-    """Raise UserError where this rank has nothing of a bucket of the optimizer: Megatron refuses."""
-    parts = [] if optimizer is None else optimizer.parts
-    buckets = [
-        bucket
-        for part in parts
-        for types in getattr(part, "gbuf_ranges", ())
-        for of_type in types.values()
-        for bucket in of_type
-    ]
+    """Raise UserError if this rank has no part of a bucket of the optimizer, which Megatron cannot save."""
+    if optimizer is None:
+        return
+    buckets: list[Any] = []
+    for sub_optimizer in optimizer.parts:
+        for buckets_by_type in getattr(sub_optimizer, "gbuf_ranges", ()):
+            for typed_buckets in buckets_by_type.values():
+                buckets += typed_buckets
+
     if not all(bucket["param_map"] for bucket in buckets):
         raise UserError(
             "the model is too small for its data-parallel ranks: one has no parameter of a bucket",
@@ -76,75 +231,95 @@ def require_shards(optimizer: Optimizer | None) -> None:
         )
 
 
-def load_tensors(
-    folder: Path, model: ParallelModel | None, optimizer: Optimizer | None, layout: str = ANY
-) -> None:
-    """Read what was written with this ``layout``, in place; without ``optimizer`` the weights alone.
+# --- Loading
 
-    Raises UserError where Megatron finds no checkpoint that it can read. Collective over the world.
+
+def load_tensors(
+    folder: Path,
+    model: ParallelModel | None,
+    optimizer: Optimizer | None,
+    layout: str = ANY,
+) -> None:
+    """Read a model's weights and optimizer states in place; without ``optimizer`` the weights alone.
+
+    ``layout`` is that of the distributed optimizer in the checkpoint. Raises UserError if Megatron finds no
+    checkpoint that it can read. Collective over the world.
     """
-    sharing = model is not None and model.groups.data_context.size() > 1
-    share = bool(sum_over_ranks(torch.tensor([int(sharing)])))
-    with _readable(folder), device.megatron_mode() if model is None else model.scope():
+    # Ranks outside the layout must know whether the others share the reading, which takes more collectives.
+    shares_reading = model is not None and model.groups.data_context.size() > 1
+    any_shares_reading = bool(sum_over_ranks(torch.tensor([int(shares_reading)])))
+
+    with _load_errors(folder), megatron_scope(model):
         if model is None:
-            dist_checkpointing.load({}, str(folder), _Beside(share))
+            dist_checkpointing.load({}, str(folder), _LoadOutsideLayout(any_shares_reading))
             return
         if optimizer is not None:
             initialise_states(optimizer)
-        sharded, local = sharded_state(model, optimizer, is_loading=True, layout=layout)
+        state, rank_state = sharded_state(model, optimizer, is_loading=True, layout=layout)
         strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), model.groups.data_context)
-        loaded: Any = dist_checkpointing.load(sharded, str(folder), strategy)
+        loaded: Any = dist_checkpointing.load(state, str(folder), strategy)
+
         for index, chunk in enumerate(model.chunks):
             if model.adapters is not None:
                 load_adapters(model, chunk, loaded[f"chunk{index}"])
             else:
                 chunk.load_state_dict(loaded[f"chunk{index}"])
+
         _clear_padding(model)
         if optimizer is not None:
-            state = merge(loaded["optimizer_common"], local)
-            _load_optimizer(optimizer, merge(state, loaded["optimizer"]))
+            optimizer_state = merge(loaded["optimizer_common"], rank_state)
+            _load_optimizer(optimizer, merge(optimizer_state, loaded["optimizer"]))
 
 
-class _Beside(TorchDistLoadShardedStrategy):
-    """Take part, with nothing to read, in what the ranks of a role load together.
+class _LoadOutsideLayout(TorchDistLoadShardedStrategy):
+    """Load strategy of a rank outside the model's layout, which joins the collectives and reads nothing.
 
-    Megatron reads with all ranks of the job: once, and where a role's data-parallel ranks ``share`` the
-    reading, objects, tensors and who has which objects, one after the other.
+    Megatron loads with all ranks of the job. If the data-parallel ranks of the layout share the reading, it
+    loads objects, then tensors, and then exchanges which rank has which objects.
     """
 
-    def __init__(self, share: bool) -> None:
+    def __init__(self, shares_reading: bool) -> None:
         super().__init__()
-        self._share = share
+        self._shares_reading = shares_reading
 
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Path, *more: Any) -> Any:
-        # Newer versions of Megatron pass ``more``: how the checkpoint was saved.
-        loaded = super().load(sharded_state_dict, checkpoint_dir, *more)
-        if self._share:
-            super().load({}, checkpoint_dir, *more)
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Path, *save_settings: Any) -> Any:
+        """Join the collectives of a load; newer versions of Megatron pass how the checkpoint was saved."""
+        loaded = super().load(sharded_state_dict, checkpoint_dir, *save_settings)
+        if self._shares_reading:
+            super().load({}, checkpoint_dir, *save_settings)
             exchange_loaded_objects_gather_object({})
         return loaded
 
 
 @contextmanager
-def _readable(folder: Path) -> Iterator[None]:
+def _load_errors(folder: Path) -> Iterator[None]:
+    """Raise Megatron's errors about a checkpoint as UserError."""
     try:
         yield
     except (CheckpointingException, CheckpointException, OSError) as error:
+        # Megatron's reason is in the last line.
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
             "Megatron cannot read the weights and optimizer states of the checkpoint",
             where=str(folder),
             expected="a distributed checkpoint of this model",
-            got=(str(error).strip().splitlines() or [type(error).__name__])[-1],
+            got=lines[-1],
             fix="use another checkpoint: this one is damaged, or of another version",
         ) from error
 
 
-def sharded_state(
-    model: ParallelModel, optimizer: Optimizer | None, is_loading: bool, layout: str = ANY
-) -> tuple[dict[str, Any], Any]:
-    """Return what is stored of a model, and the part of the optimizer's state that stays on this rank.
+# --- Megatron's sharded state
 
-    Of a model with adapters these alone are stored: its base is the checkpoint that it started from.
+
+def sharded_state(
+    model: ParallelModel,
+    optimizer: Optimizer | None,
+    is_loading: bool,
+    layout: str = ANY,
+) -> tuple[dict[str, Any], Any]:
+    """Return Megatron's sharded state of a model, and the optimizer's state that is not stored.
+
+    Only the adapters of a model with adapters are stored: its base is in the checkpoint that it began with.
     """
     groups = model.groups
     metadata = {
@@ -152,29 +327,34 @@ def sharded_state(
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": groups.data_context,
     }
+    chunks: dict[str, Any] = {}
     with _tied_replicas(model):
-        chunks = {
-            f"chunk{index}": chunk.sharded_state_dict(metadata=metadata)
-            if model.adapters is None
-            else sharded_adapters(model, chunk)
-            for index, chunk in enumerate(model.chunks)
-        }
+        for index, chunk in enumerate(model.chunks):
+            if model.adapters is None:
+                chunks[f"chunk{index}"] = chunk.sharded_state_dict(metadata=metadata)
+            else:
+                chunks[f"chunk{index}"] = sharded_adapters(model, chunk)
+
     if optimizer is None:
-        return dict(chunks), {}
+        return chunks, {}
+
     with (
         _replaced(optimizer, "get_parameter_state_dp_zero", _with_bucket_padding),
-        _replaced(optimizer, "state_dict", partial(_with_step, _step(optimizer))),
+        _replaced(optimizer, "state_dict", partial(_with_step, _step_count(optimizer))),
     ):
         state = optimizer.megatron.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
-    local, rest = extract_nonpersistent(state)
-    tensors, common = extract_sharded_base(rest)
-    # An object of its own, because Megatron would take the common part from the world's rank 0 only.
-    replica = (0, 0, groups.layout.ranks.index(groups.rank))
-    shared = ShardedObject("optimizer.common", common, (1,), (0,), replica)
-    return {**chunks, "optimizer": tensors, "optimizer_common": shared}, _unwrapped(local)
+    rank_state, stored_state = extract_nonpersistent(state)
+    tensors, common = extract_sharded_base(stored_state)
+
+    # Common values are a sharded object: Megatron would take plain ones from the world's first rank alone,
+    # which may be outside the layout.
+    replica_id = (0, 0, groups.layout.ranks.index(groups.rank))
+    common_object = ShardedObject("optimizer.common", common, (1,), (0,), replica_id)
+    return {**chunks, "optimizer": tensors, "optimizer_common": common_object}, _unwrapped(rank_state)
 
 
 def _unwrapped(value: Any) -> Any:
+    """Return a nested state with its values in place of Megatron's wrappers around them."""
     if isinstance(value, dict):
         return {key: _unwrapped(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -184,7 +364,10 @@ def _unwrapped(value: Any) -> Any:
 
 @contextmanager
 def _tied_replicas(model: ParallelModel) -> Iterator[None]:
-    # The last stage's copy of tied embeddings asks Megatron's global groups, which do not exist here.
+    """Answer Megatron's query of the data-parallel rank with the model's own groups.
+
+    The last stage's copy of tied embeddings asks the process-global groups, which do not exist here.
+    """
     original = parallel_state.get_data_parallel_rank
     rank = model.groups.data_context.rank()
     parallel_state.get_data_parallel_rank = lambda *_, **__: rank
@@ -195,28 +378,34 @@ def _tied_replicas(model: ParallelModel) -> Iterator[None]:
 
 
 def _clear_padding(model: ParallelModel) -> None:
-    """Zero the rows that pad the vocabulary: a checkpoint from another layout may lack them."""
+    """Zero the rows that pad the vocabulary: a checkpoint from another layout may not have them."""
     shape = model.spec.model.shape
     for storage, parameter in live_parameters(model).items():
         if global_name(model, storage) in vocabulary_names(shape):
-            real = shape.vocab - model.groups.coordinates.tensor * len(parameter)
-            parameter[max(real, 0) :].zero_()
+            row_count = shape.vocab - model.groups.coordinates.tensor * len(parameter)
+            parameter[max(row_count, 0) :].zero_()
+
+
+# --- Optimizer state
 
 
 def initialise_states(optimizer: Optimizer) -> None:
-    """Give every parameter its optimizer state, as before the first step, where it has none yet."""
-    for part in optimizer.parts:
-        inner = part.optimizer
+    """Create the optimizer state of every parameter, as before the first step, if it does not exist yet."""
+    for sub_optimizer in optimizer.parts:
+        inner = sub_optimizer.optimizer
         if len(inner.state):
             continue
         rates = [group["lr"] for group in inner.param_groups]
         parameters = [p for group in inner.param_groups for p in group["params"] if p.numel()]
         gradients = [parameter.grad for parameter in parameters]
+
+        # A step with learning rate and gradients of zero creates the states and changes no weight.
         for group in inner.param_groups:
             group["lr"] = 0.0
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         inner.step()
+
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         for group, rate in zip(inner.param_groups, rates, strict=True):
@@ -227,101 +416,118 @@ def initialise_states(optimizer: Optimizer) -> None:
 
 
 def _separate_steps(inner: Any, reset: bool = False) -> None:
-    """Give each parameter its own step counter: Megatron's load shares one, which then counts too fast."""
+    """Create a separate step counter for each parameter.
+
+    Megatron's load makes all parameters share one tensor, which every parameter's update then increments.
+    """
     for state in inner.state.values():
         if isinstance(state.get("step"), Tensor):
             state["step"] = torch.zeros_like(state["step"]) if reset else state["step"].clone()
 
 
-def _step(optimizer: Optimizer) -> int:
-    """Return the steps that the optimizer has taken, which its parts agree on."""
-    for part in optimizer.parts:
-        for counted in (*part.optimizer.state.values(), *part.optimizer.param_groups):
-            if "step" in counted:
-                return int(counted["step"])
+def _step_count(optimizer: Optimizer) -> int:
+    """Return the number of steps that the optimizer has taken, equal in all of Megatron's optimizers."""
+    for sub_optimizer in optimizer.parts:
+        for entry in (*sub_optimizer.optimizer.state.values(), *sub_optimizer.optimizer.param_groups):
+            if "step" in entry:
+                return int(entry["step"])
     return 0
 
 
-def _with_step(step: int, part: Any, original: Callable[[], Any]) -> Callable[[], Any]:
-    """Let a part that has no parameters on this rank say its step, too.
+def _with_step(
+    step: int,
+    sub_optimizer: Any,
+    original: Callable[[], Any],
+) -> Callable[[], Any]:
+    """Return a ``state_dict`` that includes the step even if no parameters are on this rank.
 
-    Megatron asks the parameters. Experts are a part of their own, and all else that learns may be in other
-    stages.
+    Megatron reads the step from the parameters. Experts have an optimizer of their own, and all parameters of
+    the other one may be in other stages.
     """
 
     def state_dict() -> Any:
-        inner = part.optimizer
-        if inner.state or not hasattr(part, "gbuf_ranges"):
+        inner = sub_optimizer.optimizer
+        if inner.state or not hasattr(sub_optimizer, "gbuf_ranges"):
             return original()
-        groups = inner.state_dict()["param_groups"]
-        kept = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        return {"optimizer": {"param_groups": [group | {"step": step} for group in kept]}}
+        groups = []
+        for group in inner.state_dict()["param_groups"]:
+            settings = {name: value for name, value in group.items() if name != "params"}
+            groups.append(settings | {"step": step})
+        return {"optimizer": {"param_groups": groups}}
 
     return state_dict
 
 
 def _load_optimizer(optimizer: Optimizer, state: Any) -> None:
+    """Restore optimizer states, but not the settings of parameter groups: these are the configuration's."""
     settings = [
         {name: value for name, value in group.items() if name not in ("params", "step")}
         for group in optimizer.megatron.param_groups
     ]
-    # Shards are copied into views of parameters.
-    with torch.no_grad(), _replaced(optimizer, "_set_main_param_and_optimizer_states", _keeping_step):
+    # Shards are copied into views of parameters, which autograd would refuse.
+    with torch.no_grad(), _replaced(optimizer, "_set_main_param_and_optimizer_states", _without_step):
         optimizer.megatron.load_state_dict(state)
+
     for group, values in zip(optimizer.megatron.param_groups, settings, strict=True):
         group.update(values)
-    for part in optimizer.parts:
-        _separate_steps(part.optimizer)
-        if isinstance(part.optimizer, HostOptimizer):
-            part.optimizer.settle()
+    for sub_optimizer in optimizer.parts:
+        _separate_steps(sub_optimizer.optimizer)
+        if isinstance(sub_optimizer.optimizer, HostOptimizer):
+            sub_optimizer.optimizer.settle()
 
 
 @contextmanager
 def _replaced(
-    optimizer: Optimizer, name: str, build: Callable[[Any, Callable[..., Any]], Callable[..., Any]]
+    optimizer: Optimizer,
+    name: str,
+    build: Callable[[Any, Callable[..., Any]], Callable[..., Any]],
 ) -> Iterator[None]:
-    """Put ``build(part, its method)`` in the place of a method of the optimizer's parts that have it."""
-    parts = [part for part in optimizer.parts if hasattr(part, name)]
-    for part in parts:
-        setattr(part, name, build(part, getattr(part, name)))
+    """Replace the method ``name`` of Megatron's optimizers by ``build(sub_optimizer, method)``."""
+    sub_optimizers = [sub_optimizer for sub_optimizer in optimizer.parts if hasattr(sub_optimizer, name)]
+    for sub_optimizer in sub_optimizers:
+        setattr(sub_optimizer, name, build(sub_optimizer, getattr(sub_optimizer, name)))
     try:
         yield
     finally:
-        for part in parts:
-            delattr(part, name)
+        for sub_optimizer in sub_optimizers:
+            delattr(sub_optimizer, name)
 
 
-def _with_bucket_padding(part: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Lay the gathered state out as its reader indexes it.
+def _with_bucket_padding(sub_optimizer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a gather of the optimizer's state that includes the padding between buckets.
 
-    Megatron gathers without the padding between buckets and reads with it: where a bucket is padded (as
-    the tied embedding of the last stage, in a bucket of its own) everything behind it would be shifted.
+    Megatron gathers without that padding and reads with it. After a padded bucket (such as the tied embedding
+    of the last stage, in a bucket of its own) every element would be shifted.
     """
 
     def gather(**arguments: Any) -> Any:
         state = original(**arguments)
-        for index, buffer in enumerate(part.buffers):
+        for index, buffer in enumerate(sub_optimizer.buffers):
             for tensors in (state or {}).get(index, {}).values():
-                for name in [name for name, value in tensors.items() if isinstance(value, Tensor)]:
-                    spread = tensors[name].new_zeros(buffer.numel)
-                    start = 0
-                    for bucket in buffer.buckets:
-                        end = start + bucket.numel_unpadded
-                        spread[bucket.offset : bucket.offset + bucket.numel_unpadded] = tensors[name][
-                            start:end
-                        ]
-                        start = end
-                    tensors[name] = spread
+                for name, value in list(tensors.items()):
+                    if isinstance(value, Tensor):
+                        tensors[name] = _padded(value, buffer)
         return state
 
     return gather
 
 
-def _keeping_step(part: Any, _: Callable[..., None]) -> Callable[..., None]:
-    """Let the restore of one parameter leave its step alone: it was restored with the groups already."""
+def _padded(values: Tensor, buffer: Any) -> Tensor:
+    """Return a buffer's gathered elements at their offsets in the buffer, zeros between buckets."""
+    padded = values.new_zeros(buffer.numel)
+    start = 0
+    for bucket in buffer.buckets:
+        count = bucket.numel_unpadded
+        padded[bucket.offset : bucket.offset + count] = values[start : start + count]
+        start += count
+    return padded
+
+
+def _without_step(sub_optimizer: Any, _: Callable[..., None]) -> Callable[..., None]:
+    """Return a restore of one parameter's states that skips the step: the groups' load restores it."""
 
     def restore(parameter: Any, tensors: Mapping[str, Tensor]) -> None:
-        states = part._get_main_param_and_optimizer_states(parameter).keys() - {"step"}
-        set_states(part, parameter, {name: tensors[name] for name in states})
+        states = sub_optimizer._get_main_param_and_optimizer_states(parameter).keys() - {"step"}
+        set_states(sub_optimizer, parameter, {name: tensors[name] for name in states})
 
     return restore

@@ -1,8 +1,8 @@
-"""What a checkpoint could run when it is loaded, found without running it.
+"""Detection of code that loading a checkpoint would run, without running it.
 
-Megatron's distributed format keeps its directory, and small values beside the tensors, as pickles, and a
-pickle calls whatever it names. Here pickles are read with every name replaced by something inert, and the
-names are compared with those that Megatron and torch write themselves.
+Megatron's distributed format stores its directory, and small values beside the tensors, as pickles. A pickle
+calls the functions that it names. Here pickles are read with an inert value for every name, and the names are
+compared with a list of the names that Megatron and torch write.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError
-from megatron_rl.interop.megatron_lm.inert_pickle import names_in
+from megatron_rl.interop.megatron_lm.pickles import COMMON, DIRECTORY, names_in
 
 _DTYPES = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool"
 _STORAGES = (
@@ -47,80 +48,97 @@ HARMLESS = frozenset(
         ("numpy._core.multiarray", "_reconstruct"),
     }
 )
-"""Names in the pickles of Megatron's format that build values and do nothing else."""
-_ARCHIVE = b"PK\x03\x04"
+"""Names (module, global) in the pickles of Megatron's format whose calls only build values."""
+_LISTED = 8
+"""Names that an error lists."""
+_ARCHIVE_MAGIC = b"PK\x03\x04"
+"""First bytes of a zip archive, which torch.save writes."""
 
 
 def refuse_code(folder: Path, *, trusted: bool) -> None:
-    """Raise a UserError if loading the distributed checkpoint ``folder`` would run more than its format does.
+    """Raise UserError if loading the distributed checkpoint ``folder`` could run code of its own.
 
-    A ``trusted`` checkpoint is not looked at.
+    A ``trusted`` checkpoint is not inspected.
     """
     if trusted:
         return
-    for place, names in _pickled_names(folder):
-        strange = sorted(f"{module}.{name}" for module, name in names - HARMLESS)
-        if strange:
+    for path, names in _pickled_names(folder):
+        dangerous = sorted(f"{module}.{name}" for module, name in names - HARMLESS)
+        if dangerous:
             raise UserError(
                 "the checkpoint could run code when it is loaded",
-                where=str(place),
+                where=str(path),
                 expected="names of data types and containers, as Megatron's distributed format writes them",
-                got=f"it names {', '.join(strange[:8])}",
+                got=f"it names {', '.join(dangerous[:_LISTED])}",
                 fix="take it from where it was made; checkpoint.trust=true (--trust) if you know its origin",
             )
 
 
 def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
-    """Yield each file with pickles and the names in them: the directory first, then what it leads to."""
-    directory = folder / ".metadata"
+    """Yield each file with pickles and the names in them: the directory first, then the files it lists."""
+    directory = folder / DIRECTORY
+    # Damaged pickles raise errors of any type.
     try:
         content = directory.read_bytes()
         names = names_in(content)
-    except Exception as error:  # whatever a damaged pickle leads to
+    except Exception as error:
         raise _unreadable(directory, error) from error
     yield directory, names
-    # Its names are harmless, or the caller has stopped here; now it may be read for what it says.
+
+    # The caller stops at a dangerous name, so that the directory may be unpickled from here on.
     try:
         values = list(_stored_values(folder, pickle.loads(content)))
     except Exception as error:
         raise _unreadable(directory, error) from error
     for path, offset, length in values:
         yield path, _names_in_archive(path, offset, length)
-    for path in sorted({folder / "common.pt", *folder.glob("*.pt")}):
+
+    # Values that all ranks have in common, in files beside the tensors.
+    for path in sorted({folder / COMMON, *folder.glob("*.pt")}):
         yield path, _names_in_archive(path, 0, -1)
 
 
 def _stored_values(folder: Path, directory: Any) -> Iterator[tuple[Path, int, int]]:
-    """Yield file, offset and length of what is stored as a pickle; tensors are read as tensors alone."""
-    entries = directory.state_dict_metadata.items()
-    values = {name for name, entry in entries if not isinstance(entry, TensorStorageMetadata)}
-    for index, info in (directory.storage_data or {}).items():
-        if index.fqn in values:
-            yield folder / info.relative_path, info.offset, info.length
+    """Yield file, offset and length of each value that is stored as a pickle, not as a tensor."""
+    # Values other than tensors.
+    names: set[str] = set()
+    for name, entry in directory.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            names.add(name)
+    for index, location in (directory.storage_data or {}).items():
+        if index.fqn in names:
+            yield folder / location.relative_path, location.offset, location.length
 
 
-def _names_in_archive(path: Path, offset: int, length: int) -> set[tuple[str, str]]:
-    """Return the names in what `torch.save` wrote at a place, which `torch.load` is to read."""
+def _names_in_archive(
+    path: Path,
+    offset: int,
+    length: int,
+) -> set[tuple[str, str]]:
+    """Return the names in an archive of torch.save, which begins at ``offset`` of a file."""
     try:
         with open(path, "rb") as file:
             file.seek(offset)
             content = file.read(length)
-        if not content.startswith(_ARCHIVE):  # torch would take it for its older format, a bare pickle
+        if not content.startswith(_ARCHIVE_MAGIC):
+            # torch.load would read it as its older format, a bare pickle.
             raise ValueError("no archive begins there")
-        # torch's own reader: of entries of one name, and of two tables of entries, others may take another.
+
+        # torch's own reader: others may select another one of two entries with the same name, or of two
+        # tables of entries.
         reader = torch._C.PyTorchFileReader(io.BytesIO(content))
         if "constants.pkl" in reader.get_all_records():
             raise ValueError("it is a program of TorchScript")
         return names_in(reader.get_record("data.pkl"))
-    except Exception as error:  # whatever damaged bytes lead to
+    except Exception as error:  # damaged bytes raise errors of any type
         raise _unreadable(path, error) from error
 
 
-def _unreadable(place: Path, error: Exception) -> UserError:
-    return UserError(
-        "the checkpoint holds a value that cannot be read",
-        where=str(place),
+def _unreadable(path: Path, error: Exception) -> UserError:
+    return unreadable_file(
+        "a value of the checkpoint",
+        path,
+        error,
         expected="what torch.save writes",
-        got=f"{type(error).__name__}: {error}",
         fix="use another checkpoint: this one is damaged",
     )

@@ -1,9 +1,9 @@
-"""Copies of the user's code that runs contained, made at the start of a run.
+"""Copies of the user's contained code, made at the start of a run.
 
-A process that is started again in the middle of a run executes what the first one did, whatever was edited
-meanwhile; and the run folder holds the code that its rewards are of. Copied are the files that a
-configuration names and the modules beside them that they import, as far as the text of the imports tells;
-whatever else code reads, it reads from where it is.
+A process that is restarted in the middle of a run executes the code that the first one did, even if the files
+have been edited meanwhile, and the run folder keeps the code that its rewards come from. Copied are the files
+that a configuration names and the modules beside them that they import, as far as import statements show.
+Other files that the code reads are read from their own paths.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 MANIFEST = "files.json"
+"""File of a copy that lists its files with their digests."""
 MOST_FILES = 500
-"""Files of a package that are copied; of a larger one, the rest is loaded from where it is."""
-_OURS = "megatron_rl"
+"""Files that are copied of one package; the others are loaded from their own paths."""
+_THIS_PACKAGE = "megatron_rl"
 
-_kept: dict[str, bytes] = {}
+_active_copies: dict[str, bytes] = {}
 
 
 def kept_copies() -> Mapping[str, bytes]:
-    """Return the copies that contained processes of this one load their modules from."""
-    return _kept
+    """Return the copies from which this process's contained processes load their modules."""
+    return _active_copies
 
 
 def keep_copies(files: Mapping[str, bytes]) -> None:
-    """Have every contained process that starts from now on load these files' modules from ``files``."""
-    _kept.clear()
-    _kept.update(files)
+    """Load these files' modules from ``files`` in every contained process that is started from now on."""
+    _active_copies.clear()
+    _active_copies.update(files)
 
 
 def read_code(specs: Iterable[str]) -> dict[str, bytes]:
@@ -40,12 +41,13 @@ def read_code(specs: Iterable[str]) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     pending: list[Path] = []
     for spec in specs:
-        place = spec.rpartition(":")[0]
-        if place.endswith(".py"):
-            pending.append(Path(place).resolve())
+        module = spec.rpartition(":")[0]
+        if module.endswith(".py"):
+            pending.append(Path(module).resolve())
         else:
-            pending.extend(_module_files(place.partition(".")[0], _search_path()))
+            pending.extend(_module_files(module.partition(".")[0], _search_path()))
 
+    # Follow the import statements of each file.
     while pending:
         file = pending.pop()
         if str(file) in files:
@@ -53,8 +55,9 @@ def read_code(specs: Iterable[str]) -> dict[str, bytes]:
         try:
             files[str(file)] = file.read_bytes()
         except OSError:
-            continue  # said where the module is loaded
-        for name in _imported(files[str(file)]):
+            # Reported by the process that loads the module.
+            continue
+        for name in _imported_names(files[str(file)]):
             pending.extend(_module_files(name, (file.parent, *_search_path())))
     return files
 
@@ -63,28 +66,30 @@ def digest_of(files: Mapping[str, bytes]) -> str:
     """Return the SHA-256 of the files' names and contents."""
     total = hashlib.sha256()
     for name in sorted(files):
-        for part in (_name_in_copy(name).encode("utf-8", "surrogateescape"), files[name]):
-            total.update(len(part).to_bytes(8, "little") + part)
+        # Lengths separate names from contents, so that no two sets of files have one sequence of bytes.
+        for content in (_name_in_copy(name).encode("utf-8", "surrogateescape"), files[name]):
+            total.update(len(content).to_bytes(8, "little") + content)
     return total.hexdigest()
 
 
 def write_copy(folder: Path, files: Mapping[str, bytes]) -> Path:
-    """Write the files below ``folder``, in one that is named by their digest, and return that one."""
+    """Write the files into a subfolder of ``folder`` that their digest names; return the subfolder."""
     digest = digest_of(files)
     target = folder / digest[:16]
     for name, content in files.items():
         path = target / _name_in_copy(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    listed = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     target.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"sha256": digest, "files": listed}, indent=2)
+    text = json.dumps({"sha256": digest, "files": digests}, indent=2)
     (target / MANIFEST).write_text(text + "\n", encoding="utf-8", errors="surrogateescape")
     return target
 
 
 def read_copy(target: Path) -> dict[str, bytes] | None:
-    """Return the files of a copy that `write_copy` made; None where it is not complete, or was changed."""
+    """Return the files of a copy that `write_copy` wrote; None if it is incomplete or was changed."""
     try:
         manifest = json.loads((target / MANIFEST).read_text(encoding="utf-8", errors="surrogateescape"))
         files = {name: (target / _name_in_copy(name)).read_bytes() for name in manifest["files"]}
@@ -94,41 +99,45 @@ def read_copy(target: Path) -> dict[str, bytes] | None:
 
 
 def _name_in_copy(path: str) -> str:
-    """Return the name of a file in a copy: as seen from the current directory, or of the whole path."""
-    inside = os.path.relpath(path)
-    return path.lstrip("/") if inside.startswith("..") else inside
+    """Return a file's path in a copy: relative to the current folder, or the whole path if outside of it."""
+    relative = os.path.relpath(path)
+    return path.lstrip("/") if relative.startswith("..") else relative
 
 
 def _search_path() -> Iterator[Path]:
-    """Yield the folders of the search path that are the user's: neither Python's nor its packages'."""
-    installed = (os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix))
+    """Yield the search path without the folders of Python and of installed packages."""
+    installations = (os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix))
     for entry in (*sys.path, os.getcwd()):
         folder = os.path.realpath(entry or os.getcwd())
-        if not folder.startswith(installed) and "site-packages" not in folder and os.path.isdir(folder):
+        if not folder.startswith(installations) and "site-packages" not in folder and os.path.isdir(folder):
             yield Path(folder)
 
 
 def _module_files(name: str, folders: Iterable[Path]) -> list[Path]:
     """Return the files of the module or package ``name`` in the first of the folders that has it."""
-    if not name or name == _OURS or name in sys.builtin_module_names:
+    if not name or name == _THIS_PACKAGE or name in sys.builtin_module_names:
         return []
     for folder in folders:
-        package, module = folder / name, folder / f"{name}.py"
+        package = folder / name
+        module = folder / f"{name}.py"
         if (package / "__init__.py").is_file():
             return sorted(package.rglob("*.py"))[:MOST_FILES]
+
         if module.is_file():
             return [module]
-        if package.is_dir() and any(package.glob("*.py")):  # a package without __init__.py
+        # A namespace package, without __init__.py.
+        if package.is_dir() and any(package.glob("*.py")):
             return sorted(package.rglob("*.py"))[:MOST_FILES]
     return []
 
 
-def _imported(source: bytes) -> set[str]:
-    """Return the first names of the modules that a file imports."""
+def _imported_names(source: bytes) -> set[str]:
+    """Return the top-level names of the modules that a file imports; none for a file that does not parse."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return set()
+
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

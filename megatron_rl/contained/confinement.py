@@ -1,12 +1,13 @@
-"""Confine a process to what is allowed: a user, a root, namespaces, limits and system calls of its own.
+"""Confinement of a process: its own user, root and namespaces, limits, and a filter of system calls.
 
-Like the process that it serves it needs the standard library alone. What a kernel does not allow is reported
-by name, never assumed, and the next best takes its place: Landlock for a root of its own, a filter of system
-calls for a network of its own, a supervisor that looks for a control group.
+Like `megatron_rl.contained.process` it imports the standard library alone. A protection that the kernel does
+not allow is reported by name, never assumed, and the next best one takes its place: Landlock for a root, a
+filter of system calls for a network namespace, a supervisor that measures for a control group.
 
-bubblewrap, nsjail and Firejail build such roots too, from the same namespaces. They are not used: each needs
-what is needed here (they are refused where namespaces are, in most containers), none is on a node that nobody
-prepared, none counts memory over processes, and a second way to the same end would be tested half as well.
+bubblewrap, nsjail and Firejail build such roots from the same namespaces. They are not used: each needs the
+permissions that are needed here (they fail where namespaces are refused, as in most containers), none is
+installed on a node that nobody prepared, none counts memory over processes, and a second implementation would
+be tested half as well.
 """
 
 from __future__ import annotations
@@ -35,23 +36,27 @@ from megatron_rl.contained.visible import DEVICES, NETWORK_SETTINGS, SETTINGS, S
 
 GIB = 2**30
 SCRATCH = "/dev/shm"
-"""Where temporary files in memory are mounted without a root of its own."""
-TOO_MANY_PROCESSES, TOO_MUCH_MEMORY = 97, 98
-"""Exit codes of a supervisor that ended its worker for going over a limit."""
-LOOKS_SECONDS = 0.1
-SHARED_LOOKS = 5
-"""Looks from one at what a family maps and shares, which takes longer, to the next."""
+"""Mount point of temporary files in memory for a process without a root of its own."""
+TOO_MANY_PROCESSES = 97
+"""Exit code of a supervisor that ended its worker for having too many processes or threads."""
+TOO_MUCH_MEMORY = 98
+"""Exit code of a supervisor that ended its worker for using too much memory."""
+CHECK_SECONDS = 0.1
+"""Time between two measurements of a worker and its descendants."""
+SHARED_MEMORY_CHECKS = 5
+"""Measurements per one that includes shared mappings, which takes longer."""
 OTHER_TASKS = 1024
-"""Threads and processes beyond the limit of processes at which the kernel itself refuses a further one."""
-_more_processes = mmap.mmap(-1, 8)
-"""What `allow_processes` was told last: a worker writes it, and its supervisor reads it."""
-_OF_A_NAMESPACE = (6, 14)
-"""The first Linux whose ``pid_max`` is a namespace's own; before it the number is that of the machine."""
-_TASKS_OF_A_NAMESPACE = (5, 14)
-"""The first Linux that counts the tasks of a user (RLIMIT_NPROC) in each user namespace by itself."""
+"""Threads and processes beyond the limit of processes, at which the kernel refuses further ones."""
+_extra_processes = mmap.mmap(-1, 8)
+"""The count of `allow_processes`, in memory that a worker and its supervisor share."""
+_PID_MAX_OF_NAMESPACE = (6, 14)
+"""The first Linux whose ``pid_max`` belongs to a namespace; before it belongs to the machine."""
+_TASKS_OF_NAMESPACE = (5, 14)
+"""The first Linux that counts the tasks of a user (RLIMIT_NPROC) in each user namespace separately."""
+_FILE_DESCRIPTORS = 64
+"""Descriptors that the first process of a namespace closes; it begins with few."""
 
-# What may not hold on a kernel, in the words of the warnings of `check` and `train`; docs/limits.md has a
-# table of them.
+# Protections that a kernel may not enforce, as in warnings of `check` and `train`; docs/limits.md lists them.
 CHILDREN_SEARCHED = "children that leave their session are found by a search"
 NETWORK_REACHABLE = "the network is reachable"
 NO_ROOT = "it has no root of its own"
@@ -66,91 +71,128 @@ SAME_USER = "it runs as the user of the run, {name}"
 CALLS_UNFILTERED = "system calls are not filtered, and some memory is not counted"
 
 _UNUSED_USERS = range(0x70000000, 0x70100000)
-"""Numbers that no distribution gives to a user (systemd.io/UIDS-GIDS): of these each process has its own."""
-_SET_INTERFACE_FLAGS, _INTERFACE_UP = 0x8914, 1  # linux/sockios.h, linux/if.h
+"""User numbers that no distribution assigns (systemd.io/UIDS-GIDS); each process has one of its own."""
+_LARGE_MAPPING = 1000
+"""Numbers in a user namespace that maps many users, as a container's, not only those it was created for."""
+
+# Setting an interface up, from linux/sockios.h and linux/if.h.
+_SET_INTERFACE_FLAGS = 0x8914
+_INTERFACE_UP = 1
 
 
 @dataclass
 class Isolation:
-    """What `isolate` has prepared for the process that `enter` confines.
-
-    ``namespaces`` says whether the process is the first of its own, ``owner`` who it will be, ``scratch`` is
-    the descriptor of its temporary files in memory, ``folder`` stands in for them on disk, and ``missing`` is
-    what the kernel does not allow, in words.
-    """
+    """The state that `isolate` prepares for the process that `enter` confines."""
 
     visible: Visible
     owner: Owner
+    """User and group that contained code will run as."""
     namespaces: bool = False
+    """Whether the process will be the first of its own namespaces."""
     scratch: int | None = None
+    """Descriptor of the file system in memory for temporary files."""
     folder: str | None = None
+    """Folder for temporary files that takes its place."""
     group: ControlGroup | None = None
-    missing: list[str] = field(default_factory=list)
+    unenforced: list[str] = field(default_factory=list)
+    """Protections that the kernel does not allow, for warnings."""
+
+
+# --- Limits of one process
 
 
 def set_limits(limits: Mapping[str, Any]) -> None:
     """Limit memory, open files and file sizes of this process and of all that it starts.
 
-    ``limits`` may hold ``own_files``: by how many more than ``files`` `allow_files` may raise their limit.
+    ``limits`` may contain ``own_files``: how many files more than ``files`` `allow_files` may allow.
     """
-    for kind, value, more in (
-        # Private writable memory: the address space alone says little of programs that map large files.
-        (resource.RLIMIT_DATA, int(limits["memory_gib"] * GIB), 0),
-        (resource.RLIMIT_NOFILE, int(limits["files"]), limits.get("own_files", 0)),
-        (resource.RLIMIT_FSIZE, int(limits["file_gib"] * GIB), 0),
+    files = int(limits["files"])
+    most_files = files + limits.get("own_files", 0)
+    # Private writable memory, not address space, which programs that map large files need more of.
+    memory = int(limits["memory_gib"] * GIB)
+    file_size = int(limits["file_gib"] * GIB)
+
+    for kind, soft, hard in (
+        (resource.RLIMIT_DATA, memory, memory),
+        (resource.RLIMIT_NOFILE, files, most_files),
+        (resource.RLIMIT_FSIZE, file_size, file_size),
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
     ):
-        _, hard = resource.getrlimit(kind)
-        bounds = (value, value + more)
-        if hard != resource.RLIM_INFINITY:
-            bounds = (min(value, hard), min(value + more, hard))
-        resource.setrlimit(kind, bounds)
+        _, present_hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (_at_most(soft, present_hard), _at_most(hard, present_hard)))
 
 
 def allow_files(count: int) -> None:
-    """Let this process have ``count`` files open, as far as `set_limits` lets it."""
+    """Raise this process's limit of open files to ``count``, as far as `set_limits` permits."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    bound = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (bound, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_at_most(count, hard), hard))
 
 
 def allow_processes(count: int) -> None:
-    """Let this process have ``count`` processes more than limits allow, up to their ``own_processes``."""
-    struct.pack_into("q", _more_processes, 0, count)
+    """Allow this process ``count`` processes more than its limit, up to ``own_processes`` of its limits."""
+    struct.pack_into("q", _extra_processes, 0, count)
 
 
 def allow_processor_seconds(seconds: float) -> None:
-    """Let this process use ``seconds`` more of processor time; the kernel ends it after that."""
+    """Allow this process ``seconds`` more of processor time; then the kernel ends it."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = int(usage.ru_utime + usage.ru_stime + seconds) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
-def isolate(limits: Mapping[str, Any], visible: Visible) -> Isolation:
-    """Move this process, and its next child as first process, into namespaces of their own.
+def _at_most(value: int, hard: int) -> int:
+    """Return a limit that a hard limit permits; RLIM_INFINITY permits any."""
+    return value if hard == resource.RLIM_INFINITY else min(value, hard)
 
-    There is no network unless ``limits`` grant it; with ``loopback`` the processes may connect to each other.
+
+def limit_of(
+    status: int,
+    limits: Mapping[str, Any],
+    key: str,
+) -> str | None:
+    """Return the limit, of those at ``key``, that a process with the exit ``status`` exceeded, or None."""
+    if status == TOO_MANY_PROCESSES:
+        return f"started more than {limits['processes']} processes ({key}.processes)"
+    if status == TOO_MUCH_MEMORY:
+        return f"held more than {limits['memory_gib']:g} GiB in all ({key}.memory_gib)"
+    if status == 128 + signal.SIGXCPU and "cpu_seconds" in limits:
+        return f"used more than {limits['cpu_seconds']:g} s of processor ({key}.cpu_seconds)"
+    return None
+
+
+# --- Namespaces, before the worker is forked
+
+
+def isolate(limits: Mapping[str, Any], visible: Visible) -> Isolation:
+    """Move this process into new namespaces, with its next child as their first process.
+
+    They have no network unless ``limits`` allow it. With ``loopback`` in ``limits``, processes inside may
+    connect to each other.
     """
     isolation = Isolation(visible, Owner(os.getuid(), os.getgid()))
-    tasks = _most_tasks(limits)
-    isolation.group = ControlGroup(int(limits["memory_gib"] * GIB) + ROOM, tasks)
+    memory = int(limits["memory_gib"] * GIB)
+    isolation.group = ControlGroup(memory + ROOM, _most_tasks(limits))
+
     spaces = kernel.NEW_PROCESSES | kernel.NEW_IPC | kernel.NEW_HOST_NAME
-    spaces |= 0 if limits["network"] else kernel.NEW_NETWORK
+    if not limits["network"]:
+        spaces |= kernel.NEW_NETWORK
     try:
         isolation.owner = _unshare(spaces)
         isolation.namespaces = True
     except OSError as error:
-        isolation.missing.append(f"{CHILDREN_SEARCHED} (namespaces: {error.strerror})")
+        isolation.unenforced.append(f"{CHILDREN_SEARCHED} (namespaces: {error.strerror})")
         isolation.folder = _temporary_folder()
         return isolation
+
     if limits.get("loopback") and not limits["network"]:
         _raise_loopback()
-    with contextlib.suppress(OSError):  # `enter` says what is missing without
+    # `enter` reports the protections that need a mount namespace.
+    with contextlib.suppress(OSError):
         kernel.unshare(kernel.NEW_MOUNTS)
         kernel.make_mounts_private()
-        isolation.scratch = new_scratch(int(limits["memory_gib"] * GIB))
+        isolation.scratch = new_scratch(memory)
     if isolation.scratch is None:
         isolation.folder = _temporary_folder()
     return isolation
@@ -158,27 +200,34 @@ def isolate(limits: Mapping[str, Any], visible: Visible) -> Isolation:
 
 def _temporary_folder() -> str:
     """Return a new folder on disk for temporary files."""
-    import tempfile  # a third of the time that this module takes to be imported, and seldom needed
+    # A third of this module's import time, and seldom needed.
+    import tempfile
 
     return tempfile.mkdtemp(prefix="megatron_rl_")
 
 
 def _most_tasks(limits: Mapping[str, Any]) -> int:
+    """Return the threads and processes beyond which the kernel refuses further ones."""
     return int(OTHER_TASKS + limits["processes"] + limits.get("own_processes", 0))
 
 
 def _unshare(spaces: int) -> Owner:
-    """Leave the namespaces, by a user namespace where need be; return who contained code is to be."""
-    user, group = os.getuid(), os.getgid()
+    """Create the namespaces, in a user namespace if that is needed; return the owner of contained code."""
+    user = os.getuid()
+    group = os.getgid()
     if user == 0:
-        # A process that is forked later is the first of the new namespace, which ends with it.
-        unprivileged = _unprivileged()
+        # Root can do without a user namespace. The helper of `_mapped_namespace` is forked first: the next
+        # process that is forked afterwards is the first of the new namespace, which ends with it.
+        unprivileged = _unprivileged_owner()
         with contextlib.suppress(PermissionError):
             kernel.unshare(spaces)
             return unprivileged or Owner(user, group)
+
         if unprivileged is not None:
             _close_namespace(unprivileged)
+
     kernel.unshare(kernel.NEW_USER | spaces)
+    # Without privileges a process must give up setgroups before it may map a group.
     with contextlib.suppress(OSError):
         Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
@@ -186,19 +235,19 @@ def _unshare(spaces: int) -> Owner:
     return Owner(user, group)
 
 
-def _unprivileged() -> Owner | None:
-    """Return a user that nobody else is, None where this user namespace has none."""
-    user = _unused(Path("/proc/self/uid_map"))
-    group = _unused(Path("/proc/self/gid_map"))
+def _unprivileged_owner() -> Owner | None:
+    """Return an owner that no other process has; None if this user namespace has no unused numbers."""
+    user = _unused_number(Path("/proc/self/uid_map"))
+    group = _unused_number(Path("/proc/self/gid_map"))
     if user is None or group is None:
         return None
     with contextlib.suppress(OSError):
-        return Owner(user, group, _namespace_of(user, group))
+        return Owner(user, group, _mapped_namespace(user, group))
     return Owner(user, group)
 
 
-def _unused(file: Path) -> int | None:
-    """Return a number of a user or group that a mapping holds, another one for each process."""
+def _unused_number(file: Path) -> int | None:
+    """Return an unused number of a user or group in the mapping of ``file``, another one per process."""
     ranges = []
     for line in file.read_text().splitlines():
         first, _, count = map(int, line.split())
@@ -206,54 +255,67 @@ def _unused(file: Path) -> int | None:
     number = _UNUSED_USERS[os.getpid() % len(_UNUSED_USERS)]
     if any(number in numbers for numbers in ranges):
         return number
-    # A container's mapping, usually of 65536 numbers: those of its upper half are rarely in use.
-    largest = max(ranges, key=len)
-    upper = largest[len(largest) // 2 :]
-    return upper[os.getpid() % len(upper)] if len(largest) >= 1000 else None
+
+    # A container's mapping, usually of 65536 numbers. Those in its upper half are rarely in use.
+    numbers = max(ranges, key=len)
+    if len(numbers) < _LARGE_MAPPING:
+        return None
+    upper_half = numbers[len(numbers) // 2 :]
+    return upper_half[os.getpid() % len(upper_half)]
 
 
-def _namespace_of(user: int, group: int) -> int:
-    """Return the descriptor of a user namespace in which a user stands for the one of this process."""
-    ready, done = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
+def _mapped_namespace(user: int, group: int) -> int:
+    """Return the descriptor of a user namespace that maps this process's user to ``user``.
+
+    A namespace exists as long as a process or a descriptor: a helper process creates it, this one opens it.
+    """
+    ready_read, ready_write = os.pipe()
+    done_read, done_write = os.pipe()
+
+    helper = os.fork()
+    if helper == 0:
         with contextlib.suppress(OSError):
             kernel.unshare(kernel.NEW_USER)
-        os.write(ready[1], b".")
-        os.close(done[1])
-        os.read(done[0], 1)
+        os.write(ready_write, b".")
+        os.close(done_write)
+        os.read(done_read, 1)
         os._exit(0)
+
     try:
-        os.read(ready[0], 1)
-        Path(f"/proc/{child}/uid_map").write_text(f"{os.getuid()} {user} 1")
-        Path(f"/proc/{child}/gid_map").write_text(f"{os.getgid()} {group} 1")
-        return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        os.read(ready_read, 1)
+        Path(f"/proc/{helper}/uid_map").write_text(f"{os.getuid()} {user} 1")
+        Path(f"/proc/{helper}/gid_map").write_text(f"{os.getgid()} {group} 1")
+        return os.open(f"/proc/{helper}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     finally:
-        for descriptor in (*ready, *done):
+        for descriptor in (ready_read, ready_write, done_read, done_write):
             os.close(descriptor)
-        os.waitpid(child, 0)
+        os.waitpid(helper, 0)
 
 
 def _close_namespace(owner: Owner) -> None:
-    """Close the descriptor of an owner's user namespace: no contained code may have it."""
+    """Close the descriptor of an owner's user namespace, which no contained code may have."""
     if owner.namespace is not None:
         os.close(owner.namespace)
 
 
 def _raise_loopback() -> None:
-    """Let the processes of a network of their own, which begins with nothing, speak with each other."""
+    """Set the loopback interface up; a new network namespace begins with all interfaces down."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, _SET_INTERFACE_FLAGS, struct.pack("16sh", b"lo", _INTERFACE_UP))
 
 
-def enter(limits: Mapping[str, Any], isolation: Isolation) -> list[str]:
-    """Confine the child of an isolated process; return what the kernel does not allow, in words.
+# --- The worker
 
-    The first process of a namespace stays behind to wait for the others and ends them all with itself; it
-    does not return. Signals that end any other process do not reach it.
+
+def enter(limits: Mapping[str, Any], isolation: Isolation) -> list[str]:
+    """Confine the child of an isolated process; return the protections that the kernel does not allow.
+
+    The first process of a namespace forks the worker and does not return: it waits for the others, and its
+    exit ends them all. Signals that end other processes do not reach it.
     """
     kernel.process_control(kernel.SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    with contextlib.suppress(OSError):  # a machine without memory ends what is confined, and no rank
+    # A machine that runs out of memory should end this process, not a rank.
+    with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     if isolation.group is not None:
         isolation.group.enter()
@@ -262,66 +324,71 @@ def enter(limits: Mapping[str, Any], isolation: Isolation) -> list[str]:
     if isolation.namespaces:
         worker = os.fork()
         if worker:
-            os.closerange(0, 64)
+            os.closerange(0, _FILE_DESCRIPTORS)
             _become(isolation.owner)
             os._exit(_reap_until(worker))
 
+    # Limits first: they need the privileges that the worker gives up next.
     set_limits(limits)
     _limit_tasks(limits, isolation)
     if isolation.scratch is not None:
         os.close(isolation.scratch)
     _close_namespace(isolation.owner)
     _become(isolation.owner)
-    # Both are lost with a change of the user.
+    # A change of the user resets both.
     kernel.process_control(kernel.SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     kernel.process_control(kernel.SET_DUMPABLE, 1)
     if os.getuid() == 0:
-        isolation.missing.append(SAME_USER.format(name="root"))
+        isolation.unenforced.append(SAME_USER.format(name="root"))
 
+    # The filter of system calls comes last: the steps before it need calls that it refuses.
     os.environ["TMPDIR"] = "/tmp" if has_root else isolation.folder or "/tmp"
-    scoped = _restrict(limits, isolation, has_root)
-    _filter(limits, isolation, has_root, scoped)
-    return isolation.missing
+    is_scoped = _restrict(limits, isolation, has_root)
+    _filter(limits, isolation, has_root, is_scoped)
+    return isolation.unenforced
 
 
 def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
-    """Change the root; return whether that could be."""
-    if isolation.scratch is None:
+    """Change the root; return whether the kernel allowed it."""
+    scratch = isolation.scratch
+    if scratch is None:
         return False
     kernel_limits = {}
-    if _linux() >= _OF_A_NAMESPACE:
+    if _linux_version() >= _PID_MAX_OF_NAMESPACE:
         kernel_limits["/proc/sys/kernel/pid_max"] = str(_most_tasks(limits))
-    arguments = isolation.visible, isolation.scratch
     network = bool(limits["network"])
+
     try:
-        kernel.unshare(kernel.NEW_MOUNTS)  # the supervisor goes on to see all processes
+        # Another mount namespace: the supervisor must continue to see all processes.
+        kernel.unshare(kernel.NEW_MOUNTS)
         try:
-            reason = change_root(*arguments, isolation.owner, kernel_limits, network=network)
+            reason = change_root(isolation.visible, scratch, isolation.owner, kernel_limits, network=network)
         except Unreadable as unreadable:
-            _stay(isolation)
-            isolation.missing.append(f"{SAME_USER.format(name='root')}, who alone may use {unreadable}")
-            reason = change_root(*arguments, isolation.owner, kernel_limits, network=network)
+            _keep_user(isolation)
+            isolation.unenforced.append(f"{SAME_USER.format(name='root')}, who alone may use {unreadable}")
+            reason = change_root(isolation.visible, scratch, isolation.owner, kernel_limits, network=network)
     except OSError as error:
-        # Nothing of the user's may be in reach of another user without a root of its own.
-        _stay(isolation)
-        isolation.missing.append(f"{NO_ROOT} (mount: {error.strerror})")
+        # Without a root of its own, another user would reach files that it may not have.
+        _keep_user(isolation)
+        isolation.unenforced.append(f"{NO_ROOT} (mount: {error.strerror})")
         with contextlib.suppress(OSError):
-            kernel.attach(isolation.scratch, SCRATCH)
+            kernel.attach(scratch, SCRATCH)
             isolation.folder = SCRATCH
         return False
+
     if reason is not None:
-        isolation.missing.append(f"{PROCESSES_VISIBLE} (proc: {reason})")
+        isolation.unenforced.append(f"{PROCESSES_VISIBLE} (proc: {reason})")
     return True
 
 
-def _stay(isolation: Isolation) -> None:
-    """Have contained code be the user of this process."""
+def _keep_user(isolation: Isolation) -> None:
+    """Make this process's user the owner of contained code."""
     _close_namespace(isolation.owner)
     isolation.owner = Owner(os.getuid(), os.getgid())
 
 
 def _become(owner: Owner) -> None:
-    """Be the owner for good, without a capability."""
+    """Change this process's user to the owner for good, without any capability."""
     kernel.drop_bounding_set()
     if owner.user != os.getuid():
         os.setgroups([])
@@ -331,78 +398,97 @@ def _become(owner: Owner) -> None:
 
 
 def _limit_tasks(limits: Mapping[str, Any], isolation: Isolation) -> None:
-    """Have the kernel refuse further tasks, where it counts those of this process's user separately."""
-    alone = isolation.owner.user != os.getuid()
-    if alone or (isolation.namespaces and _linux() >= _TASKS_OF_A_NAMESPACE):
+    """Limit threads and processes, on kernels that count the tasks of contained code separately.
+
+    Elsewhere the limit would count all tasks of the trainer's user.
+    """
+    is_other_user = isolation.owner.user != os.getuid()
+    if is_other_user or (isolation.namespaces and _linux_version() >= _TASKS_OF_NAMESPACE):
         _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-        most = _most_tasks(limits)
-        bound = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        bound = _at_most(_most_tasks(limits), hard)
         resource.setrlimit(resource.RLIMIT_NPROC, (bound, bound))
 
 
-def _restrict(limits: Mapping[str, Any], isolation: Isolation, has_root: bool) -> bool:
-    """Restrict paths where there is no root, signals and abstract sockets; return whether the latter are."""
+def _restrict(
+    limits: Mapping[str, Any],
+    isolation: Isolation,
+    has_root: bool,
+) -> bool:
+    """Restrict files, unless there is a root, and signals and abstract sockets, with Landlock.
+
+    Returns whether abstract sockets and signals are restricted.
+    """
     if has_root:
         return filters.restrict_scope()
+
+    # The paths that would be in the root.
     visible = isolation.visible
     names = (*SETTINGS, *NETWORK_SETTINGS) if limits["network"] else SETTINGS
-    own = (*visible.folders, *visible.read)
     settings = (f"/etc/{name}" for name in (*names, "passwd", "group"))
-    readable = ["/proc", *SYSTEM, *settings, *visible.packages, *own]
+    user_paths = (*visible.folders, *visible.read)
+    readable = ["/proc", *SYSTEM, *settings, *visible.packages, *user_paths]
     writable = [f"/dev/{name}" for name in DEVICES]
-    writable += [isolation.folder] if isolation.folder else []
-    writable += own if visible.writable else ()
+    if isolation.folder:
+        writable.append(isolation.folder)
+    if visible.writable:
+        writable += user_paths
+
+    unenforced = isolation.unenforced
     try:
         filters.restrict_paths(readable, writable)
     except OSError as error:
         reason = f"(no root of its own; Landlock: {error.strerror})"
-        isolation.missing += [f"{FILES_READABLE} {reason}"]
-        isolation.missing += [] if limits["write"] else [f"{FILES_WRITABLE} {reason}"]
-        isolation.missing += [] if isolation.namespaces else [f"{PROCESSES_SIGNALLED} {reason}"]
+        unenforced.append(f"{FILES_READABLE} {reason}")
+        if not limits["write"]:
+            unenforced.append(f"{FILES_WRITABLE} {reason}")
+        if not isolation.namespaces:
+            unenforced.append(f"{PROCESSES_SIGNALLED} {reason}")
         return False
-    unbounded = () if isolation.folder == SCRATCH else (TEMPORARY_UNBOUNDED,)
-    for words in (HIDDEN_READABLE, NAMES_VISIBLE, *unbounded):
-        isolation.missing.append(f"{words} (Landlock in place of a root)")
-    scoped = filters.landlock_version() >= filters.SCOPES_SINCE
-    if not scoped and not isolation.namespaces:
-        isolation.missing.append(f"{PROCESSES_SIGNALLED} (no namespaces; Landlock before its version 6)")
-    return scoped
+
+    # Landlock grants folders with all that is below, and does not hide names.
+    unenforced.append(f"{HIDDEN_READABLE} (Landlock in place of a root)")
+    unenforced.append(f"{NAMES_VISIBLE} (Landlock in place of a root)")
+    if isolation.folder != SCRATCH:
+        unenforced.append(f"{TEMPORARY_UNBOUNDED} (Landlock in place of a root)")
+    is_scoped = filters.landlock_version() >= filters.SCOPES_SINCE
+    if not is_scoped and not isolation.namespaces:
+        unenforced.append(f"{PROCESSES_SIGNALLED} (no namespaces; Landlock before its version 6)")
+    return is_scoped
 
 
-def _filter(limits: Mapping[str, Any], isolation: Isolation, has_root: bool, scoped: bool) -> None:
-    """Filter system calls, and sockets of families by which others could be reached."""
+def _filter(
+    limits: Mapping[str, Any],
+    isolation: Isolation,
+    has_root: bool,
+    is_scoped: bool,
+) -> None:
+    """Filter system calls, and sockets that could reach programs outside."""
     own_network = isolation.namespaces and not limits["network"]
-    network = bool(limits["network"] or limits.get("loopback") or own_network)
-    # Sockets with a name of no file belong to a network; those of files to a root.
-    local = has_root and (own_network or scoped)
+    allow_network = bool(limits["network"] or limits.get("loopback") or own_network)
+    # Local sockets have names in files, which a root restricts, or abstract names, which a network namespace
+    # or Landlock restricts.
+    allow_local = has_root and (own_network or is_scoped)
+
+    # The error of code that asks for the network shows that it has none.
     refusal = errno.EAFNOSUPPORT if limits["network"] or own_network else errno.ENETUNREACH
+    families = filters.families_of(network=allow_network, local=allow_local)
     try:
-        filters.filter_system_calls(filters.families_of(network=network, local=local), refusal)
+        filters.filter_system_calls(families, refusal)
     except OSError as error:
-        isolation.missing.append(f"{CALLS_UNFILTERED} (seccomp: {error.strerror})")
-        network = True
-    if network and not (limits["network"] or own_network):
-        isolation.missing.append(f"{NETWORK_REACHABLE} (no namespaces)")
+        isolation.unenforced.append(f"{CALLS_UNFILTERED} (seccomp: {error.strerror})")
+        allow_network = True
+    if allow_network and not limits["network"] and not own_network:
+        isolation.unenforced.append(f"{NETWORK_REACHABLE} (no namespaces)")
 
 
-def _linux() -> tuple[int, ...]:
+def _linux_version() -> tuple[int, ...]:
     """Return the first two numbers of the kernel's version."""
-    return tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
-
-
-def limit_of(status: int, limits: Mapping[str, Any], where: str) -> str | None:
-    """Return which of the ``limits``, set at ``where``, a process that ended with ``status`` went over."""
-    if status == TOO_MANY_PROCESSES:
-        return f"started more than {limits['processes']} processes ({where}.processes)"
-    if status == TOO_MUCH_MEMORY:
-        return f"held more than {limits['memory_gib']:g} GiB in all ({where}.memory_gib)"
-    if status == 128 + signal.SIGXCPU and "cpu_seconds" in limits:
-        return f"used more than {limits['cpu_seconds']:g} s of processor ({where}.cpu_seconds)"
-    return None
+    numbers = re.findall(r"\d+", os.uname().release)
+    return tuple(int(number) for number in numbers[:2])
 
 
 def _reap_until(worker: int) -> int:
-    """Wait for children until ``worker`` ends; return an exit code that says how it did."""
+    """Wait for children until ``worker`` ends; return its exit code, 128 + N after signal N."""
     while True:
         process, status = os.wait()
         if process == worker:
@@ -410,67 +496,97 @@ def _reap_until(worker: int) -> int:
             return code if code >= 0 else 128 - code
 
 
-def supervise(worker: int, trainer: int, limits: Mapping[str, Any], isolation: Isolation) -> int:
-    """Wait for ``worker``, end it and its descendants when it is time, and return the exit code for that.
+# --- The supervisor
 
-    It is time when the process ``trainer`` is gone, when this process is asked to end, and when the
-    descendants are more, or hold more memory, than ``limits`` allow.
+
+def supervise(
+    worker: int,
+    trainer: int,
+    limits: Mapping[str, Any],
+    isolation: Isolation,
+) -> int:
+    """Wait until ``worker`` ends or must end, then end it with its descendants; return the exit code.
+
+    It must end when the process ``trainer`` has ended, when this process receives SIGTERM, and when its
+    descendants are more, or use more memory, than ``limits`` allow.
     """
     kernel.process_control(kernel.SET_CHILD_SUBREAPER, 1)
-    with contextlib.suppress(OSError):  # it must get to look, however many processes want the processor
+    # The supervisor must be scheduled, however many processes compete for the processors.
+    with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, -20)
-    asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-    looks = 0
+    termination_signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: termination_signals.append(number))
+
+    check_count = 0
     code: int | None = None
     while code is None:
-        ended, status = os.waitpid(-1, os.WNOHANG)
-        if ended == worker:
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if process == worker:
             code = os.waitstatus_to_exitcode(status)
-        elif asked or os.getppid() != trainer:
+        elif termination_signals or os.getppid() != trainer:
             code = 0
-        elif ended == 0:
-            looks += 1
-            code = _over_limit(worker, limits, isolation.scratch, looks % SHARED_LOOKS == 0)
+        elif process == 0:
+            check_count += 1
+            count_shared = check_count % SHARED_MEMORY_CHECKS == 0
+            code = _exceeded_limit(worker, limits, isolation.scratch, count_shared)
             if code is None:
-                time.sleep(LOOKS_SECONDS)
+                time.sleep(CHECK_SECONDS)
+
     _end(worker)
     if isolation.folder is not None:
         import shutil
 
         shutil.rmtree(isolation.folder, ignore_errors=True)
     if isolation.group is not None:
+        # The kernel kills a process if the group's memory is used up.
         if code and isolation.group.went_over_memory():
             code = TOO_MUCH_MEMORY
         isolation.group.remove()
     return code if code >= 0 else 128 - code
 
 
-def _over_limit(worker: int, limits: Mapping[str, Any], scratch: int | None, thorough: bool) -> int | None:
-    """Return the exit code of the limit that a family is over; ``thorough`` counts shared mappings, too."""
-    (more,) = struct.unpack_from("q", _more_processes)
-    most = limits["processes"] + min(more, limits.get("own_processes", 0)) + 2  # two are ours
-    # Processes may come faster than they can be listed.
-    family = [worker, *islice(_descendants(worker), most)]
-    if len(family) > most or sum(map(_tasks, family)) > _most_tasks(limits):
+def _exceeded_limit(
+    worker: int,
+    limits: Mapping[str, Any],
+    scratch: int | None,
+    count_shared: bool,
+) -> int | None:
+    """Return the exit code of the limit that the worker and its descendants exceed, or None.
+
+    ``count_shared`` includes shared mappings in the memory.
+    """
+    (extra,) = struct.unpack_from("q", _extra_processes)
+    # The worker and the first process of the namespace are not the user's.
+    most_processes = limits["processes"] + min(extra, limits.get("own_processes", 0)) + 2
+    # Code may start processes faster than they can be listed: stop beyond the limit.
+    family = [worker, *islice(_descendants(worker), most_processes)]
+    if len(family) > most_processes or sum(map(_task_count, family)) > _most_tasks(limits):
         return TOO_MANY_PROCESSES
-    shared = _bytes_in_files(scratch) + (_shared_bytes(family) if thorough else 0)
-    if len(family) > 2 or shared:  # the kernel limits the private memory of one process
-        private = sum(_private_bytes(process) for process in family)
-        if private + shared > limits["memory_gib"] * GIB:
+
+    shared_bytes = _scratch_bytes(scratch)
+    if count_shared:
+        shared_bytes += _shared_bytes(family)
+    # The kernel limits the private memory of one process itself.
+    if len(family) > 2 or shared_bytes:
+        private_bytes = sum(_private_bytes(process) for process in family)
+        if private_bytes + shared_bytes > limits["memory_gib"] * GIB:
             return TOO_MUCH_MEMORY
     return None
 
 
 def _end(worker: int) -> None:
-    """Kill the worker and every descendant, also those that left its session."""
+    """Kill the worker and every descendant, in whatever session."""
+    # The first process of a namespace takes all others along.
     with contextlib.suppress(ProcessLookupError):
-        os.kill(worker, signal.SIGKILL)  # as first process of a namespace it takes all others along
+        os.kill(worker, signal.SIGKILL)
     end_descendants()
 
 
 def end_descendants() -> None:
-    """Kill what this process started and all that came of it; it must be a subreaper for the last of them."""
+    """Kill all processes that this one started, with their descendants.
+
+    It must be a subreaper: descendants whose parents end become its own children.
+    """
     while True:
         for process in _descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
@@ -482,16 +598,17 @@ def end_descendants() -> None:
 
 
 def end_started_with(entry: str) -> None:
-    """Kill each process that began with the ``entry``, as NAME=value, in its environment."""
-    ended: set[int] = set()
-    while living := set(_started_with(entry.encode())) - ended:  # they may have started others meanwhile
-        for process in living:
+    """Kill each process whose environment had the ``entry``, as NAME=value, when it was started."""
+    killed: set[int] = set()
+    # Repeat: processes may start others until they are killed.
+    while running := set(_processes_started_with(entry.encode())) - killed:
+        for process in running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        ended |= living
+        killed |= running
 
 
-def _started_with(entry: bytes) -> Iterator[int]:
+def _processes_started_with(entry: bytes) -> Iterator[int]:
     for process in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             if entry in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
@@ -499,7 +616,7 @@ def _started_with(entry: bytes) -> Iterator[int]:
 
 
 def _descendants(process: int) -> Iterator[int]:
-    """Yield the descendants of a process; those whose parents ended are its own children by then."""
+    """Yield the descendants of a process; those whose parents ended are children of the subreaper."""
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{process}/task"):
             for child in Path(f"/proc/{process}/task/{task}/children").read_text().split():
@@ -507,9 +624,10 @@ def _descendants(process: int) -> Iterator[int]:
                 yield from _descendants(int(child))
 
 
-def _tasks(process: int) -> int:
-    """Return the number of threads of a process."""
+def _task_count(process: int) -> int:
+    """Return the number of threads of a process; 0 if it has ended."""
     try:
+        # A folder has a link for each subfolder, beside `.` and its own name.
         return os.stat(f"/proc/{process}/task").st_nlink - 2
     except OSError:
         return 0
@@ -518,14 +636,14 @@ def _tasks(process: int) -> int:
 def _private_bytes(process: int) -> int:
     """Return the resident memory of a process that it shares with no file and no other process."""
     try:
-        _, resident, shared, *_ = map(int, Path(f"/proc/{process}/statm").read_text().split())
+        _, resident_pages, shared_pages, *_ = map(int, Path(f"/proc/{process}/statm").read_text().split())
     except (OSError, ValueError):
         return 0
-    return (resident - shared) * resource.getpagesize()
+    return (resident_pages - shared_pages) * resource.getpagesize()
 
 
-def _bytes_in_files(scratch: int | None) -> int:
-    """Return the memory of temporary files, also of those without a name."""
+def _scratch_bytes(scratch: int | None) -> int:
+    """Return the memory of temporary files, also of deleted ones that are open."""
     if scratch is None:
         return 0
     size = os.fstatvfs(scratch)
@@ -533,7 +651,8 @@ def _bytes_in_files(scratch: int | None) -> int:
 
 
 def _shared_bytes(family: Iterable[int]) -> int:
-    """Return the size of what processes map and share without a file: what they touched of it is not told."""
+    """Return the size of shared mappings without a file; which of their pages are in use is unknown."""
+    # The last byte of each shared memory that any process maps.
     ends: dict[str, int] = {}
     for process in family:
         with contextlib.suppress(OSError), open(f"/proc/{process}/maps") as maps:
@@ -542,4 +661,5 @@ def _shared_bytes(family: Iterable[int]) -> int:
                     addresses, _, offset, _, inode, *_ = line.split()
                     first, last = (int(address, 16) for address in addresses.split("-"))
                     ends[inode] = max(ends.get(inode, 0), int(offset, 16) + last - first)
+
     return sum(ends.values())

@@ -1,7 +1,8 @@
-"""A control group for contained code, below that of the trainer, where the kernel lets one be made.
+"""A control group for contained code, below the trainer's own group, on kernels that allow one there.
 
-It counts what no limit of a process does (memory files, kernel memory), and refuses where others only look.
-It is made nowhere but below the trainer's own group: elsewhere its memory would not count as the job's.
+A group counts memory that no limit of a process counts (files in memory, kernel memory), and its limits
+refuse at once, where the supervisor can only look from time to time. It is created below the trainer's own
+group and nowhere else: elsewhere its memory would not count as the job's.
 """
 
 from __future__ import annotations
@@ -12,29 +13,43 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-_ROOT = Path("/sys/fs/cgroup")
-_REMOVAL_SECONDS = 2.0
 ROOM = 2**27
-"""Bytes beyond the limit: the limit of a process answers with an error, before the group kills."""
+"""Bytes between the memory limit of a process and the larger one of the group.
+
+At its limit a process gets an error that it can report; at the group's limit the kernel kills it.
+"""
+_ROOT = Path("/sys/fs/cgroup")
+_NAME_PREFIX = "megatron_rl_"
+_REMOVAL_SECONDS = 2.0
+"""Time in which the removal of a group is repeated: the kernel still releases its ended processes."""
+_RETRY_SECONDS = 0.01
+_OOM_COUNTERS = ("memory.events", "memory.oom_control")
+"""Files with the number of processes that were killed for memory, in version 2 and 1 of control groups."""
 
 
 class ControlGroup:
-    """Folders of one group, by controller: one of version 2, or two of version 1."""
+    """The folders of one group, by controller: the same one in version 2, one for each in version 1.
+
+    ``memory`` is its limit in bytes, ``tasks`` that of processes and threads. A kernel that allows no group
+    leaves it without folders, and its methods without effect.
+    """
 
     def __init__(self, memory: int, tasks: int) -> None:
-        name = f"megatron_rl_{os.getpid()}_{time.monotonic_ns()}"
-        wanted = {
-            # Of the two versions of control groups; swap is no further memory.
+        name = f"{_NAME_PREFIX}{os.getpid()}_{time.monotonic_ns()}"
+        # Files of both versions; a group has the files of its own. Swap would be memory beyond the limit.
+        limits_by_controller = {
             "memory": {"memory.max": memory, "memory.swap.max": 0, "memory.limit_in_bytes": memory},
             "pids": {"pids.max": tasks},
         }
+
         self._folders: dict[str, Path] = {}
-        for controller, limits in wanted.items():
+        for controller, limits in limits_by_controller.items():
             parent = _own_group(controller)
             if parent is None:
                 continue
-            _remove_left_over(parent)
-            if _make(parent / name, limits):
+
+            _remove_abandoned(parent)
+            if _create(parent / name, limits):
                 self._folders[controller] = parent / name
 
     def enter(self) -> None:
@@ -46,50 +61,55 @@ class ControlGroup:
                 del self._folders[controller]
 
     def went_over_memory(self) -> bool:
-        """Return whether the kernel ended a process since the group's memory was used up."""
+        """Return whether the kernel killed a process because the group's memory was used up."""
         if "memory" not in self._folders:
             return False
-        for file in ("memory.events", "memory.oom_control"):
+        for file in _OOM_COUNTERS:
             with contextlib.suppress(OSError, ValueError):
                 for line in (self._folders["memory"] / file).read_text().splitlines():
                     name, _, count = line.partition(" ")
                     if name == "oom_kill" and int(count):
                         return True
+
         return False
 
     def remove(self) -> None:
-        """Remove the group, whose processes have ended; the kernel may still be at it."""
-        ends = time.monotonic() + _REMOVAL_SECONDS
+        """Remove the group after its processes have ended, which the kernel may still be working on."""
+        deadline = time.monotonic() + _REMOVAL_SECONDS
         for folder in set(self._folders.values()):
             while folder.exists():
                 try:
                     folder.rmdir()
                 except OSError:
-                    if time.monotonic() > ends:
+                    if time.monotonic() > deadline:
                         break
-                    time.sleep(0.01)
+                    time.sleep(_RETRY_SECONDS)
 
 
-def _remove_left_over(parent: Path) -> None:
-    """Remove groups whose supervisors were killed before they could."""
-    for folder in parent.glob("megatron_rl_*"):
-        if not os.path.exists(f"/proc/{folder.name.split('_')[2]}"):
+def _remove_abandoned(parent: Path) -> None:
+    """Remove groups whose supervisor, the process in their name, was killed before it could."""
+    for folder in parent.glob(f"{_NAME_PREFIX}*"):
+        supervisor = folder.name.removeprefix(_NAME_PREFIX).split("_")[0]
+        if not os.path.exists(f"/proc/{supervisor}"):
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
 
-def _make(folder: Path, limits: Mapping[str, int]) -> bool:
-    """Make a group with the limits that its controller has; return whether it has any."""
+def _create(folder: Path, limits: Mapping[str, int]) -> bool:
+    """Create a group with those limits that its controller has; return whether it has any."""
     try:
         folder.mkdir(exist_ok=True)
     except OSError:
         return False
+
+    # The kernel creates the files of a group. A file that is absent is of the other version, or its
+    # controller is not enabled here.
     count = 0
     for file, limit in limits.items():
-        # The kernel makes the files: one that is not there is of another version, or of no controller here.
         with contextlib.suppress(OSError), open(folder / file, "r+") as opened:
             opened.write(str(limit))
             count += 1
+
     if not count:
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -97,23 +117,26 @@ def _make(folder: Path, limits: Mapping[str, int]) -> bool:
 
 
 def _own_group(controller: str) -> Path | None:
-    """Return the folder of this process's group that has a controller, None where it cannot be written."""
+    """Return the folder of this process's group with a controller; None if it cannot be written."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return None
+
+    # A line is hierarchy:controllers:path; version 2 has one hierarchy, and its line names no controllers.
     for line in lines:
-        _, names, path = line.split(":", 2)
-        if names == "":  # version 2
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
             for root in (_ROOT, _ROOT / "unified"):
                 folder = root / path.lstrip("/")
                 with contextlib.suppress(OSError):
                     if controller in (folder / "cgroup.controllers").read_text().split():
-                        # Groups below have it where their parent says so, which one with processes may not.
+                        # The parent enables controllers for its children; the kernel refuses that to a group
+                        # with processes of its own.
                         with contextlib.suppress(OSError):
                             (folder / "cgroup.subtree_control").write_text(f"+{controller}")
                         return folder if os.access(folder, os.W_OK) else None
-        elif controller in names.split(","):
+        elif controller in controllers.split(","):
             folder = _ROOT / controller / path.lstrip("/")
             return folder if folder.is_dir() and os.access(folder, os.W_OK) else None
     return None

@@ -1,10 +1,10 @@
-"""What the kernel refuses a process for the rest of its life: system calls (seccomp) and paths (Landlock).
+"""Restrictions that the kernel enforces on a process from then on: system calls (seccomp), paths (Landlock).
 
-System calls are refused that change or look into the machine (mounts, namespaces, modules, other processes),
-that much of the kernel's own code is behind (io_uring, bpf, userfaultfd, keys), or that hold memory which
-no limit of a process counts (memfd, System V). Those that are newer than this list do not exist.
+Refused system calls change or inspect the machine (mounts, namespaces, modules, other processes), reach large
+parts of the kernel's own code (io_uring, bpf, userfaultfd, keys), or allocate memory that no limit of a
+process counts (memfd, System V). System calls that are newer than the list do not exist for the process.
 
-Landlock allows paths, without a namespace, where namespaces are not to be had.
+Landlock needs no namespace: it restricts paths on kernels and in containers that allow none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 
 from megatron_rl.contained import kernel
 
-# Numbers of refused system calls on x86_64 and aarch64; None where the machine has none of the name.
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "_sysctl": (156, None),
     "acct": (163, 89),
@@ -82,10 +81,17 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "uselib": (134, None),
     "vhangup": (153, 58),
 }
+"""Numbers of the refused system calls on x86_64 and aarch64, None on a machine without the call."""
 _NEWEST = 462
-"""The last system call that this list was written with (mseal, Linux 6.10)."""
-_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # from linux/audit.h
-_CLONE, _CLONE3, _IOCTL, _SOCKET = (56, 220), 435, (16, 29), (41, 198)
+"""The newest system call when the list was written (mseal, Linux 6.10)."""
+_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""Machines as seccomp numbers them, in the order of the columns above; from linux/audit.h."""
+
+# System calls that are refused depending on their arguments; like the table, on x86_64 and aarch64.
+_CLONE = (56, 220)
+_CLONE3 = 435
+_IOCTL = (16, 29)
+_SOCKET = (41, 198)
 _ALL_SPACES = (
     kernel.NEW_MOUNTS
     | kernel.NEW_HOST_NAME
@@ -95,76 +101,105 @@ _ALL_SPACES = (
     | kernel.NEW_NETWORK
     | kernel.NEW_CONTROL_GROUPS
 )
-_TYPE_INTO_TERMINAL, _TERMINAL_SELECTION = 0x5412, 0x541C
+_TYPE_INTO_TERMINAL = 0x5412
+"""TIOCSTI, which types into the terminal that the trainer was started from."""
+_TERMINAL_SELECTION = 0x541C
+"""TIOCLINUX, which can paste into a console."""
 
-# From linux/seccomp.h and linux/bpf_common.h.
-_SET_MODE_FILTER, _ALLOW, _ERROR = 1, 0x7FFF0000, 0x50000
-_LOAD, _EQUAL, _GREATER, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
-_NUMBER, _MACHINE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
+# Instructions and actions of a filter, from linux/bpf_common.h and linux/seccomp.h.
+_SET_MODE_FILTER = 1
+_ALLOW = 0x7FFF0000
+_ERROR = 0x50000
+_LOAD = 0x20
+_EQUAL = 0x15
+_GREATER = 0x25
+_ANY_BIT = 0x45
+_RETURN = 0x06
 
-# From linux/landlock.h: rights of a path that only read, and their whole number by version.
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_FOLDER, _TRUNCATE, _USE_DEVICE = 1, 2, 4, 8, 1 << 14, 1 << 15
+# Offsets of a call's fields in struct seccomp_data; of the 64-bit arguments, the lower half.
+_NUMBER = 0
+_MACHINE = 4
+_FIRST_ARGUMENT = 16
+_SECOND_ARGUMENT = 24
+
+# Rights to a path, from linux/landlock.h. A version of Landlock has the first N rights.
+_EXECUTE = 1
+_WRITE_FILE = 2
+_READ_FILE = 4
+_READ_FOLDER = 8
+_TRUNCATE = 1 << 14
+_USE_DEVICE = 1 << 15
+_FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _USE_DEVICE
+"""Rights that a file can have; the others are a folder's."""
 _RIGHTS_BY_VERSION = {1: 13, 2: 14, 3: 15, 4: 15}
 _NEWEST_RIGHTS = 16
+_VERSION_FLAG = 1
+"""Flag with which landlock_create_ruleset returns the version."""
 SCOPES_SINCE = 6
-"""The version of Landlock that keeps from abstract sockets and from signals."""
-_SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1, 2
+"""The first version of Landlock that can refuse abstract sockets and signals."""
+_SCOPE_ABSTRACT_SOCKETS = 1
+_SCOPE_SIGNALS = 2
 _PATH_RULE = 1
 
 
 def filter_system_calls(families: Sequence[int], refusal: int = errno.EAFNOSUPPORT) -> None:
-    """Refuse dangerous system calls from here on, and sockets of other families with the error ``refusal``.
+    """Refuse dangerous system calls from now on, and sockets of other families with the error ``refusal``.
 
-    Raises OSError where the kernel, or this kind of machine, has no filters.
+    Raises OSError if the kernel has no filters, or this machine no list of system calls.
     """
     machine = os.uname().machine
     if machine not in _MACHINES:
         raise OSError(errno.ENOSYS, f"no list of system calls for {machine}")
     column = list(_MACHINES).index(machine)
+
     program = [
+        # A call for another machine, such as a 32-bit one, has other numbers.
         _instruction(_LOAD, _MACHINE),
         _instruction(_EQUAL, _MACHINES[machine], 1, 0),
         _refuse(errno.ENOSYS),
         _instruction(_LOAD, _NUMBER),
         _instruction(_GREATER, _NEWEST, 0, 1),
         _refuse(errno.ENOSYS),
-        # The flags of this one are in memory, out of a filter's reach; programs take `clone` in its place.
-        *_where(_CLONE3, [_refuse(errno.ENOSYS)]),
+        # The flags of clone3 are in memory, which a filter cannot read; programs fall back to clone.
+        *_if_equal(_CLONE3, [_refuse(errno.ENOSYS)]),
     ]
-    for numbers in _REFUSED.values():
-        if (number := numbers[column]) is not None:
-            program += _where(number, [_refuse(errno.EPERM)])
 
-    spaces = [
+    for numbers in _REFUSED.values():
+        number = numbers[column]
+        if number is not None:
+            program += _if_equal(number, [_refuse(errno.EPERM)])
+
+    # clone may start processes and threads, but create no namespace.
+    new_namespace = [
         _instruction(_LOAD, _FIRST_ARGUMENT),
         _instruction(_ANY_BIT, _ALL_SPACES, 0, 1),
         _refuse(errno.EPERM),
         _allow(),
     ]
-    program += _where(_CLONE[column], spaces)
+    program += _if_equal(_CLONE[column], new_namespace)
 
-    typing = [_instruction(_LOAD, _SECOND_ARGUMENT)]
+    terminal = [_instruction(_LOAD, _SECOND_ARGUMENT)]
     for request in (_TYPE_INTO_TERMINAL, _TERMINAL_SELECTION):
-        typing += _where(request, [_refuse(errno.EPERM)])
-    program += _where(_IOCTL[column], [*typing, _allow()])
+        terminal += _if_equal(request, [_refuse(errno.EPERM)])
+    program += _if_equal(_IOCTL[column], [*terminal, _allow()])
 
     sockets = [_instruction(_LOAD, _FIRST_ARGUMENT)]
     for family in families:
-        sockets += _where(family, [_allow()])
-    program += _where(_SOCKET[column], [*sockets, _refuse(refusal)])
+        sockets += _if_equal(family, [_allow()])
+    program += _if_equal(_SOCKET[column], [*sockets, _refuse(refusal)])
     program.append(_allow())
 
-    instructions = b"".join(program)
-    held = ctypes.create_string_buffer(instructions)
-    packed = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(held))
+    # struct sock_fprog: the number of instructions and their address, which must live until the call returns.
+    instructions = ctypes.create_string_buffer(b"".join(program))
+    packed = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(instructions))
     kernel.system_call("seccomp", _SET_MODE_FILTER, 0, packed)
 
 
 def families_of(*, network: bool, local: bool) -> list[int]:
-    """Return the families of sockets that code may have: those of the ``network``, and ``local`` ones."""
-    # Name resolution and libraries that list interfaces ask the kernel by netlink.
+    """Return the allowed families of sockets: families of the ``network``, and ``local`` ones."""
     families: list[int] = []
     if network:
+        # Name resolution and libraries that list interfaces ask the kernel by netlink.
         families += [socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK]
     if local:
         families.append(socket.AF_UNIX)
@@ -172,15 +207,15 @@ def families_of(*, network: bool, local: bool) -> list[int]:
 
 
 def landlock_version() -> int:
-    """Return the version of the kernel's Landlock, 0 where it has none."""
+    """Return the version of the kernel's Landlock, 0 for a kernel without it."""
     try:
-        return kernel.system_call(kernel.LANDLOCK_CREATE_RULESET, 0, 0, 1)
+        return kernel.system_call(kernel.LANDLOCK_CREATE_RULESET, 0, 0, _VERSION_FLAG)
     except OSError:
         return 0
 
 
 def restrict_scope() -> bool:
-    """Keep this process from abstract sockets of others and from signalling them; return whether it is."""
+    """Refuse this process abstract sockets of others and signals to them; return whether Landlock can."""
     if landlock_version() < SCOPES_SINCE:
         return False
     _restrict(0, _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS, {})
@@ -188,44 +223,66 @@ def restrict_scope() -> bool:
 
 
 def restrict_paths(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Keep this process from all files but those at or below the paths; raises OSError where it cannot be."""
+    """Refuse this process all files that are not at or below the paths; raises OSError without Landlock.
+
+    Abstract sockets and signals are refused too, by versions that can.
+    """
     version = landlock_version()
     if not version:
         raise OSError(errno.ENOSYS, "no Landlock")
-    everything = (1 << _RIGHTS_BY_VERSION.get(version, _NEWEST_RIGHTS)) - 1
-    only_reading = (_EXECUTE | _READ_FILE | _READ_FOLDER) & everything
-    rights = dict.fromkeys(readable, only_reading) | dict.fromkeys(writable, everything)
-    scopes = _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS if version >= SCOPES_SINCE else 0
-    _restrict(everything, scopes, rights)
+
+    all_rights = (1 << _RIGHTS_BY_VERSION.get(version, _NEWEST_RIGHTS)) - 1
+    read_rights = (_EXECUTE | _READ_FILE | _READ_FOLDER) & all_rights
+    rights_by_path = dict.fromkeys(readable, read_rights) | dict.fromkeys(writable, all_rights)
+    scopes = 0
+    if version >= SCOPES_SINCE:
+        scopes = _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS
+    _restrict(all_rights, scopes, rights_by_path)
 
 
-def _restrict(handled: int, scopes: int, rights: dict[str, int]) -> None:
-    attributes = struct.pack("QQQ", handled, 0, scopes)
+def _restrict(
+    rights: int,
+    scopes: int,
+    rights_by_path: dict[str, int],
+) -> None:
+    """Refuse the ``rights`` to every path except as ``rights_by_path`` allows, and refuse the ``scopes``."""
+    # struct landlock_ruleset_attr; without scopes only its first field, as older kernels define it.
+    attributes = struct.pack("QQQ", rights, 0, scopes)
     size = len(attributes) if scopes else 8
-    rules = kernel.system_call(kernel.LANDLOCK_CREATE_RULESET, attributes, size, 0)
+    ruleset = kernel.system_call(kernel.LANDLOCK_CREATE_RULESET, attributes, size, 0)
+
     try:
-        for path, allowed in rights.items():
+        for path, path_rights in rights_by_path.items():
             with contextlib.suppress(FileNotFoundError):
-                entry = os.open(path, os.O_PATH | os.O_CLOEXEC)
+                # A path that does not exist needs no right.
+                descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
                 try:
-                    of_a_file = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _USE_DEVICE
-                    bits = allowed if os.path.isdir(path) else allowed & of_a_file & handled
-                    rule = struct.pack("=Qi", bits, entry)
-                    kernel.system_call(kernel.LANDLOCK_ADD_RULE, rules, _PATH_RULE, rule, 0)
+                    allowed = path_rights
+                    if not os.path.isdir(path):
+                        allowed = path_rights & _FILE_RIGHTS & rights
+                    rule = struct.pack("=Qi", allowed, descriptor)
+                    kernel.system_call(kernel.LANDLOCK_ADD_RULE, ruleset, _PATH_RULE, rule, 0)
                 finally:
-                    os.close(entry)
-        kernel.system_call(kernel.LANDLOCK_RESTRICT_SELF, rules, 0)
+                    os.close(descriptor)
+
+        kernel.system_call(kernel.LANDLOCK_RESTRICT_SELF, ruleset, 0)
     finally:
-        os.close(rules)
+        os.close(ruleset)
 
 
-def _instruction(code: int, value: int, when_true: int = 0, when_false: int = 0) -> bytes:
+def _instruction(
+    code: int,
+    value: int,
+    when_true: int = 0,
+    when_false: int = 0,
+) -> bytes:
+    """Return an instruction; the last two arguments are the instructions that a comparison skips."""
     return struct.pack("HBBI", code, when_true, when_false, value)
 
 
-def _where(value: int, then: list[bytes]) -> list[bytes]:
-    """Return a block that runs only where the loaded word is ``value``."""
-    return [_instruction(_EQUAL, value, 0, len(then)), *then]
+def _if_equal(value: int, block: list[bytes]) -> list[bytes]:
+    """Return a block that is skipped unless the loaded word is ``value``."""
+    return [_instruction(_EQUAL, value, 0, len(block)), *block]
 
 
 def _refuse(error: int) -> bytes:

@@ -1,4 +1,4 @@
-"""System calls of Linux that Python has no function for, each of which raises OSError where it fails."""
+"""System calls of Linux that Python has no function for. Each raises OSError if the kernel refuses it."""
 
 from __future__ import annotations
 
@@ -6,34 +6,61 @@ import ctypes
 import os
 import struct
 
-# From linux/sched.h: what `unshare` gives a process of its own.
-NEW_MOUNTS, NEW_HOST_NAME, NEW_IPC = 0x20000, 0x4000000, 0x8000000
-NEW_USER, NEW_PROCESSES, NEW_NETWORK, NEW_CONTROL_GROUPS = 0x10000000, 0x20000000, 0x40000000, 0x2000000
+# Namespaces of `unshare`, from linux/sched.h.
+NEW_MOUNTS = 0x20000
+NEW_CONTROL_GROUPS = 0x2000000
+NEW_HOST_NAME = 0x4000000
+NEW_IPC = 0x8000000
+NEW_USER = 0x10000000
+NEW_PROCESSES = 0x20000000
+NEW_NETWORK = 0x40000000
 
-# From linux/mount.h: attributes of a mount.
-READ_ONLY, NO_SETUID, NO_DEVICES, NO_PROGRAMS, MAP_OWNERS = 1, 2, 4, 8, 0x100000
+# Attributes of a mount, from linux/mount.h.
+READ_ONLY = 1
+NO_SETUID = 2
+NO_DEVICES = 4
+NO_PROGRAMS = 8
+MAP_OWNERS = 0x100000
 
-# From linux/prctl.h.
-SET_PARENT_DEATH_SIGNAL, SET_DUMPABLE, DROP_FROM_BOUNDING_SET = 1, 4, 24
-SET_CHILD_SUBREAPER, SET_NO_NEW_PRIVILEGES = 36, 38
+# Options of `process_control`, from linux/prctl.h.
+SET_PARENT_DEATH_SIGNAL = 1
+SET_DUMPABLE = 4
+DROP_FROM_BOUNDING_SET = 24
+SET_CHILD_SUBREAPER = 36
+SET_NO_NEW_PRIVILEGES = 38
 
-# Numbers of system calls: those since Linux 4.20 are the same on every machine.
-OPEN_TREE, MOVE_MOUNT, OPEN_FILE_SYSTEM, CONFIGURE_FILE_SYSTEM, MOUNT_FILE_SYSTEM = 428, 429, 430, 431, 432
+# System calls since Linux 4.20, which have one number on every machine.
+OPEN_TREE = 428
+MOVE_MOUNT = 429
+OPEN_FILE_SYSTEM = 430
+CONFIGURE_FILE_SYSTEM = 431
+MOUNT_FILE_SYSTEM = 432
 SET_MOUNT_ATTRIBUTES = 442
-LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
+LANDLOCK_CREATE_RULESET = 444
+LANDLOCK_ADD_RULE = 445
+LANDLOCK_RESTRICT_SELF = 446
+
+# Older system calls, whose numbers depend on the machine.
 _BY_MACHINE = {
     "x86_64": {"pivot_root": 155, "capset": 126, "seccomp": 317},
     "aarch64": {"pivot_root": 41, "capset": 91, "seccomp": 277},
 }
 
+# Flags of the calls below, from linux/fcntl.h, linux/mount.h and linux/capability.h.
 _CURRENT_FOLDER = -100
-_EMPTY_PATH, _RECURSIVE = 0x1000, 0x8000
-_CLONE_TREE, _FROM_DESCRIPTOR = 1, 4
-_SET_STRING, _CREATE = 1, 6
+_EMPTY_PATH = 0x1000
+_RECURSIVE = 0x8000
+_CLONE_TREE = 1
+_FROM_DESCRIPTOR = 4
+_SET_STRING = 1
+_CREATE = 6
 _CLOSE_ON_EXEC = 1
-_PRIVATE, _MS_RECURSIVE = 1 << 18, 0x4000
+_PRIVATE = 1 << 18
+_MS_RECURSIVE = 0x4000
 _DETACH = 2
 _CAPABILITY_VERSION_3 = 0x20080522
+_CAPABILITY_COUNT = 64
+"""Capabilities that the kernel's interface has room for; numbers without one are ignored."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -52,23 +79,29 @@ def process_control(option: int, value: int) -> int:
 
 
 def unshare(spaces: int) -> None:
-    """Move this process, and its next child where that is meant, into namespaces of their own."""
+    """Move this process into new namespaces; a new one of processes begins with its next child."""
     _checked(_libc.unshare(spaces))
 
 
 def make_mounts_private() -> None:
-    """Keep what is mounted in this namespace from every other one."""
+    """Stop mounts in this namespace from appearing in other namespaces."""
     _checked(_libc.mount(None, b"/", None, ctypes.c_ulong(_MS_RECURSIVE | _PRIVATE), None))
 
 
-def mount(kind: str, target: str, attributes: int, options: str = "") -> None:
+def mount(
+    kind: str,
+    target: str,
+    attributes: int,
+    options: str = "",
+) -> None:
     """Mount a new file system of ``kind``."""
     name = kind.encode()
-    _checked(_libc.mount(name, os.fsencode(target), name, ctypes.c_ulong(attributes), options.encode()))
+    flags = ctypes.c_ulong(attributes)
+    _checked(_libc.mount(name, os.fsencode(target), name, flags, options.encode()))
 
 
 def new_file_system(kind: str, attributes: int, **options: str) -> int:
-    """Return the descriptor of a new file system that is mounted nowhere yet."""
+    """Return the descriptor of a new file system that is not mounted yet."""
     context = system_call(OPEN_FILE_SYSTEM, kind.encode(), _CLOSE_ON_EXEC)
     try:
         for name, value in options.items():
@@ -80,42 +113,51 @@ def new_file_system(kind: str, attributes: int, **options: str) -> int:
 
 
 def copy_of_tree(path: str) -> int:
-    """Return the descriptor of a copy of the mounts at and below ``path``, mounted nowhere yet."""
+    """Return the descriptor of a copy of the mounts at and below ``path``, not mounted yet."""
     flags = os.O_CLOEXEC | _CLONE_TREE | _RECURSIVE
     return system_call(OPEN_TREE, _CURRENT_FOLDER, os.fsencode(path), flags)
 
 
 def set_mount_attributes(
-    mounted: int | str, attributes: int, owners: int = 0, *, recursive: bool = True
+    target: int | str,
+    attributes: int,
+    owners: int = 0,
+    *,
+    recursive: bool = True,
 ) -> None:
-    """Set attributes of the mount at a descriptor or a path, and of all below it.
+    """Set attributes of the mount at a descriptor or a path, and of all mounts below it.
 
-    With `MAP_OWNERS`, ``owners`` is the descriptor of the user namespace whose mapping files have.
+    With `MAP_OWNERS`, ``owners`` is the descriptor of a user namespace; files get the owners of its mapping.
     """
+    # struct mount_attr: attributes to set, attributes to clear, propagation, user namespace.
     packed = struct.pack("QQQQ", attributes, 0, 0, owners)
-    folder, path = (mounted, b"") if isinstance(mounted, int) else (_CURRENT_FOLDER, os.fsencode(mounted))
-    flags = _EMPTY_PATH | (_RECURSIVE if recursive else 0)
-    system_call(SET_MOUNT_ATTRIBUTES, folder, path, flags, packed, len(packed))
+    flags = _EMPTY_PATH
+    if recursive:
+        flags |= _RECURSIVE
+    if isinstance(target, int):
+        system_call(SET_MOUNT_ATTRIBUTES, target, b"", flags, packed, len(packed))
+    else:
+        system_call(SET_MOUNT_ATTRIBUTES, _CURRENT_FOLDER, os.fsencode(target), flags, packed, len(packed))
 
 
 def attach(tree: int, target: str) -> None:
-    """Mount the tree of a descriptor at ``target``, an existing file or folder of its kind."""
+    """Mount the tree of a descriptor at ``target``, an existing file or folder as the tree's root is."""
     system_call(MOVE_MOUNT, tree, b"", _CURRENT_FOLDER, os.fsencode(target), _FROM_DESCRIPTOR)
 
 
 def unmount(path: str) -> None:
-    """Take a file system, and what is mounted below it, out of the tree."""
+    """Unmount a file system and all that are mounted below it; open files stay usable."""
     _checked(_libc.umount2(os.fsencode(path), _DETACH))
 
 
 def drop_bounding_set() -> None:
-    """Keep programs that this process starts from every capability; needs one, where it has any."""
-    for capability in range(64):
+    """Stop programs that this process starts from gaining capabilities; has no effect without CAP_SETPCAP."""
+    for capability in range(_CAPABILITY_COUNT):
         _libc.prctl(DROP_FROM_BOUNDING_SET, ctypes.c_ulong(capability), 0, 0, 0)
 
 
 def drop_capabilities() -> None:
-    """Give up every capability of this process and of all that it will start."""
+    """Drop every capability of this process and of its future children."""
     process_control(SET_NO_NEW_PRIVILEGES, 1)
     header = struct.pack("Ii", _CAPABILITY_VERSION_3, 0)
     system_call("capset", header, bytes(24))

@@ -1,7 +1,7 @@
-"""The root of contained code: a file system in memory in which what is visible is mounted, and nothing else.
+"""The root of contained code: a file system in memory that contains mounts of the visible paths only.
 
-Everything is opened before anything is mounted over it: first the trees of what is visible, as copies that
-are mounted nowhere, then the new root, then each tree at its path. The old root is unmounted at the end.
+Everything is opened before anything is mounted over it. First the trees of the visible paths are copied, not
+mounted yet; then the new root is mounted, then each tree at its path in it. The old root is unmounted last.
 """
 
 from __future__ import annotations
@@ -19,38 +19,46 @@ from megatron_rl.contained.visible import DEVICES, NETWORK_SETTINGS, SETTINGS, S
 MOST_SCRATCH_FILES = 2**18
 """Files in the temporary folders: each takes memory of the kernel, even an empty one."""
 _STAGE = "/tmp"
-"""Where the new root is put together; what was there has been opened by then."""
-_SCRATCH, _NOTHING = "/.scratch", "/.nothing"
+"""Mount point of the new root while it is assembled; paths below it have been opened by then."""
+_SCRATCH = "/.scratch"
+"""Folder of the temporary file system in the new root."""
+_EMPTY = "/.nothing"
+"""Empty folder of the new root, which is mounted over hidden folders."""
 _FIXED = kernel.READ_ONLY | kernel.NO_SETUID | kernel.NO_DEVICES
-_USERS = "root:x:0:0::/:/bin/sh\nuser:x:{user}:{group}::{home}:/bin/sh\n"
-_GROUPS = "root:x:0:\nuser:x:{group}:\n"
+_PASSWD = "root:x:0:0::/:/bin/sh\nuser:x:{user}:{group}::{home}:/bin/sh\n"
+_GROUP = "root:x:0:\nuser:x:{group}:\n"
 
 
 class Unreadable(Exception):
-    """A path that is visible may not be read, or written, by the user that contained code would be."""
+    """A visible path that the user of contained code may not read, or not write where it should."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The user that contained code is.
+    """The user and group that contained code runs as.
 
-    ``namespace`` is the descriptor of a user namespace in which this user stands for the trainer's: what is
-    mounted with it belongs to the one as on disk to the other.
+    Example: ``Owner(0x70000123, 0x70000123, 5)`` is a user that no other process has; descriptor 5 maps it.
     """
 
     user: int
     group: int
     namespace: int | None = None
+    """Descriptor of a user namespace that maps the trainer's user to this one.
+
+    A tree that is mounted with it shows files of the trainer's user as files of this one.
+    """
 
 
 @dataclass(frozen=True)
 class _Tree:
-    """A copy of the mounts at a path without links; ``hides`` leaves out the hidden entries of a folder."""
+    """A copy of the mounts at one path."""
 
     path: str
+    """Path without symbolic links."""
     descriptor: int
     is_folder: bool
     hides: bool = False
+    """Entries of the folder whose names begin with a dot are covered."""
 
 
 def new_scratch(size: int) -> int:
@@ -60,36 +68,48 @@ def new_scratch(size: int) -> int:
 
 
 def change_root(
-    visible: Visible, scratch: int, owner: Owner, kernel_limits: Mapping[str, str], *, network: bool
+    visible: Visible,
+    scratch: int,
+    owner: Owner,
+    kernel_limits: Mapping[str, str],
+    *,
+    network: bool,
 ) -> str | None:
     """Move this process, alone in its mount namespace, into the new root.
 
-    ``kernel_limits`` is written to files of /proc, which nobody can write to afterwards: some of them are
-    settings of the machine. Returns why /proc shows processes of the whole machine, None where it does not.
-    Raises `Unreadable` before anything has changed, OSError where the kernel does not allow it.
+    ``kernel_limits`` are values of files in /proc by path. They are written before /proc becomes read-only,
+    which it must be: some of its files are settings of the machine. Returns the reason for which /proc shows
+    the processes of the whole machine, None if it shows only the namespace's. Raises `Unreadable` before
+    anything has changed, and OSError if the kernel refuses a step.
     """
     folder = os.getcwd()
+
+    # Copy the trees of all visible paths. Only the user's own folders can be writable.
     links: dict[str, str] = {}
-    names = (*SETTINGS, *NETWORK_SETTINGS) if network else SETTINGS
-    system = _trees([*SYSTEM, *(f"/etc/{name}" for name in names)], links, _FIXED)
-    devices = _trees([f"/dev/{name}" for name in DEVICES], links, kernel.NO_SETUID)
-    own = _FIXED & ~kernel.READ_ONLY if visible.writable else _FIXED
-    user = _trees(visible.read, links, own, owner)
-    user += _trees(visible.folders, links, own, owner, hides=True)
-    user += _trees(visible.packages, links, _FIXED, owner)
+    settings = (*SETTINGS, *NETWORK_SETTINGS) if network else SETTINGS
+    system_trees = _trees([*SYSTEM, *(f"/etc/{name}" for name in settings)], links, _FIXED)
+    device_trees = _trees([f"/dev/{name}" for name in DEVICES], links, kernel.NO_SETUID)
+    user_attributes = _FIXED
+    if visible.writable:
+        user_attributes &= ~kernel.READ_ONLY
+    user_trees = _trees(visible.read, links, user_attributes, owner)
+    user_trees += _trees(visible.folders, links, user_attributes, owner, hides=True)
+    user_trees += _trees(visible.packages, links, _FIXED, owner)
     kernel.make_mounts_private()
 
+    # Assemble the new root, then enter it. If a step fails the process stays in the old one.
     root = kernel.new_file_system("tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, mode="0755")
     kernel.attach(root, _STAGE)
     try:
-        os.mkdir(_STAGE + _NOTHING, 0o555)
+        os.mkdir(_STAGE + _EMPTY, 0o555)
         reason = _mount_proc(kernel_limits)
         _attach_scratch(scratch, owner)
         _write_users(owner)
-        _attach_all([*system, *devices], user)
+        _attach_all([*system_trees, *device_trees], user_trees)
         _make_links(links)
         _make_terminals()
-        with contextlib.suppress(OSError):  # below a folder that is visible it exists
+        # Below a visible folder, which may be read-only, the current folder exists already.
+        with contextlib.suppress(OSError):
             os.makedirs(_STAGE + folder, exist_ok=True)
         kernel.set_mount_attributes(_STAGE, kernel.READ_ONLY, recursive=False)
         os.chdir(_STAGE)
@@ -100,6 +120,7 @@ def change_root(
         os.chdir(folder)
         raise
 
+    # pivot_root of a folder onto itself puts the old root on top of the new one.
     kernel.unmount(".")
     os.chdir("/")
     with contextlib.suppress(OSError):
@@ -115,79 +136,98 @@ def _trees(
     *,
     hides: bool = False,
 ) -> list[_Tree]:
-    """Return copies of the mounts at ``paths``, with the attributes; ``links`` gets the links on the way."""
+    """Return copies of the mounts at ``paths``, with the attributes.
+
+    Symbolic links on the way to a path are added to ``links``, with their texts.
+    """
     trees: dict[str, _Tree] = {}
     for path in paths:
-        on_the_way, real = links_to(path)
-        links.update(on_the_way)
+        path_links, real = links_to(path)
+        links.update(path_links)
         if real == "/":
             raise OSError(errno.EINVAL, "all of / cannot be a part of another root")
         if real in trees or not os.path.exists(real):
             continue
+
         is_folder = os.path.isdir(real)
-        tree = kernel.copy_of_tree(real)
-        # A device that the user names is for use.
-        is_device = owner is not None and not (is_folder or os.path.isfile(real))
-        _restrict(tree, real, kernel.NO_SETUID if is_device else attributes, owner)
-        trees[real] = _Tree(real, tree, is_folder, hides and is_folder)
+        descriptor = kernel.copy_of_tree(real)
+        # A device that the user names is for use, so it does not get NO_DEVICES.
+        is_device = owner is not None and not is_folder and not os.path.isfile(real)
+        _restrict(descriptor, real, kernel.NO_SETUID if is_device else attributes, owner)
+        trees[real] = _Tree(real, descriptor, is_folder, hides and is_folder)
     return list(trees.values())
 
 
-def _restrict(tree: int, path: str, attributes: int, owner: Owner | None) -> None:
-    """Set the attributes of a copy, and have it belong to ``owner`` where its file system can do that."""
-    mapped = False
+def _restrict(
+    descriptor: int,
+    path: str,
+    attributes: int,
+    owner: Owner | None,
+) -> None:
+    """Set a tree's attributes, and map its files to ``owner`` if its file system supports that."""
+    is_mapped = False
     if owner is not None and owner.namespace is not None:
         with contextlib.suppress(OSError):
-            kernel.set_mount_attributes(tree, attributes | kernel.MAP_OWNERS, owner.namespace)
-            mapped = True
-    if not mapped:
-        kernel.set_mount_attributes(tree, attributes)
-    if owner is not None and owner.user != os.getuid() and not _allows(tree, owner, attributes):
+            kernel.set_mount_attributes(descriptor, attributes | kernel.MAP_OWNERS, owner.namespace)
+            is_mapped = True
+
+    if not is_mapped:
+        kernel.set_mount_attributes(descriptor, attributes)
+
+    # Without a mapping the files may belong to another user than the owner.
+    if owner is not None and owner.user != os.getuid() and not _allows(descriptor, owner, attributes):
         raise Unreadable(path)
 
 
-def _allows(tree: int, owner: Owner, attributes: int) -> bool:
-    """Return whether the permissions of a tree's first entry let ``owner`` use it as the attributes do."""
-    status = os.fstat(tree)
-    wanted = 0o5 if stat.S_ISDIR(status.st_mode) else 0o4
+def _allows(descriptor: int, owner: Owner, attributes: int) -> bool:
+    """Return whether the permissions of a tree's root let ``owner`` use it as the attributes do."""
+    status = os.fstat(descriptor)
+    permissions = 0o5 if stat.S_ISDIR(status.st_mode) else 0o4
     if not attributes & kernel.READ_ONLY:
-        wanted |= 0o2
-    return status.st_uid == owner.user or status.st_mode & wanted == wanted
+        permissions |= 0o2
+    return status.st_uid == owner.user or status.st_mode & permissions == permissions
 
 
 def _mount_proc(kernel_limits: Mapping[str, str]) -> str | None:
-    """Mount /proc of this process's own namespace in the new root, or of the machine, which is the reason."""
+    """Mount /proc of this process's namespace in the new root.
+
+    If the kernel refuses, mount the machine's /proc and return the reason.
+    """
     target = f"{_STAGE}/proc"
     os.mkdir(target)
     reason = None
     try:
         kernel.mount("proc", target, kernel.NO_SETUID | kernel.NO_DEVICES | kernel.NO_PROGRAMS)
     except OSError as error:
-        # In a container whose own /proc is covered in part.
+        # The kernel refuses it in a container whose own /proc is partly covered.
         reason = str(error.strerror)
         kernel.attach(kernel.copy_of_tree("/proc"), target)
     else:
         for path, value in kernel_limits.items():
             with contextlib.suppress(OSError), open(_STAGE + path, "w") as file:
                 file.write(value)
+
     kernel.set_mount_attributes(target, _FIXED)
     return reason
 
 
 def _attach_scratch(scratch: int, owner: Owner) -> None:
-    """Make /tmp, /dev/shm and the home folders of one file system, whose size bounds them together."""
+    """Mount /tmp, /dev/shm and the home folder from one file system, whose size bounds them together."""
     os.mkdir(_STAGE + _SCRATCH)
     kernel.attach(scratch, _STAGE + _SCRATCH)
+
     home = os.path.abspath(os.path.expanduser("~"))
     for name, target in (("tmp", "/tmp"), ("shm", "/dev/shm"), ("home", home)):
         if target == "/":
             continue
-        part = f"{_STAGE}{_SCRATCH}/{name}"
-        os.mkdir(part)
-        os.chmod(part, 0o1777)
-        os.chown(part, owner.user, owner.group)
+        source = f"{_STAGE}{_SCRATCH}/{name}"
+        os.mkdir(source)
+        os.chmod(source, 0o1777)
+        os.chown(source, owner.user, owner.group)
         os.makedirs(_STAGE + target, exist_ok=True)
-        kernel.attach(kernel.copy_of_tree(part), _STAGE + target)
+        # A copy of the folder's mount, which has the same file system.
+        kernel.attach(kernel.copy_of_tree(source), _STAGE + target)
+
     os.chmod(_STAGE + _SCRATCH, 0o700)
     os.mkdir(f"{_STAGE}/var")
     os.symlink("../tmp", f"{_STAGE}/var/tmp")
@@ -195,31 +235,35 @@ def _attach_scratch(scratch: int, owner: Owner) -> None:
 
 
 def _write_users(owner: Owner) -> None:
-    """Name the owner, as which programs look themselves up, and nobody else."""
+    """Write files of users and groups with the owner, whom programs look up, and root alone."""
     os.mkdir(f"{_STAGE}/etc")
-    names = {"user": owner.user, "group": owner.group, "home": os.path.expanduser("~")}
-    for name, text in (("passwd", _USERS), ("group", _GROUPS)):
+    values = {"user": owner.user, "group": owner.group, "home": os.path.expanduser("~")}
+    for name, template in (("passwd", _PASSWD), ("group", _GROUP)):
         with open(f"{_STAGE}/etc/{name}", "w") as file:
-            file.write(text.format(**names))
+            file.write(template.format(**values))
 
 
-def _attach_all(system: list[_Tree], user: list[_Tree]) -> None:
-    """Mount the trees at their paths; one inside another needs that only where it is hidden there."""
+def _attach_all(system_trees: list[_Tree], user_trees: list[_Tree]) -> None:
+    """Mount the trees at their paths, outer ones first.
+
+    A tree inside another one is visible with it, and is mounted again only if the outer one hides it.
+    """
     attached: list[_Tree] = []
-    paths = [tree.path for tree in user]
-    for tree in [*system, *sorted(user, key=lambda tree: tree.path)]:
-        outer = [other for other in attached if f"{tree.path}/".startswith(f"{other.path}/")]
-        around = max(outer, key=lambda other: len(other.path), default=None)
-        if around is None or _is_hidden(tree.path, around):
+    user_paths = [tree.path for tree in user_trees]
+    for tree in [*system_trees, *sorted(user_trees, key=lambda tree: tree.path)]:
+        outer_trees = [outer for outer in attached if f"{tree.path}/".startswith(f"{outer.path}/")]
+        innermost = max(outer_trees, key=lambda outer: len(outer.path), default=None)
+        if innermost is None or _is_hidden(tree.path, innermost):
             _attach(tree)
             attached.append(tree)
             if tree.hides:
-                _hide_entries(tree.path, paths)
+                _hide_entries(tree.path, user_paths)
+
         os.close(tree.descriptor)
 
 
-def _is_hidden(path: str, around: _Tree) -> bool:
-    return around.hides and path[len(around.path) :].startswith("/.")
+def _is_hidden(path: str, outer: _Tree) -> bool:
+    return outer.hides and path[len(outer.path) :].startswith("/.")
 
 
 def _attach(tree: _Tree) -> None:
@@ -233,32 +277,35 @@ def _attach(tree: _Tree) -> None:
     kernel.attach(tree.descriptor, target)
 
 
-def _hide_entries(folder: str, visible: Iterable[str]) -> None:
-    """Cover the hidden entries of an attached folder, but for those with something visible below."""
+def _hide_entries(folder: str, visible_paths: Iterable[str]) -> None:
+    """Cover the hidden entries of an attached folder, except for those with a visible path at or below."""
     for entry in list(os.scandir(_STAGE + folder)):
         path = f"{folder}/{entry.name}"
-        if not entry.name.startswith(".") or entry.is_symlink() or path in visible:
+        if not entry.name.startswith(".") or entry.is_symlink() or path in visible_paths:
             continue
+
         if not entry.is_dir():
-            empty = f"{_STAGE}{_NOTHING}.file"
-            if not os.path.exists(empty):
-                open(empty, "x").close()
-            kernel.attach(kernel.copy_of_tree(empty), _STAGE + path)
-        elif any(other.startswith(f"{path}/") for other in visible):
+            empty_file = f"{_STAGE}{_EMPTY}.file"
+            if not os.path.exists(empty_file):
+                open(empty_file, "x").close()
+            kernel.attach(kernel.copy_of_tree(empty_file), _STAGE + path)
+        elif any(visible_path.startswith(f"{path}/") for visible_path in visible_paths):
+            # A file system in which the visible path below can be mounted.
             kernel.attach(kernel.new_file_system("tmpfs", 0, mode="0755"), _STAGE + path)
         else:
-            kernel.attach(kernel.copy_of_tree(_STAGE + _NOTHING), _STAGE + path)
+            kernel.attach(kernel.copy_of_tree(_STAGE + _EMPTY), _STAGE + path)
 
 
 def _make_links(links: Mapping[str, str]) -> None:
     for link, text in links.items():
-        with contextlib.suppress(OSError):  # in a folder that is visible it exists
+        # A link inside a visible folder exists already.
+        with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(_STAGE + link), exist_ok=True)
             os.symlink(text, _STAGE + link)
 
 
 def _make_terminals() -> None:
-    """Make standard streams' names, and terminals of this root's own where the kernel allows any."""
+    """Create the names of standard streams, and this root's own terminals if the kernel allows any."""
     for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         os.symlink(f"/proc/self/{target}", f"{_STAGE}/dev/{name}")
     os.mkdir(f"{_STAGE}/dev/pts")

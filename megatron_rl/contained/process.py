@@ -1,12 +1,14 @@
-"""A process for code that is not trusted with the trainer: how it is started, what is sent, how it ends.
+"""Processes for code that is not trusted with the trainer: their start, messages and end.
 
-Both ends are here, and need the standard library alone, so a new process is ready in some ten milliseconds
-and has none of the trainer's threads and devices. What it is asked arrives on standard input, as pickles of
-the trainer's own making; what it answers is JSON, since nothing that the code can write there may ever be
-executed. Frames have an 8-byte length.
+Both ends of the connection are in this module. It imports the standard library alone, so that a new process
+is ready in some ten milliseconds, without the trainer's threads and devices.
 
-Two processes share the work. The first watches over limits and the trainer's life, the second, in namespaces
-of its own where the kernel allows that, serves.
+Requests arrive on the process's standard input as pickles, which the trainer made. Replies are JSON on its
+standard output: nothing that contained code writes may ever be executed. Each message is a frame: 8 bytes
+with its length, then its bytes.
+
+A contained process is two processes. The supervisor enforces limits and ends with the trainer; the worker, in
+namespaces of its own where the kernel allows them, serves the requests.
 """
 
 from __future__ import annotations
@@ -33,52 +35,66 @@ from typing import IO, Any, Protocol
 
 from megatron_rl.contained.code_copy import kept_copies
 from megatron_rl.contained.confinement import enter, isolate, supervise
-from megatron_rl.contained.said import relay
 from megatron_rl.contained.visible import Visible, allowed_environment, visible_paths
 from megatron_rl.errors import UserError
 from megatron_rl.user_code import load_module, use_copies
 
 HEADER = struct.Struct("<Q")
-LOAD_FAILED, READY = "load_failed", "ready"
+"""Length of a frame in bytes, which precedes the frame."""
+LOAD_FAILED = "load_failed"
+"""Kind of the first reply of a process whose code could not be loaded."""
+READY = "ready"
+"""Kind of the first reply of a process whose code is loaded."""
 LOAD_SECONDS = 120.0
+"""Time limit of a process for its start and the import of the code."""
 KILL_SECONDS = 5.0
-"""Time that a process's supervisor has to end all that it started."""
+"""Time limit of a supervisor for ending all processes that the code started."""
 STATUS_SECONDS = 2.0
-"""Time that it has to say with what status a process ended that has closed its pipe."""
+"""Time limit of a supervisor for its exit, with the worker's status, after the worker closed its output."""
 LARGEST_FRAME = 2**24
-"""Bytes of an answer above which the process is taken for broken."""
+"""Bytes of the largest reply; a longer frame is a protocol error."""
 NO_TEXT = "no_text"
-"""Key of a mapping that holds half a surrogate pair; see `mark_halves`."""
+"""Key that is added to a mapping with an unpaired surrogate; see `mark_unpaired_surrogates`."""
 NO_TEXT_MESSAGE = "sent text that holds half a surrogate pair (U+D800 to U+DFFF), which is no character"
 LARGEST_MESSAGE = 4000
-"""Characters of an exception's text that are told."""
+"""Characters of an exception's text that are reported."""
+LONGEST_LINE = 4096
+"""Bytes after which a printed line without an end is written to the log."""
 
 _START = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); from megatron_rl.contained.process import main; main()"
 )
-_PACKAGES = str(Path(__file__).resolve().parents[2])
-_OURS = str(Path(__file__).resolve().parents[1])
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 _NOT_VISIBLE = "contained code sees Python's files, those of its own folder, and what limits.read names"
-_WITHHELD = {
+_LIMIT_BY_ERRNO = {
     errno.EROFS: "limits.write is false, or the folder is not one that it makes writable",
     errno.ENETUNREACH: "limits.network is false",
     errno.ENOENT: _NOT_VISIBLE,
     errno.EACCES: _NOT_VISIBLE,
 }
+"""Limits that cause an OSError in contained code, by its errno."""
 
 
 class LoadFailed(Exception):
-    """Say why a process could not load the code that it is to run; ``details`` may be empty."""
+    """Failure of a contained process to load its code: the reason, and a traceback or an empty string."""
 
     def __init__(self, reason: str, details: str = "") -> None:
         super().__init__(reason)
-        self.reason, self.details = readable(reason), readable(details)
+        self.reason = readable(reason)
+        self.details = readable(details)
 
-    def as_error(self, what: str, where: str, expected: str) -> UserError:
-        """Return what to tell the user of code, ``what``, that a configuration names at ``where``."""
+    def as_error(
+        self,
+        description: str,
+        key: str,
+        expected: str,
+    ) -> UserError:
+        """Return the error of code that cannot be loaded, which the configuration names at ``key``."""
+        details = f"\n{self.details}" if self.details else ""
         return UserError(
-            f"{what} cannot be loaded" + (f"\n{self.details}" if self.details else ""),
-            where=where,
+            f"{description} cannot be loaded{details}",
+            where=key,
             expected=expected,
             got=self.reason,
             fix="correct the name, or the error in the module",
@@ -86,99 +102,128 @@ class LoadFailed(Exception):
 
 
 class ContainedProcess:
-    """The trainer's end of a process that runs ``serve``, as ``module:function``, within ``limits``.
+    """The trainer's end of a contained process.
 
-    ``code`` names what it will load, as ``module:name`` or ``file.py:name``: the process sees its folder.
-    ``replies`` is the descriptor to wait for. `disorder` says in words that what arrived is no answer: the
-    process is not to be believed any more.
+    Arguments:
+        serve: ``module:function`` that serves the requests in the process.
+        limits: a section of limits, as `megatron_rl.config.sections.limits.LimitsConfig`, as a mapping.
+        code: ``module:name`` or ``file.py:name`` of the user's code; the process sees its folder.
+
+    `replies` is the descriptor to wait for. `disorder` is the reason if the process has violated the
+    protocol, else None; after that no further reply of the process may be used.
     """
 
-    def __init__(self, serve: str, limits: Mapping[str, Any], code: str = "") -> None:
+    def __init__(
+        self,
+        serve: str,
+        limits: Mapping[str, Any],
+        code: str = "",
+    ) -> None:
         self.disorder: str | None = None
         self._buffer = bytearray()
-        self._silent = False
-        network, write = limits["network"], limits["write"]
+        self._output_closed = False
+
+        network = limits["network"]
+        write = limits["write"]
         visible = visible_paths(code, limits["read"], network=network, write=write)
         arguments = [json.dumps(limits), json.dumps(asdict(visible))]
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _START, _PACKAGES, serve, *arguments],
+            [sys.executable, "-P", "-c", _START, _PACKAGE_PARENT, serve, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=allowed_environment(os.environ, limits["environment"], network=network),
             start_new_session=True,
         )
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         assert self.process.stderr is not None
-        relay(self.process.stderr, self.process.pid)
-        # A process that does not read, since the code in it stands still, must not hold up the trainer.
+
+        _relay_output(self.process.stderr, self.process.pid)
+
+        # Requests are written by a thread: code that hangs does not read, and must not block the trainer.
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._writer = threading.Thread(target=self._write_requests, args=(self.process.stdin,), daemon=True)
+        self._writer = threading.Thread(
+            target=self._write_requests,
+            args=(self.process.stdin,),
+            daemon=True,
+        )
         self._writer.start()
         self.replies = self.process.stdout.fileno()
         os.set_blocking(self.replies, False)
 
     def _write_requests(self, stream: IO[bytes]) -> None:
-        """Write requests in their order, on the writer's thread; end the process where one cannot be written.
+        """Write requests in order, on the writer's thread; end the process if one cannot be written.
 
-        Without an end, the trainer would wait for the reply to a request that was never sent.
+        Otherwise the trainer would wait for the reply to a request that was never sent.
         """
         try:
             with contextlib.suppress(BrokenPipeError):
                 while (payload := self._requests.get()) is not None:
-                    _write(stream, payload)
+                    _write_frame(stream, payload)
         except (MemoryError, OSError) as error:
             self.disorder = f"a request could not be written to the process: {error!r}"
             self.process.terminate()
 
     def ask(self, request: Any) -> None:
-        """Send a request; a process that has ended is noticed, and named, when its reply is read."""
+        """Send a request; the end of the process is reported when its reply is read."""
         self._requests.put(pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL))
 
-    def load(self, spec: str, *more: Any) -> dict[str, Any]:
-        """Have the process load ``spec`` with ``more``, and return what it says then; raises LoadFailed."""
-        path = [entry or os.getcwd() for entry in sys.path]
-        path.extend(entry for entry in (os.getcwd(),) if entry not in path)
-        self.ask(((path, kept_copies()), spec, *more))
+    def load(self, spec: str, *arguments: Any) -> dict[str, Any]:
+        """Load ``spec`` in the process, and return its first reply; raises LoadFailed.
+
+        ``arguments`` are sent to the serving function with ``spec``.
+        """
+        # The process imports modules by the trainer's search path; an empty entry is the current directory.
+        search_path = [entry or os.getcwd() for entry in sys.path]
+        if os.getcwd() not in search_path:
+            search_path.append(os.getcwd())
+        self.ask(((search_path, kept_copies()), spec, *arguments))
+
         deadline = time.monotonic() + LOAD_SECONDS
         frames: list[dict[str, Any]] = []
         try:
             while not frames:
                 if not self.wait(max(0.0, deadline - time.monotonic())):
                     raise LoadFailed(f"still loading after {LOAD_SECONDS:g} s")
-                frames, open_ = self.frames()
-                if not open_ and not frames:
+                frames, is_open = self.frames()
+                if not is_open and not frames:
                     raise LoadFailed(f"its process ended with status {self.kill()} while loading it")
+
             if frames[0].get("kind") != READY:
-                raise LoadFailed(str(frames[0].get("error")), str(frames[0].get("details", "")))
+                details = frames[0].get("details", "")
+                raise LoadFailed(str(frames[0].get("error")), str(details))
         except LoadFailed:
             self.kill()
             raise
         return frames[0]
 
     def wait(self, seconds: float) -> bool:
-        """Return whether something arrives, or the process ends, within ``seconds``."""
+        """Return whether output arrives, or the process ends, within ``seconds``."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.replies, selectors.EVENT_READ)
             return bool(selector.select(seconds))
 
     def frames(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the answers that have arrived, and whether the process still lives."""
+        """Return the complete replies that have arrived, and whether the process's output is still open."""
+        # Drain the pipe without blocking; an empty read is its end.
         while True:
             try:
                 data = os.read(self.replies, 1 << 16)
             except BlockingIOError:
                 break
             if not data:
-                self._silent = True
+                self._output_closed = True
                 break
             self._buffer.extend(data)
+
         frames: list[dict[str, Any]] = []
         while len(self._buffer) >= HEADER.size:
             (size,) = HEADER.unpack_from(self._buffer)
             if size > LARGEST_FRAME:
                 self.disorder = f"the process announced an answer of {size} bytes"
                 break
+
             end = HEADER.size + size
             if len(self._buffer) < end:
                 break
@@ -187,25 +232,32 @@ class ContainedProcess:
             except (ValueError, RecursionError):
                 frame = None
             del self._buffer[:end]
-            # This is the one place where what contained code sends is read.
-            mark_halves(frame)
+
+            # Every reply of contained code is decoded here, so surrogates are marked here once.
+            mark_unpaired_surrogates(frame)
             frames.append(frame if isinstance(frame, dict) else {})
-        return frames, not self._silent
+        return frames, not self._output_closed
 
     def kill(self) -> int:
-        """End the process and all it started; return its exit status."""
-        if self._silent:  # it ends by itself: asked to end, the supervisor would say 0 in place of the reason
+        """End the process and all processes that it started; return its exit status."""
+        if self._output_closed:
+            # The supervisor is about to exit with the worker's status; SIGTERM would make it exit with 0.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(STATUS_SECONDS)
         if self.process.poll() is None:
-            self.process.terminate()  # the supervisor knows the descendants, whatever their session
+            # The supervisor finds descendants in any session.
+            self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(KILL_SECONDS)
+
+        # Processes in the session of a supervisor that was killed.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         status = self.process.wait()
+
         self._requests.put(None)
         self._writer.join(KILL_SECONDS)
+
         for stream in (self.process.stdin, self.process.stdout):
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):
@@ -214,30 +266,34 @@ class ContainedProcess:
 
 
 def not_enforced(limits: Mapping[str, Any]) -> list[str]:
-    """Return what of ``limits``, and of containment, this kernel does not enforce; raises LoadFailed.
+    """Return the protections that this kernel does not enforce for ``limits``; raises LoadFailed.
 
-    A process is started to find it out, once for equal limits: a kernel does not change.
+    A contained process is started to find out, once for equal limits: a kernel does not change.
     """
     return list(_not_enforced(json.dumps(limits, sort_keys=True)))
 
 
 @cache
-def _not_enforced(limits_text: str) -> tuple[str, ...]:
-    process = ContainedProcess("megatron_rl.contained.process:serve_nothing", json.loads(limits_text))
+def _not_enforced(limits_json: str) -> tuple[str, ...]:
+    process = ContainedProcess("megatron_rl.contained.process:serve_nothing", json.loads(limits_json))
     try:
-        return tuple(str(words) for words in process.load("").get("missing", ()))
+        return tuple(str(protection) for protection in process.load("").get("missing", ()))
     finally:
         process.kill()
 
 
-def serve_nothing(requests: Requests, limits: Mapping[str, Any], missing: list[str]) -> None:
-    """Answer the first request with what is not enforced, and end."""
+def serve_nothing(
+    requests: Requests,
+    limits: Mapping[str, Any],
+    unenforced: list[str],
+) -> None:
+    """Answer the first request with the protections that are not enforced, and return."""
     requests.read()
-    requests.reply({"kind": READY, "missing": missing})
+    requests.reply({"kind": READY, "missing": unenforced})
 
 
 class Holder(Protocol):
-    """What has a process."""
+    """An object with a contained process."""
 
     process: ContainedProcess
 
@@ -248,82 +304,116 @@ def kill_all(holders: Iterable[Holder]) -> None:
         holder.process.kill()
 
 
-def mark_halves(value: Any) -> bool:
-    """Return whether a value read from JSON holds half a surrogate pair, which no tokenizer or file takes.
+def _relay_output(stream: IO[bytes], process: int) -> None:
+    """Copy a process's output to this process's standard error, line by line, on a thread.
 
-    Each mapping around one gets `NO_TEXT`, so that it can be refused alone.
+    Each line is prefixed with the number of the process, and characters that control a terminal are escaped:
+    otherwise code could forge lines of the run's log. The thread ends with the stream.
+    """
+
+    def copy_lines() -> None:
+        prefix = f"[process {process}] ".encode()
+        with stream:
+            while line := stream.readline(LONGEST_LINE):
+                text = line.rstrip(b"\r\n").decode("utf-8", "replace")
+                # A full disk must not stop the reading: the process would block on its output.
+                with contextlib.suppress(OSError):
+                    os.write(2, prefix + _escape(text, "\t").encode() + b"\n")
+
+    threading.Thread(target=copy_lines, name="contained output", daemon=True).start()
+
+
+def mark_unpaired_surrogates(value: Any) -> bool:
+    """Return whether a value read from JSON contains an unpaired surrogate, which UTF-8 cannot encode.
+
+    `NO_TEXT` is added to each mapping that contains one, so that its sample alone can be refused.
     """
     if isinstance(value, str):
         return not value.isascii() and encodable(value) != value
+    # A list, not a generator: `any` must not stop before every mapping inside is marked.
     if isinstance(value, list):
-        return any([mark_halves(item) for item in value])
+        return any([mark_unpaired_surrogates(item) for item in value])
     if not isinstance(value, dict):
         return False
-    marked = any([mark_halves(item) for pair in value.items() for item in pair])
-    if marked:
+
+    is_marked = any([mark_unpaired_surrogates(item) for pair in value.items() for item in pair])
+    if is_marked:
         value[NO_TEXT] = True
-    return marked
+    return is_marked
 
 
 def encodable(text: str) -> str:
-    """Return ``text`` with what no file takes replaced: half a surrogate pair is no character."""
+    """Return ``text`` with a question mark in place of each unpaired surrogate."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def readable(text: str) -> str:
-    """Return ``text`` for people, with escapes for what commands a terminal or makes a log no text."""
-    characters = encodable(text)
-    if characters.isprintable():
-        return characters
-    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in characters)
+    """Return ``text`` with escapes in place of characters that control a terminal or break a text file."""
+    return _escape(encodable(text), "\n\t")
 
 
-def _write(stream: IO[bytes], payload: bytes) -> None:
+def _escape(text: str, retained: str) -> str:
+    """Escape unprintable characters other than those in ``retained``."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() or character in retained else ascii(character)[1:-1]
+        for character in text
+    )
+
+
+def _write_frame(stream: IO[bytes], payload: bytes) -> None:
+    # Two writes: joining header and payload would copy a large payload.
     stream.write(HEADER.pack(len(payload)))
-    stream.write(payload)  # apart: together they would be a second copy of a large payload
+    stream.write(payload)
     stream.flush()
 
 
 class Requests:
-    """The process's own end: requests to read and replies to write."""
+    """The contained process's end of the connection: requests to read, replies to write."""
 
     def __init__(self, requests: IO[bytes], replies: IO[bytes]) -> None:
-        self._requests, self._replies = requests, replies
+        self._requests = requests
+        self._replies = replies
 
     def read(self) -> Any:
-        """Return what the trainer asks next; raise EOFError when it has closed."""
+        """Return the next request of the trainer; raises EOFError when the trainer has closed the pipe."""
         header = self._requests.read(HEADER.size)
         if len(header) < HEADER.size:
             raise EOFError
         return pickle.loads(self._requests.read(HEADER.unpack(header)[0]))
 
     def reply(self, value: Mapping[str, Any]) -> None:
-        """Write an answer."""
-        _write(self._replies, json.dumps(value).encode())
+        """Write a reply."""
+        _write_frame(self._replies, json.dumps(value).encode())
 
     def refuse(self, error: BaseException) -> None:
-        """Say that the code could not be loaded."""
+        """Reply that the code could not be loaded, with the last frames outside of this package."""
         frames = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
-            if not frame.filename.startswith((_OURS, "<frozen importlib"))
+            if not frame.filename.startswith((_PACKAGE, "<frozen importlib"))
         ]
-        lines = [*traceback.format_list(frames[-2:]), *traceback.format_exception_only(error)]
-        details = "".join(lines).strip() if frames or isinstance(error, SyntaxError) else ""
+
+        # Without frames, as for a wrong name, the error alone is enough; a syntax error has its position.
+        details = ""
+        if frames or isinstance(error, SyntaxError):
+            lines = [*traceback.format_list(frames[-2:]), *traceback.format_exception_only(error)]
+            details = "".join(lines).strip()
         self.reply({"kind": LOAD_FAILED, "error": f"{type(error).__name__}: {error}", "details": details})
 
 
-def search(place: tuple[list[str], Mapping[str, bytes]]) -> None:
-    """Have this process find modules where the trainer does: by its search path, and in the run's copies."""
-    path, copies = place
-    sys.path[:] = path
+def search(modules: tuple[list[str], Mapping[str, bytes]]) -> None:
+    """Import modules in this process as the trainer does: by its search path, from the run's copies."""
+    search_path, copies = modules
+    sys.path[:] = search_path
     use_copies(copies)
 
 
 def load(spec: str) -> Any:
-    """Import what ``module:name`` or ``file.py:name`` names; errors tell which part is wrong."""
-    place, _, name = spec.rpartition(":")
-    value: Any = load_module(place)
+    """Return the callable ``module:name`` or ``file.py:name``; raises whatever the import raises."""
+    module, _, name = spec.rpartition(":")
+    value: Any = load_module(module)
     for attribute in name.split("."):
         value = getattr(value, attribute)
     if not callable(value):
@@ -332,32 +422,42 @@ def load(spec: str) -> Any:
 
 
 def told(error: BaseException) -> str:
-    """Return an exception's text with its last frames, and what it was not allowed."""
-    lines = "".join(traceback.format_exception(error, limit=-3)).strip().split("\n")
-    text = "\n".join(line for line in lines if not line or line.strip(" ^~"))  # without marks below code
+    """Return an exception's text with its last frames, and the limit that probably caused it."""
+    formatted = "".join(traceback.format_exception(error, limit=-3))
+    lines = formatted.strip().split("\n")
+    # Without the lines of `^` and `~` that Python prints below code.
+    text = "\n".join(line for line in lines if not line or line.strip(" ^~"))
     number = error.errno if isinstance(error, OSError) else None
-    return f"{text}\n({_WITHHELD[number]})" if number in _WITHHELD else text
+    if number not in _LIMIT_BY_ERRNO:
+        return text
+    return f"{text}\n({_LIMIT_BY_ERRNO[number]})"
 
 
 def main() -> None:
-    """Become the supervisor of a process that serves standard input.
+    """Supervise a worker that serves the requests on standard input; the process does not return.
 
-    Arguments: serve, the limits and what is visible, both as JSON.
+    Its arguments are the serving function, the limits and the visible paths, the latter two as JSON.
     """
-    limits, trainer = json.loads(sys.argv[2]), os.getppid()
+    trainer = os.getppid()
+    limits = json.loads(sys.argv[2])
     isolation = isolate(limits, Visible(**json.loads(sys.argv[3])))
     worker = os.fork()
     if worker:
-        # Only the worker's ends tell the trainer of its end.
+        # With the pipes open here too, the trainer would not notice the worker's end.
         os.close(0)
         os.close(1)
         os._exit(supervise(worker, trainer, limits, isolation))
-    missing = enter(limits, isolation)
-    # Descriptors of our own, which programs that the code starts do not inherit; what the code prints goes
-    # where errors go.
-    requests = Requests(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"))
+    unenforced = enter(limits, isolation)
+
+    # Duplicates are not inherited by programs that the code starts. Prints of the code go to standard error:
+    # standard output is for replies alone.
+    request_stream = os.fdopen(os.dup(0), "rb")
+    reply_stream = os.fdopen(os.dup(1), "wb")
+    requests = Requests(request_stream, reply_stream)
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    load(sys.argv[1])(requests, limits, missing)
+
+    load(sys.argv[1])(requests, limits, unenforced)
     sys.stdout.flush()
-    os._exit(0)  # threads that the code left running must not keep the process
+    # Without waiting for threads that the code left running.
+    os._exit(0)

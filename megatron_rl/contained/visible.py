@@ -1,9 +1,9 @@
-"""Files, and variables of the environment, that contained code has: those that are allowed, and no other.
+"""The files and environment variables that contained code is allowed to see, and no others.
 
-A path is visible because the interpreter needs it (its installation, what is imported from, the libraries
-of the system), because the code is there, or because ``limits.read`` names it. Of a folder that is shared
-by many purposes (`/`, a home, `/tmp`) only Python files and packages are: it may be the folder that a run is
-started in, and holds a user's keys.
+A path is visible because the interpreter needs it (its installation, folders of modules, libraries of the
+system), because the code is in it, or because ``limits.read`` names it. Of a folder with many purposes (`/`,
+a home, `/tmp`) only Python files and packages are visible: a run may be started in it, and it may contain a
+user's keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from megatron_rl.redaction import is_secret
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/sys/devices/system")
-"""Programs and libraries, and what numerical libraries read of processors and memory."""
+"""Programs and libraries, and the descriptions of processors and memory that numerical libraries read."""
 SETTINGS = (
     "alternatives",
     "fonts",
@@ -34,7 +34,7 @@ SETTINGS = (
     "services",
     "timezone",
 )
-"""Files of /etc that programs expect and that hold nothing of anybody's."""
+"""Files of /etc that programs expect and that contain nobody's data."""
 NETWORK_SETTINGS = (
     "ca-certificates",
     "gai.conf",
@@ -50,6 +50,7 @@ NETWORK_SETTINGS = (
 )
 """Files of /etc that name resolution and TLS need."""
 DEVICES = ("null", "zero", "full", "random", "urandom")
+"""Devices of /dev."""
 
 _SHARED_FOLDERS = frozenset(
     {
@@ -57,6 +58,9 @@ _SHARED_FOLDERS = frozenset(
         *("/srv", "/sys", "/tmp", "/var", "/var/tmp"),
     }
 )
+"""Folders with many purposes, beside those of users."""
+_MOST_LINKS = 40
+"""Symbolic links that the kernel follows in one path."""
 
 VARIABLES = frozenset(
     {
@@ -67,36 +71,39 @@ VARIABLES = frozenset(
         *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "RANK", "WORLD_SIZE"),
     }
 )
-"""Variables of the environment that contained code has, beside those of `PREFIXES`."""
+"""Allowed environment variables, beside those of `PREFIXES`."""
 PREFIXES = (
     *("LC_", "MALLOC_", "PYTHON", "TORCH_"),
     *("BLIS_", "GOMP_", "KMP_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_"),
 )
-"""Beginnings of names of variables that set up the interpreter and numerical libraries."""
+"""Prefixes of allowed variables: settings of the interpreter and of numerical libraries."""
 _PROXIES = ("ALL_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 PROXIES = frozenset((*_PROXIES, *map(str.lower, _PROXIES)))
+"""Variables with the addresses of proxies, allowed with a network."""
 CERTIFICATES = frozenset({"CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_DIR", "SSL_CERT_FILE"})
 
 
 @dataclass(frozen=True)
 class Visible:
-    """Paths that contained code sees.
-
-    ``packages`` are parts of installations. Of ``folders``, which modules are imported from, hidden entries
-    (`.env`, `.git`, `.ssh`) are left out. ``read`` is what the user names, all of it. ``writable`` says
-    whether code may write to the latter two.
-    """
+    """The absolute paths that contained code sees."""
 
     packages: tuple[str, ...]
+    """Parts of installations, always read-only."""
     folders: tuple[str, ...]
+    """Folders and files that modules are imported from. Hidden entries (`.env`, `.git`, `.ssh`) are not."""
     read: tuple[str, ...]
+    """Paths that the user names, with their hidden entries."""
     writable: bool
+    """Whether code may write to ``folders`` and ``read``."""
 
 
 def allowed_environment(
-    environment: Mapping[str, str], names: Sequence[str] = (), *, network: bool = False
+    environment: Mapping[str, str],
+    names: Sequence[str] = (),
+    *,
+    network: bool = False,
 ) -> dict[str, str]:
-    """Return the variables of ``environment`` that contained code has; ``names`` are the user's own.
+    """Return the allowed variables of ``environment``; ``names`` are the user's additions.
 
     Example:
         >>> allowed_environment({"OMP_NUM_THREADS": "1", "GH_PAT": "x", "MINE": "y"}, ["MINE"])
@@ -104,44 +111,53 @@ def allowed_environment(
     """
     allowed = {}
     for name, value in environment.items():
-        usual = name in VARIABLES or name.startswith(PREFIXES)
+        is_listed = name in VARIABLES or name.startswith(PREFIXES)
         if network:
-            # A proxy's address may hold a password.
-            usual = usual or name in CERTIFICATES or (name in PROXIES and "@" not in value)
-        if name in names or (usual and not is_secret(name)):
+            # The address of a proxy may contain a password, before an @.
+            is_listed = is_listed or name in CERTIFICATES or (name in PROXIES and "@" not in value)
+
+        if name in names or (is_listed and not is_secret(name)):
             allowed[name] = value
     return allowed
 
 
 def visible_paths(
-    code: str, read: Sequence[str] = (), *, network: bool = False, write: bool = False
+    code: str,
+    read: Sequence[str] = (),
+    *,
+    network: bool = False,
+    write: bool = False,
 ) -> Visible:
-    """Return what code sees that is named as ``module:name`` or ``file.py:name``.
+    """Return the paths that are visible to code named ``module:name`` or ``file.py:name``.
 
-    With ``write``, the folder that the run is started in is visible, too, whatever else is in it.
+    ``read`` are the paths that the user names. With ``write`` the current folder is visible too, even if it
+    has many purposes.
     """
     packages = [*_interpreter(), *_programs()]
     if network:
-        packages += [path for name in CERTIFICATES if (path := os.environ.get(name))]
+        packages += [os.environ[name] for name in CERTIFICATES if os.environ.get(name)]
 
+    # The search path of modules, and the folder of the code's own file.
     folders = [entry or os.getcwd() for entry in sys.path]
     folders.append(os.getcwd())
-    place = code.rpartition(":")[0]
-    if place.endswith(".py"):
-        folders.append(os.path.dirname(os.path.abspath(place)))
+    module = code.rpartition(":")[0]
+    if module.endswith(".py"):
+        folders.append(os.path.dirname(os.path.abspath(module)))
     importable = [path for folder in folders for path in _importable(folder)]
-    importable += _editable()
+    importable += _editable_packages()
     if write and os.getcwd() != "/":
         importable.append(os.getcwd())
-    named = [os.path.abspath(os.path.expanduser(path)) for path in read]
-    return Visible(_existing(packages), _existing(importable), _existing(named), write)
+
+    user_paths = [os.path.abspath(os.path.expanduser(path)) for path in read]
+    return Visible(_existing(packages), _existing(importable), _existing(user_paths), write)
 
 
 def is_shared(folder: str) -> bool:
-    """Return whether a folder serves many purposes: `/`, a home or what holds one, `/tmp` and its like."""
+    """Return whether a folder has many purposes: `/`, `/tmp` and the like, a home, or a parent of one."""
     path = os.path.realpath(folder)
     homes = {os.path.realpath(os.path.expanduser("~"))}
-    with contextlib.suppress(KeyError):  # a container's user without an entry
+    # A container's user may have no entry.
+    with contextlib.suppress(KeyError):
         homes.add(os.path.realpath(pwd.getpwuid(os.getuid()).pw_dir))
     if path in _SHARED_FOLDERS or os.path.dirname(path) == "/home":
         return True
@@ -151,57 +167,74 @@ def is_shared(folder: str) -> bool:
 def links_to(path: str) -> tuple[list[tuple[str, str]], str]:
     """Return the symbolic links on the way to an absolute path, with their texts, and the real path."""
     links: list[tuple[str, str]] = []
-    parts = [part for part in reversed(path.split("/")) if part]
+    # Components that are not resolved yet, the next one last.
+    components = _reversed_components(path)
     real = "/"
-    while parts:
-        part = parts.pop()
-        if part == "..":
+    while components:
+        component = components.pop()
+        if component == ".":
+            continue
+        if component == "..":
             real = os.path.dirname(real)
-        elif part != ".":
-            step = os.path.join(real, part)
-            if os.path.islink(step) and len(links) < 40:  # as many as the kernel follows
-                text = os.readlink(step)
-                links.append((step, text))
-                real = "/" if text.startswith("/") else real
-                parts += [part for part in reversed(text.split("/")) if part]
-            else:
-                real = step
+            continue
+
+        step = os.path.join(real, component)
+        if not os.path.islink(step) or len(links) == _MOST_LINKS:
+            real = step
+            continue
+
+        text = os.readlink(step)
+        links.append((step, text))
+        if text.startswith("/"):
+            real = "/"
+        components += _reversed_components(text)
     return links, real
 
 
+def _reversed_components(path: str) -> list[str]:
+    return [component for component in reversed(path.split("/")) if component]
+
+
 def _interpreter() -> Iterator[str]:
-    """Yield the installation that this process runs from; of one in a shared folder, its parts."""
+    """Yield the installation of this process's Python; of one in a folder with many purposes, its parts."""
     yield sys.executable
     yield str(Path(__file__).resolve().parents[1])
     for prefix in {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}:
         if is_shared(prefix):
-            yield from (os.path.join(prefix, part) for part in ("bin", "lib", "lib64", "pyvenv.cfg"))
+            yield from (os.path.join(prefix, name) for name in ("bin", "lib", "lib64", "pyvenv.cfg"))
         else:
             yield prefix
+
     # Libraries of the interpreter itself may be anywhere: modules of a cluster, environments of Conda.
+    folders: set[str] = set()
     with open("/proc/self/maps") as maps:
-        files = {line.split(None, 5)[5].strip() for line in maps if ".so" in line}
-    for folder in {os.path.dirname(file) for file in files}:
-        if folder.startswith("/") and not is_shared(folder) and not _in_a_home(folder):
+        for line in maps:
+            if ".so" in line:
+                # The sixth column of a mapping is its file.
+                library = line.split(None, 5)[5].strip()
+                folders.add(os.path.dirname(library))
+    for folder in folders:
+        if folder.startswith("/") and not is_shared(folder) and not _is_in_home(folder):
             yield folder
 
 
 def _programs() -> Iterator[str]:
-    """Yield folders of programs and libraries that the environment names, but for a user's own."""
+    """Yield the folders of programs and libraries in the environment, except for those in a home."""
     for name in ("PATH", "LD_LIBRARY_PATH"):
         for folder in os.environ.get(name, "").split(":"):
-            if folder.startswith("/") and not is_shared(folder) and not _in_a_home(folder):
+            if folder.startswith("/") and not is_shared(folder) and not _is_in_home(folder):
                 yield folder
 
 
-def _in_a_home(folder: str) -> bool:
+def _is_in_home(folder: str) -> bool:
+    """Return whether a folder is below a home, /tmp or /run, where users keep files of their own."""
     path = os.path.realpath(folder)
     roots = ("/root", "/home", "/tmp", "/run", os.path.realpath(os.path.expanduser("~")))
     return any(path.startswith(f"{root}/") for root in roots if root != "/")
 
 
 def _importable(folder: str) -> Iterator[str]:
-    """Yield a folder that modules are imported from; of a shared one, its Python files and packages."""
+    """Yield a folder of modules; of one with many purposes, its Python files and packages."""
     if not is_shared(folder):
         yield folder
         return
@@ -209,18 +242,28 @@ def _importable(folder: str) -> Iterator[str]:
         entries = list(os.scandir(folder))
     except OSError:
         return
+
     for entry in entries:
-        if entry.name.endswith((".py", ".so")) or os.path.isfile(os.path.join(entry.path, "__init__.py")):
+        is_module = entry.name.endswith((".py", ".so"))
+        is_package = os.path.isfile(os.path.join(entry.path, "__init__.py"))
+        if is_module or is_package:
             yield entry.path
 
 
-def _editable() -> Iterator[str]:
-    """Yield the folders of packages that setuptools installed in place without adding to the path."""
+def _editable_packages() -> Iterator[str]:
+    """Yield the folders of packages that setuptools installed in place without extending the search path."""
     for name, module in list(sys.modules.items()):
-        mapping = getattr(module, "MAPPING", None) if name.startswith("__editable__") else None
+        if not name.startswith("__editable__"):
+            continue
+        mapping = getattr(module, "MAPPING", None)
         if isinstance(mapping, dict):
             yield from map(str, mapping.values())
 
 
 def _existing(paths: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(path for path in paths if os.path.isabs(path) and os.path.exists(path)))
+    """Return the absolute paths that exist, each once."""
+    existing: dict[str, None] = {}
+    for path in paths:
+        if os.path.isabs(path) and os.path.exists(path):
+            existing[path] = None
+    return tuple(existing)

@@ -25,6 +25,7 @@ from megatron_rl.durable import seal, sync_folder
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import (
     SafetensorsWriter,
+    Shape,
     copy_tensors,
     copy_tokenizer,
     shard_files,
@@ -37,7 +38,7 @@ from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.shapes.lora import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from megatron_rl.shapes.pretrained import SINGLE, PretrainedModel
 from megatron_rl.types import TensorBox
-from megatron_rl.weights.boxes import BoxGroup, BoxIndex, Region, regions, view_of
+from megatron_rl.weights.boxes import BoxGroup, BoxIndex, Coordinates, Region, regions, view_of
 from megatron_rl.weights.transfer import Exchange, connect, gather_layout
 
 FILE_BYTES = 5 * 2**30
@@ -50,16 +51,18 @@ FLOAT32_NAMES = ("e_score_correction_bias",)
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of a tensor that a writer appends to ``file`` in one step.
-
-    ``start``, ``size``: box in the tensor ``name``; ``dtype``: dtype in the file.
-    """
+    """Rows of a tensor that a writer appends to a file in one step."""
 
     file: str
+    """Name of the file."""
     name: str
-    start: tuple[int, ...]
-    size: tuple[int, ...]
+    """Name of the tensor."""
+    start: Coordinates
+    """First coordinates of the box in the tensor."""
+    size: Coordinates
+    """Size of the box."""
     dtype: torch.dtype
+    """Dtype in the file."""
 
 
 def export(
@@ -85,20 +88,28 @@ def export(
     dtype = dtype or next(iter(parameters.values())).dtype
     shapes = described.tensor_shapes()
     dtypes = {name: torch.float32 if name.endswith(FLOAT32_NAMES) else dtype for name in shapes}
+
     files = shard_files(shapes, dtypes, file_bytes)
-    further = _further_layers(described, source)
-    if further and SINGLE in files:
+    extra_tensors = _further_layers(described, source)
+    if extra_tensors and SINGLE in files:
         # Readers that find `model.safetensors` ignore the index, and with it the file of further layers.
         files = {"model-00001-of-00001.safetensors": files[SINGLE]}
+
     content = _Content(files, shapes, dtypes, parameters, source_boxes(model))
-    finish = partial(_finish, model.hf_config, content, dtype, source, further)
+    finish = partial(_finish, model.hf_config, content, dtype, source, extra_tensors)
     _write(model, Path(path), content, piece_bytes, finish)
 
 
-def export_adapters(model: Any, path: str | Path, source: str | Path, *, dropout: float = 0.0) -> None:
+def export_adapters(
+    model: Any,
+    path: str | Path,
+    source: str | Path,
+    *,
+    dropout: float = 0.0,
+) -> None:
     """Write the adapters of a `ParallelModel` in PEFT's format, for the base model at ``source``.
 
-    ``dropout`` is the adapters' dropout in training. Errors are those of `export`. Collective over the
+    ``dropout`` is the adapters' dropout in training. Raises UserError as `export` does. Collective over the
     model's ranks.
     """
     parameters = adapter_parameters(model)
@@ -115,23 +126,26 @@ def export_adapters(model: Any, path: str | Path, source: str | Path, *, dropout
 
 @dataclass(frozen=True)
 class _Content:
-    """Content of a checkpoint to write, and this rank's part of it.
-
-    ``files``: file to names of tensors.
-    ``shapes``, ``dtypes``: of each tensor in the files.
-    ``parameters``: this rank's storages by name.
-    ``boxes``: boxes of the tensors in this rank's storages.
-    """
+    """Content of a checkpoint to write, and this rank's part of it."""
 
     files: Mapping[str, Sequence[str]]
-    shapes: Mapping[str, tuple[int, ...]]
+    """File -> names of its tensors."""
+    shapes: Mapping[str, Shape]
+    """Complete shape of each tensor in the files."""
     dtypes: Mapping[str, torch.dtype]
+    """Dtype of each tensor in the files."""
     parameters: Mapping[str, Tensor]
+    """This rank's storages by name."""
     boxes: Sequence[TensorBox]
+    """Boxes of the tensors in this rank's storages."""
 
 
 def _write(
-    model: Any, path: Path, content: _Content, piece_bytes: int, finish: Callable[[Path], None]
+    model: Any,
+    path: Path,
+    content: _Content,
+    piece_bytes: int,
+    finish: Callable[[Path], None],
 ) -> None:
     """Write tensors into a temporary folder, complete it by ``finish`` and rename it to ``path``."""
     group = model.groups.all
@@ -163,7 +177,7 @@ def _further_layers(described: PretrainedModel, source: str | Path | None) -> li
 
 def _schedule_pieces(
     files: Mapping[str, Sequence[str]],
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Shape],
     ranks: Sequence[int],
     dtypes: Mapping[str, torch.dtype],
     piece_bytes: int,
@@ -175,6 +189,7 @@ def _schedule_pieces(
         for name in names:
             queue += _split_tensor(file, name, shapes[name], dtypes[name], piece_bytes)
 
+    # Writers with fewer pieces have none in the last steps.
     count = max(len(queue) for queue in queues.values())
     return [
         {rank: queue[step] for rank, queue in queues.items() if step < len(queue)} for step in range(count)
@@ -182,14 +197,25 @@ def _schedule_pieces(
 
 
 def _split_tensor(
-    file: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, piece_bytes: int
+    file: str,
+    name: str,
+    shape: Shape,
+    dtype: torch.dtype,
+    piece_bytes: int,
 ) -> Iterator[_Piece]:
     """Yield a tensor as pieces of complete rows, of at most ``piece_bytes`` or one row."""
+    # A tensor is cut between rows, so that each piece is contiguous in the file.
     row_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
     rows = max(1, piece_bytes // max(row_bytes, 1))
     for begin in range(0, shape[0], rows):
         count = min(rows, shape[0] - begin)
-        yield _Piece(file, name, (begin, *(0 for _ in shape[1:])), (count, *shape[1:]), dtype)
+        yield _Piece(
+            file,
+            name,
+            (begin, *(0 for _ in shape[1:])),
+            (count, *shape[1:]),
+            dtype,
+        )
 
 
 class _Writer:
@@ -198,7 +224,7 @@ class _Writer:
     def __init__(
         self,
         files: Mapping[str, Sequence[str]],
-        shapes: Mapping[str, tuple[int, ...]],
+        shapes: Mapping[str, Shape],
         dtypes: Mapping[str, torch.dtype],
         target: Path,
     ) -> None:
@@ -297,9 +323,10 @@ def _flows(
             dtypes[piece.name] = piece.dtype
             steps_by_row.setdefault(piece.name, []).append((piece.start[0], number))
 
-    needed = [BoxGroup((writer,), tuple(pieces), dtypes) for writer, pieces in boxes.items()]
+    destinations = [BoxGroup((writer,), tuple(pieces), dtypes) for writer, pieces in boxes.items()]
     flows: list[list[tuple[Region, int, int]]] = [[] for _ in steps]
-    for number, region in enumerate(regions(sources, needed)):
+    for number, region in enumerate(regions(sources, destinations)):
+        # The piece of a region is the last one that begins at or before its first row.
         (writer,) = region.receivers
         starts = steps_by_row[region.name]
         step = starts[bisect_right(starts, (region.start[0], len(steps))) - 1][1]
@@ -314,14 +341,21 @@ def _prepare(path: Path, target: Path) -> None:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError("it exists and is not an empty directory")
     target.mkdir(parents=True, exist_ok=True)
+    # Files of an export that was interrupted.
     for leftover in target.iterdir():
         leftover.unlink()
 
 
-def _publish(target: Path, path: Path, finish: Callable[[Path], None], digests: Mapping[str, str]) -> None:
+def _publish(
+    target: Path,
+    path: Path,
+    finish: Callable[[Path], None],
+    digests: Mapping[str, str],
+) -> None:
     """Complete the temporary folder and rename it to ``path``."""
     finish(target)
     seal(target, digests)
+    # An empty folder: `_prepare` allows no other.
     if path.is_dir():
         path.rmdir()
     os.replace(target, path)
@@ -333,11 +367,13 @@ def _finish(
     content: _Content,
     dtype: torch.dtype,
     source: str | Path | None,
-    further: Sequence[str],
+    extra_tensors: Sequence[str],
     target: Path,
 ) -> None:
-    """Write config.json, index and tokenizer files of a checkpoint, and its ``further`` tensors."""
+    """Write config.json, index and tokenizer files of a checkpoint, and its ``extra_tensors``."""
     files = content.files
+
+    # config.json as transformers and engines read it.
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
     family = pretrained(config).family
@@ -349,16 +385,22 @@ def _finish(
 
     sizes = content.shapes.items()
     total_bytes = sum(torch.Size(shape).numel() * content.dtypes[name].itemsize for name, shape in sizes)
-    if source is not None and further:
-        total_bytes += copy_tensors(source, target / FURTHER, further)
-        files = {**files, FURTHER: further}
+    if source is not None and extra_tensors:
+        total_bytes += copy_tensors(source, target / FURTHER, extra_tensors)
+        files = {**files, FURTHER: extra_tensors}
+
+    # Further files make an index necessary.
     if len(files) > 1:
         write_index(target, files, total_bytes)
     if source is not None:
         copy_tokenizer(source, target)
 
 
-def _run_or_raise(action: Callable[[], Any], path: Path, group: Any) -> list[Any]:
+def _run_or_raise(
+    action: Callable[[], Any],
+    path: Path,
+    group: Any,
+) -> list[Any]:
     """Run an action on every rank and return the results by rank; raise on all ranks if one cannot write."""
 
     def explain_os_error() -> Any:

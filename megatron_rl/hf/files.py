@@ -14,9 +14,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_rl.durable import RunningDigest, require_file
+from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.shapes.pretrained import INDEX, SINGLE, read_pretrained, tokenizer_files, weight_files
+
+Shape = tuple[int, ...]
 
 _DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -38,25 +41,21 @@ class CheckpointFiles:
         self._file_of = {name: self.path / stored for name, stored in self._index(files).items()}
 
     def _index(self, files: list[Path] | None) -> Mapping[str, str]:
-        """Return the file name of each tensor, from the directory's index if ``files`` is None."""
+        """Return the file name of each tensor, without ``files`` from the directory's index."""
         index = self.path / INDEX
         if files is None:
             try:
                 weight_map = json.loads(index.read_text())["weight_map"]
             except (ValueError, KeyError, TypeError) as error:
-                raise UserError(
-                    "The checkpoint's index cannot be read.",
-                    where=str(index),
-                    expected="JSON with a weight_map",
-                    got=repr(error),
-                ) from error
+                expected = "JSON with a weight_map"
+                raise unreadable_file("the checkpoint's index", index, error, expected=expected) from error
 
-            missing = sorted({file for file in weight_map.values() if not (self.path / file).is_file()})
-            if missing:
+            absent_files = sorted({file for file in weight_map.values() if not (self.path / file).is_file()})
+            if absent_files:
                 raise UserError(
                     "The checkpoint's index names files that do not exist.",
                     where=str(index),
-                    got="missing " + ", ".join(missing),
+                    got="missing " + ", ".join(absent_files),
                     fix="download the checkpoint again, with all its files",
                 )
             return weight_map
@@ -78,11 +77,11 @@ class CheckpointFiles:
                 require_file(file)
                 self._open[file] = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise UserError(
-                    "A checkpoint file cannot be read.",
-                    where=str(file),
-                    expected="a file of safetensors, whole",
-                    got=str(error),
+                raise unreadable_file(
+                    "a file of the checkpoint",
+                    file,
+                    error,
+                    expected="a complete file of safetensors",
                     fix="download the file again",
                 ) from error
         return self._open[file]
@@ -91,15 +90,20 @@ class CheckpointFiles:
         """Return the names of all tensors."""
         return set(self._file_of)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         """Return the shapes of all tensors by name."""
         return {name: self.shape(name) for name in self._file_of}
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str) -> Shape:
         """Return a tensor's shape."""
         return tuple(self._handle(self._file_of[name]).get_slice(name).get_shape())
 
-    def read(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
+    def read(
+        self,
+        name: str,
+        start: Sequence[int],
+        size: Sequence[int],
+    ) -> Tensor:
         """Return the box of a tensor that begins at ``start`` and has ``size``, in its stored dtype."""
         box = tuple(slice(begin, begin + count) for begin, count in zip(start, size, strict=True))
         return self._handle(self._file_of[name]).get_slice(name)[box]
@@ -112,7 +116,10 @@ class SafetensorsWriter:
     """
 
     def __init__(
-        self, path: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+        self,
+        path: Path,
+        shapes: Mapping[str, Shape],
+        dtypes: Mapping[str, torch.dtype],
     ) -> None:
         # The header comes first, so all shapes must be given before any values.
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -152,6 +159,7 @@ class SafetensorsWriter:
         """
         with self._file:
             self._file.flush()
+            # A file with an error is not published, and need not reach the disk.
             if complete:
                 os.fsync(self._file.fileno())
         if complete and self._remaining:
@@ -160,7 +168,9 @@ class SafetensorsWriter:
 
 
 def shard_files(
-    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], max_bytes: int
+    shapes: Mapping[str, Shape],
+    dtypes: Mapping[str, torch.dtype],
+    max_bytes: int,
 ) -> dict[str, list[str]]:
     """Divide tensors, in order, into files of at most ``max_bytes``; a larger tensor gets a file of its own.
 
@@ -170,6 +180,7 @@ def shard_files(
     group_bytes = 0
     for name, shape in shapes.items():
         size = torch.Size(shape).numel() * dtypes[name].itemsize
+        # A group has at least one tensor, however large.
         if groups[-1] and group_bytes + size > max_bytes:
             groups.append([])
             group_bytes = 0
@@ -182,14 +193,19 @@ def shard_files(
     return {f"model-{index:05d}-of-{count:05d}.safetensors": names for index, names in enumerate(groups, 1)}
 
 
-def write_index(path: Path, files: Mapping[str, Sequence[str]], total_bytes: int) -> None:
+def write_index(
+    path: Path,
+    files: Mapping[str, Sequence[str]],
+    total_bytes: int,
+) -> None:
     """Write the index of a checkpoint directory of several files (file name to tensor names)."""
+    # The same format as transformers writes: tensor -> file.
     weight_map = {name: file for file, names in files.items() for name in names}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def checkpoint_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
+def checkpoint_shapes(path: str | Path) -> dict[str, Shape]:
     """Return the shapes of a model's tensors by Hugging Face name.
 
     ``path`` is the model's folder, with the tensors or a pointer to a Megatron checkpoint.
@@ -199,16 +215,22 @@ def checkpoint_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
     return CheckpointFiles(path).shapes()
 
 
-def copy_tensors(source: str | Path, path: Path, names: Sequence[str]) -> int:
+def copy_tensors(
+    source: str | Path,
+    path: Path,
+    names: Sequence[str],
+) -> int:
     """Copy tensors of a checkpoint directory into one file, in their stored dtypes; return their bytes."""
     files = CheckpointFiles(source)
     shapes = {name: files.shape(name) for name in names}
 
     # An empty slice has the stored dtype.
-    dtypes = {
-        name: files.read(name, (0,) * len(shape), (0,) * len(shape)).dtype for name, shape in shapes.items()
-    }
+    dtypes: dict[str, torch.dtype] = {}
+    for name, shape in shapes.items():
+        origin = (0,) * len(shape)
+        dtypes[name] = files.read(name, origin, origin).dtype
 
+    # One tensor in memory at a time.
     writer = SafetensorsWriter(path, shapes, dtypes)
     for name, shape in shapes.items():
         writer.write(files.read(name, (0,) * len(shape), shape))
@@ -219,5 +241,6 @@ def copy_tensors(source: str | Path, path: Path, names: Sequence[str]) -> int:
 def copy_tokenizer(source: str | Path, path: Path) -> None:
     """Copy tokenizer, chat templates and generation settings from another checkpoint directory."""
     for name in tokenizer_files(Path(source)):
+        # Chat templates may be in a subfolder.
         (path / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(Path(source) / name, path / name)

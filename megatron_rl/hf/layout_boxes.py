@@ -40,6 +40,7 @@ def megatron_layout(
         boxes = trace_import(parameters, model, shard, -1, shapes=hf_shapes)
         return BoxGroup(tuple(ranks), tuple(boxes), dict.fromkeys(shapes, dtype))
 
+    # Each pipeline stage has its own layers; its ranks differ by their shards.
     groups = []
     stages = stage_layers(model.shape.layers, layout, overrides)
     for stage, stage_ranks in enumerate(layout.groups("tensor", "context", "data")):
@@ -68,7 +69,11 @@ def megatron_layout(
 
 
 def dense_shapes(
-    model: PretrainedModel, layout: ParallelLayout, layers: list[int], first: bool, last: bool
+    model: PretrainedModel,
+    layout: ParallelLayout,
+    layers: list[int],
+    first: bool,
+    last: bool,
 ) -> Shapes:
     """Return the shapes of a rank's parameters outside the experts, by Megatron's parameter names."""
     weights = {weight.name: weight for weight in model.outer(first, last)}

@@ -1,11 +1,17 @@
-"""Read a Megatron checkpoint as Hugging Face tensors, a slice at a time."""
+"""Read a Megatron checkpoint as Hugging Face tensors, a slice at a time: weights and optimizer states.
+
+The locations of the tensors come from `megatron_rl.interop.megatron_lm`. Here torch reads their values, with
+``weights_only``, so that a damaged or forged piece cannot run code.
+"""
 
 from __future__ import annotations
 
 import io
 import math
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 
 import torch
@@ -13,8 +19,9 @@ from torch import Tensor
 
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.interop.megatron_lm.checkpoint import MegatronCheckpoint, Place, pointer, read_checkpoint
-from megatron_rl.interop.megatron_lm.pickles import Chunk
+from megatron_rl.interop.megatron_lm.checkpoint import Location, MegatronCheckpoint, pointer, read_checkpoint
+from megatron_rl.interop.megatron_lm.optimizer_buffers import FlatParameter, writer_layout
+from megatron_rl.interop.megatron_lm.pickles import MASTERS, Bucket, Chunk
 from megatron_rl.megatron.parameter_mapping import Shard, trace_import
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import TensorBox
@@ -35,22 +42,23 @@ class MegatronFiles:
     """Hugging Face tensors of a model whose folder points to a Megatron checkpoint, read a slice at a time.
 
     Stored tensors are unsharded, as on a layout of one rank: tracing the import on one rank gives the boxes
-    of the Hugging Face tensors in them. ``checkpoint`` is the metadata from `read_pointed`, read here if it
-    is None, or that of an optimizer state, such as a moment of each weight. Raises UserErrors if the tensors
-    are not the model's, or files are missing.
+    of the Hugging Face tensors in them. ``checkpoint`` is the metadata from `read_pointed`, which is called
+    without one, or the metadata of an optimizer state, such as a moment of each weight. Raises UserErrors if
+    the tensors are not the model's, or files are missing.
     """
 
     def __init__(self, path: str | Path, checkpoint: MegatronCheckpoint | None = None) -> None:
         model = read_pretrained(Path(path) / "config.json")
         self.checkpoint = read_pointed(path) if checkpoint is None else checkpoint
         self.path = self.checkpoint.path
-        self._places, errors = self.checkpoint.parameters(model.shape)
+        self._locations, errors = self.checkpoint.parameters(model.shape)
         errors += self.checkpoint.file_errors()
         if errors:
             raise UserErrors(errors)
 
+        # Boxes of Hugging Face tensors in the stored tensors.
         self._shapes = model.tensor_shapes()
-        shapes = {name: self._shape(place) for name, place in self._places.items()}
+        shapes = {name: self._shape(location) for name, location in self._locations.items()}
         boxes = trace_import(
             {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, model, Shard(), 0
         )
@@ -60,15 +68,15 @@ class MegatronFiles:
 
         # Index the chunks by tensor and, in tensors that stack layers, by layer.
         self._chunks: dict[tuple[str, int | None], list[Chunk]] = {}
-        stacked = {place.key for place in self._places.values() if place.index}
+        stacked = {location.key for location in self._locations.values() if location.index}
         for key, tensor in self.checkpoint.tensors.items():
             for chunk in tensor.chunks:
                 entry = chunk.start[0] if key in stacked and chunk.size[0] == 1 else None
                 self._chunks.setdefault((key, entry), []).append(chunk)
         self._cache: OrderedDict[Chunk, Tensor] = OrderedDict()
 
-    def _shape(self, place: Place) -> tuple[int, ...]:
-        return self.checkpoint.tensors[place.key].shape[len(place.index) :]
+    def _shape(self, location: Location) -> tuple[int, ...]:
+        return self.checkpoint.tensors[location.key].shape[len(location.index) :]
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""
@@ -78,43 +86,60 @@ class MegatronFiles:
         """Return a tensor's shape."""
         return self._shapes[name]
 
-    def read(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
+    def read(
+        self,
+        name: str,
+        start: Sequence[int],
+        size: Sequence[int],
+    ) -> Tensor:
         """Return the box of a tensor that begins at ``start`` and has ``size``, in its stored dtype."""
         values: Tensor | None = None
         for box in self._boxes[name]:
-            shared = intersect((tuple(start), tuple(size)), (box.start, box.size))
-            if shared is None:
+            overlap = intersect((tuple(start), tuple(size)), (box.start, box.size))
+            if overlap is None:
                 continue
-            inside = [low - first for low, first in zip(shared[0], box.start, strict=True)]
-            stored = self._stored(box, inside, shared[1])
-            values = torch.empty(tuple(size), dtype=stored.dtype) if values is None else values
-            _within(values, start, shared).copy_(stored)
+
+            # Coordinates of the overlap, counted from the start of the box.
+            box_start = [low - first for low, first in zip(overlap[0], box.start, strict=True)]
+            stored = self._stored(box, box_start, overlap[1])
+            # The first piece tells the stored dtype.
+            if values is None:
+                values = torch.empty(tuple(size), dtype=stored.dtype)
+            _within(values, start, overlap).copy_(stored)
+
         assert values is not None, name
         return values
 
-    def _stored(self, box: TensorBox, start: Sequence[int], size: Sequence[int]) -> Tensor:
+    def _stored(
+        self,
+        box: TensorBox,
+        start: Sequence[int],
+        size: Sequence[int],
+    ) -> Tensor:
         """Read a part of a box from its stored tensor; ``start`` counts from the start of the box."""
-        place = self._places[box.storage]
+        location = self._locations[box.storage]
 
         # Coordinates of the box in the stored tensor.
         offset = box.offset
         origin = []
-        for stride in strides(self._shape(place)):
+        for stride in strides(self._shape(location)):
             position, offset = divmod(offset, stride)
             origin.append(position)
-        begin = (*place.index, *(low + first for low, first in zip(origin, start, strict=True)))
-        counts = (1,) * len(place.index) + tuple(size)
+        begin = (*location.index, *(low + first for low, first in zip(origin, start, strict=True)))
+        counts = (1,) * len(location.index) + tuple(size)
 
         # Copy the intersection with each chunk.
         result: Tensor | None = None
-        for chunk in self._chunks_of(place.key, begin[0]):
-            shared = intersect((begin, counts), (chunk.start, chunk.size))
-            if shared is None:
+        for chunk in self._chunks_of(location.key, begin[0]):
+            overlap = intersect((begin, counts), (chunk.start, chunk.size))
+            if overlap is None:
                 continue
             values = self._load(chunk)
-            result = torch.empty(counts, dtype=values.dtype) if result is None else result
-            _within(result, begin, shared).copy_(_within(values, chunk.start, shared))
-        assert result is not None, place
+            if result is None:
+                result = torch.empty(counts, dtype=values.dtype)
+            _within(result, begin, overlap).copy_(_within(values, chunk.start, overlap))
+
+        assert result is not None, location
         return result.view(tuple(size))
 
     def _chunks_of(self, key: str, entry: int) -> list[Chunk]:
@@ -130,8 +155,117 @@ class MegatronFiles:
             self._cache[chunk] = _load_tensor(content, chunk, self.path)
             if len(self._cache) > _CACHED_CHUNKS:
                 self._cache.popitem(last=False)
+
+        # The most recently used chunk is last.
         self._cache.move_to_end(chunk)
         return self._cache[chunk]
+
+
+class BufferFiles(MegatronFiles):
+    """Tensors of one optimizer state, such as the master weights or a moment, read a slice at a time.
+
+    The state is the master weights in float32; `with_state` gives the others. ``parameters`` are the ranges
+    of the parameters in the flat buffers. Tensors that the optimizer does not update, as the biases that
+    balance experts, are read from the model's weights.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        checkpoint: MegatronCheckpoint,
+        parameters: Sequence[FlatParameter],
+    ) -> None:
+        super().__init__(path, checkpoint)
+        self._state = MASTERS[0]
+        self._chunks_by_bucket = {
+            (state, bucket): sorted(tensor.chunks, key=lambda chunk: chunk.start)
+            for state, buckets in checkpoint.buffers.items()
+            for bucket, tensor in buckets.items()
+        }
+
+        # A flat buffer holds parameters as one rank of the writer sharded them.
+        self._flat: dict[str, FlatParameter] = {}
+        by_shard: dict[tuple[int, int, int], dict[str, FlatParameter]] = {}
+        for parameter in parameters:
+            ranks = (parameter.tensor, parameter.expert, parameter.expert_tensor)
+            by_shard.setdefault(ranks, {})[parameter.name] = parameter
+
+        # Trace the import of each shard to find the Hugging Face tensors in its parameters.
+        model = read_pretrained(Path(path) / "config.json")
+        layout = writer_layout(checkpoint.arguments)
+        boxes: list[TensorBox] = []
+        for ranks, shard_parameters in by_shard.items():
+            tensor, expert, expert_tensor = ranks
+            shard = Shard(tensor, layout.tensor, expert, layout.expert, expert_tensor, layout.expert_tensor)
+            storages = {name: f"{ranks}{name}" for name in shard_parameters}
+            meta_tensors = {
+                name: torch.empty(parameter.shape, device="meta")
+                for name, parameter in shard_parameters.items()
+            }
+            boxes += trace_import(meta_tensors, model, shard, 0, storages, self._shapes)
+            self._flat |= {storages[name]: parameter for name, parameter in shard_parameters.items()}
+
+        # These boxes replace the ones in the model's weights.
+        for name in {box.name for box in boxes}:
+            self._boxes[name] = []
+        for box in boxes:
+            self._boxes[box.name].append(box)
+
+    def with_state(self, state: str) -> BufferFiles:
+        """Return a source of another optimizer state, from the same ranges of its own buffers."""
+        source = copy(self)
+        source._state = state
+        return source
+
+    def _stored(
+        self,
+        box: TensorBox,
+        start: Sequence[int],
+        size: Sequence[int],
+    ) -> Tensor:
+        parameter = self._flat.get(box.storage)
+        if parameter is None:
+            return super()._stored(box, start, size)
+
+        # Coordinates of the first element in the parameter.
+        parameter_strides = strides(parameter.shape)
+        offset = box.offset
+        begin = []
+        for stride, first in zip(parameter_strides, start, strict=True):
+            position, offset = divmod(offset, stride)
+            begin.append(position + first)
+
+        # Rows are contiguous in the buffer: read them, then narrow the other dimensions.
+        row_elements = parameter_strides[0]
+        first_element = parameter.start + begin[0] * row_elements
+        rows = self._read_range(parameter.bucket, first_element, size[0] * row_elements)
+        values = rows.view(size[0], *parameter.shape[1:])
+        for dim in range(1, len(size)):
+            values = values.narrow(dim, begin[dim], size[dim])
+        return values
+
+    def _read_range(
+        self,
+        bucket: Bucket,
+        begin: int,
+        count: int,
+    ) -> Tensor:
+        """Return ``count`` elements of a bucket from element ``begin``, joined from the saved chunks."""
+        chunks = self._chunks_by_bucket[self._state, bucket]
+        index = bisect_right(chunks, begin, key=lambda chunk: chunk.start[0]) - 1
+        position = begin
+        slices = []
+        while position < begin + count:
+            chunk = chunks[index]
+            first = position - chunk.start[0]
+            values = self._load(chunk)[first : first + begin + count - position]
+            slices.append(values)
+            position += len(values)
+            index += 1
+
+        if len(slices) == 1:
+            return slices[0]
+        return torch.cat(slices)
 
 
 def _within(values: Tensor, start: Sequence[int], box: Span) -> Tensor:
@@ -145,12 +279,14 @@ def _load_tensor(content: bytes, chunk: Chunk, path: Path) -> Tensor:
     """Return a chunk as it was saved; raise UserError for anything but a tensor of its size."""
     problem = None
     try:
+        # weights_only: the bytes may be anything.
         value = torch.load(io.BytesIO(content), map_location=device.host(), weights_only=True)
         if isinstance(value, Tensor) and value.numel() == math.prod(chunk.size):
             return value.detach().view(chunk.size)
         problem = f"{type(value).__name__} of {getattr(value, 'shape', 'another size')}"
     except Exception as error:  # whatever damaged bytes lead to
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
+
     raise UserError(
         "a piece of the Megatron checkpoint cannot be read",
         where=str(path / chunk.file),

@@ -16,8 +16,14 @@ from megatron_rl.shapes.lora import PEFT_PREFIX, PEFT_WEIGHTS
 from megatron_rl.types import TensorBox
 
 
-def add_adapters(model: ParallelModel, config: LoraConfig, seed: int, *, trainable: bool) -> None:
-    """Attach adapters to a model: those of the PEFT folder ``config.path``, or new ones if it is None."""
+def add_adapters(
+    model: ParallelModel,
+    config: LoraConfig,
+    seed: int,
+    *,
+    trainable: bool,
+) -> None:
+    """Attach adapters to a model, from the PEFT folder ``config.path`` if it is set, else new ones."""
     initial = None
     if config.path is not None:
         initial = CheckpointFiles(config.path, PEFT_WEIGHTS)

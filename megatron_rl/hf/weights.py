@@ -49,10 +49,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def source_boxes(model: Chunked) -> list[TensorBox]:
     """Return the boxes of the checkpoint's tensors in this rank's parameters.
 
-    Storage names are those of `live_parameters`. Raises CoverageError unless every element except the
+    Storages are named as by `live_parameters`. Raises CoverageError unless every element except the
     padding of the vocabulary is filled exactly once, and UserError for parameters of equal or unknown names.
     """
     parameters = live_parameters(model)
+    # Storage by Megatron's name of the parameter.
     canonical: dict[str, str] = {}
     for storage in parameters:
         first_storage = canonical.setdefault(global_name(model, storage), storage)
@@ -65,6 +66,7 @@ def source_boxes(model: Chunked) -> list[TensorBox]:
                 fix="correct the names, or the layers that the model provider builds for a stage",
             )
 
+    # Trace the import on meta tensors: it only records which slice goes where.
     meta_tensors = {storage: torch.empty_like(value, device="meta") for storage, value in parameters.items()}
     shard = shard_of(model)
     return trace_import(
@@ -95,7 +97,11 @@ def load_weights(model: Chunked, path: str | Path) -> None:
     fill(live_parameters(model), model, open_and_check)
 
 
-def fill(parameters: Mapping[str, Tensor], model: Chunked, open_files: Callable[[], Checkpoint]) -> None:
+def fill(
+    parameters: Mapping[str, Tensor],
+    model: Chunked,
+    open_files: Callable[[], Checkpoint],
+) -> None:
     """Fill tensors with the names and shapes of a model's `live_parameters` from a checkpoint.
 
     Each rank reads the parameters assigned to it, all ranks in parallel, then broadcasts them in place to the
@@ -108,11 +114,13 @@ def fill(parameters: Mapping[str, Tensor], model: Chunked, open_files: Callable[
         _read(parameters, parameters.keys(), model, open_files())
         return
 
+    # Errors are raised on all ranks before the first broadcast, which they would otherwise wait for.
     sources = _assign_sources(parameters, groups)
     assigned = _assigned_to_this_rank(sources)
     run_on_all_ranks_or_raise(
         lambda: _read(parameters, assigned, model, open_files()), "read the model's weights", groups.all
     )
+
     with torch.no_grad():
         for storage, (group, source) in sources.items():
             broadcast_tensor(parameters[storage], source, group)
@@ -144,6 +152,7 @@ def _assign_sources(parameters: Mapping[str, Tensor], groups: Any) -> dict[str, 
             group = groups.data_context
             bytes_by_rank = dense_bytes
 
+        # The least loaded rank; the lowest one of several, so that all ranks agree.
         source = bytes_by_rank.index(min(bytes_by_rank))
         bytes_by_rank[source] += parameter.nbytes
         sources[storage] = (group, source)
@@ -151,13 +160,17 @@ def _assign_sources(parameters: Mapping[str, Tensor], groups: Any) -> dict[str, 
 
 
 def _read(
-    parameters: Mapping[str, Tensor], selected: Container[str], model: Chunked, files: Checkpoint
+    parameters: Mapping[str, Tensor],
+    selected: Container[str],
+    model: Chunked,
+    files: Checkpoint,
 ) -> None:
     """Fill the ``selected`` parameters of a model from files."""
     boxes = source_boxes(model)
     padded = vocabulary_names(pretrained(model.hf_config).shape)
     with torch.no_grad():
         for storage, parameter in parameters.items():
+            # No box fills the rows that pad the vocabulary.
             if storage in selected and global_name(model, storage) in padded:
                 parameter.zero_()
 
@@ -181,12 +194,18 @@ def fingerprint(path: str | Path, dtype: torch.dtype) -> str:
     """
     files = open_checkpoint(path)
     names = sorted(files.names() & pretrained(read_hf_config(path)).tensor_shapes().keys())
+
+    # Every n-th tensor in the order of names, which every format has.
     interval = -(-len(names) // SAMPLED)
+
     checksum = 0
     for name in names[::interval]:
         shape = files.shape(name)
-        row = files.read(name, [0] * len(shape), [*(1 for _ in shape[1:]), *shape[-1:]]).to(dtype)
-        checksum = zlib.crc32(row.contiguous().view(torch.uint8).numpy().tobytes(), checksum)
+        # The first row: size 1 in every dimension but the last.
+        origin = [0] * len(shape)
+        row_size = [1] * (len(shape) - 1) + list(shape[-1:])
+        row = files.read(name, origin, row_size).to(dtype).contiguous()
+        checksum = zlib.crc32(row.view(torch.uint8).numpy().tobytes(), checksum)
     return f"{checksum:08x}"
 
 
@@ -212,17 +231,17 @@ def check_tensors(files: Checkpoint, model: Chunked) -> None:
     if SCALAR not in stored:
         expected.pop(SCALAR, None)
 
-    missing = sorted(set(expected) - stored)
+    absent = sorted(set(expected) - stored)
     extra = stored - set(expected)
     unexpected = sorted(name for name in extra if not described.is_ignorable(name))
-    if missing or unexpected:
+    if absent or unexpected:
         hint = None
-        if missing == [OUTPUT]:
+        if absent == [OUTPUT]:
             hint = "set tie_word_embeddings in config.json if the output layer shares the embedding"
         raise UserError(
             "The checkpoint's tensors are not those of the model in its config.json.",
             where=str(files.path),
-            expected=f"missing: {some_of(missing, _MAX_NAMES_LISTED)}" if missing else None,
+            expected=f"missing: {some_of(absent, _MAX_NAMES_LISTED)}" if absent else None,
             got=f"unexpected: {some_of(unexpected, _MAX_NAMES_LISTED)}" if unexpected else None,
             fix=hint or "use a checkpoint saved from this architecture and number of layers",
         )
@@ -230,6 +249,7 @@ def check_tensors(files: Checkpoint, model: Chunked) -> None:
     if described.has_separate_head(stored):
         _require_equal_head(files)
 
+    # All tensors exist: compare their shapes.
     for name, shape in expected.items():
         if files.shape(name) != shape:
             raise UserError(
@@ -246,6 +266,7 @@ def _require_equal_head(files: Checkpoint) -> None:
     shapes = {name: files.shape(name) for name in (OUTPUT, EMBEDDING)}
     rows, width = shapes[EMBEDDING]
     equal = shapes[OUTPUT] == shapes[EMBEDDING]
+    # Tensors of different shapes are not compared.
     for first in range(0, rows if equal else 0, _COMPARED_ROWS):
         box = (first, 0), (min(_COMPARED_ROWS, rows - first), width)
         equal = equal and torch.equal(files.read(OUTPUT, *box), files.read(EMBEDDING, *box))

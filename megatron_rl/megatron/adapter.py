@@ -38,12 +38,19 @@ class Adapter(nn.Module):
     initial_A: Tensor | None
     initial_B: Tensor | None
 
-    def __init__(self, weight: Tensor, rank: int, mask: Tensor, scale: float, dropout: float) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        rank: int,
+        mask: Tensor,
+        scale: float,
+        dropout: float,
+    ) -> None:
         super().__init__()
         rows, inputs = weight.shape
-        kinds = mask.shape[1]
+        kind_count = mask.shape[1]
         like = {"dtype": weight.dtype, "device": weight.device}
-        self.A = nn.Parameter(torch.empty(kinds * rank, inputs, **like))
+        self.A = nn.Parameter(torch.empty(kind_count * rank, inputs, **like))
         self.B = nn.Parameter(torch.empty(rows, rank, **like))
         self.scale = scale
         self.dropout = dropout
@@ -59,7 +66,12 @@ class Adapter(nn.Module):
         self.expert = False
         self.group: Any = None
 
-    def cut(self, columns: bool, group: Any, sequence_parallel: bool) -> None:
+    def cut(
+        self,
+        columns: bool,
+        group: Any,
+        sequence_parallel: bool,
+    ) -> None:
         """Set how the layer is cut over a tensor-parallel group, and mark the factors for Megatron.
 
         ``tensor_model_parallel`` makes the gradient norm count a shard on every rank; ``sequence_parallel``

@@ -1,4 +1,4 @@
-"""Models that a user's own Megatron script has set up: its chunks and its optimizer, taken as they are."""
+"""Models that a user's own Megatron script has set up: the chunks and the optimizer of the script itself."""
 
 from __future__ import annotations
 
@@ -22,74 +22,81 @@ from megatron_rl.megatron.transformer_settings import role_settings
 from megatron_rl.shapes.layout import ParallelLayout
 
 SCRIPT = "the training script's model"
+"""Subject of errors about the script's model."""
 
 
 def adopt_model(wrapped: Sequence[Any], hf_config: Any) -> ParallelModel:
-    """Return the model whose chunks, in Megatron's DDP, a training script holds.
+    """Return a `ParallelModel` of a training script's chunks, which are wrapped in Megatron's DDP.
 
     The layout is that of Megatron's process-global groups, which must span the world. From now on the chunks
-    take packed rows and return hidden states: the script's own loss is not for them any more. Raises
-    UserError for what config.json does not describe, and for settings that RL cannot train with.
-    Collective over the world.
+    take packed rows and return hidden states, which the script's own loss cannot use. Raises UserError for
+    a model that config.json does not describe, and for settings that RL cannot train with. Collective over
+    the world.
     """
-    chunks = [_bare(chunk) for chunk in wrapped]
+    chunks = [_unwrapped_chunk(chunk) for chunk in wrapped]
     config: Any = chunks[0].config
     layout = ParallelLayout(tuple(range(dist.get_world_size())), **layout_of(wrapped))
     groups = ParallelGroups(layout)
     _check_groups(groups)
     for chunk in wrapped:
         _check_gradients(chunk)
-        # Megatron's own check is for its own loop; `Optimizer.step` refuses a norm that is not finite.
-        chunk.ddp_config.check_for_nan_in_grad = chunk.ddp_config.check_for_large_grads = False
+        # Megatron's checks belong to its own loop; `Optimizer.step` refuses a norm that is not finite.
+        chunk.ddp_config.check_for_nan_in_grad = False
+        chunk.ddp_config.check_for_large_grads = False
+
     fused = has_fused_layers(chunks[0])
     spec = model_spec(hf_config, layout, config.params_dtype, role_settings(layout), fused)
     for stage, chunk in enumerate(chunks):
-        first, last = stage == 0, stage == layout.virtual_pipeline - 1
-        check_chunk(chunk, SCRIPT, groups.is_first_stage and first, groups.is_last_stage and last, spec)
+        pre_process = groups.is_first_stage and stage == 0
+        post_process = groups.is_last_stage and stage == layout.virtual_pipeline - 1
+        check_chunk(chunk, SCRIPT, pre_process, post_process, spec)
         fit_packed_rows(chunk, spec)
         finish_chunk(chunk, spec, seed=1)
+
     if layout.virtual_pipeline > 1:
-        config.deallocate_pipeline_outputs = False  # see role_settings
+        # See `role_settings`.
+        config.deallocate_pipeline_outputs = False
     spec = replace(spec, transformer_config=config)
     if wrapped[0].ddp_config.overlap_grad_reduce:
-        waits = [chunk.no_sync for chunk in wrapped]
-        config.no_sync_func = waits if len(waits) > 1 else waits[0]
+        no_sync_functions = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync_functions if len(wrapped) > 1 else no_sync_functions[0]
     return ParallelModel(chunks, list(wrapped), groups, spec, fused)
 
 
 def require_set_up(model: Any, optimizer: Any, scheduler: Any) -> None:
-    """Raise UserErrors unless these are what Megatron-LM's setup_model_and_optimizer returns."""
+    """Raise UserErrors unless these are the results of Megatron-LM's setup_model_and_optimizer."""
+    errors: list[UserError] = []
+
     chunks = model if isinstance(model, Sequence) else [model]
-    wrapped = isinstance(model, Sequence) and all(
-        isinstance(chunk, DistributedDataParallel) for chunk in chunks
-    )
-    wanted = {
-        "model": (wrapped and len(chunks) > 0, "a list of chunks, each in Megatron-Core's DDP", chunks),
-        "optimizer": (
-            isinstance(optimizer, MegatronOptimizer),
-            "what get_megatron_optimizer made",
-            [optimizer],
-        ),
-        "scheduler": (hasattr(scheduler, "step"), "an OptimizerParamScheduler", [scheduler]),
-    }
-    errors = [
-        UserError(
-            f"the training script's {name} is not one of Megatron's",
-            where=name,
-            expected=expected,
-            got=", ".join(type(value).__name__ for value in values)
-            + (" outside of a list" if values is chunks and chunks is not model else ""),
-            fix="give EmbeddedTrainer what setup_model_and_optimizer returns",
-        )
-        for name, (fits, expected, values) in wanted.items()
-        if not fits
-    ]
+    are_wrapped = all(isinstance(chunk, DistributedDataParallel) for chunk in chunks)
+    if not isinstance(model, Sequence) or not chunks or not are_wrapped:
+        got = ", ".join(type(chunk).__name__ for chunk in chunks)
+        if not isinstance(model, Sequence):
+            got += " outside of a list"
+        errors.append(_not_megatrons("model", "a list of chunks, each in Megatron-Core's DDP", got))
+    if not isinstance(optimizer, MegatronOptimizer):
+        got = type(optimizer).__name__
+        errors.append(_not_megatrons("optimizer", "what get_megatron_optimizer made", got))
+    if not hasattr(scheduler, "step"):
+        got = type(scheduler).__name__
+        errors.append(_not_megatrons("scheduler", "an OptimizerParamScheduler", got))
+
     if errors:
         raise UserErrors(errors)
 
 
+def _not_megatrons(name: str, expected: str, got: str) -> UserError:
+    return UserError(
+        f"the training script's {name} is not one of Megatron's",
+        where=name,
+        expected=expected,
+        got=got,
+        fix="give EmbeddedTrainer what setup_model_and_optimizer returns",
+    )
+
+
 def layout_of(wrapped: Sequence[Any]) -> dict[str, Any]:
-    """Return the layout of a training script's chunks, by the names of a configuration."""
+    """Return the layout of a training script's chunks, under the names of a configuration."""
     config: Any = wrapped[0].config
     return {
         "tensor": config.tensor_model_parallel_size,
@@ -102,22 +109,27 @@ def layout_of(wrapped: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _bare(chunk: Any) -> Any:
-    """Return the GPTModel inside Megatron's wrappers; what it says is not converted on the way out."""
+def _unwrapped_chunk(chunk: Any) -> Any:
+    """Return the GPTModel inside Megatron's wrappers; its outputs keep their dtype from now on."""
     while not hasattr(chunk, "decoder"):
         inner: Any = chunk.module
         if isinstance(chunk, Float16Module):
+            # Its forward would convert hidden states to float32 in the last stage.
             chunk.forward = partial(inner)
         chunk = inner
     return chunk
 
 
 def _check_groups(groups: ParallelGroups) -> None:
+    """Raise UserError if a process-global group has other ranks than the role's group."""
     for name, attribute in GROUPS.items():
-        global_group, role_group = getattr(parallel_state, name), getattr(groups, attribute)
+        global_group = getattr(parallel_state, name)
+        role_group = getattr(groups, attribute)
         if attribute == "all" or global_group is None or role_group is None:
             continue
-        ranks, expected = dist.get_process_group_ranks(global_group), dist.get_process_group_ranks(role_group)
+
+        ranks = dist.get_process_group_ranks(global_group)
+        expected = dist.get_process_group_ranks(role_group)
         if ranks != expected:
             raise UserError(
                 f"the training script's {attribute} group has other ranks",
@@ -129,7 +141,9 @@ def _check_groups(groups: ParallelGroups) -> None:
 
 
 def _check_gradients(chunk: Any) -> None:
-    factors = {buffer.gradient_scaling_factor for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)}
+    """Raise UserError if Megatron's DDP scales gradients: losses have global denominators already."""
+    buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)
+    factors = {buffer.gradient_scaling_factor for buffer in buffers}
     if factors - {1.0}:
         raise UserError(
             "the training script's gradients are averages",

@@ -48,7 +48,10 @@ def prepare_experts() -> None:
 
 
 def _gather_uneven(
-    value: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    value: Tensor,
+    group: Any,
+    output_split_sizes: Any = None,
+    use_global_buffer: bool = False,
 ) -> Any:
     """Gather parts of the given sizes along the first dimension. Collective over ``group``."""
     if output_split_sizes is None or group.size() == 1:
@@ -64,7 +67,10 @@ def _gather_uneven(
 
 
 def _reduce_scatter_uneven(
-    value: Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    value: Tensor,
+    group: Any,
+    input_split_sizes: Any = None,
+    use_global_buffer: bool = False,
 ) -> Any:
     """Sum the group's tensors and return this rank's part of the given sizes. Collective over ``group``."""
     if input_split_sizes is None or group.size() == 1:
@@ -146,7 +152,13 @@ class Routing:
     ``chunks`` are the model's; ``layers`` and ``experts`` are the numbers in the whole model.
     """
 
-    def __init__(self, chunks: Iterable[torch.nn.Module], layers: int, experts: int, topk: int) -> None:
+    def __init__(
+        self,
+        chunks: Iterable[torch.nn.Module],
+        layers: int,
+        experts: int,
+        topk: int,
+    ) -> None:
         self.layers = layers
         self.experts = experts
         self.topk = topk
@@ -180,7 +192,12 @@ class Routing:
         finally:
             self.tokens = None
 
-    def count(self, layer: int, tokens: RoutedTokens, experts: Tensor) -> None:
+    def count(
+        self,
+        layer: int,
+        tokens: RoutedTokens,
+        experts: Tensor,
+    ) -> None:
         """Count the experts' loads, and how often the router's ``experts`` [T, k] match replayed ones."""
         experts = experts[: tokens.real]
         routed = experts

@@ -11,12 +11,17 @@ from torch import Tensor
 from megatron_rl.megatron.layers import RmsNorm
 
 
-def prepare_sandwich_layers(chunk: Any, local: tuple[int, ...] | None, cap: float | None) -> None:
-    """Complete a GPTModel chunk of Megatron's plain layers (Gemma Team, arXiv 2408.00118 and 2503.19786).
+def prepare_sandwich_layers(
+    chunk: Any,
+    local: tuple[int, ...] | None,
+    cap: float | None,
+) -> None:
+    """Add Gemma's features to a GPTModel chunk of Megatron's plain layers.
 
     A norm follows each output projection, as its ``post_layernorm``; embeddings are multiplied by the root of
-    their size; attention's scores stay within ``cap``. Where there are two kinds of rotary angles the layers
-    in ``local``, counted over the model, take the first that `both_frequencies` makes of every position.
+    their size; attention scores are bounded by ``cap``. ``local`` are the layers, counted over the model,
+    with the first kind of rotary angles of `both_frequencies`; None if there is one kind. Sources: Gemma
+    Team, arXiv 2408.00118 and 2503.19786.
     """
     config = chunk.config
     if chunk.pre_process:
@@ -27,29 +32,45 @@ def prepare_sandwich_layers(chunk: Any, local: tuple[int, ...] | None, cap: floa
             projection.register_forward_hook(_norm_output)
         layer.self_attention.core_attention.cap = cap
         if local is not None:
-            hook = partial(_choose_angles, 0 if layer.layer_number - 1 in local else 1)
+            kind = 0 if layer.layer_number - 1 in local else 1
+            hook = partial(_select_angles, kind)
             layer.self_attention.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def both_frequencies(local: Tensor, whole: Tensor) -> Tensor:
-    """Return one row of inverse frequencies whose angles hold those of local and of whole attention."""
-    return torch.cat((local, whole))
+def both_frequencies(local: Tensor, full: Tensor) -> Tensor:
+    """Concatenate the inverse frequencies of local and of full attention."""
+    return torch.cat((local, full))
 
 
-def _scale(factor: float, module: Any, inputs: Any, output: Tensor) -> Tensor:
+def _scale(
+    factor: float,
+    module: Any,
+    inputs: Any,
+    output: Tensor,
+) -> Tensor:
     # The factor is rounded to the weights' precision, as the models were trained.
     return output * torch.tensor(factor, dtype=output.dtype, device=output.device)
 
 
-def _norm_output(module: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+def _norm_output(
+    module: Any,
+    inputs: Any,
+    output: tuple[Tensor, Any],
+) -> tuple[Tensor, Any]:
     return module.post_layernorm(output[0]), output[1]
 
 
-def _choose_angles(which: int, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    # The angles come twice, [local, whole, local, whole], since rotation pairs both halves of a head.
+def _select_angles(
+    kind: int,
+    module: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+) -> tuple[Any, dict[str, Any]]:
+    """Replace the rotary angles of both kinds of attention by the angles of one ``kind``, 0 or 1."""
+    # The angles come twice, [local, full, local, full], since rotation pairs both halves of a head.
     angles = kwargs["rotary_pos_emb"]
     if isinstance(angles, tuple):
         angles = angles[0]
     quarter = angles.shape[-1] // 4
-    chosen = angles[..., which * quarter : (which + 1) * quarter]
-    return args, {**kwargs, "rotary_pos_emb": torch.cat((chosen, chosen), dim=-1)}
+    selected = angles[..., kind * quarter : (kind + 1) * quarter]
+    return args, {**kwargs, "rotary_pos_emb": torch.cat((selected, selected), dim=-1)}

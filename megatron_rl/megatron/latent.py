@@ -53,53 +53,57 @@ def _in_group(linear: type, group: Any) -> type:
 
 
 def prepare_latent_attention(chunk: Any, inverse_frequencies: Tensor) -> None:
-    """Fit every layer of a GPTModel chunk to packed rows.
+    """Adapt every layer of a GPTModel chunk to packed rows.
 
-    Layers with attention of a user's own keep both. In all of them the projections to latents come
-    out whole, with gradients that tensor-parallel ranks have added up and whose norm counts them once.
+    Attention of a user's own, and its rotary angles, stay. In all layers the projections to latents return
+    complete latents, whose gradients are summed over tensor-parallel ranks and counted once in the norm.
     """
     for layer in chunk.decoder.layers:
         attention = layer.self_attention
         config = attention.config
         if isinstance(attention.core_attention, RowAttention):
-            config.apply_rope_fusion = False  # Megatron's kernel would find positions by boundaries
+            # Megatron's fused kernel would derive positions from row boundaries.
+            config.apply_rope_fusion = False
             device = next(layer.parameters()).device
             scaled = config.rope_type == "yarn"
             attention.rotary_pos_emb = _LatentRotaryEmbedding(inverse_frequencies.to(device), scaled)
         if attention.pg_collection.tp.size() == 1:
             continue
-        parts = [(attention.linear_kv_down_proj, config.kv_lora_rank, config.qk_pos_emb_head_dim)]
+
+        # Projections with the sizes of their latent and of a key that all heads share.
+        projections = [(attention.linear_kv_down_proj, config.kv_lora_rank, config.qk_pos_emb_head_dim)]
         if config.q_lora_rank is not None:
-            parts.append((attention.linear_q_down_proj, config.q_lora_rank, 0))
-        for linear, latent, shared in parts:
-            whole = partial(_whole_latent, attention.pg_collection.tp, config.sequence_parallel)
-            linear.register_forward_hook(partial(whole, latent, shared))
-            if len(linear.weight) == latent + shared:
-                # Transformer Engine calls every weight cut, and the norm would count each rank's copy.
+            projections.append((attention.linear_q_down_proj, config.q_lora_rank, 0))
+        for linear, latent_size, key_size in projections:
+            gather = partial(_gather_latent, attention.pg_collection.tp, config.sequence_parallel)
+            linear.register_forward_hook(partial(gather, latent_size, key_size))
+            if len(linear.weight) == latent_size + key_size:
+                # Transformer Engine marks every weight as sharded, and the norm would count each rank's copy.
                 setattr(linear.weight, "tensor_model_parallel", False)
 
 
-def _whole_latent(
+def _gather_latent(
     group: Any,
     sequence_parallel: bool,
-    latent: int,
-    shared: int,
+    latent_size: int,
+    key_size: int,
     module: Any,
     inputs: Any,
     output: tuple[Tensor, Any],
 ) -> tuple[Tensor, Any]:
-    """Return a projection [.., latent + shared] in the form in which Megatron does not gather it itself.
+    """Return a complete projection [.., latent + key], which Megatron then does not gather itself.
 
-    Megatron's gather, over the process-global group, would give each rank's ``shared`` columns, a key that
-    the heads of all ranks use, the gradient of its own heads alone.
+    Megatron's gather, over the process-global group, would give the key, which the heads of all ranks use,
+    the gradient of each rank's own heads alone.
     """
     projected, bias = output
-    if projected.shape[-1] != latent + shared:  # cut by columns
+    if projected.shape[-1] != latent_size + key_size:
+        # The weight is sharded by columns.
         projected = mappings.gather_from_tensor_model_parallel_region(projected, group)
         if sequence_parallel:
             return mappings.scatter_to_sequence_parallel_region(projected, group), bias
-    if shared and not sequence_parallel:
-        compressed, key = projected.split((latent, shared), dim=-1)
+    if key_size and not sequence_parallel:
+        compressed, key = projected.split((latent_size, key_size), dim=-1)
         key = mappings.copy_to_tensor_model_parallel_region(key, group)
         projected = torch.cat((compressed, key), dim=-1)
     return projected, bias

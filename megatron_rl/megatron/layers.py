@@ -9,19 +9,22 @@ import importlib
 import logging
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer import attention as megatron_attention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -54,20 +57,20 @@ def warn_of_unfused_attention() -> None:
     learned from at 11 % of the card's rate that way, and the scores of every row were held in memory.
     """
     global _unfused
-    chosen = getattr(sys.modules.get(_ATTENTION), "_attention_backends", {})
-    if _unfused or not chosen.get("use_unfused_attention"):
+    backends = getattr(sys.modules.get(_ATTENTION), "_attention_backends", {})
+    if _unfused or not backends.get("use_unfused_attention"):
         return
     _unfused = True
     warnings.warn(
         "Transformer Engine computes attention without a fused kernel, several times slower and with the "
-        f"scores of whole rows in memory. What it says of the others: {_refusals(chosen)}. Fix: install "
+        f"scores of whole rows in memory. What it says of the others: {_refusals(backends)}. Fix: install "
         "flash-attn, or a cuDNN that it takes",
         stacklevel=2,
     )
 
 
-def _refusals(chosen: Mapping[str, Any]) -> str:
-    """Return the reasons that Transformer Engine logs for its choice of kernel, by choosing once more.
+def _refusals(backends: Mapping[str, Any]) -> str:
+    """Let Transformer Engine choose its kernel again, and return the reasons that it logs for the choice.
 
     It logs them at a level that is off by default.
     """
@@ -86,7 +89,7 @@ def _refusals(chosen: Mapping[str, Any]) -> str:
         setting_before = settings._log_level
         settings._log_level = logging.DEBUG
         try:
-            choice.get_attention_backend(chosen["attention_params"])
+            choice.get_attention_backend(backends["attention_params"])
         finally:
             settings._log_level = setting_before
     except Exception as error:  # a warning ends no run
@@ -137,7 +140,12 @@ class PackedRotaryEmbedding(nn.Module):
         self._positions: Tensor | None = None
 
     def get_rotary_seq_len(
-        self, context: Any, block: Any, hidden: Any, config: Any, packed: PackedRows | None = None
+        self,
+        context: Any,
+        block: Any,
+        hidden: Any,
+        config: Any,
+        packed: PackedRows | None = None,
     ) -> int:
         """Store the positions of the packed sequence; Megatron calls this before `forward`."""
         assert packed is not None, "packed rows are the only input format"
@@ -180,15 +188,16 @@ class PackedAttention(nn.Module, RowAttention):
         self.cap: float | None = None
         """Bound of the scores: cap * tanh(score / cap) (Gemma Team 2024, arXiv 2408.00118)."""
         self.context = pg_collection.cp
+
+        # A frequency is a flag per layer, or N for full attention in every N-th layer.
         self.window = None
         frequency: Any = config.window_attn_skip_freq
         if config.window_size is not None:
-            uses = (
-                frequency[layer_number - 1]
-                if isinstance(frequency, list)
-                else layer_number % (frequency or 1e9)
-            )
-            self.window = config.window_size[0] if uses else None
+            if isinstance(frequency, list):
+                has_window = frequency[layer_number - 1]
+            else:
+                has_window = layer_number % (frequency or 1e9)
+            self.window = config.window_size[0] if has_window else None
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
@@ -209,25 +218,46 @@ class PackedAttention(nn.Module, RowAttention):
         output = self._attend(query, key, value, packed_seq_params)
         return _exchange_for_heads(self.context, output).flatten(1).unsqueeze(1)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: PackedRows) -> Tensor:
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        packed_seq_params: PackedRows,
+    ) -> Tensor:
         """Return the attention output [T, heads, size] of complete rows, bucket by bucket."""
         filled = zip(*map(packed_seq_params.fill, (query, key, value)), strict=True)
         return packed_seq_params.join([self._bucket(*bucket) for bucket in filled])
 
-    def _bucket(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _bucket(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
         """Return a bucket's output [rows * longest, heads, size] for inputs [rows, longest, heads, size]."""
         grouped = self.cap is None and _takes_grouped_keys(query)
         if not grouped:
             key, value = _ungrouped(query, key, value)
         rows = [tensor.transpose(1, 2) for tensor in (query, key, value)]
-        longest = query.shape[1]
+
+        # Without a window the kernel's own causal mask is enough.
+        length = query.shape[1]
         mask = None
-        if self.window is not None and longest > self.window + 1:
-            distance = torch.arange(longest, device=query.device)
+        if self.window is not None and length > self.window + 1:
+            distance = torch.arange(length, device=query.device)
             distance = distance[:, None] - distance[None, :]
             mask = (distance >= 0) & (distance <= self.window)
+
         if self.cap is not None:
-            out = _capped_attention(rows[0], rows[1], rows[2], mask, self.scale, self.cap)
+            out = _capped_attention(
+                rows[0],
+                rows[1],
+                rows[2],
+                mask,
+                self.scale,
+                self.cap,
+            )
             return out.transpose(1, 2).flatten(0, 1)
         out = functional.scaled_dot_product_attention(
             *rows, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
@@ -236,7 +266,12 @@ class PackedAttention(nn.Module, RowAttention):
 
 
 def _capped_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, cap: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    cap: float,
 ) -> Tensor:
     """Compute attention with scores within ``cap``, [rows, heads, longest, size]; stores all scores."""
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -255,8 +290,8 @@ def _exchange_for_rows(group: Any, heads: Tensor) -> Tensor:
     if ranks == 1:
         return heads
     tokens, count, size = heads.shape
-    parts = heads.view(tokens, ranks, count // ranks, size).transpose(0, 1).contiguous()
-    return all_to_all(group, parts).view(ranks * tokens, count // ranks, size)
+    shards = heads.view(tokens, ranks, count // ranks, size).transpose(0, 1).contiguous()
+    return all_to_all(group, shards).view(ranks * tokens, count // ranks, size)
 
 
 def _exchange_for_heads(group: Any, rows: Tensor) -> Tensor:
@@ -268,8 +303,8 @@ def _exchange_for_heads(group: Any, rows: Tensor) -> Tensor:
     if ranks == 1:
         return rows
     tokens, count, size = rows.shape
-    parts = all_to_all(group, rows.view(ranks, tokens // ranks, count, size))
-    return parts.transpose(0, 1).reshape(tokens // ranks, ranks * count, size)
+    shards = all_to_all(group, rows.view(ranks, tokens // ranks, count, size))
+    return shards.transpose(0, 1).reshape(tokens // ranks, ranks * count, size)
 
 
 def _takes_grouped_keys(query: Tensor) -> bool:
@@ -281,7 +316,11 @@ def _takes_grouped_keys(query: Tensor) -> bool:
     return device.on_host() and query.dtype in (torch.float32, torch.float64)
 
 
-def _ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _ungrouped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Repeat keys and values [.., groups, size] for each query head of their group: [.., heads, size]."""
     repeats = query.shape[-2] // key.shape[-2]
     if repeats == 1:
@@ -324,12 +363,13 @@ def transformer_engine_attention() -> type:
             if not self.divides:
                 key, value = _ungrouped(query, key, value)
             query, key, value = (_exchange_for_rows(self.context, heads) for heads in (query, key, value))
-            joined = super().forward(
+
+            output = super().forward(
                 query, key, value, attention_mask, attn_mask_type, attention_bias=attention_bias,
                 packed_seq_params=packed_seq_params.boundaries, num_splits=num_splits,
             )  # fmt: skip
-            joined = joined.view(len(query), query.shape[1], -1)
-            return _exchange_for_heads(self.context, joined).flatten(1).unsqueeze(1)
+            output = output.view(len(query), query.shape[1], -1)
+            return _exchange_for_heads(self.context, output).flatten(1).unsqueeze(1)
 
     return WholeRowAttention
 
@@ -344,6 +384,7 @@ def block_spec(
         for layer in layers:
             layer.submodules.self_attention.submodules.core_attention = transformer_engine_attention()
         return block
+
     offset = get_transformer_layer_offset(config, vp_stage, pp_rank)
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
     specs = [_local_layer(config, _is_moe(config, offset + index)) for index in range(count)]
@@ -382,6 +423,8 @@ def _local_layer(config: TransformerConfig, moe: bool) -> Any:
         multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
+
+    # Norms and attention that take packed rows in any layout.
     modules = layer.submodules
     modules.input_layernorm = RmsNorm
     modules.pre_mlp_layernorm = RmsNorm
@@ -391,5 +434,51 @@ def _local_layer(config: TransformerConfig, moe: bool) -> Any:
         if config.qk_layernorm and hasattr(attention, name):
             setattr(attention, name, RmsNorm)
     if config.multi_latent_attention and getattr(config, "q_lora_rank", None) is None:
-        attention.q_layernorm = None  # the query is not compressed
+        # The query is not compressed.
+        attention.q_layernorm = None
     return layer
+
+
+# --- Key-value heads that tensor-parallel ranks share
+
+_attention_group: Any = None
+"""Tensor-parallel group of the attention module that is projecting, None outside of one."""
+
+
+def bind_tensor_group(attention: Any) -> None:
+    """Make an attention module project queries, keys and values in its own tensor-parallel group."""
+    original = attention.get_query_key_value_tensors
+    attention.get_query_key_value_tensors = partial(_in_group, original, attention.pg_collection.tp)
+
+
+def _in_group(function: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
+    global _attention_group
+    outer_group = _attention_group
+    _attention_group = group
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _attention_group = outer_group
+
+
+def allow_shared_heads() -> None:
+    """Support fewer key-value heads than tensor-parallel ranks, by sharing heads. May be repeated.
+
+    Megatron then gathers the ranks' projections, and selects this rank's by its index in the process-global
+    group, unless its version passes the attention's own. `bind_tensor_group` provides that group instead.
+    """
+    module: Any = megatron_attention
+    module.all_gather_last_dim_from_tensor_parallel_region = _gather_projections
+    module.get_tensor_model_parallel_rank = _tensor_parallel_rank
+
+
+def _gather_projections(value: Tensor, group: Any = None) -> Tensor:
+    if group is None:
+        group = _attention_group
+    return mappings.all_gather_last_dim_from_tensor_parallel_region(value, group=group)
+
+
+def _tensor_parallel_rank() -> int:
+    if _attention_group is None:
+        return parallel_state.get_tensor_model_parallel_rank()
+    return _attention_group.rank()

@@ -55,11 +55,16 @@ class Support(NamedTuple):
     tokens: Tensor
     """[sum of sizes] token ids, position after position."""
 
-    def mask(self, part: slice, columns: int, start: int) -> Tensor:
-        """Mask the ids from ``start`` on outside the support, [positions of ``part``, columns] bool."""
+    def mask(
+        self,
+        span: slice,
+        columns: int,
+        start: int,
+    ) -> Tensor:
+        """Mask the ids from ``start`` on outside the support, [positions of ``span``, columns] bool."""
         ends = self.sizes.cumsum(0)
-        sizes = self.sizes[part]
-        last = int(ends[part][-1])
+        sizes = self.sizes[span]
+        last = int(ends[span][-1])
         tokens = self.tokens[last - int(sizes.sum()) : last] - start
         positions = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
 
@@ -115,12 +120,12 @@ def _gradients(
     hidden_gradient = torch.empty_like(hidden)
     weight_gradient = None if frozen else torch.zeros_like(weight)
     for begin in range(0, len(hidden), chunk):
-        part = slice(begin, begin + chunk)
-        logits = _logits(hidden[part], weight, temperature[part], shard, support, part)
+        span = slice(begin, begin + chunk)
+        logits = _logits(hidden[span], weight, temperature[span], shard, support, span)
         _add_gradients(
-            logits, hidden[part], targets[part], temperature[part], log_normaliser[part], entropy[part],
-            log_prob_gradient[part], entropy_gradient[part],
-            weight, shard, hidden_gradient[part], weight_gradient,
+            logits, hidden[span], targets[span], temperature[span], log_normaliser[span], entropy[span],
+            log_prob_gradient[span], entropy_gradient[span],
+            weight, shard, hidden_gradient[span], weight_gradient,
         )  # fmt: skip
         del logits  # before the next chunk's logits are made
     return hidden_gradient, weight_gradient
@@ -177,11 +182,13 @@ def chunked_statistics(
     """
     stats = []
     for begin in range(0, len(hidden), chunk):
-        part = slice(begin, begin + chunk)
+        span = slice(begin, begin + chunk)
         # Not bound to a name: the next chunk's logits must not be allocated beside these.
         stats.append(
             _statistics(
-                _logits(hidden[part], weight, temperature[part], shard, support, part), targets[part], shard
+                _logits(hidden[span], weight, temperature[span], shard, support, span),
+                targets[span],
+                shard,
             )
         )
     return torch.cat(stats, dim=1)
@@ -201,13 +208,17 @@ def _statistics(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> Tens
 
 
 def kernel_statistics(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, shard: VocabularyShard
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    shard: VocabularyShard,
 ) -> Tensor:
     """Return what `chunked_statistics` returns, from the Triton kernel. Needs an accelerator."""
     from megatron_rl.megatron.log_probs_triton import split_statistics
 
-    real = min(max(shard.size - shard.start, 0), len(weight))
-    return _merge(split_statistics(hidden, weight, targets - shard.start, temperature, real))
+    row_count = min(max(shard.size - shard.start, 0), len(weight))
+    return _merge(split_statistics(hidden, weight, targets - shard.start, temperature, row_count))
 
 
 def kernel_applies(hidden: Tensor, weight: Tensor) -> bool:
@@ -285,7 +296,16 @@ def kernel_errors(dtype: torch.dtype) -> tuple[float, dict[str, float]]:
     for name, members in classes.items():
         (reference,) = torch.autograd.grad(log_probs[members].sum(), dense_weight, retain_graph=True)
         slopes = (members.to(target_device, torch.float32), torch.zeros(150, device=target_device))
-        _, gradient = _gradients(states, rows, *labels, statistics[0], statistics[2], *slopes, shard, 64)
+        _, gradient = _gradients(
+            states,
+            rows,
+            *labels,
+            statistics[0],
+            statistics[2],
+            *slopes,
+            shard,
+            64,
+        )
         assert gradient is not None
         difference = gradient[:690].double().cpu() - reference
         gradient_errors[name] = float(difference.norm() / reference.norm())
@@ -298,19 +318,20 @@ def _logits(
     temperature: Tensor,
     shard: VocabularyShard,
     support: Support | None = None,
-    part: slice = slice(None),
+    span: slice = slice(None),
 ) -> Tensor:
-    """Return the logits of the positions ``part``, `_MASKED` at padding and outside the support."""
+    """Return the logits of the positions ``span``, `_MASKED` at padding and outside the support."""
     logits = _project(hidden, weight)
     if shard.cap is not None:
         logits = logits.div_(shard.cap).tanh_().mul_(shard.cap)
     logits = logits.div_(temperature[:, None])
 
-    real = shard.size - shard.start
-    if real < len(weight):
-        logits[:, max(real, 0) :] = _MASKED
+    # Rows of the weight behind the last token pad the vocabulary.
+    row_count = shard.size - shard.start
+    if row_count < len(weight):
+        logits[:, max(row_count, 0) :] = _MASKED
     if support is not None:
-        logits.masked_fill_(support.mask(part, len(weight), shard.start), _MASKED)
+        logits.masked_fill_(support.mask(span, len(weight), shard.start), _MASKED)
     return logits
 
 
@@ -323,7 +344,11 @@ def _project(hidden: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
 
 
-def _local_targets(targets: Tensor, rows: int, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
+def _local_targets(
+    targets: Tensor,
+    rows: int,
+    shard: VocabularyShard,
+) -> tuple[Tensor, Tensor]:
     """Return the targets' row numbers in this shard, clamped into it, and which targets it holds."""
     local = targets - shard.start
     in_shard = (local >= 0) & (local < rows)
@@ -340,7 +365,7 @@ def _gather(stats: Tensor, group: Any) -> Tensor:
 
 
 def _merge(stats: Tensor) -> Tensor:
-    """Merge the statistics of shards, [shards, 4, n], to those of the whole vocabulary, [4, n]."""
+    """Merge the statistics of shards, [shards, 4, n], into statistics of the whole vocabulary, [4, n]."""
     peak, total, weighted, target = stats.unbind(dim=1)
     top = peak.amax(dim=0)
     scale = (peak - top).exp()

@@ -48,7 +48,12 @@ class TensorSource(Protocol):
         """Return the names of all tensors."""
         ...
 
-    def read(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
+    def read(
+        self,
+        name: str,
+        start: Sequence[int],
+        size: Sequence[int],
+    ) -> Tensor:
         """Read the slice of ``size`` elements per dimension that begins at ``start``."""
         ...
 
@@ -118,13 +123,13 @@ def attach_adapters(
 
 
 @torch.no_grad()
-def share_base(model: ParallelModel, other: ParallelModel) -> None:
-    """Replace a model's frozen weights by those of another model of the same checkpoint and layout.
+def share_base(model: ParallelModel, base_model: ParallelModel) -> None:
+    """Share the frozen weights of another model of the same checkpoint and layout; free the model's own.
 
-    Both have adapters over them. Call before the model is wrapped; its own copies are freed.
+    Both have adapters over them. Call before the model is wrapped.
     """
-    for chunk, other_chunk in zip(model.chunks, other.chunks, strict=True):
-        frozen = {name: value for name, value in other_chunk.named_parameters() if not value.requires_grad}
+    for chunk, base_chunk in zip(model.chunks, base_model.chunks, strict=True):
+        frozen = {name: value for name, value in base_chunk.named_parameters() if not value.requires_grad}
         for name, parameter in chunk.named_parameters():
             base = frozen.get(name)
             if base is not None and not parameter.requires_grad and parameter.shape == base.shape:
@@ -169,7 +174,11 @@ def start_adapters(model: ParallelModel, seed: int, initial: TensorSource | None
             adapter.initial_B = adapter.B.detach().clone()
 
 
-def _new_values(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+def _new_values(
+    name: str,
+    shape: tuple[int, ...],
+    seed: int,
+) -> Tensor:
     """Return uniform values within 1 / sqrt(inputs), as ``torch.nn.Linear`` starts with."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     bound = shape[1] ** -0.5
@@ -446,7 +455,11 @@ def _checkpoint_key(model: ParallelModel, name: str) -> tuple[str, tuple[tuple[i
 
 
 @torch.no_grad()
-def load_adapters(model: ParallelModel, chunk: Any, tensors: dict[str, Tensor]) -> None:
+def load_adapters(
+    model: ParallelModel,
+    chunk: Any,
+    tensors: dict[str, Tensor],
+) -> None:
     """Copy the loaded ``tensors`` of `sharded_adapters` into a chunk."""
     chunk_index = model.chunks.index(chunk)
     head = _scalar_head(model, chunk)

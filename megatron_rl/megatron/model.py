@@ -46,7 +46,7 @@ class Chunked(Protocol):
 
 
 def live_parameters(model: Chunked) -> dict[str, Tensor]:
-    """Return this rank's weights by storage name, ``<chunk>.<parameter name>``, without those of adapters.
+    """Return this rank's weights by storage name, ``<chunk>.<parameter name>``, without adapters.
 
     Biases that balance experts are buffers in Megatron, but weights of the checkpoint.
     """
@@ -86,9 +86,14 @@ class ParallelModel:
     takes_rows: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        modules = [named for chunk in self.chunks for named in chunk.named_modules()]
-        cores = [module for name, module in modules if name.endswith(".core_attention")]
+        cores: list[Any] = []
+        for chunk in self.chunks:
+            for name, module in chunk.named_modules():
+                if name.endswith(".core_attention"):
+                    cores.append(module)
         foreign = [core for core in cores if not isinstance(core, RowAttention)]
+
+        # Context parallelism exchanges rows in `RowAttention` alone.
         self.takes_rows = not (self.uses_transformer_engine and foreign)
         if not self.takes_rows and self.groups.layout.context > 1:
             raise UserError(
@@ -302,31 +307,45 @@ class ScalarHead(torch.nn.Module):
     deviation of the checkpoint's ``initializer_range``. Much smaller initial weights train slowly.
     """
 
-    def __init__(self, hidden_size: int, deviation: float, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        deviation: float,
+        dtype: torch.dtype,
+        seed: int,
+    ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(1, hidden_size, generator=generator) * deviation
         self.weight = torch.nn.Parameter(weight.to(dtype))
 
 
-def _build_chunk(spec: ModelSpec, groups: ParallelGroups, stage: int, fused: bool) -> GPTModel:
-    layout, config = groups.layout, spec.transformer_config
+def _build_chunk(
+    spec: ModelSpec,
+    groups: ParallelGroups,
+    stage: int,
+    fused: bool,
+) -> GPTModel:
+    layout = groups.layout
+    config = spec.transformer_config
     vp_stage = stage if layout.virtual_pipeline > 1 else None
-    last = stage == layout.virtual_pipeline - 1
+    is_last_chunk = stage == layout.virtual_pipeline - 1
     layers: Any = block_spec(config, fused, vp_stage, groups.coordinates.pipeline)
     if config.multi_latent_attention:
         for layer in layers.layer_specs:
             fit_latent_spec(layer, groups.tensor)
+
     chunk: Any = GPTModel(
         config=config,
         transformer_layer_spec=layers,
         pre_process=groups.is_first_stage and stage == 0,
-        post_process=groups.is_last_stage and last,
+        post_process=groups.is_last_stage and is_last_chunk,
         parallel_output=True,
         pg_collection=groups.megatron,
         vp_stage=vp_stage,
         **spec.gpt_kwargs,
     )
+    # `prepare_latent_attention` sets that of latent attention.
     if not config.multi_latent_attention:
         chunk.rotary_pos_emb = PackedRotaryEmbedding(spec.inverse_frequencies.to(device.device()))
     return chunk

@@ -19,10 +19,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron_rl.check.model.megatron_settings import DERIVED
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, nearest
-from megatron_rl.megatron import tensor_scope
 from megatron_rl.megatron.experts import prepare_experts
 from megatron_rl.megatron.gemma import both_frequencies, prepare_sandwich_layers
 from megatron_rl.megatron.latent import allow_without_transformer_engine, prepare_latent_attention
+from megatron_rl.megatron.layers import allow_shared_heads, bind_tensor_group
 from megatron_rl.megatron.transformer_settings import transformer_settings
 from megatron_rl.shapes.family import rope_parameters, rotary_fraction
 from megatron_rl.shapes.fit import trainer_problems
@@ -39,7 +39,7 @@ def read_hf_config(path: str | Path) -> Any:
     """Return the transformers config of a checkpoint; raises UserError for what transformers refuses."""
     try:
         return AutoConfig.from_pretrained(path)
-    except Exception as error:  # transformers' validation raises whatever a value leads to
+    except Exception as error:  # transformers' validation may raise anything
         raise UserError(
             "transformers refuses the model's config.json",
             where=str(Path(path) / "config.json"),
@@ -53,25 +53,26 @@ def with_scalar_head(hf_config: Any) -> Any:
     """Return the config of the same model with a head of one number, as transformers names it."""
     config = copy.deepcopy(hf_config)
     config.architectures = [pretrained(hf_config).family.scalar_architecture]
-    config.num_labels, config.tie_word_embeddings = 1, False
+    config.num_labels = 1
+    config.tie_word_embeddings = False
     return config
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Arguments of GPTModel, apart from the layer spec and the pipeline stage.
-
-    ``stated`` names the fields of the TransformerConfig that the model, the layout and the role set.
-    ``gpt_kwargs`` are keyword arguments of GPTModel.
-    ``inverse_frequencies`` [rotary_dim / 2] float32.
-    """
+    """Arguments of GPTModel, apart from the layer spec and the pipeline stage."""
 
     transformer_config: TransformerConfig
     stated: frozenset[str]
+    """Fields of ``transformer_config`` that the model, the layout and the role set."""
     gpt_kwargs: Mapping[str, Any]
+    """Further keyword arguments of GPTModel."""
     model: PretrainedModel
+    """The model by the table of families."""
     hf_config: Any
+    """The model's transformers config."""
     inverse_frequencies: Tensor
+    """RoPE's, [rotary_dim / 2] float32; of two kinds of attention both, as `both_frequencies` returns."""
 
     @property
     def shares_heads(self) -> bool:
@@ -91,11 +92,13 @@ class ModelSpec:
             return
         if self.shares_heads:
             for layer in chunk.decoder.layers:
-                tensor_scope.bind(layer.self_attention)
+                bind_tensor_group(layer.self_attention)
         if shape.sandwich_norms:
-            two = "full_attention" in self.hf_config.rope_parameters
+            local_layers = None
+            if "full_attention" in self.hf_config.rope_parameters:
+                local_layers = shape.sliding_layers
             cap = self.model.config.get("attn_logit_softcapping")
-            prepare_sandwich_layers(chunk, shape.sliding_layers if two else None, cap)
+            prepare_sandwich_layers(chunk, local_layers, cap)
         rotary = getattr(chunk, "rotary_pos_emb", None)
         if rotary is not None:
             rotary.inv_freq = self.inverse_frequencies.to(rotary.inv_freq.device)
@@ -110,37 +113,43 @@ def model_spec(
 ) -> ModelSpec:
     """Translate a transformers config for a layout.
 
-    ``overrides`` are TransformerConfig fields that win over the derived ones; ``fused`` says that the layers
-    are Transformer Engine's, where the family allows it. Raises UserError for an
-    unsupported architecture or setting, and where the layout does not divide the model.
+    ``overrides`` are TransformerConfig fields that replace the derived ones. With ``fused`` the layers are
+    Transformer Engine's if the family allows it. Raises UserError for an unsupported architecture or setting,
+    and for a layout that does not divide the model.
     """
     model = pretrained(hf_config)
     shape = model.shape
     for error in trainer_problems(shape, layout, overrides):
         raise error
+
+    # Adjust Megatron's modules to the features of this model.
     if shape.experts:
         prepare_experts()
     if shape.mla:
         allow_without_transformer_engine()
     elif shape.kv_heads < layout.tensor:
-        tensor_scope.allow_shared_heads()
+        allow_shared_heads()
+
     settings = transformer_settings(model, layout, dtype, fused and not shape.plain_layers)
     settings.update(_checked_overrides(overrides or {}))
+    config_class = MLATransformerConfig if shape.mla else TransformerConfig
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron warns about defaults that are set on purpose here
+        # Megatron warns about defaults that are set on purpose here.
+        warnings.simplefilter("ignore")
         try:
-            kind = MLATransformerConfig if shape.mla else TransformerConfig
-            transformer_config = kind(**settings)
+            transformer_config = config_class(**settings)
         except (ValueError, AssertionError) as error:
             raise UserError(
                 "Megatron refuses the model's settings with this layout.",
                 where="layout and megatron overrides",
                 got=str(error),
             ) from error
+
     frequencies, magnitude = rotation(hf_config)
     if magnitude != 1.0:
         # Megatron's attention multiplies cos and sin by 0.1 ln(s) + 1 of this attribute, which is no field.
         setattr(transformer_config, "yarn_rotary_scaling_factor", math.exp(10.0 * (magnitude - 1.0)))
+
     gpt_kwargs = {
         "vocab_size": shape.padded_vocab(layout.tensor),
         "max_sequence_length": shape.max_positions,
@@ -153,40 +162,46 @@ def model_spec(
 
 
 def rotation(hf_config: Any) -> tuple[Tensor, float]:
-    """Return RoPE's inverse frequencies [head_dim / 2] float32, and what it multiplies cos and sin by.
+    """Return RoPE's inverse frequencies, [head_dim / 2] float32, and the factor of cos and sin.
 
-    Where local attention has its own frequencies they come first, [head_dim]. Raises UserError where one kind
-    of attention multiplies and the other does not.
+    If local attention has its own frequencies both kinds are returned, local ones first, [head_dim]. Raises
+    UserError if the two kinds have different factors.
     """
     model = pretrained(hf_config)
     if "full_attention" not in hf_config.rope_parameters:
         return _frequencies(hf_config, model, None)
-    (local, first), (whole, second) = (
-        _frequencies(hf_config, model, kind) for kind in ("sliding_attention", "full_attention")
-    )
-    if first == second:
-        return both_frequencies(local, whole), first
+
+    local, local_factor = _frequencies(hf_config, model, "sliding_attention")
+    full, full_factor = _frequencies(hf_config, model, "full_attention")
+    if local_factor == full_factor:
+        return both_frequencies(local, full), local_factor
     raise UserError(
         "The two kinds of attention rescale cos and sin of their rotary angles by different factors.",
         where="config.json: rope_parameters",
         expected="one attention factor",
-        got=f"{first:g} in local attention, {second:g} in the other",
+        got=f"{local_factor:g} in local attention, {full_factor:g} in the other",
     )
 
 
-def _frequencies(hf_config: Any, model: PretrainedModel, layer_type: str | None) -> tuple[Tensor, float]:
+def _frequencies(
+    hf_config: Any,
+    model: PretrainedModel,
+    layer_type: str | None,
+) -> tuple[Tensor, float]:
     parameters = rope_parameters(model.config, layer_type or "full_attention")
     kind = parameters.get("rope_type", "default")
     if kind == "default":
         size = model.shape.qk_rope or int(model.shape.head_dim * rotary_fraction(model.config))
         exponents = torch.arange(0, size, 2, dtype=torch.float) / size
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+
+    # transformers computes the scaled kinds.
     layer = {} if layer_type is None else {"layer_type": layer_type}
     return ROPE_INIT_FUNCTIONS[kind](hf_config, device.host(), **layer)
 
 
 def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    known = {field.name for field in fields(MLATransformerConfig)}
+    available = {field.name for field in fields(MLATransformerConfig)}
     for name in overrides:
         if name in DERIVED:
             raise UserError(
@@ -194,11 +209,11 @@ def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
                 where=f"megatron.{name}",
                 fix="remove it, or set it in the role's layout",
             )
-        if name not in known:
-            close = nearest(name, known)
+        if name not in available:
+            suggestion = nearest(name, available)
             raise UserError(
                 f"Megatron's TransformerConfig has no field {name!r}.",
                 where=f"megatron.{name}",
-                fix=f"did you mean {close!r}?" if close else None,
+                fix=f"did you mean {suggestion!r}?" if suggestion else None,
             )
     return dict(overrides)

@@ -1,4 +1,7 @@
-"""Optimization of a model: Megatron's DDP buffers, distributed optimizer, learning rate and clipping."""
+"""Optimization of a model: Megatron's DDP buffers, distributed optimizer, learning rate and clipping.
+
+`HostOptimizer` is Adam in host memory: float32 weights and moments, updated by the host.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.distributed import device
-from megatron_rl.megatron.host_optimizer import on_the_host
 from megatron_rl.megatron.model import ParallelModel, is_expert_parameter
 from megatron_rl.megatron.transformer_settings import optimizer_settings
 from megatron_rl.metrics import Metrics
 
 
-def wrap(model: ParallelModel, distributed: bool, ddp: Mapping[str, Any] | None = None) -> None:
+def wrap(
+    model: ParallelModel,
+    distributed: bool,
+    ddp: Mapping[str, Any] | None = None,
+) -> None:
     """Put the model's chunks into Megatron's DDP, in place: gradients accumulate in float32 buffers.
 
     With ``distributed`` the parameters move into buffers of the distributed optimizer, so views of
@@ -32,6 +41,7 @@ def wrap(model: ParallelModel, distributed: bool, ddp: Mapping[str, Any] | None 
     values = {"grad_reduce_in_fp32": True, "overlap_grad_reduce": not device.on_host(), **(ddp or {})}
     values.setdefault("overlap_param_gather", distributed and values["overlap_grad_reduce"])
     settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed, **values)
+
     for chunk in model.chunks:
         for name, parameter in chunk.named_parameters():
             if is_expert_parameter(name):
@@ -39,6 +49,7 @@ def wrap(model: ParallelModel, distributed: bool, ddp: Mapping[str, Any] | None 
                 # are reduced as dense weights: over data-parallel ranks, but not over the tensor-parallel
                 # ranks that, with expert_tensor 1, each route a part of the tokens to whole experts.
                 setattr(parameter, "allreduce", False)
+
     with model.scope():
         model.wrapped = [
             DistributedDataParallel(
@@ -50,6 +61,7 @@ def wrap(model: ParallelModel, distributed: bool, ddp: Mapping[str, Any] | None 
             )
             for index, chunk in enumerate(model.chunks)
         ]
+
     if settings.overlap_grad_reduce:
         # Schedules accumulate inside no_sync, so that gradients are reduced once, with the last micro-batch.
         no_sync: list[Any] = [wrapped.no_sync for wrapped in model.wrapped]
@@ -63,7 +75,12 @@ class Optimizer:
     Collective over the model's ranks.
     """
 
-    def __init__(self, model: ParallelModel, config: OptimizerConfig, steps: int) -> None:
+    def __init__(
+        self,
+        model: ParallelModel,
+        config: OptimizerConfig,
+        steps: int,
+    ) -> None:
         self.model = model
         self.config = config
         floor = config.minimum_learning_rate or 0.0
@@ -85,7 +102,7 @@ class Optimizer:
             **optimizer_settings(config),
         )
         assert config.distributed or not config.offload, "checked before"
-        with model.scope(), _gathering_over(model.groups.all), on_the_host(settings):
+        with model.scope(), _gathering_over(model.groups.all), _on_the_host(settings):
             self.megatron: Any = get_megatron_optimizer(
                 settings, _chunks(model), use_gloo_process_groups=False,
                 pg_collection=model.groups.megatron,
@@ -115,7 +132,13 @@ class Optimizer:
         )
 
     @classmethod
-    def adopted(cls, model: ParallelModel, megatron: Any, scheduler: Any, increment: int) -> Optimizer:
+    def adopted(
+        cls,
+        model: ParallelModel,
+        megatron: Any,
+        scheduler: Any,
+        increment: int,
+    ) -> Optimizer:
         """Wrap the optimizer of a training script, whose schedule advances by ``increment`` per step."""
         optimizer = cls.__new__(cls)
         optimizer.model = model
@@ -185,7 +208,11 @@ def _gathering_over(group: Any) -> Iterator[None]:
     gather = dist.all_gather_object
     size = dist.get_world_size
 
-    def role_gather(gathered: list[Any], value: Any, group: Any = group) -> None:
+    def role_gather(
+        gathered: list[Any],
+        value: Any,
+        group: Any = group,
+    ) -> None:
         gather(gathered, value, group=group)
 
     def role_size(group: Any = group) -> int:
@@ -207,3 +234,99 @@ def _no_initial_state(*_: Any) -> None:
 def _chunks(model: ParallelModel) -> Any:
     """Return the wrapped chunks, whose Megatron types the model does not declare."""
     return model.wrapped
+
+
+# --- The optimizer in host memory
+
+
+class HostOptimizer(HybridDeviceOptimizer):
+    """HybridDeviceOptimizer with a float32 host copy of every parameter, of any dtype and on any device.
+
+    Megatron's class copies only parameters on an accelerator, and updates float32 weights in place: it then
+    neither restores them from a checkpoint nor reloads them after something else wrote the weights.
+    """
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        for group in self.param_groups:
+            # Groups are saved, and a checkpoint must be readable without the packages of these classes.
+            group.pop("cpu_optimizer_cls", None)
+            group.pop("gpu_optimizer_cls", None)
+
+    def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> Any:
+        """Return the groups of host and device, and Megatron's maps between parameters and copies."""
+        if device.simulated():
+            # A simulation does not count the host's memory.
+            return [], [], {}, {}, {}
+
+        copies = {
+            parameter: torch.empty(
+                parameter.shape, dtype=torch.float32, device=device.host(), pin_memory=self.pin_cpu_params
+            ).copy_(parameter.detach())
+            for group in self.param_groups
+            for parameter in group["params"]
+        }
+        groups = [
+            {**group, "params": [copies[parameter] for parameter in group["params"]]}
+            for group in self.param_groups
+            if group["params"]
+        ]
+        parameters_by_copy = {copy: parameter for parameter, copy in copies.items()}
+        return groups, [], copies, parameters_by_copy, dict(copies)
+
+    def settle(self) -> None:
+        """Copy the state that a checkpoint has just restored to the optimizers of host and device."""
+        self._sync_hdo_state_to_sub_optimizers()
+        self._sync_sub_optimizers_state_to_hdo()
+
+
+def set_states(
+    sub_optimizer: Any,
+    parameter: Any,
+    states: Mapping[str, Tensor],
+) -> None:
+    """Set some states of a parameter's shard in one of Megatron's distributed optimizers."""
+    current = sub_optimizer._get_main_param_and_optimizer_states(parameter)
+    if isinstance(sub_optimizer.optimizer, HostOptimizer):
+        # Copied: Megatron would keep the tensors, which may be slices of larger ones.
+        for name, value in states.items():
+            current[name].copy_(value)
+    else:
+        device_states = {name: value.to(current[name].device) for name, value in states.items()}
+        # The class's method, because a restore replaces the instance's.
+        type(sub_optimizer)._set_main_param_and_optimizer_states(
+            sub_optimizer, parameter, {**current, **device_states}
+        )
+
+
+class _UnshardedParameters(HostOptimizer):
+    """Placeholder until the distributed optimizer shards the parameters: copies none of them."""
+
+    def _get_sub_optimizer_param_groups(self, offload_fraction: float) -> Any:
+        return [], [], {}, {}, {}
+
+
+@contextmanager
+def _on_the_host(settings: MegatronOptimizerConfig) -> Iterator[None]:
+    """Make Megatron build `HostOptimizer` inside the block, if ``settings`` offload the optimizer.
+
+    Without autograd: shards of float32 weights are views, and PyTorch's optimizers accept leaves alone.
+    """
+    if not settings.optimizer_cpu_offload:
+        yield
+        return
+    # What Megatron derives for its precision-aware optimizer, which has no master weights on the device. Its
+    # own derivation asks for the version of Transformer Engine, whose optimizer is not used here.
+    settings.use_precision_aware_optimizer = True
+    settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    settings.store_param_remainders = False
+
+    modules = (megatron_optimizer, _UnshardedParameters), (distrib_optimizer, HostOptimizer)
+    for module, optimizer_class in modules:
+        setattr(module, "HybridDeviceOptimizer", optimizer_class)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, _ in modules:
+            setattr(module, "HybridDeviceOptimizer", HybridDeviceOptimizer)

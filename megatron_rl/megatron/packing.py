@@ -22,16 +22,16 @@ STEPS = 20_000
 """Largest number of placements that a search tries, a few hundredths of a second."""
 
 
-def balance(work: Sequence[float], parts: int) -> list[list[int]]:
-    """Distribute items over ``parts`` with close sums of work, the largest item first to the least loaded.
+def balance(work: Sequence[float], bins: int) -> list[list[int]]:
+    """Distribute items over ``bins`` with close sums of work, the largest item first to the least loaded.
 
-    Equal inputs give equal outputs; items keep their order inside a part. Longest-processing-time rule
+    Equal inputs give equal outputs; items keep their order inside a bin. Longest-processing-time rule
     (Graham 1969): the largest sum is at most 4/3 of the best possible.
     """
-    loads = [(0.0, index) for index in range(parts)]
+    loads = [(0.0, index) for index in range(bins)]
     heapq.heapify(loads)
 
-    assignment: list[list[int]] = [[] for _ in range(parts)]
+    assignment: list[list[int]] = [[] for _ in range(bins)]
     for item in sorted(range(len(work)), key=lambda item: (-work[item], item)):
         load, index = heapq.heappop(loads)
         assignment[index].append(item)
@@ -61,9 +61,9 @@ def partition(
     micro-batch of its own. Where the ranks' shares need more micro-batches than all rows packed together,
     the packed micro-batches are distributed instead. Micro-batches may be empty where rows are few.
     """
-    # No rank can do with fewer than packing all rows together takes.
-    needed = -(-len(bin_packing(lengths, tokens_per_microbatch)) // data_parallel)
-    count = -(-max(1, needed) // multiple) * multiple
+    # A lower bound for every rank: the micro-batches of all rows packed together.
+    least_count = -(-len(bin_packing(lengths, tokens_per_microbatch)) // data_parallel)
+    count = -(-max(1, least_count) // multiple) * multiple
 
     shares = balance(row_work(lengths, tokens_per_quadratic), data_parallel)
     microbatches = []
@@ -76,7 +76,11 @@ def partition(
 
 
 def _deal_bins(
-    lengths: Sequence[int], ranks: int, budget: int, count: int, tokens_per_quadratic: float
+    lengths: Sequence[int],
+    ranks: int,
+    budget: int,
+    count: int,
+    tokens_per_quadratic: float,
 ) -> list[list[list[int]]]:
     """Pack all rows into ``ranks * count`` micro-batches and balance these by work, ``count`` to a rank."""
     bins = _fit(lengths, budget, ranks * count)
@@ -96,7 +100,11 @@ def _deal_bins(
     return shares
 
 
-def _fit(lengths: Sequence[int], budget: int, count: int) -> list[list[int]] | None:
+def _fit(
+    lengths: Sequence[int],
+    budget: int,
+    count: int,
+) -> list[list[int]] | None:
     """Put rows into ``count`` bins within the budget: balanced if that fits, otherwise packed; else None."""
     balanced = balance([float(length) for length in lengths], count)
     if all(len(items) <= 1 or sum(lengths[item] for item in items) <= budget for items in balanced):
@@ -160,7 +168,11 @@ def fewest_bins(lengths: Sequence[int], budget: int) -> int:
     return bound
 
 
-def _search(items: list[tuple[int, int]], budget: int, count: int) -> list[list[int]] | None:
+def _search(
+    items: list[tuple[int, int]],
+    budget: int,
+    count: int,
+) -> list[list[int]] | None:
     """Search a packing of (item, size) pairs, the largest first, into ``count`` bins; None without one."""
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [budget] * count
@@ -232,7 +244,11 @@ class _Fill(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, packed: PackedRows) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        tokens: Tensor,
+        packed: PackedRows,
+    ) -> tuple[Tensor, ...]:
         ctx.restore = packed.restore
         return tuple(
             tokens.index_select(0, index.flatten()).view(*index.shape, *tokens.shape[1:])
@@ -267,7 +283,10 @@ def _concatenate(buckets: Sequence[Tensor]) -> Tensor:
 
 
 def pack_rows(
-    lengths: Sequence[int], target: torch.device, context_rank: int = 0, context: int = 1
+    lengths: Sequence[int],
+    target: torch.device,
+    context_rank: int = 0,
+    context: int = 1,
 ) -> PackedRows:
     """Return the boundaries of consecutive rows in the form of `PackedAttention`.
 
@@ -314,7 +333,10 @@ def _bucket_size(length: int) -> int:
 
 
 def pack_whole_rows(
-    lengths: Sequence[int], target: torch.device, context_rank: int = 0, context: int = 1
+    lengths: Sequence[int],
+    target: torch.device,
+    context_rank: int = 0,
+    context: int = 1,
 ) -> PackedRows:
     """Return the boundaries of consecutive rows in the form of Transformer Engine's attention, unpadded."""
     return PackedRows(

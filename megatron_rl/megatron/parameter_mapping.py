@@ -1,7 +1,7 @@
-"""Fill Megatron's parameters from Hugging Face tensors, as the table of families says they correspond.
+"""The mapping between Hugging Face tensors and Megatron's parameters, from the table of model families.
 
-`import_parameters` fills parameters with views and ``copy_`` only. Run on meta tensors under the copy
-recorder it becomes a map of boxes, which serves import, export and resharding alike.
+`import_parameters` fills parameters with views and ``copy_`` alone. Running it on meta tensors under the copy
+recorder gives the boxes of every copy. Import, export and resharding all use these boxes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from megatron_rl.weights.trace import CopyRecorder, merge_boxes
 
 @dataclass(frozen=True)
 class Shard:
-    """Say which of the equal parts of every parameter a rank holds."""
+    """A rank's share of every parameter: its rank and the number of ranks that shard, by kind of parallelism.
+
+    Example: ``Shard(tensor=1, tensor_size=2)`` is the second half of each tensor-parallel parameter.
+    """
 
     tensor: int = 0
     tensor_size: int = 1
@@ -37,26 +40,32 @@ class Shard:
 
 @dataclass(frozen=True)
 class _Cut:
-    """One part of a parameter, ``index`` of ``count``, and the attention shape that orders its rows."""
+    """A rank's share of one parameter, and the attention heads that order its rows."""
 
     index: int
+    """Rank among those that shard the parameter."""
     count: int
+    """Number of ranks that shard it."""
     groups: int
+    """Groups of attention heads with one key and one value."""
     heads_per_group: int
+    """Query heads of a group."""
     head_dim: int
 
 
-Place = Callable[[Tensor, Sequence[Tensor], _Cut], None]
+CopyRule = Callable[[Tensor, Sequence[Tensor], _Cut], None]
+"""Fill a parameter from the Hugging Face tensors in it: target, sources, cut."""
 
 
-def _whole(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None:
+def _copy_complete(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None:
     (source,) = sources
     target.copy_(source)
 
 
 def _rows(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None:
     (source,) = sources
-    if target.shape == source.shape:  # duplicated instead of cut, as Transformer Engine does for MLA
+    if target.shape == source.shape:
+        # Replicated instead of cut, as Transformer Engine does for latent attention.
         target.copy_(source)
         return
     rows = source.shape[0] // cut.count
@@ -77,24 +86,28 @@ def _gate_up(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None:
 def _query_key_value(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None:
     """Interleave by group: the queries of a group, its key, its value, then the next group."""
     rows = target.shape[0]
-    begin, position = cut.index * rows, 0
-    parts = (cut.heads_per_group * cut.head_dim, cut.head_dim, cut.head_dim)
+    target_begin = cut.index * rows
+    group_sizes = (cut.heads_per_group * cut.head_dim, cut.head_dim, cut.head_dim)
+
+    # Walk over the rows of the complete parameter, and copy those between target_begin and the target's end.
+    position = 0
     for group in range(cut.groups):
-        for source, size in zip(sources, parts, strict=True):
-            low, high = max(position, begin), min(position + size, begin + rows)
+        for source, size in zip(sources, group_sizes, strict=True):
+            low = max(position, target_begin)
+            high = min(position + size, target_begin + rows)
             if low < high:
-                piece = source.narrow(0, group * size + low - position, high - low)
-                target.narrow(0, low - begin, high - low).copy_(piece)
+                source_rows = source.narrow(0, group * size + low - position, high - low)
+                target.narrow(0, low - target_begin, high - low).copy_(source_rows)
             position += size
 
 
 def _stacked(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None:
-    for part, source in zip(target.chunk(len(sources)), sources, strict=True):
-        part.copy_(source)
+    for target_slice, source in zip(target.chunk(len(sources)), sources, strict=True):
+        target_slice.copy_(source)
 
 
 def _vocabulary(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None:
-    """Fill the rows that exist; the rest pads the vocabulary to equal parts."""
+    """Fill the rows of tokens; further rows pad the vocabulary to equal shards."""
     (source,) = sources
     begin = cut.index * target.shape[0]
     rows = min(source.shape[0] - begin, target.shape[0])
@@ -102,8 +115,8 @@ def _vocabulary(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None:
         target.narrow(0, 0, rows).copy_(source.narrow(0, begin, rows))
 
 
-_PLACES: Mapping[str, Place] = {
-    "whole": _whole,
+_COPY_RULES: Mapping[str, CopyRule] = {
+    "whole": _copy_complete,
     "rows": _rows,
     "latent": _rows,
     "columns": _columns,
@@ -112,6 +125,7 @@ _PLACES: Mapping[str, Place] = {
     "vocabulary": _vocabulary,
     "stacked": _stacked,
 }
+"""Rules by `Weight.cut`."""
 EXPERT = re.compile(r"(local_experts\.|experts\.linear_fc[12]\.(?:weight|bias|adapter\.))(\d+)")
 """One module per expert, or one grouped module with one weight, and one adapter, per expert."""
 
@@ -124,46 +138,54 @@ def import_parameters(
 ) -> None:
     """Fill Megatron parameters from Hugging Face tensors with views and ``copy_`` alone.
 
-    ``parameters`` are named ``decoder.layers.N.…`` with N counted over the whole model. ``sources`` holds
-    whole tensors (or meta stand-ins) by checkpoint name. Rows that pad the vocabulary are left alone.
-    Raises UserError for a parameter without a rule.
+    ``parameters`` are named ``decoder.layers.N.…`` with N counted over the whole model. ``sources`` are
+    complete tensors, or meta tensors in their place, by checkpoint name. Rows that pad the vocabulary stay
+    unchanged. Raises UserError for a parameter without a rule.
     """
     shape = model.shape
     heads = (shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
-    dense = _Cut(shard.tensor, shard.tensor_size, *heads)
-    sparse = _Cut(shard.expert_tensor, shard.expert_tensor_size, *heads)
-    # Tied to the embedding, an output layer is a parameter where the embedding is on another stage.
+    dense_cut = _Cut(shard.tensor, shard.tensor_size, *heads)
+    expert_cut = _Cut(shard.expert_tensor, shard.expert_tensor_size, *heads)
+    experts_per_rank = shape.experts // shard.expert_size
+
+    # An output layer that is tied to the embedding is a parameter if the embedding is on another stage.
     outer = by_name([weight for first in (True, False) for weight in outer_weights(shape, first, True)])
-    weights: dict[int, dict[str, Weight]] = {}
+    layer_weights: dict[int, dict[str, Weight]] = {}
     for name, target in parameters.items():
         match = re.match(r"decoder\.layers\.(\d+)\.", name)
         if match is None:
             if name not in outer:
-                raise _unknown(name, outer)
+                raise _without_rule(name, outer)
             tensors = [sources[source.name] for source in outer[name].sources]
-            _PLACES[outer[name].cut](target, tensors, dense)
+            _COPY_RULES[outer[name].cut](target, tensors, dense_cut)
             continue
+
         layer = int(match.group(1))
-        if layer not in weights:
-            weights[layer] = by_name(model.weights(layer))
-        below = name[match.end() :]
-        weight = weights[layer].get(EXPERT.sub(r"\1{expert}", below))
+        if layer not in layer_weights:
+            layer_weights[layer] = by_name(model.weights(layer))
+        name_in_layer = name[match.end() :]
+        weight = layer_weights[layer].get(EXPERT.sub(r"\1{expert}", name_in_layer))
         if weight is None:
-            raise _unknown(name, weights[layer])
-        expert = EXPERT.search(below)
-        number = shard.expert * (shape.experts // shard.expert_size) + int(expert.group(2)) if expert else 0
+            raise _without_rule(name, layer_weights[layer])
+
+        # Experts are counted on the rank in parameters, over the whole model in the checkpoint.
+        expert = 0
+        expert_match = EXPERT.search(name_in_layer)
+        if expert_match is not None:
+            expert = shard.expert * experts_per_rank + int(expert_match.group(2))
         prefix = LAYER.format(layer=layer)
         tensors = [
-            _part(sources[prefix + source.name.format(expert=number)], source) for source in weight.sources
+            _source_rows(sources[prefix + source.name.format(expert=expert)], source)
+            for source in weight.sources
         ]
-        _PLACES[weight.cut](target, tensors, sparse if weight.expert else dense)
+        _COPY_RULES[weight.cut](target, tensors, expert_cut if weight.expert else dense_cut)
 
 
-def _unknown(parameter: str, known: Iterable[str]) -> UserError:
+def _without_rule(parameter: str, available: Iterable[str]) -> UserError:
     return UserError(
         f"nothing says which of the checkpoint's tensors the parameter {parameter} holds",
         where="model.weights",
-        expected=f"a parameter called as Megatron's own: {', '.join(known)}",
+        expected=f"a parameter called as Megatron's own: {', '.join(available)}",
         got=parameter,
         fix='write NAMES = {"your name": "Megatron\'s name"} into a file, without decoder.layers.N. in both, '
         "and set model.weights=that_file.py:NAMES",
@@ -178,38 +200,47 @@ def trace_import(
     storages: Mapping[str, str] | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> list[TensorBox]:
-    """Return the boxes of meta parameters named over the whole model; ``storages`` renames them there.
+    """Return the boxes of Hugging Face tensors in meta parameters, which are named over the whole model.
 
-    ``shapes`` are those of the checkpoint, where they are known already. Raises CoverageError unless every
-    element but the padding of the vocabulary is filled exactly once.
+    Boxes name the parameters as ``storages`` does, if given. ``shapes`` are the checkpoint's tensor shapes,
+    if the caller has them. Raises CoverageError unless every element except for the padding of the vocabulary
+    is filled exactly once.
     """
-    renamed = {(storages or {}).get(name, name): tensor for name, tensor in parameters.items()}
-    recorder = CopyRecorder({}, renamed, rank)
+    storages = storages or {}
+    tensors_by_storage = {storages.get(name, name): tensor for name, tensor in parameters.items()}
+    recorder = CopyRecorder({}, tensors_by_storage, rank)
     with torch.no_grad(), recorder:
-        sources = _StandIns(shapes or model.tensor_shapes(), recorder)
+        sources = _MetaTensors(shapes or model.tensor_shapes(), recorder)
         import_parameters(parameters, sources, model, shard)
     boxes = merge_boxes(recorder.boxes)
-    padding: dict[str, int] = {}
+
+    # Elements that must be filled in the parameters with padding.
+    filled_elements: dict[str, int] = {}
     for name in vocabulary_names(model.shape) & parameters.keys():
         rows, width = parameters[name].shape
-        real = min(max(model.shape.vocab - shard.tensor * rows, 0), rows)
-        padding[(storages or {}).get(name, name)] = real * width
-    check_coverage(boxes, renamed, padding)
+        token_rows = min(max(model.shape.vocab - shard.tensor * rows, 0), rows)
+        filled_elements[storages.get(name, name)] = token_rows * width
+    check_coverage(boxes, tensors_by_storage, filled_elements)
     return boxes
 
 
-class _StandIns(Mapping[str, Tensor]):
-    """Meta tensors for a checkpoint's, made when they are asked for: a large model has very many."""
+class _MetaTensors(Mapping[str, Tensor]):
+    """Meta tensors of a checkpoint, created on first use: a large model has very many."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], recorder: CopyRecorder) -> None:
-        self._shapes, self._recorder = shapes, recorder
-        self._made: dict[str, Tensor] = {}
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        recorder: CopyRecorder,
+    ) -> None:
+        self._shapes = shapes
+        self._recorder = recorder
+        self._tensors: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._made:
-            self._made[name] = torch.empty(self._shapes[name], device="meta")
-            self._recorder.add_source(name, self._made[name])
-        return self._made[name]
+        if name not in self._tensors:
+            self._tensors[name] = torch.empty(self._shapes[name], device="meta")
+            self._recorder.add_source(name, self._tensors[name])
+        return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
@@ -219,13 +250,13 @@ class _StandIns(Mapping[str, Tensor]):
 
 
 def vocabulary_names(shape: ModelShape) -> set[str]:
-    """Return Megatron's names of the parameters whose rows are the vocabulary's, on whatever stage."""
+    """Return Megatron's names of the parameters with a row per token of the vocabulary, on any stage."""
     weights = (weight for first in (True, False) for weight in outer_weights(shape, first, True))
     return {weight.name for weight in weights if weight.cut == "vocabulary"}
 
 
-def _part(tensor: Tensor, source: Source) -> Tensor:
-    """Return the rows of a checkpoint tensor that are a source's."""
+def _source_rows(tensor: Tensor, source: Source) -> Tensor:
+    """Return the rows of a checkpoint tensor that belong to a source."""
     rows = source.shape[0]
     return tensor if len(tensor) == rows else tensor.narrow(0, source.first, rows)
 
@@ -237,23 +268,26 @@ def by_name(weights: Sequence[Weight]) -> dict[str, Weight]:
 
 
 def shard_of(model: Chunked) -> Shard:
-    """Read from a model's process groups which part of every parameter this rank holds."""
+    """Return this rank's share of every parameter, from the model's process groups."""
     groups = model.chunks[0].pg_collection
 
-    def place(name: str) -> tuple[int, int]:
+    def rank_and_size(name: str) -> tuple[int, int]:
         group = getattr(groups, name, None)
         return (group.rank(), group.size()) if group is not None else (0, 1)
 
-    return Shard(*place("tp"), *place("ep"), *place("expt_tp"))
+    return Shard(*rank_and_size("tp"), *rank_and_size("ep"), *rank_and_size("expt_tp"))
 
 
 def global_name(model: Chunked, storage: str) -> str:
-    """Count layers over the whole model, not inside their chunk, and name parameters as Megatron does."""
+    """Return Megatron's name of a parameter, with layers counted over the whole model.
+
+    ``storage`` is ``<chunk>.<parameter name>``, with layers counted in the chunk and the provider's names.
+    """
     index, name = storage.split(".", 1)
     names: Mapping[str, str] = getattr(model, "names", {})
     match = re.match(r"decoder\.layers\.(\d+)\.", name)
     if match is None:
         return names.get(name, name)
     layer = model.chunks[int(index)].decoder.layers[int(match.group(1))].layer_number - 1
-    below = name[match.end() :]
-    return f"decoder.layers.{layer}.{names.get(below, below)}"
+    name_in_layer = name[match.end() :]
+    return f"decoder.layers.{layer}.{names.get(name_in_layer, name_in_layer)}"

@@ -1,4 +1,4 @@
-"""Models that the user's own code builds: called in a role's groups, then fitted to packed rows."""
+"""Models that the user's own code builds, in a role's groups, and that are then adapted to packed rows."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ GROUPS = {
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "expert_data",
     "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "all",
 }
-"""Megatron's process-global groups -> those of a role."""
-# Newer versions have some of them once more, with the ranks that hold a weight in parts: none here.
+"""Megatron's process-global groups -> the role's groups, by attribute of `ParallelGroups`."""
+# Newer versions have variants of some groups, for weights that are stored in parts, which are not used here.
 GROUPS |= {
-    f"{name}{further}": group
+    f"{name}{suffix}": group
     for name, group in GROUPS.items()
-    for further in ("_WITH_GTP_REMAT", "_WITH_EGTP")
-    if hasattr(parallel_state, f"{name}{further}")
+    for suffix in ("_WITH_GTP_REMAT", "_WITH_EGTP")
+    if hasattr(parallel_state, f"{name}{suffix}")
 }
 _RANKS = {
     "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "tensor",
@@ -67,6 +67,7 @@ _RANKS = {
     "_CONTEXT_PARALLEL_GLOBAL_RANKS": "context",
     "_EXPERT_MODEL_PARALLEL_RANKS": "expert",
 }
+"""Megatron's process-global lists of ranks -> the role's groups."""
 _COMPARED = frozenset(ABSENT) | {
     "layernorm_zero_centered_gamma", "softmax_scale", "apply_query_key_layer_scaling",
     "yarn_rotary_scaling_factor",
@@ -74,8 +75,8 @@ _COMPARED = frozenset(ABSENT) | {
     "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor", "moe_router_num_groups",
     "moe_router_group_topk", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_expert_capacity_factor",
 }  # fmt: skip
-"""Fields in which a provider's own TransformerConfig must be as expected, beside those that a run states."""
-_ITS_OWN = {
+"""Fields of a provider's TransformerConfig that must have the expected value, beside the run's own."""
+_WITHOUT_EFFECT = {
     "init_method_std", "bias_activation_fusion", "bias_dropout_fusion", "moe_grouped_gemm",
     "moe_token_dispatcher_type",
 }  # fmt: skip
@@ -84,24 +85,27 @@ _SCHEDULED = {
     "calculate_per_token_loss", "variable_seq_lengths", "deallocate_pipeline_outputs", "overlap_p2p_comm",
     "batch_p2p_comm", "pipeline_dtype", "recompute_granularity", "recompute_method", "recompute_num_layers",
 }  # fmt: skip
-"""Fields that the trainer decides, whatever a provider's own TransformerConfig says."""
+"""Fields that the trainer sets, also in a provider's own TransformerConfig."""
 
 
 @dataclass(frozen=True)
 class Provider:
-    """Hold the user's function that builds a chunk of a model, and what its parameters are called.
+    """The user's function that builds a chunk of a model.
 
-    ``names`` has Megatron's own name of a parameter whose module is called otherwise there, both below
-    ``decoder.layers.N`` or, outside of layers, whole. ``arguments`` are Megatron-LM's, for code that asks.
+    Example: ``Provider("my_model.py:build", build, Namespace(num_layers=2))``.
     """
 
     place: str
+    """Its name in the configuration, ``module:function`` or ``file.py:function``."""
     function: Callable[..., Any]
+    """Called with those of `ARGUMENTS` that it has parameters for; returns a GPTModel."""
     arguments: Namespace
+    """Megatron-LM's arguments, for code that reads them."""
     names: Mapping[str, str] = field(default_factory=dict)
+    """Its parameter names -> Megatron's, below ``decoder.layers.N`` or, outside of layers, complete."""
 
     def of(self, spec: ModelSpec) -> Provider:
-        """Return the provider with arguments that say of layout, precision and dropout what the spec does."""
+        """Return the provider with arguments that match the layout, precision and dropout of a spec."""
         values = {**vars(self.arguments)}
         values |= {name: getattr(spec.transformer_config, name) for name in spec.stated}
         multiple = values.get("make_vocab_size_divisible_by", 1) * values["tensor_model_parallel_size"]
@@ -109,170 +113,220 @@ class Provider:
         return replace(self, arguments=Namespace(**values))
 
     @contextmanager
-    def scope(self, groups: ParallelGroups, stage: int | None = None) -> Iterator[None]:
-        """Have Megatron's global groups, and Megatron-LM's get_args() where nobody set it, be the role's."""
-        held: Any = sys.modules.get("megatron.training.global_vars")
-        if held is None or held._GLOBAL_ARGS is not None:
+    def scope(
+        self,
+        groups: ParallelGroups,
+        stage: int | None = None,
+    ) -> Iterator[None]:
+        """Provide Megatron's global groups from the role, and get_args() of Megatron-LM if it is not set."""
+        global_vars: Any = sys.modules.get("megatron.training.global_vars")
+        if global_vars is None or global_vars._GLOBAL_ARGS is not None:
             with global_groups(groups, stage):
                 yield
             return
-        held._GLOBAL_ARGS = self.arguments
+
+        global_vars._GLOBAL_ARGS = self.arguments
         try:
             with global_groups(groups, stage):
                 yield
         finally:
-            held._GLOBAL_ARGS = None
+            global_vars._GLOBAL_ARGS = None
 
-    def build(self, spec: ModelSpec, groups: ParallelGroups, stage: int, config: Any) -> Any:
-        """Return the chunk of a virtual pipeline stage; raises UserError for what cannot be trained.
+    def build(
+        self,
+        spec: ModelSpec,
+        groups: ParallelGroups,
+        stage: int,
+        config: Any,
+    ) -> Any:
+        """Return the chunk of a virtual pipeline stage; raises UserError for one that cannot be trained.
 
         ``config`` is the model's copy of the spec's TransformerConfig, which the provider may use or change.
         """
         layout = groups.layout
+        pre_process = groups.is_first_stage and stage == 0
+        post_process = groups.is_last_stage and stage == layout.virtual_pipeline - 1
         values = (
-            groups.is_first_stage and stage == 0,
-            groups.is_last_stage and stage == layout.virtual_pipeline - 1,
+            pre_process,
+            post_process,
             stage if layout.virtual_pipeline > 1 else None,
             config,
             groups.megatron,
             self.arguments,
         )
-        given = dict(zip(ARGUMENTS, values, strict=True))
+
+        # Pass the arguments that the function has parameters for.
         parameters = inspect.signature(self.function).parameters
-        asked = {name: value for name, value in given.items() if name in parameters}
+        arguments: dict[str, Any] = {}
+        for name, value in zip(ARGUMENTS, values, strict=True):
+            if name in parameters:
+                arguments[name] = value
         with self.scope(groups, stage), _norms_of_any_layout():
             try:
-                chunk = self.function(**asked)
-            except Exception as error:  # whatever the user's code raises
+                chunk = self.function(**arguments)
+            except Exception as error:  # the user's code may raise anything
                 raise UserError(
                     "the model provider raised an error",
                     where=f"model.provider {self.place}",
-                    expected=f"a GPTModel for the call with {', '.join(asked)}",
+                    expected=f"a GPTModel for the call with {', '.join(arguments)}",
                     got=f"{type(error).__name__}: {error}",
                     fix="correct the provider; it is called in the role's groups, for one pipeline stage",
                 ) from error
-        check_chunk(chunk, f"model.provider {self.place}", values[0], values[1], spec)
+
+        check_chunk(chunk, f"model.provider {self.place}", pre_process, post_process, spec)
         fit_packed_rows(chunk, spec)
         return chunk
 
 
-def check_chunk(chunk: Any, place: str, pre_process: bool, post_process: bool, spec: ModelSpec) -> None:
-    """Raise UserError for what is no chunk of the model that a spec describes.
+def check_chunk(
+    chunk: Any,
+    subject: str,
+    pre_process: bool,
+    post_process: bool,
+    spec: ModelSpec,
+) -> None:
+    """Raise UserError unless a chunk belongs to the model of a spec; set the fields that the trainer decides.
 
-    Fields of its TransformerConfig that the trainer decides are set. ``place`` says whose code built it.
+    ``subject`` names the code that built it, for errors.
     """
     if not isinstance(chunk, torch.nn.Module) or not hasattr(chunk, "decoder"):
         raise UserError(
             "the model provider returned something else than a bare GPTModel",
-            where=place,
+            where=subject,
             expected="a module with decoder.layers, not yet wrapped in Float16Module or DDP",
             got=type(chunk).__name__,
             fix="return the GPTModel itself",
         )
-    stages = ("pre_process", "embedding", pre_process), ("post_process", "output_layer", post_process)
-    for part, name, wanted in stages:
-        if hasattr(chunk, name) != wanted:
+
+    # The embedding is in the first chunk of the pipeline, the output layer in the last one.
+    for argument, module, is_expected in (
+        ("pre_process", "embedding", pre_process),
+        ("post_process", "output_layer", post_process),
+    ):
+        if hasattr(chunk, module) != is_expected:
+            article = "a" if is_expected else "no"
             raise UserError(
-                f"the model provider does not follow {part}",
-                where=place,
-                expected=f"{'a' if wanted else 'no'} chunk.{name} where {part} is {wanted}",
-                got="none" if wanted else f"chunk.{name}",
-                fix=f"pass {part} on to GPTModel",
+                f"the model provider does not follow {argument}",
+                where=subject,
+                expected=f"{article} chunk.{module} where {argument} is {is_expected}",
+                got="none" if is_expected else f"chunk.{module}",
+                fix=f"pass {argument} on to GPTModel",
             )
+
+    # Settings of experts have no effect on a dense model.
     config: Any = chunk.config
-    dense = {name for name in spec.stated if "expert" in name and not spec.model.shape.experts}
-    for name in sorted((_COMPARED | spec.stated) - _ITS_OWN - _SCHEDULED - dense):
-        expected, got = getattr(spec.transformer_config, name, None), getattr(config, name, None)
+    unused_fields: set[str] = set()
+    if not spec.model.shape.experts:
+        unused_fields = {name for name in spec.stated if "expert" in name}
+    compared_fields = (_COMPARED | spec.stated) - _WITHOUT_EFFECT - _SCHEDULED - unused_fields
+    for name in sorted(compared_fields):
+        expected = getattr(spec.transformer_config, name, None)
+        got = getattr(config, name, None)
         if expected != got:
             raise UserError(
                 "the model is another than config.json and the layout describe",
-                where=place,
+                where=subject,
                 expected=f"{name}: {expected}",
                 got=f"{name}: {got}",
                 fix="correct the code's settings, which a provider is given as `config`, or name the right "
                 "config.json",
             )
-    # Some layers of Megatron's have copies of it.
-    for other in {id(config): config for config in _configs(chunk)}.values():
-        for name in _SCHEDULED & vars(other).keys():
-            setattr(other, name, getattr(spec.transformer_config, name))
+
+    # Some of Megatron's layers have copies of the configuration.
+    for config_copy in {id(config): config for config in _configs(chunk)}.values():
+        for name in _SCHEDULED & vars(config_copy).keys():
+            setattr(config_copy, name, getattr(spec.transformer_config, name))
 
 
 def _configs(chunk: Any) -> Iterator[Any]:
+    """Yield the TransformerConfig of each module of a chunk that has one."""
     for module in chunk.modules():
         if isinstance(getattr(module, "config", None), TransformerConfig):
             yield module.config
 
 
-def load_provider(place: str, names: str | None, arguments: Mapping[str, Any]) -> Provider:
-    """Return the provider at ``module:function`` or ``file.py:function``; raises UserError where none is."""
-    named = {} if names is None else load_path(names, "model.weights")
-    if not isinstance(named, Mapping):
+def load_provider(
+    path: str,
+    names_path: str | None,
+    arguments: Mapping[str, Any],
+) -> Provider:
+    """Return the provider ``module:function`` or ``file.py:function``; raises UserError if it does not exist.
+
+    ``names_path`` is the mapping of its parameter names, likewise.
+    """
+    names = {} if names_path is None else load_path(names_path, "model.weights")
+    if not isinstance(names, Mapping):
         raise UserError(
             "the names of parameters are no mapping",
             where="model.weights",
             expected='NAMES = {"your name": "Megatron\'s name"}',
-            got=f"{names} is a {type(named).__name__}",
+            got=f"{names_path} is a {type(names).__name__}",
             fix="correct it, or name another",
         )
-    return Provider(place, load_path(place, "model.provider"), Namespace(**arguments), named)
+    return Provider(path, load_path(path, "model.provider"), Namespace(**arguments), names)
 
 
 @contextmanager
 def global_groups(groups: ParallelGroups, stage: int | None = None) -> Iterator[None]:
-    """Have Megatron's process-global groups be a role's inside the block, for code that asks for them."""
+    """Set Megatron's process-global groups to a role's inside the block, for code that reads them."""
     state: Any = parallel_state
-    virtual = groups.layout.virtual_pipeline
-    values: dict[str, Any] = {name: getattr(groups, group) for name, group in GROUPS.items()}
-    values |= {
-        name: dist.get_process_group_ranks(group) if group is not None else None
-        for name, group in ((name, getattr(groups, attribute)) for name, attribute in _RANKS.items())
-    }
-    values["_TENSOR_AND_DATA_PARALLEL_GROUP"] = (
-        groups.tensor_data_context if groups.layout.context == 1 else None
-    )
+    virtual_pipeline = groups.layout.virtual_pipeline
+    is_interleaved = virtual_pipeline > 1
+
+    values: dict[str, Any] = {name: getattr(groups, attribute) for name, attribute in GROUPS.items()}
+    for name, attribute in _RANKS.items():
+        group = getattr(groups, attribute)
+        values[name] = dist.get_process_group_ranks(group) if group is not None else None
+    # Megatron has this group without context parallelism alone; then it equals the one with it.
+    values["_TENSOR_AND_DATA_PARALLEL_GROUP"] = None
+    if groups.layout.context == 1:
+        values["_TENSOR_AND_DATA_PARALLEL_GROUP"] = groups.tensor_data_context
     values["_POSITION_EMBEDDING_GLOBAL_RANKS"] = values["_PIPELINE_GLOBAL_RANKS"][:1]
-    values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = virtual if virtual > 1 else None
-    values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = stage if virtual > 1 else None
+    values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = virtual_pipeline if is_interleaved else None
+    values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = stage if is_interleaved else None
+    # Sizes and ranks that override those of the groups.
     values |= {name: None for name in vars(state) if name.startswith("_MPU_")}
-    before = {name: getattr(state, name) for name in values}
+
+    original_values = {name: getattr(state, name) for name in values}
     vars(state).update(values)
     try:
         yield
     finally:
-        vars(state).update(before)
+        vars(state).update(original_values)
 
 
 @contextmanager
 def _norms_of_any_layout() -> Iterator[None]:
-    """Have Megatron's plain RMS norm, which refuses sequence parallelism, be one that any layout takes."""
-    plain = WrappedTorchNorm.__new__
+    """Replace Megatron's plain RMS norm, which refuses sequence parallelism, inside the block."""
+    original = WrappedTorchNorm.__new__
 
-    def make(cls: Any, config: Any, hidden_size: int, *further: Any, eps: float = 1e-5, **more: Any) -> Any:
+    def new_norm(
+        cls: Any, config: Any, hidden_size: int, *positional: Any, eps: float = 1e-5, **keywords: Any
+    ) -> Any:
         if config.normalization != "RMSNorm":
-            return plain(cls, config, hidden_size, *further, eps=eps, **more)
-        return RmsNorm(config, hidden_size, further[0] if further else eps)
+            return original(cls, config, hidden_size, *positional, eps=eps, **keywords)
+        return RmsNorm(config, hidden_size, positional[0] if positional else eps)
 
-    setattr(WrappedTorchNorm, "__new__", make)
+    setattr(WrappedTorchNorm, "__new__", new_norm)
     try:
         yield
     finally:
-        setattr(WrappedTorchNorm, "__new__", plain)
+        setattr(WrappedTorchNorm, "__new__", original)
 
 
 def fit_packed_rows(chunk: Any, spec: ModelSpec) -> None:
-    """Give Megatron's plain layers and Transformer Engine's attention and rotary angles of packed rows.
+    """Replace attention and rotary angles of Megatron's layers by modules that take packed rows.
 
-    Attention of a user's own stays. Where it stands among Transformer Engine's layers, all of them keep
-    theirs, for a chunk is given rows in one form.
+    These are Megatron's plain layers and Transformer Engine's; attention of the user's own stays. If some of
+    it is among Transformer Engine's layers, they all stay: a chunk gets rows in one form.
     """
     attentions: list[Any] = [getattr(layer, "self_attention", None) for layer in chunk.decoder.layers]
     cores: list[Any] = [getattr(attention, "core_attention", None) for attention in attentions]
-    plain = [isinstance(core, DotProductAttention) for core in cores]
-    fused = [type(core).__name__ == "TEDotProductAttention" for core in cores]
-    whole = bool(fused) and all(fused)
-    if not any(plain) and not whole:
+    has_plain = any(isinstance(core, DotProductAttention) for core in cores)
+    all_fused = bool(cores) and all(type(core).__name__ == "TEDotProductAttention" for core in cores)
+    if not has_plain and not all_fused:
         return
+
     for attention, core in zip(attentions, cores, strict=True):
         if isinstance(core, DotProductAttention):
             attention.core_attention = PackedAttention(
@@ -281,7 +335,7 @@ def fit_packed_rows(chunk: Any, spec: ModelSpec) -> None:
                 softmax_scale=core.softmax_scale,
                 pg_collection=attention.pg_collection,
             )
-        elif whole:
+        elif all_fused:
             attention.core_attention = transformer_engine_attention()(
                 core.config,
                 attention.layer_number,
@@ -292,6 +346,7 @@ def fit_packed_rows(chunk: Any, spec: ModelSpec) -> None:
                 v_channels=core.hidden_size_per_attention_head_v,
                 pg_collection=attention.pg_collection,
             )
+
     if hasattr(chunk, "rotary_pos_emb"):
-        place = next(chunk.parameters()).device
-        chunk.rotary_pos_emb = PackedRotaryEmbedding(spec.inverse_frequencies.to(place))
+        parameter_device = next(chunk.parameters()).device
+        chunk.rotary_pos_emb = PackedRotaryEmbedding(spec.inverse_frequencies.to(parameter_device))

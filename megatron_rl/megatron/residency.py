@@ -39,7 +39,13 @@ class Residency:
     whenever this one is.
     """
 
-    def __init__(self, model: ParallelModel | None, *, offload: bool, base: Residency | None = None) -> None:
+    def __init__(
+        self,
+        model: ParallelModel | None,
+        *,
+        offload: bool,
+        base: Residency | None = None,
+    ) -> None:
         self.model = model
         self.offload = offload and model is not None
         self.base = base
@@ -136,7 +142,12 @@ class _OffloadedStorages:
     may have changed since the host's copies were made.
     """
 
-    def __init__(self, storages: Callable[[], dict[int, Any]], *, copies: bool = True) -> None:
+    def __init__(
+        self,
+        storages: Callable[[], dict[int, Any]],
+        *,
+        copies: bool = True,
+    ) -> None:
         self.stale = True
         self._storages = storages
         self._copies = copies

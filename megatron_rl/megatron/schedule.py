@@ -129,7 +129,13 @@ def build_microbatches(
     return micros, padding
 
 
-def _pack(model: ParallelModel, batch: Any, rows: list[int], select: Tensor, before: bool) -> MicroBatch:
+def _pack(
+    model: ParallelModel,
+    batch: Any,
+    rows: list[int],
+    select: Tensor,
+    before: bool,
+) -> MicroBatch:
     layout = model.groups.layout
     shift = int(before)
 
@@ -177,7 +183,12 @@ def _pack(model: ParallelModel, batch: Any, rows: list[int], select: Tensor, bef
     )
 
 
-def _routed(model: ParallelModel, batch: Any, positions: Tensor, padding: int) -> RoutedTokens | None:
+def _routed(
+    model: ParallelModel,
+    batch: Any,
+    positions: Tensor,
+    padding: int,
+) -> RoutedTokens | None:
     """Return the experts to replay for this rank's share of the tokens at ``positions`` and the padding."""
     if model.routing is None:
         return None
@@ -403,7 +414,13 @@ class PipelineExchange(P2PCommunicator):
     the micro-batches on one rank, ``chunks`` the number of virtual stages of a rank.
     """
 
-    def __init__(self, group: Any, config: Any, tokens: Sequence[int], chunks: int = 1) -> None:
+    def __init__(
+        self,
+        group: Any,
+        config: Any,
+        tokens: Sequence[int],
+        chunks: int = 1,
+    ) -> None:
         super().__init__(group, config)
         self._hidden = config.hidden_size
         is_first = group.rank() == 0
@@ -434,7 +451,10 @@ class PipelineExchange(P2PCommunicator):
 
 
 def _finalize_gradients(
-    chunks: Any, num_tokens: Any, pg_collection: Any = None, force_all_reduce: bool = False
+    chunks: Any,
+    num_tokens: Any,
+    pg_collection: Any = None,
+    force_all_reduce: bool = False,
 ) -> None:
     """Run Megatron's finalize_model_grads in the role's groups, without its division by the token count."""
     # The balancing biases of routers are updated over a process-global group, which is not initialised here.

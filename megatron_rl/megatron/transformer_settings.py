@@ -1,6 +1,6 @@
-"""From a pretrained model and a layout to the fields of Megatron's TransformerConfig.
+"""Fields of Megatron's TransformerConfig for a pretrained model, a layout and a role.
 
-This module imports torch, and nothing of Megatron: `megatron.trial` shares it, which has little time.
+This module imports torch and nothing of Megatron: `megatron.trial`, which has little time, imports it too.
 """
 
 from __future__ import annotations
@@ -27,16 +27,21 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = dict(
         strict=True,
     )
 )
+"""Activation functions by their names in config.json."""
 
 
 def transformer_settings(
-    model: PretrainedModel, layout: ParallelLayout, dtype: torch.dtype, fused: bool = False
+    model: PretrainedModel,
+    layout: ParallelLayout,
+    dtype: torch.dtype,
+    fused: bool = False,
 ) -> dict[str, Any]:
     """Return the TransformerConfig fields of a pretrained model on a layout.
 
-    ``fused`` says that its layers are Transformer Engine's.
+    With ``fused`` its layers are Transformer Engine's.
     """
-    shape, config = model.shape, model.config
+    shape = model.shape
+    config = model.config
     activation = config.get("hidden_act") or config.get("hidden_activation") or "silu"
     settings: dict[str, Any] = {
         "num_layers": shape.layers,
@@ -62,6 +67,8 @@ def transformer_settings(
         "bias_dropout_fusion": fused,
         "moe_grouped_gemm": fused and shape.experts > 0,
     }
+
+    # The family's own settings come last and replace general ones.
     settings.update(_attention_settings(shape))
     settings.update(_expert_settings(shape))
     settings.update(_layout_settings(layout, dtype))
@@ -74,18 +81,20 @@ def _attention_settings(shape: ModelShape) -> dict[str, Any]:
     if shape.mla:
         settings |= latent_sizes(shape)
     if shape.sliding_layers:
-        # A token sees ``sliding_window`` tokens, itself among them.
+        # A token sees ``sliding_window`` tokens, itself among them; Megatron counts those before it.
         settings["window_size"] = (shape.sliding_window - 1, 0)
         if len(shape.sliding_layers) < shape.layers:
-            sliding = [int(layer in shape.sliding_layers) for layer in range(shape.layers)]
-            settings["window_attn_skip_freq"] = sliding
+            settings["window_attn_skip_freq"] = [
+                int(layer in shape.sliding_layers) for layer in range(shape.layers)
+            ]
     return settings
 
 
 def _expert_settings(shape: ModelShape) -> dict[str, Any]:
     if not shape.experts:
         return {}
-    settings = {
+
+    settings: dict[str, Any] = {
         "num_moe_experts": shape.experts,
         "moe_ffn_hidden_size": shape.expert_width,
         "moe_router_topk": shape.experts_per_token,
@@ -94,7 +103,8 @@ def _expert_settings(shape: ModelShape) -> dict[str, Any]:
         "moe_token_dispatcher_type": "alltoall",
     }
     if shape.dense_layers:
-        # A list names checkpoint keys by layer instead of stacking them: only where layers differ.
+        # Only where layers differ: with a list Megatron names checkpoint keys by layer instead of stacking
+        # them.
         settings["moe_layer_freq"] = [int(shape.has_experts(layer)) for layer in range(shape.layers)]
     if shape.shared_width:
         settings["moe_shared_expert_intermediate_size"] = shape.shared_width
@@ -131,28 +141,32 @@ def role_settings(
             "recompute_num_layers": 1,
         }
     if recompute == "selective":
-        settings |= {"recompute_granularity": "selective"}
+        settings["recompute_granularity"] = "selective"
     settings |= overrides or {}
+
     if layout.pipeline > 1:
-        settings["variable_seq_lengths"] = True  # packed micro-batches differ in length
-        # What a stage has sent on, it does not keep. Interleaved schedules free it before they have waited
-        # for the send, which then reads memory that others write.
+        # Packed micro-batches differ in length.
+        settings["variable_seq_lengths"] = True
+        # A stage releases an activation once it is sent. Interleaved schedules release it before they have
+        # waited for the send, which then reads memory that others write.
         settings["deallocate_pipeline_outputs"] = layout.virtual_pipeline == 1
-        # Megatron checks it for dense models too.
+        # With variable lengths Megatron checks the dispatcher of dense models too.
         settings.setdefault("moe_token_dispatcher_type", "alltoall")
-    settings["calculate_per_token_loss"] = True  # gradients are sums; the loss weights are already global
+    # Gradients are sums: the loss weights already have global denominators.
+    settings["calculate_per_token_loss"] = True
     return settings
 
 
 def optimizer_settings(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the fields of Megatron's OptimizerConfig that say of what kind the optimizer is."""
-    stated = {
-        name: getattr(torch, value) if name.endswith("_dtype") and isinstance(value, str) else value
-        for name, value in config.megatron.items()
-    }
+    """Return the fields of Megatron's OptimizerConfig that select the optimizer, with the user's own."""
+    overrides: dict[str, Any] = {}
+    for name, value in config.megatron.items():
+        if name.endswith("_dtype") and isinstance(value, str):
+            value = getattr(torch, value)
+        overrides[name] = value
     return {
         "optimizer": config.name,
         "use_distributed_optimizer": config.distributed,
         "optimizer_cpu_offload": config.offload,
-        **stated,
+        **overrides,
     }

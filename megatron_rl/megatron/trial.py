@@ -1,9 +1,9 @@
-"""Try Megatron's settings of every role without building a model: ``python -m megatron_rl.megatron.trial``.
+"""Trial of Megatron's settings of every role, without a model: ``python -m megatron_rl.megatron.trial``.
 
-Reads a JSON list of roles from standard input, each with ``role``, ``model`` (a config.json), ``layout``,
-``scalar_head``, ``dtype``, ``recompute``, ``fused``, ``overrides`` and ``optimizer`` (a section or null), and
-writes a JSON object to standard output: the roles whose TransformerConfig cannot be made, and why; behind
-their name stands `` optimizer`` where it is the OptimizerConfig.
+Standard input is a JSON list of roles, each with ``role``, ``model`` (the path of a config.json), ``layout``,
+``scalar_head``, ``dtype``, ``recompute``, ``fused``, ``overrides`` and ``optimizer`` (a section or null).
+Standard output is a JSON object with the reason for each configuration that Megatron refuses: under the role
+for its TransformerConfig, under the role and `` optimizer`` for its OptimizerConfig.
 """
 
 from __future__ import annotations
@@ -29,48 +29,64 @@ from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import describe, read_json
 
 _PACKAGES = ("", ".transformer", ".fusions", ".quantization", ".dist_checkpointing", ".optimizer")
-_UNUSED = ("torch.distributed._tensor", "torch.distributed._symmetric_memory")
+"""Packages of megatron.core whose modules are imported without the package's own ``__init__``."""
+_UNUSED_MODULES = ("torch.distributed._tensor", "torch.distributed._symmetric_memory")
+"""Modules that Megatron imports if they exist, and that no configuration needs."""
 
 
 def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
-    """Return for each role whose settings Megatron refuses what it says."""
-    transformer, latent, optimizer = _config_classes()
-    refused = {}
+    """Return Megatron's reason for each configuration that it refuses."""
+    transformer_config, latent_config, optimizer_config = _config_classes()
+    reasons: dict[str, str] = {}
     for role in roles:
         try:
             model = describe(read_json(Path(role["model"])))
-            model = model.with_scalar_head() if role["scalar_head"] else model
+            if role["scalar_head"]:
+                model = model.with_scalar_head()
             layout = ParallelLayout(**{**role["layout"], "ranks": tuple(role["layout"]["ranks"])})
             settings = transformer_settings(model, layout, getattr(torch, role["dtype"]), role["fused"])
             settings |= role_settings(layout, role["recompute"], role["overrides"])
         except UserError:
-            continue  # the checks of files and layouts say so
+            # The rules on files and layouts report it.
+            continue
+
+        # Megatron's classes raise errors of any type for a value that they cannot use.
+        config_class = latent_config if model.shape.mla else transformer_config
         try:
-            (latent if model.shape.mla else transformer)(**settings)
-        except Exception as error:  # whatever Megatron does with a value that it cannot use
-            refused[role["role"]] = f"{type(error).__name__}: {error}".strip()
-        try:
-            if role["optimizer"] is not None:
-                optimizer(**optimizer_settings(OptimizerConfig(**role["optimizer"])))
+            config_class(**settings)
         except Exception as error:
-            refused[f"{role['role']} optimizer"] = f"{type(error).__name__}: {error}".strip()
-    return refused
+            reasons[role["role"]] = f"{type(error).__name__}: {error}".strip()
+        if role["optimizer"] is None:
+            continue
+        try:
+            optimizer_config(**optimizer_settings(OptimizerConfig(**role["optimizer"])))
+        except Exception as error:
+            reasons[f"{role['role']} optimizer"] = f"{type(error).__name__}: {error}".strip()
+    return reasons
 
 
 def _config_classes() -> tuple[Any, Any, Any]:
-    """Import Megatron's configuration classes alone: its packages as a whole take four times as long."""
+    """Return Megatron's classes TransformerConfig, MLATransformerConfig and OptimizerConfig.
+
+    Their modules are imported without the packages around them, which takes a quarter of the time.
+    """
     specification = importlib.util.find_spec("megatron")
     assert specification is not None and specification.submodule_search_locations
     folders = [Path(folder) for folder in specification.submodule_search_locations]
+
+    # Empty packages, which find their modules and import nothing themselves.
     for package in _PACKAGES:
         module = types.ModuleType(f"megatron.core{package}")
         module.__path__ = [str(folder / f"core{package.replace('.', '/')}") for folder in folders]
         sys.modules[module.__name__] = module
-    for name in _UNUSED:
+    # None makes the import fail, as if the module did not exist.
+    for name in _UNUSED_MODULES:
         sys.modules.setdefault(name, None)  # pyright: ignore[reportArgumentType]
-    # Nothing runs here, and the compiler's import takes longer than all the rest.
+    # Nothing runs here, and importing the compiler takes longer than everything else.
     setattr(torch, "compile", lambda function=None, **_: function or (lambda decorated: decorated))
-    import megatron.core.parallel_state  # noqa: F401 - the entrance to a circle of imports
+
+    # Megatron's modules import each other in a circle, which can be entered here.
+    import megatron.core.parallel_state  # noqa: F401
     from megatron.core.optimizer.optimizer_config import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 

@@ -18,8 +18,12 @@ from torch import Tensor
 
 from megatron_rl.types import TensorBox
 
-Span = tuple[tuple[int, ...], tuple[int, ...]]
+Coordinates = tuple[int, ...]
+"""An index per dimension of a tensor, or a size per dimension."""
+Span = tuple[Coordinates, Coordinates]
 """Start and size of a box, without its tensor."""
+Ranks = tuple[int, ...]
+"""Global ranks, sorted."""
 
 
 class CoverageError(RuntimeError):
@@ -34,10 +38,6 @@ class UncoveredError(RuntimeError):
 class BoxGroup:
     """Boxes that several ranks hold, or need, alike.
 
-    ``ranks``: global ranks.
-    ``boxes``: boxes of each of these ranks; their ``rank`` field is not meaningful.
-    ``dtypes``: dtype by name of storage.
-
     Example: rows 0 to 3 of a weight [8, 16] on tensor-parallel rank 0 of two replicas::
 
         BoxGroup(
@@ -47,28 +47,31 @@ class BoxGroup:
         )
     """
 
-    ranks: tuple[int, ...]
+    ranks: Ranks
+    """Global ranks."""
     boxes: tuple[TensorBox, ...]
+    """Boxes of each of these ranks; their ``rank`` field is not meaningful."""
     dtypes: Mapping[str, torch.dtype]
+    """Dtype by name of storage."""
 
 
 class Region(NamedTuple):
-    """One box of a tensor that every receiver needs and every holder holds completely.
-
-    ``name``: the tensor.
-    ``start``, ``size``: the box, in elements.
-    ``holders``, ``receivers``: global ranks, sorted; a rank may be both.
-    ``dtype``: dtype of the receivers' storage.
-    ``bytes``: bytes of the box in this dtype.
-    """
+    """One box of a tensor that every receiver needs and every holder holds completely."""
 
     name: str
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    holders: tuple[int, ...]
-    receivers: tuple[int, ...]
+    """The tensor."""
+    start: Coordinates
+    """First coordinates of the box, in elements."""
+    size: Coordinates
+    """Size of the box, in elements."""
+    holders: Ranks
+    """Global ranks, sorted."""
+    receivers: Ranks
+    """Global ranks, sorted; a rank may be a holder too."""
     dtype: torch.dtype
+    """Dtype of the receivers' storage."""
     bytes: int
+    """Bytes of the box in this dtype."""
 
 
 def regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup]) -> list[Region]:
@@ -82,13 +85,13 @@ def regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup]) -> li
     needed_boxes, dtypes = _boxes_by_tensor(destinations, ranks)
 
     # Layers and experts with equal boxes are intersected once.
-    cache: dict[object, list[tuple[Span, tuple[int, ...], tuple[int, ...]]]] = {}
+    cache: dict[object, list[tuple[Span, Ranks, Ranks]]] = {}
     result: list[Region] = []
-    for name, needed in needed_boxes.items():
-        held = held_boxes.get(name, {})
-        key = (_signature(held), _signature(needed))
+    for name, target_spans in needed_boxes.items():
+        source_spans = held_boxes.get(name, {})
+        key = (_signature(source_spans), _signature(target_spans))
         if key not in cache:
-            cache[key] = _intersect_boxes(name, held, needed, ranks)
+            cache[key] = _intersect_boxes(name, source_spans, target_spans, ranks)
 
         itemsize = dtypes[name].itemsize
         for (start, size), holders, receivers in cache[key]:
@@ -103,9 +106,9 @@ def needed_bytes(destinations: Sequence[BoxGroup]) -> dict[int, int]:
     needed_boxes, dtypes = _boxes_by_tensor(destinations, ranks)
 
     # Add up per set of ranks first: there are few sets, and many ranks in each.
-    by_ranks: dict[tuple[int, ...], int] = {}
-    for name, needed in needed_boxes.items():
-        for (_, size), receivers in disjoint(needed, ranks).items():
+    by_ranks: dict[Ranks, int] = {}
+    for name, target_spans in needed_boxes.items():
+        for (_, size), receivers in disjoint(target_spans, ranks).items():
             by_ranks[receivers] = by_ranks.get(receivers, 0) + math.prod(size) * dtypes[name].itemsize
 
     result: dict[int, int] = {}
@@ -119,15 +122,15 @@ class _RankSets:
     """Interned sorted tuples of ranks: equal sets are the same object, and compare by identity."""
 
     def __init__(self) -> None:
-        self._interned: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._unions: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._interned: dict[Ranks, Ranks] = {}
+        self._unions: dict[Ranks, Ranks] = {}
 
-    def intern(self, ranks: Iterable[int]) -> tuple[int, ...]:
+    def intern(self, ranks: Iterable[int]) -> Ranks:
         """Return the one tuple of these ranks."""
         ordered = tuple(sorted(set(ranks)))
         return self._interned.setdefault(ordered, ordered)
 
-    def union(self, rank_sets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    def union(self, rank_sets: Sequence[Ranks]) -> Ranks:
         """Return the one tuple of all ranks of interned tuples."""
         if len(rank_sets) == 1:
             return rank_sets[0]
@@ -137,16 +140,16 @@ class _RankSets:
         return self._unions[key]
 
 
-def _signature(spans: Mapping[Span, tuple[int, ...]]) -> tuple[tuple[Span, int], ...]:
+def _signature(spans: Mapping[Span, Ranks]) -> tuple[tuple[Span, int], ...]:
     """Return a hashable key of boxes with their interned ranks."""
     return tuple((span, id(ranks)) for span, ranks in spans.items())
 
 
 def _boxes_by_tensor(
     groups: Sequence[BoxGroup], ranks: _RankSets
-) -> tuple[dict[str, dict[Span, tuple[int, ...]]], dict[str, torch.dtype]]:
+) -> tuple[dict[str, dict[Span, Ranks]], dict[str, torch.dtype]]:
     """Return for each tensor its distinct boxes with all ranks that have them, and its dtype."""
-    rank_sets_by_tensor: dict[str, dict[Span, list[tuple[int, ...]]]] = {}
+    rank_sets_by_tensor: dict[str, dict[Span, list[Ranks]]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for group in groups:
         group_ranks = ranks.intern(group.ranks)
@@ -166,13 +169,14 @@ def _boxes_by_tensor(
 
 def _intersect_boxes(
     name: str,
-    held: Mapping[Span, tuple[int, ...]],
-    needed: Mapping[Span, tuple[int, ...]],
+    source_spans: Mapping[Span, Ranks],
+    target_spans: Mapping[Span, Ranks],
     ranks: _RankSets,
-) -> list[tuple[Span, tuple[int, ...], tuple[int, ...]]]:
-    """Return (span, holders, receivers) of every intersection of held and needed boxes of one tensor."""
-    sources = disjoint(held, ranks)
-    targets = disjoint(needed, ranks)
+) -> list[tuple[Span, Ranks, Ranks]]:
+    """Return (span, holders, receivers) of every intersection of source and target boxes of one tensor."""
+    # Disjoint boxes: every element is sent and received once.
+    sources = disjoint(source_spans, ranks)
+    targets = disjoint(target_spans, ranks)
 
     result = []
     for target, receivers in targets.items():
@@ -208,9 +212,7 @@ def intersect(first: Span, second: Span) -> Span | None:
     return tuple(start), tuple(size)
 
 
-def disjoint(
-    spans: Mapping[Span, tuple[int, ...]], ranks: _RankSets | None = None
-) -> Mapping[Span, tuple[int, ...]]:
+def disjoint(spans: Mapping[Span, Ranks], ranks: _RankSets | None = None) -> Mapping[Span, Ranks]:
     """Cut overlapping boxes at each other's edges; each part has the ranks of all boxes that contain it."""
     boxes = list(spans)
     if not any(intersect(first, second) for first, second in _pairs_near(boxes)):
@@ -278,7 +280,9 @@ def view_of(parameter: Tensor, box: TensorBox) -> Tensor:
 
 
 def check_coverage(
-    boxes: Sequence[TensorBox], parameters: Mapping[str, Tensor], padding: Mapping[str, int]
+    boxes: Sequence[TensorBox],
+    parameters: Mapping[str, Tensor],
+    padding: Mapping[str, int],
 ) -> dict[str, tuple[tuple[int, int], ...]]:
     """Check that each parameter's elements are written exactly once; return the gaps in padding by parameter.
 

@@ -24,24 +24,22 @@ class WeightMismatchError(RuntimeError):
 
 
 class _Term(NamedTuple):
-    """One checksum of a region that this rank computes, as a term of the sum over all ranks.
-
-    ``region``: index of the region.
-    ``is_reference``: whether the checksum is the holder's, which those of the receivers must equal.
-    ``weight``: factor of the checksum in the sum; the weights of one region add up to 0.
-    ``checksum``: checksum of the region in this rank's storage.
-    """
+    """One checksum of a region that this rank computes, as a term of the sum over all ranks."""
 
     region: int
+    """Index of the region."""
     is_reference: bool
+    """Whether the checksum is the holder's, which every receiver's must equal."""
     weight: int
+    """Factor of the checksum in the sum; the weights of one region add up to 0."""
     checksum: BoxSum
+    """Checksum of the region in this rank's storage."""
 
 
 class Execution:
     """Views of every region that this rank sends, receives and copies; valid while the storages live.
 
-    ``held``, ``written``: live source and destination storages of this rank by name.
+    ``sources``, ``destinations``: live storages of this rank by name.
     ``staging_bytes``: bound of the in and out staging memory together.
     ``group``: process group, None for the world; ranks of the plan are global.
     """
@@ -50,15 +48,15 @@ class Execution:
         self,
         plan: ReshardPlan,
         rank: int,
-        held: Mapping[str, Tensor],
-        written: Mapping[str, Tensor],
+        sources: Mapping[str, Tensor],
+        destinations: Mapping[str, Tensor],
         staging_bytes: int,
         group: Any = None,
     ) -> None:
         self._rank = rank
         self._group = group
-        self._held = held
-        self._written = written
+        self._sources = sources
+        self._destinations = destinations
         self._source_boxes = plan.boxes_of(rank, destination=False)
         self._destination_boxes = plan.boxes_of(rank, destination=True)
         self.staging_bytes = staging_bytes
@@ -83,11 +81,11 @@ class Execution:
 
     def _source_view(self, region: Region) -> Tensor:
         box = self._source_boxes.containing(region)[0]
-        return view_of(self._held[box.storage], box)
+        return view_of(self._sources[box.storage], box)
 
     def _destination_views(self, region: Region) -> tuple[Tensor, ...]:
         boxes = self._destination_boxes.containing(region)
-        return tuple(view_of(self._written[box.storage], box) for box in boxes)
+        return tuple(view_of(self._destinations[box.storage], box) for box in boxes)
 
     @torch.no_grad()
     def run(self, mode: str = "off", turn: int = 0) -> None:
@@ -112,10 +110,14 @@ class Execution:
         return max((exchange.staging_peak for exchange in self._exchanges), default=0)
 
     def _build_exchanges(
-        self, phases: Schedule, sends: dict[int, Any], receives: dict[int, Any]
+        self,
+        phases: Schedule,
+        sends: dict[int, Any],
+        receives: dict[int, Any],
     ) -> list[Exchange]:
         """Return this rank's exchanges, one per phase of the schedule, in order."""
         rank = self._rank
+        # Other ranks may have messages in phases in which this rank has none.
         send_phases = {phases.phase[rank, peer] for peer in sends}
         receive_phases = {phases.phase[peer, rank] for peer in receives}
         return [
@@ -179,7 +181,12 @@ class Execution:
             return range(len(self._regions))
         return range(turn % SAMPLE, len(self._regions), SAMPLE)
 
-    def _compute_sums(self, regions: range, *, is_reference: bool) -> list[tuple[_Term, Tensor]]:
+    def _compute_sums(
+        self,
+        regions: range,
+        *,
+        is_reference: bool,
+    ) -> list[tuple[_Term, Tensor]]:
         """Return this rank's checksums of ``regions``: either the reference ones, or those as a receiver."""
         all_terms = self._terms if regions else ()
         terms = [term for term in all_terms if term.is_reference == is_reference and term.region in regions]
@@ -215,25 +222,32 @@ class Execution:
 
         ``checksums``: (region, is_reference, checksum) of this rank's terms. Collective over the group.
         """
-        by_rank = gather_objects((self._rank, checksums), self._group)
-        reference = {
-            region: value
-            for _, rank_sums in by_rank
-            for region, is_reference, value in rank_sums
-            if is_reference
-        }
-        faults = [
-            self._describe_mismatch(region, rank, value, reference[region])
-            for rank, rank_sums in by_rank
-            for region, is_reference, value in rank_sums
-            if not is_reference and value != reference[region]
-        ]
+        sums_by_rank = gather_objects((self._rank, checksums), self._group)
+        # The holder's checksum of each region.
+        references: dict[int, int] = {}
+        for _, rank_sums in sums_by_rank:
+            for region, is_reference, value in rank_sums:
+                if is_reference:
+                    references[region] = value
+
+        # The receivers whose checksum is another one.
+        faults: list[str] = []
+        for rank, rank_sums in sums_by_rank:
+            for region, is_reference, value in rank_sums:
+                if not is_reference and value != references[region]:
+                    faults.append(self._describe_mismatch(region, rank, value, references[region]))
         raise WeightMismatchError(
             f"{len(faults)} regions of the engine's weights differ from the trainer's after the sync:\n  "
             + "\n  ".join(faults[:10])
         )
 
-    def _describe_mismatch(self, index: int, rank: int, value: int, reference: int) -> str:
+    def _describe_mismatch(
+        self,
+        index: int,
+        rank: int,
+        value: int,
+        reference: int,
+    ) -> str:
         region = self._regions[index]
         box = f"{region.name}, box at {list(region.start)} of size {list(region.size)}"
         holders = f"ranks {list(region.holders)} hold {reference % 2**32:#010x}"
@@ -275,7 +289,12 @@ class BoxSum:
     bytes.
     """
 
-    def __init__(self, values: Tensor, start: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        values: Tensor,
+        start: Sequence[int],
+        dtype: torch.dtype,
+    ) -> None:
         # A vector or scalar is a matrix of one row.
         if values.dim() < 2:
             values = values.reshape(1, -1)
@@ -348,15 +367,20 @@ def _as_words(values: Tensor, elements_per_word: int) -> Tensor:
 @lru_cache(maxsize=4)
 def _has_integer_product(kind: str) -> bool:
     """Return whether a kind of device multiplies integer matrices, several times faster than it sums."""
-    ones = torch.ones(1, 1, dtype=torch.int32, device=kind)
+    matrix = torch.ones(1, 1, dtype=torch.int32, device=kind)
     try:
-        return bool(torch.dot(torch.mm(ones, ones)[0], ones[0]).item())
+        return bool(torch.dot(torch.mm(matrix, matrix)[0], matrix[0]).item())
     except RuntimeError:
         return False
 
 
 @lru_cache(maxsize=1024)
-def _column_weights(start: int, count: int, itemsize: int, device: torch.device) -> Tensor:
+def _column_weights(
+    start: int,
+    count: int,
+    itemsize: int,
+    device: torch.device,
+) -> Tensor:
     """Return the weights of a row's words, [words] int32."""
     elements_per_word = _elements_per_word(start, count, itemsize)
     words_per_element = 2 if itemsize == 8 else 1
@@ -365,7 +389,11 @@ def _column_weights(start: int, count: int, itemsize: int, device: torch.device)
     )
 
 
-def _matrices(values: Tensor, start: Sequence[int], weight: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+def _matrices(
+    values: Tensor,
+    start: Sequence[int],
+    weight: int = 1,
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the [rows, columns] matrices of a box with an odd weight per row, from all its coordinates."""
     dim = len(start) - values.dim()
 

@@ -16,38 +16,35 @@ from megatron_rl.weights.transfer import slot_bytes
 
 @dataclass(frozen=True)
 class Bundle:
-    """Regions with the same holders and receivers, which travel together.
-
-    ``regions``: the regions.
-    ``senders``: receiver to the sender that serves it; a receiver that is its own sender copies locally.
-    ``bytes``: bytes of all regions, once.
-    """
+    """Regions with the same holders and receivers, which travel together."""
 
     regions: tuple[Region, ...]
     senders: Mapping[int, int]
+    """Receiver -> its sender; a receiver that is its own sender copies locally."""
     bytes: int
+    """Bytes of all regions, once."""
 
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """Reshard plan of one transfer: the regions that each rank sends to each other rank.
-
-    ``sources``, ``destinations``: boxes that ranks hold and need.
-    ``bundles``: all regions, each with a sender for each of its receivers.
-    ``received``, ``sent``: bytes over the wire by rank.
-    ``local``: bytes copied inside a rank, by rank.
-    ``needed``: bytes that a rank needs, by rank, wherever they come from.
-    ``pairs``: bytes over the wire by (sender, receiver).
-    """
+    """Reshard plan of one transfer: the regions that each rank sends to each other rank."""
 
     sources: tuple[BoxGroup, ...]
+    """Boxes that ranks hold."""
     destinations: tuple[BoxGroup, ...]
+    """Boxes that ranks need."""
     bundles: tuple[Bundle, ...]
+    """All regions, each with a sender for each of its receivers."""
     received: Mapping[int, int]
+    """Bytes that arrive over the wire, by rank."""
     sent: Mapping[int, int]
+    """Bytes that leave over the wire, by rank."""
     local: Mapping[int, int]
+    """Bytes copied inside a rank, by rank."""
     needed: Mapping[int, int]
+    """Bytes that a rank needs from anywhere, by rank."""
     pairs: Mapping[tuple[int, int], int] = field(repr=False)
+    """Bytes over the wire by (sender, receiver)."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -56,10 +53,14 @@ class ReshardPlan:
 
     def bytes_between(self, node_of: Mapping[int, int]) -> tuple[int, int]:
         """Return the bytes over the wire inside nodes and across nodes."""
-        inside = sum(
-            count for (sender, receiver), count in self.pairs.items() if node_of[sender] == node_of[receiver]
-        )
-        return inside, sum(self.pairs.values()) - inside
+        intra_node = 0
+        inter_node = 0
+        for (sender, receiver), count in self.pairs.items():
+            if node_of[sender] == node_of[receiver]:
+                intra_node += count
+            else:
+                inter_node += count
+        return intra_node, inter_node
 
     def to_send(self, rank: int) -> dict[int, list[Region]]:
         """Return by receiver the regions that a rank sends, in the order that both sides use."""
@@ -80,7 +81,7 @@ class ReshardPlan:
         return dict(sorted(result.items()))
 
     def boxes_of(self, rank: int, destination: bool) -> BoxIndex:
-        """Return an index of the boxes that a rank holds, or with ``destination`` of those it needs."""
+        """Return an index of the boxes that a rank needs if ``destination``, else of its sources."""
         groups = self.destinations if destination else self.sources
         return BoxIndex(box for group in groups if rank in group.ranks for box in group.boxes)
 
@@ -91,15 +92,14 @@ class Schedule:
 
     In one phase a rank exchanges messages with few others, so that messages are large in bounded staging
     memory.
-
-    ``phase``: phase by (sender, receiver).
-    ``slot``: bytes of the largest message.
-    ``streams``: most pairs that one rank belongs to in one phase.
     """
 
     phase: Mapping[tuple[int, int], int]
+    """Phase by (sender, receiver)."""
     slot: int
+    """Bytes of the largest message."""
     streams: int
+    """Most pairs that one rank belongs to in one phase."""
 
     @property
     def staging(self) -> int:
@@ -108,7 +108,11 @@ class Schedule:
         return 2 * self.slot * self.streams
 
 
-def schedule(plan: ReshardPlan, staging_bytes: int, message_bytes: int = 4 * 2**20) -> Schedule:
+def schedule(
+    plan: ReshardPlan,
+    staging_bytes: int,
+    message_bytes: int = 4 * 2**20,
+) -> Schedule:
     """Assign the pairs of a plan to phases by the distance between their ranks.
 
     Each rank has one receiver and one sender at each distance, so a phase of ``w`` distances has at most
@@ -124,6 +128,7 @@ def schedule(plan: ReshardPlan, staging_bytes: int, message_bytes: int = 4 * 2**
         for sender, receiver in plan.pairs
     }
 
+    # Count the pairs of each rank in each phase: they share the staging memory.
     streams: dict[tuple[int, int], int] = defaultdict(int)
     for pair, number in phase.items():
         for rank in pair:
@@ -148,11 +153,12 @@ def build_plan(
     needed region, PlanError if a rank would receive more than it needs and lacks.
     """
     nodes = node_of or {}
-    sent: dict[int, int] = defaultdict(int)
+    sent_bytes: dict[int, int] = defaultdict(int)
     received: dict[int, int] = defaultdict(int)
     local: dict[int, int] = defaultdict(int)
     pairs: dict[tuple[int, int], int] = defaultdict(int)
 
+    # Regions whose senders are fixed come first, so that free choices balance the load.
     bundles = []
     for group in _group_by_ranks(regions(sources, destinations)):
         selector = _SenderSelector(group[0].holders, nodes)
@@ -160,12 +166,12 @@ def build_plan(
             num_bytes = sum(region.bytes for region in bundle_regions)
             senders = {}
             for receiver in bundle_regions[0].receivers:
-                sender = selector.select(receiver, sent)
+                sender = selector.select(receiver, sent_bytes)
                 senders[receiver] = sender
                 if sender == receiver:
                     local[receiver] += num_bytes
                 else:
-                    sent[sender] += num_bytes
+                    sent_bytes[sender] += num_bytes
                     received[receiver] += num_bytes
                     pairs[sender, receiver] += num_bytes
             bundles.append(Bundle(tuple(bundle_regions), senders, num_bytes))
@@ -175,7 +181,7 @@ def build_plan(
         destinations=tuple(destinations),
         bundles=tuple(bundles),
         received=dict(received),
-        sent=dict(sent),
+        sent=dict(sent_bytes),
         local=dict(local),
         needed=needed_bytes(destinations),
         pairs=dict(pairs),
@@ -185,7 +191,7 @@ def build_plan(
 
 
 def check_plan(plan: ReshardPlan) -> None:
-    """Check that every needed element arrives exactly once and that no rank receives what it already holds.
+    """Check that every needed element arrives exactly once, and none on a rank that already holds it.
 
     Raises PlanError.
     """
@@ -200,6 +206,7 @@ def check_plan(plan: ReshardPlan) -> None:
             if receiver not in holders:
                 wire_bytes[receiver] += bundle.bytes
 
+    # Every byte arrives, and none that the rank holds already travels.
     for rank, count in plan.needed.items():
         if arriving_bytes[rank] != count:
             raise PlanError(f"rank {rank} needs {count} bytes and would be given {arriving_bytes[rank]}")
@@ -242,7 +249,11 @@ def _split_group(group: list[Region], min_bytes: int = 2**20) -> Iterator[list[R
 class _SenderSelector:
     """Selector of senders: a receiver that is a holder, else the least loaded holder, near ones first."""
 
-    def __init__(self, holders: Sequence[int], nodes: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        holders: Sequence[int],
+        nodes: Mapping[int, int],
+    ) -> None:
         self._holders = holders
         self._holder_set = set(holders)
         self._nodes = nodes
@@ -250,8 +261,8 @@ class _SenderSelector:
         for rank in holders:
             self._holders_by_node[nodes.get(rank)].append(rank)
 
-    def select(self, receiver: int, sent: Mapping[int, int]) -> int:
-        """Return the sender for ``receiver``; ``sent`` has the bytes that each rank already sends."""
+    def select(self, receiver: int, sent_bytes: Mapping[int, int]) -> int:
+        """Return the sender for ``receiver``; ``sent_bytes`` has the bytes that each rank already sends."""
         if receiver in self._holder_set:
             return receiver
 
@@ -259,4 +270,4 @@ class _SenderSelector:
         if len(candidates) == 1:
             return candidates[0]
         # Equal loads go to the lowest rank, so that all ranks compute the same plan.
-        return min(candidates, key=lambda rank: (sent.get(rank, 0), rank))
+        return min(candidates, key=lambda rank: (sent_bytes.get(rank, 0), rank))

@@ -101,7 +101,13 @@ class CopyRecorder(TorchDispatchMode):
         self._alive.append(tensor)
         self._frames[_storage(tensor)] = _frame_of(name, tensor)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default:
             return self._copy(args[0], args[1], lambda: func(*args, **kwargs))
@@ -111,7 +117,12 @@ class CopyRecorder(TorchDispatchMode):
             self._add_intermediate(result, args[0])
         return result
 
-    def _copy(self, target: Tensor, source: Tensor, execute: Callable[[], Any]) -> Any:
+    def _copy(
+        self,
+        target: Tensor,
+        source: Tensor,
+        execute: Callable[[], Any],
+    ) -> Any:
         is_source = _storage(source) in self._frames
         parameter = self._parameter_at(target)
 
@@ -130,7 +141,7 @@ class CopyRecorder(TorchDispatchMode):
         return target
 
     def _parameter_at(self, tensor: Tensor) -> tuple[str, int] | None:
-        """Return name and first element of the destination that contains a view, None if there is none."""
+        """Return name and first element of the destination that contains a view, or None."""
         entries = self._destinations.get(_storage(tensor))
         if entries is None:
             return None
@@ -142,7 +153,13 @@ class CopyRecorder(TorchDispatchMode):
             return None
         return name, begin
 
-    def _boxes_of_copy(self, target: Tensor, source: Tensor, name: str, begin: int) -> list[TensorBox]:
+    def _boxes_of_copy(
+        self,
+        target: Tensor,
+        source: Tensor,
+        name: str,
+        begin: int,
+    ) -> list[TensorBox]:
         """Return the boxes of a copy into the destination ``name``, whose first element is ``begin``."""
         frame = self._frames[_storage(source)]
         first, axes = _resolve(frame, source, target.stride())
@@ -156,7 +173,15 @@ class CopyRecorder(TorchDispatchMode):
         """Register ``copy`` as a storage that holds the elements of the view ``source``."""
         frame = self._frames[_storage(source)]
         first, axes = _resolve(frame, source.expand(copy.shape), copy.stride())
-        boxes = list(_split_into_boxes(frame.name, first, axes, int(copy.storage_offset()), len(frame.start)))
+        boxes = list(
+            _split_into_boxes(
+                frame.name,
+                first,
+                axes,
+                int(copy.storage_offset()),
+                len(frame.start),
+            )
+        )
 
         # A frame is one box; a copy that rearranges elements would need several.
         if len(boxes) != 1:
@@ -164,7 +189,13 @@ class CopyRecorder(TorchDispatchMode):
         (box,) = boxes
 
         self._alive.append(copy)
-        self._frames[_storage(copy)] = _Frame(frame.name, box.start, box.size, box.offset, box.stride)
+        self._frames[_storage(copy)] = _Frame(
+            frame.name,
+            box.start,
+            box.size,
+            box.offset,
+            box.stride,
+        )
 
 
 def trace_copies(
@@ -177,7 +208,7 @@ def trace_copies(
 
     ``sources`` are meta tensors by canonical name, one storage each; ``destinations`` are parameters by name,
     meta or live, whose contents recorded copies do not change. The offset of a box counts from the first
-    element of its parameter; its strides are those of the parameter's storage. Raises TraceError for a copy
+    element of its parameter, in the strides of the parameter's storage. Raises TraceError for a copy
     that cannot be expressed as boxes.
     """
     recorder = CopyRecorder(sources, destinations, rank)
@@ -196,6 +227,7 @@ def merge_boxes(boxes: Iterable[TensorBox]) -> list[TensorBox]:
 
     Duplicates are removed. Only boxes of the same rank, storage and tensor are joined.
     """
+    # From the innermost dimension outwards: rows become matrices, matrices become blocks.
     current = sorted(set(boxes), key=_order)
     dims = max((len(box.start) for box in current), default=0)
     for dim in reversed(range(dims)):
@@ -205,6 +237,7 @@ def merge_boxes(boxes: Iterable[TensorBox]) -> list[TensorBox]:
 
 def _merge_along(boxes: list[TensorBox], dim: int) -> list[TensorBox]:
     """Join boxes that are adjacent along one dimension and equal in all others."""
+    # Only boxes that are equal in all other dimensions can be joined.
     groups: dict[Any, list[TensorBox]] = {}
     merged: list[TensorBox] = []
     for box in boxes:
@@ -219,15 +252,16 @@ def _merge_along(boxes: list[TensorBox], dim: int) -> list[TensorBox]:
         groups.setdefault((box.name, box.rank, box.storage, other_dims), []).append(box)
 
     for group in groups.values():
+        # In the order of the dimension, neighbours follow each other.
         group.sort(key=lambda box: (box.start[dim], box.offset))
-        joined = [group[0]]
+        unions = [group[0]]
         for box in group[1:]:
-            union = _join(joined[-1], box, dim)
+            union = _join(unions[-1], box, dim)
             if union is None:
-                joined.append(box)
+                unions.append(box)
             else:
-                joined[-1] = union
-        merged += joined
+                unions[-1] = union
+        merged += unions
     return merged
 
 
@@ -252,7 +286,11 @@ def _join(first: TensorBox, second: TensorBox, dim: int) -> TensorBox | None:
     return replace(first, size=tuple(size), stride=tuple(strides))
 
 
-def _resolve(frame: _Frame, source: Tensor, target_stride: tuple[int, ...]) -> tuple[list[int], list[_Axis]]:
+def _resolve(
+    frame: _Frame,
+    source: Tensor,
+    target_stride: tuple[int, ...],
+) -> tuple[list[int], list[_Axis]]:
     """Express a view of a frame in source coordinates: its first element, and the axes of the view."""
     first = _coordinates(frame, int(source.storage_offset()) - frame.offset)
     axes: list[_Axis] = []
@@ -276,7 +314,11 @@ def _resolve(frame: _Frame, source: Tensor, target_stride: tuple[int, ...]) -> t
 
 
 def _split_axis(
-    frame: _Frame, first: list[int], count: int, stride: int, destination_stride: int
+    frame: _Frame,
+    first: list[int],
+    count: int,
+    stride: int,
+    destination_stride: int,
 ) -> list[_Axis]:
     """Split one view dimension that runs over several source dimensions (a flattened view)."""
     axes: list[_Axis] = []
@@ -320,7 +362,11 @@ def _coordinates(frame: _Frame, position: int) -> list[int]:
 
 
 def _split_into_boxes(
-    name: str, first: list[int], axes: list[_Axis], offset: int, dims: int
+    name: str,
+    first: list[int],
+    axes: list[_Axis],
+    offset: int,
+    dims: int,
 ) -> Iterable[TensorBox]:
     """Turn the axes of a copy into boxes.
 
@@ -366,7 +412,13 @@ def _merge_axes(axes: list[_Axis]) -> list[_Axis]:
 def _frame_of(name: str, tensor: Tensor) -> _Frame:
     """Return the frame of a whole source tensor."""
     shape = tuple(tensor.shape)
-    return _Frame(name, (0,) * len(shape), shape, int(tensor.storage_offset()), tuple(tensor.stride()))
+    return _Frame(
+        name,
+        (0,) * len(shape),
+        shape,
+        int(tensor.storage_offset()),
+        tuple(tensor.stride()),
+    )
 
 
 def _storage(tensor: Tensor) -> int:

@@ -21,6 +21,9 @@ from megatron_rl.distributed.exchange import gather_objects, rank_in
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import BoxGroup
 
+Views = tuple[Tensor, ...]
+"""Views of equal shape, all of which a receiver writes; a sender has one."""
+
 ALIGNMENT = 16
 """Bytes at whose multiples segments of a message begin, so that a view of any dtype is aligned."""
 OWN_MESSAGE_BYTES = 2**20
@@ -29,16 +32,14 @@ OWN_MESSAGE_BYTES = 2**20
 
 @dataclass
 class _Segment:
-    """One view, or a part of it, in a message.
+    """One view, or a part of it, in a message."""
 
-    ``views``: views of live storage of equal shape; a receiver may write a segment to several.
-    ``dtype``: dtype on the wire.
-    ``offset``: bytes from the start of the message.
-    """
-
-    views: tuple[Tensor, ...]
+    views: Views
+    """Views of live storage of equal shape; a receiver may write a segment to several."""
     dtype: torch.dtype
+    """Dtype on the wire."""
     offset: int
+    """Bytes from the start of the message."""
 
     def staged(self, buffer: Tensor) -> Tensor:
         """Return the view of the segment in a message buffer of bytes, in the shape of its views."""
@@ -56,25 +57,23 @@ class _Segment:
 
 @dataclass
 class _Stream:
-    """Messages of one ordered pair of ranks, which both sides divide alike.
-
-    ``slot``: bytes of the largest message.
-    ``messages``: segments of each message.
-    ``lengths``: bytes of each message.
-    ``closed``: whether the next segment begins a new message.
-    """
+    """Messages of one ordered pair of ranks, which both sides divide alike."""
 
     slot: int
+    """Bytes of the largest message."""
     messages: list[list[_Segment]] = field(default_factory=list)
+    """Segments of each message."""
     lengths: list[int] = field(default_factory=list)
+    """Bytes of each message."""
     closed: bool = True
+    """Whether the next segment begins a new message."""
 
-    def fill(self, pieces: Sequence[tuple[tuple[Tensor, ...], torch.dtype]]) -> None:
+    def fill(self, pieces: Sequence[tuple[Views, torch.dtype]]) -> None:
         """Append all pieces; the small ones, which share messages, come first."""
         for views, dtype in sorted(pieces, key=lambda piece: self.needs_own_message(*piece)):
             self.add(views, dtype)
 
-    def add(self, views: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    def add(self, views: Views, dtype: torch.dtype) -> None:
         """Append views of equal shape, split at the end of full messages."""
         own_message = self.needs_own_message(views, dtype)
         if own_message or self.closed:
@@ -82,7 +81,7 @@ class _Stream:
         self._append(views, dtype)
         self.closed = own_message
 
-    def needs_own_message(self, views: tuple[Tensor, ...], dtype: torch.dtype) -> bool:
+    def needs_own_message(self, views: Views, dtype: torch.dtype) -> bool:
         """Return whether views are large enough for messages of their own."""
         return views[0].numel() * dtype.itemsize >= min(OWN_MESSAGE_BYTES, self.slot)
 
@@ -90,7 +89,7 @@ class _Stream:
         """Return for each message the storage that replaces its staging buffer, or None."""
         return [segments[0].in_place() if len(segments) == 1 else None for segments in self.messages]
 
-    def _append(self, views: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    def _append(self, views: Views, dtype: torch.dtype) -> None:
         """Append views to the last message, and what does not fit to new messages."""
         shape = views[0].shape
         count = shape.numel() * dtype.itemsize
@@ -100,6 +99,7 @@ class _Stream:
             self.lengths[-1] = offset + count
             return
 
+        # Rows that fit into the rest of this message.
         row_bytes = count // shape[0] if shape else count
         rows = (self.slot - offset) // row_bytes
         if rows:
@@ -135,7 +135,7 @@ class Exchange:
     def __init__(
         self,
         sends: Mapping[int, Sequence[tuple[Tensor, torch.dtype]]],
-        receives: Mapping[int, Sequence[tuple[tuple[Tensor, ...], torch.dtype]]],
+        receives: Mapping[int, Sequence[tuple[Views, torch.dtype]]],
         slot: int,
         group: Any = None,
     ) -> None:
@@ -169,12 +169,17 @@ class Exchange:
             next_works = []
             if round_index + 1 < self.rounds:
                 next_works = self._post(round_index + 1, buffers[(round_index + 1) % 2])
+            # The wait also orders the unpacking behind the arrival on the device.
             for work in works:
                 work.wait()
             self._unpack(round_index, buffers[round_index % 2])
             works = next_works
 
-    def _post(self, number: int, buffers: dict[Any, Tensor]) -> list[Any]:
+    def _post(
+        self,
+        number: int,
+        buffers: dict[Any, Tensor],
+    ) -> list[Any]:
         """Post the sends and receives of message ``number`` of every stream; return their works."""
         operations = []
         for peer, stream in self._receives.items():
@@ -192,7 +197,13 @@ class Exchange:
 
         return dist.batch_isend_irecv(operations) if operations else []
 
-    def _buffer(self, buffers: dict[Any, Tensor], key: Any, stream: _Stream, number: int) -> Tensor:
+    def _buffer(
+        self,
+        buffers: dict[Any, Tensor],
+        key: Any,
+        stream: _Stream,
+        number: int,
+    ) -> Tensor:
         """Return the bytes of a message: its storage if it travels in place, else a staging buffer."""
         storages = self._in_place[id(stream)]
         in_place = storages[number]
@@ -239,23 +250,25 @@ def slot_bytes(staging_bytes: int, streams: int) -> int:
 
 
 def gather_layout(
-    boxes: Sequence[TensorBox] | None, dtypes: Mapping[str, torch.dtype], group: Any = None
+    boxes: Sequence[TensorBox] | None,
+    dtypes: Mapping[str, torch.dtype],
+    group: Any = None,
 ) -> list[BoxGroup]:
     """Return the boxes of all ranks, with ranks of equal boxes as one group.
 
-    ``boxes`` is None on ranks without any; ``dtypes`` has the dtypes of this rank's storages. Equal boxes
-    are sent once: ranks compare digests first. Collective over the group.
+    Ranks without boxes pass None; ``dtypes`` has the dtypes of this rank's storages. Equal boxes are sent
+    once: ranks compare digests first. Collective over the group.
     """
     rank = rank_in(group)
 
-    # The content is the same on replicas: without the rank, and with the dtypes of used storages only.
+    # The content is the same on replicas: without the rank, and with the dtypes of the boxes' storages alone.
     content = None
     digest = None
     if boxes is not None:
-        used = {box.storage for box in boxes}
+        box_storages = {box.storage for box in boxes}
         content = (
             tuple(replace(box, rank=-1) for box in boxes),
-            {name: dtype for name, dtype in sorted(dtypes.items()) if name in used},
+            {name: dtype for name, dtype in sorted(dtypes.items()) if name in box_storages},
         )
         digest = hashlib.sha256(pickle.dumps(content)).hexdigest()
 
@@ -269,6 +282,7 @@ def gather_layout(
     sent_contents = gather_objects((digest, content) if is_sender else None, group)
     content_by_digest = dict(item for item in sent_contents if item is not None)
 
+    # Groups in the order of their lowest ranks, equal on all ranks.
     layout = []
     for group_digest, ranks in sorted(ranks_by_digest.items(), key=lambda item: min(item[1])):
         group_boxes, group_dtypes = content_by_digest[group_digest]

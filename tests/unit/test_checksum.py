@@ -118,7 +118,7 @@ def test_a_write_that_goes_astray_differs():
     assert each.verify("full", 0) == 2
     (targets, value), (_, other) = each._local_copies
     each._local_copies = [(targets, value + 1), ((torch.empty(4, 4),), other)]
-    each._written["all"][16:] = 3.0
+    each._destinations["all"][16:] = 3.0
     each.run("full")
     with pytest.raises(WeightMismatchError, match="2 regions of"):
         each.verify("full", 0)

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from megatron_rl import durable
 from megatron_rl.algorithms import AlgorithmState
 from megatron_rl.checkpoint import roles as checkpoint
-from megatron_rl.checkpoint.folders import disk_or, newest_intact
+from megatron_rl.checkpoint.folders import newest_intact, write_error
 from megatron_rl.config.checkpoint_meta import (
     META,
     STATE_FORMAT,
@@ -191,7 +191,7 @@ import sys
 from pathlib import Path
 import torch
 from megatron_rl.distributed import device
-from megatron_rl.checkpoint.writing import Saving
+from megatron_rl.checkpoint.folders import Saving
 
 class Write:
     def run(self):
@@ -247,5 +247,5 @@ def test_a_write_that_the_system_cuts_off_is_told_as_one(tmp_path: Path) -> None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     for error in (cut.value, refused.value):
-        told = disk_or(error, tmp_path / "step_2")
+        told = write_error(error, tmp_path / "step_2")
         assert isinstance(told, UserError) and "ulimit -f" in str(told)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.checkpoint.folders import write
 from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments, load_optimizer
-from megatron_rl.checkpoint.writing import write
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError

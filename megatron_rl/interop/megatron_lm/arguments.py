@@ -71,14 +71,15 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
             fix="export it as a Hugging Face model: --format hf",
         )
 
-    # Arguments of every model. Without grouped queries Megatron-LM's default number of groups is 1.
+    # Without grouped queries Megatron-LM's default number of groups is 1.
+    is_grouped = not shape.mla and shape.kv_heads != shape.heads
     arguments: dict[str, Any] = {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
         "ffn_hidden_size": shape.mlp_width,
         "num_attention_heads": shape.heads,
-        "group_query_attention": not shape.mla and shape.kv_heads != shape.heads,
-        "num_query_groups": 1 if shape.mla or shape.kv_heads == shape.heads else shape.kv_heads,
+        "group_query_attention": is_grouped,
+        "num_query_groups": shape.kv_heads if is_grouped else 1,
         "kv_channels": shape.value_dim,
         "max_position_embeddings": shape.max_positions,
         "vocab_size": shape.vocab,
@@ -101,14 +102,15 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
 
     # Arguments of latent attention, scaled rotary angles and experts.
     if shape.mla:
-        yarn = rope.get("rope_type") == "yarn"
         arguments |= {
             **latent_sizes(shape),
-            "rope_type": "yarn" if yarn else "rope",
-            "rotary_scaling_factor": rope["factor"] if yarn else 1.0,
+            "rope_type": "rope",
+            "rotary_scaling_factor": 1.0,
             "mscale": rope.get("mscale", 1.0),
             "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
         }
+        if rope.get("rope_type") == "yarn":
+            arguments |= {"rope_type": "yarn", "rotary_scaling_factor": rope["factor"]}
     if rope.get("rope_type") == "llama3":
         arguments["rope_scaling_factor"] = rope["factor"]
     if shape.experts:
@@ -120,6 +122,8 @@ def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
     """Return the arguments of a mixture of experts; the router's are the family's settings of Megatron."""
     shape = model.shape
     routing = model.family.megatron(model.config)
+
+    # A period of 1 means that every layer has experts.
     layer_frequency: int | list[int] = 1
     if shape.dense_layers:
         layer_frequency = [int(shape.has_experts(layer)) for layer in range(shape.layers)]
@@ -147,12 +151,16 @@ def _inexpressible(model: PretrainedModel, activation: str, rope: Mapping[str, A
     rope_type = rope.get("rope_type", "default")
     if shape.sandwich_norms:
         return "norms behind attention and MLP"
+    # A reward model's or a critic's head.
     if shape.scalar_head:
         return "a head of one number"
     if not shape.gated or activation != "silu":
         return f"the activation {activation}"
+
     if shape.sliding_layers:
         return "attention to a window of tokens"
+
+    # Scaled rotary angles: Llama 3's with Megatron's constants, or YaRN in latent attention.
     if rope_type == "llama3" and any(rope.get(name) != value for name, value in LLAMA3.items()):
         return f"RoPE scaling other than {LLAMA3}"
     if rope_type not in ("default", "llama3") and not (rope_type == "yarn" and shape.mla):
@@ -160,24 +168,27 @@ def _inexpressible(model: PretrainedModel, activation: str, rope: Mapping[str, A
     return None
 
 
-def config_of(arguments: Mapping[str, Any], where: str, vocabulary: int | None) -> dict[str, Any]:
+def config_of(arguments: Mapping[str, Any], setting: str, vocabulary: int | None) -> dict[str, Any]:
     """Return the config.json of a checkpoint's model, from the arguments that it was trained with.
 
-    ``vocabulary`` is the size of the tokenizer, used if the arguments have none. ``where`` is the setting
+    ``vocabulary`` is the size of the tokenizer, used if the arguments have none. ``setting`` is the key
     that names the checkpoint. Raises UserErrors with every argument of a feature that cannot be trained here.
     """
     get = arguments.get
 
     # Report all unsupported arguments at once.
-    refused = list(_refusals(arguments, where))
+    refused = list(_refusals(arguments, setting))
     size = _vocabulary(arguments) or vocabulary
     if size is None:
         fix = "name the model's tokenizer in model.hf_path"
-        refused.append(_refusal(where, "vocab_size", None, "a number, or a tokenizer that has one", fix))
+        refused.append(_refusal(setting, "vocab_size", None, "a number, or a tokenizer that has one", fix))
     if refused:
         raise UserErrors(refused)
 
     heads = get("num_attention_heads")
+    key_value_heads = heads
+    if get("group_query_attention"):
+        key_value_heads = get("num_query_groups")
     experts = get("num_experts")
     family, architecture = _family(arguments)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(get("rotary_base", 10000))}
@@ -192,7 +203,7 @@ def config_of(arguments: Mapping[str, Any], where: str, vocabulary: int | None) 
         "intermediate_size": get("ffn_hidden_size"),
         "num_hidden_layers": get("num_layers"),
         "num_attention_heads": heads,
-        "num_key_value_heads": get("num_query_groups") if get("group_query_attention") else heads,
+        "num_key_value_heads": key_value_heads,
         "head_dim": get("kv_channels"),
         "hidden_act": "silu",
         "max_position_embeddings": get("max_position_embeddings"),
@@ -241,30 +252,37 @@ def _family(arguments: Mapping[str, Any]) -> tuple[str, str]:
 def _vocabulary(arguments: Mapping[str, Any]) -> int | None:
     """Return the vocabulary size in the arguments; None if it is the tokenizer's."""
     size = arguments.get("vocab_size")
-    # NullTokenizer adds an end-of-document token behind the vocab_size tokens.
-    return size + 1 if size and arguments.get("tokenizer_type") == "NullTokenizer" else size
+    if size and arguments.get("tokenizer_type") == "NullTokenizer":
+        # It adds an end-of-document token behind the vocab_size tokens.
+        return size + 1
+    return size
 
 
-def _refusals(arguments: Mapping[str, Any], where: str) -> Iterator[UserError]:
+def _refusals(arguments: Mapping[str, Any], setting: str) -> Iterator[UserError]:
     """Yield an error for each argument of a feature that cannot be trained here, and for absent sizes."""
     for name, meaning in ABSENT.items():
         if arguments.get(name):
-            yield _refusal(where, name, arguments[name], f"not set: {meaning} cannot be trained here")
+            yield _refusal(setting, name, arguments[name], f"not set: {meaning} cannot be trained here")
+
+    # The families that a config.json is derived for have these in common.
     for name, expected in (
         ("position_embedding_type", "rope"),
         ("normalization", "RMSNorm"),
         ("swiglu", True),
     ):
         if arguments.get(name) != expected:
-            yield _refusal(where, name, arguments.get(name), repr(expected))
+            yield _refusal(setting, name, arguments.get(name), repr(expected))
+
     if arguments.get("multi_latent_attention"):
         fix = "name a folder with the model's own config.json in model.hf_path"
         yield _refusal(
-            where, "multi_latent_attention", True, "a config.json: it is not derived for these", fix
+            setting, "multi_latent_attention", True, "a config.json: it is not derived for these", fix
         )
+
+    # Sizes that config.json must have.
     for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"):
         if not isinstance(arguments.get(name), int):
-            yield _refusal(where, name, arguments.get(name), "a number")
+            yield _refusal(setting, name, arguments.get(name), "a number")
 
 
 def _expert_layers(arguments: Mapping[str, Any]) -> list[bool]:
@@ -277,32 +295,40 @@ def _expert_layers(arguments: Mapping[str, Any]) -> list[bool]:
 
 
 def contradictions(
-    arguments: Mapping[str, Any], model: PretrainedModel, where: str, place: str
+    arguments: Mapping[str, Any],
+    model: PretrainedModel,
+    setting: str,
+    config_path: str,
 ) -> list[UserError]:
-    """Return the errors of a checkpoint whose arguments contradict the config.json at ``place``.
+    """Return the errors of a checkpoint whose arguments contradict the config.json at ``config_path``.
 
-    ``where`` is the setting that names the checkpoint. Arguments that it lacks contradict nothing.
+    ``setting`` is the key that names the checkpoint. Arguments that it lacks contradict nothing.
     """
     try:
         expected = arguments_of(model)
     except UserError as error:
         return [
             UserError(
-                f"{place} describes a model that Megatron-LM does not train",
-                where=where,
+                f"{config_path} describes a model that Megatron-LM does not train",
+                where=setting,
                 expected=error.expected,
                 got=error.got,
                 fix="name the config.json that belongs to this checkpoint",
             )
         ]
-    errors = [_refusal(where, name, arguments[name], f"not set: {meaning} is not in {place}")
-              for name, meaning in ABSENT.items() if arguments.get(name)]  # fmt: skip
+    errors: list[UserError] = []
+    for name, meaning in ABSENT.items():
+        if arguments.get(name):
+            unset = f"not set: {meaning} is not in {config_path}"
+            errors.append(_refusal(setting, name, arguments[name], unset))
 
+    # Arguments that the checkpoint lacks contradict nothing.
     checkpoint_values = _effective(arguments)
     for name, value in _effective(expected).items():
         if name in checkpoint_values and not _same(checkpoint_values[name], value):
+            expected_value = f"{value!r}, by {config_path}"
             fix = "correct it, or name the folder that belongs to this checkpoint"
-            errors.append(_refusal(where, name, checkpoint_values[name], f"{value!r}, by {place}", fix))
+            errors.append(_refusal(setting, name, checkpoint_values[name], expected_value, fix))
     return errors
 
 
@@ -312,8 +338,8 @@ def _effective(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     # Heads: without grouped queries there are as many groups as heads; latent attention has no groups.
     if "num_attention_heads" in values and not values.get("multi_latent_attention"):
-        groups = values.get("num_query_groups") if values.get("group_query_attention") else None
-        values["num_query_groups"] = groups or values["num_attention_heads"]
+        if not values.get("group_query_attention") or not values.get("num_query_groups"):
+            values["num_query_groups"] = values["num_attention_heads"]
     else:
         for name in ("num_query_groups", "kv_channels"):
             values.pop(name, None)
@@ -344,25 +370,31 @@ def _same(value: Any, expected: Any) -> bool:
     return (not value and not expected) or value == expected
 
 
-def _refusal(where: str, name: str, value: Any, expected: str, fix: str | None = None) -> UserError:
+def _refusal(
+    setting: str,
+    name: str,
+    value: Any,
+    expected: str,
+    fix: str | None = None,
+) -> UserError:
     """Return the error of an argument; ``expected`` describes the values that can be used."""
     return UserError(
         f"the Megatron checkpoint was trained with another `{name}` than can be used",
-        where=where,
+        where=setting,
         expected=f"{name}: {expected}",
         got="not set" if value is None else repr(value)[:200],
         fix=fix or "use a checkpoint that was trained without it",
     )
 
 
-def derived(arguments: Mapping[str, Any], where: str, vocabulary: int | None) -> dict[str, Any]:
+def derived(arguments: Mapping[str, Any], setting: str, vocabulary: int | None) -> dict[str, Any]:
     """Return a config.json derived from arguments, verified to lead back to them.
 
     Takes the arguments of `config_of` and raises UserErrors like it.
     """
-    config = config_of(arguments, where, vocabulary)
+    config = config_of(arguments, setting, vocabulary)
     errors = contradictions(
-        arguments, describe(config, "the derived config.json"), where, "what is supported"
+        arguments, describe(config, "the derived config.json"), setting, "what is supported"
     )
     if errors:
         raise UserErrors(errors)

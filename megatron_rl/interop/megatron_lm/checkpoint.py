@@ -1,7 +1,7 @@
 """A checkpoint that Megatron-LM wrote: its arguments and the locations of its tensors.
 
 Megatron-LM stores arguments and the directory of tensors as pickles. They are read with inert values for all
-names (`inert_pickle`), so that no checkpoint can run code, and without torch, so that `check` can verify a
+names (`pickles`), so that no checkpoint can run code, and without torch, so that `check` can verify a
 checkpoint anywhere.
 """
 
@@ -51,10 +51,10 @@ _LISTED = 6
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Location of a parameter in the stored tensors.
 
-    Example: ``Place("decoder.layers.mlp.linear_fc1.weight", (3,))`` is layer 3 of a stacked tensor.
+    Example: ``Location("decoder.layers.mlp.linear_fc1.weight", (3,))`` is layer 3 of a stacked tensor.
     """
 
     key: str
@@ -99,18 +99,20 @@ class MegatronCheckpoint:
             return text
         return f"{text}, in buffers of {writer_layout(self.arguments).short_words()}"
 
-    def optimizer_errors(self, shape: ModelShape, where: str) -> list[UserError]:
+    def optimizer_errors(self, shape: ModelShape, setting: str) -> list[UserError]:
         """Return the errors of an optimizer state from which Adam cannot resume the training of a model.
 
-        ``where`` is the setting that asks for it.
+        ``setting`` is the key that asks for it.
         """
         available = {*self.states} or {*self.buffers}
         # In buffers the master weights are needed too: they give the sizes of the buckets.
-        required = {*MOMENTS} if self.states else {*MOMENTS, MASTERS[0]}
+        required = {*MOMENTS}
+        if not self.states:
+            required.add(MASTERS[0])
 
         if required <= available and self.steps is not None:
             if not self.states:
-                return self._buffer_errors(shape, where)
+                return self._buffer_errors(shape, setting)
             errors = []
             for name in self.states:
                 state = self.state(name)
@@ -118,6 +120,7 @@ class MegatronCheckpoint:
                 errors += state.file_errors()
             return errors
 
+        # The fix depends on what the checkpoint has instead.
         got = "no optimizer state, or not of Adam"
         fix = "save it without --no-save-optim"
         if required <= available:
@@ -128,18 +131,18 @@ class MegatronCheckpoint:
         return [
             UserError(
                 "training cannot resume with the optimizer's state in the Megatron checkpoint",
-                where=where,
+                where=setting,
                 expected="Adam's moments for each tensor: of the distributed optimizer "
                 "dp_reshardable or fully_reshardable",
                 got=f"{self.path}: {got}",
-                fix=f"{fix}; or remove {where}: the optimizer starts anew",
+                fix=f"{fix}; or remove {setting}: the optimizer starts anew",
             )
         ]
 
     def flat_parameters(self, shape: ModelShape) -> list[list[FlatParameter]]:
-        """Return the possible arrangements of parameters in the optimizer's buffers, likeliest first.
+        """Return the possible arrangements of parameters in the optimizer buffers, likeliest first.
 
-        Raises UserError if there is none: the buffers are of another model or layout than the arguments.
+        Raises UserError for buffers of another model or layout than the arguments.
         """
         sizes = {bucket: tensor.shape[0] for bucket, tensor in self.buffers[MASTERS[0]].items()}
         rows = self.tensors["embedding.word_embeddings.weight"].shape[0]
@@ -155,31 +158,34 @@ class MegatronCheckpoint:
             raise errors[0]
         return arrangements
 
-    def _buffer_errors(self, shape: ModelShape, where: str) -> list[UserError]:
+    def _buffer_errors(self, shape: ModelShape, setting: str) -> list[UserError]:
         """Return the errors of optimizer buffers that do not belong to a model."""
         sizes = [
             {bucket: tensor.shape for bucket, tensor in self.buffers[name].items()}
             for name in (MASTERS[0], *MOMENTS)
         ]
+
+        # Described as tensors of their own, buffers are verified like the weights.
         flat = {
-            f"{bucket.words()}.bucket_idx_{bucket.number}.{name}": tensor
+            f"{bucket.buffer_name()}.bucket_idx_{bucket.number}.{name}": tensor
             for name, buckets in self.buffers.items()
             for bucket, tensor in buckets.items()
         }
         errors = list(replace(self, tensors=flat).file_errors())
+
         try:
             self.flat_parameters(shape)
             # All states have the buckets of the master weights.
             if any(state_sizes != sizes[0] for state_sizes in sizes):
                 raise other_buffers(f"the same buckets of {', '.join(self.buffers)}", "others")
         except UserError as error:
-            fix = f"{error.fix}; or remove {where}: the optimizer starts anew"
-            errors.append(replace(error, where=where, got=f"{self.path}: {error.got}", fix=fix))
+            fix = f"{error.fix}; or remove {setting}: the optimizer starts anew"
+            errors.append(replace(error, where=setting, got=f"{self.path}: {error.got}", fix=fix))
         return errors
 
-    def parameters(self, shape: ModelShape) -> tuple[dict[str, Place], list[UserError]]:
+    def parameters(self, shape: ModelShape) -> tuple[dict[str, Location], list[UserError]]:
         """Return the location of each parameter of a model, and the errors of tensors that differ from it."""
-        locations: dict[str, Place] = {}
+        locations: dict[str, Location] = {}
         absent_names: list[str] = []
         errors: list[UserError] = []
 
@@ -221,6 +227,7 @@ class MegatronCheckpoint:
         for tensor in self.tensors.values():
             for chunk in tensor.chunks:
                 ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
+
         sizes = {name: _size(self.path / name) for name in ends}
         truncated = [name for name, end in ends.items() if (sizes[name] or 0) < end]
         if truncated:
@@ -252,34 +259,55 @@ class MegatronCheckpoint:
             )
 
     def _other_shape(
-        self, name: str, expected: tuple[int, ...], place: Place, stored: tuple[int, ...], padded: bool
+        self,
+        name: str,
+        expected: tuple[int, ...],
+        location: Location,
+        stored: tuple[int, ...],
+        padded: bool,
     ) -> UserError:
-        rows = f"{expected[0]} or more" if padded else str(expected[0])
+        rows = str(expected[0])
+        if padded:
+            rows += " or more"
+
+        got = str(list(stored))
+        if location.index:
+            got += f", at {list(location.index)}"
         return UserError(
-            f"the Megatron checkpoint's tensor {place.key} is not of the model's size",
+            f"the Megatron checkpoint's tensor {location.key} is not of the model's size",
             where=str(self.path),
             expected=f"{name}: [{', '.join((rows, *map(str, expected[1:])))}]",
-            got=f"{list(stored)}" + (f", at {list(place.index)}" if place.index else ""),
+            got=got,
             fix="name the configuration and the tokenizer that belong to this checkpoint",
         )
 
-    def _other_count(self, key: str, used: int, count: int) -> UserError:
+    def _other_count(
+        self,
+        key: str,
+        model_count: int,
+        count: int,
+    ) -> UserError:
         return UserError(
             "the Megatron checkpoint has more layers or experts than the model",
             where=str(self.path),
-            expected=f"{key}: {used}",
+            expected=f"{key}: {model_count}",
             got=str(count),
             fix="name the configuration that belongs to this checkpoint",
         )
 
-    def _other_tensors(self, missing: Sequence[str], unexpected: Sequence[str]) -> UserError:
+    def _other_tensors(self, absent_names: Sequence[str], unexpected: Sequence[str]) -> UserError:
+        expected = "no others"
+        if absent_names:
+            expected = f"also {some_of(absent_names, _LISTED)}"
+
+        got = f"{len(self.tensors)} tensors without them"
+        if unexpected:
+            got = f"others: {some_of(unexpected, _LISTED)}"
         return UserError(
             "the Megatron checkpoint's tensors are not those of the model",
             where=str(self.path),
-            expected=f"also {some_of(missing, _LISTED)}" if missing else "no others",
-            got=f"others: {some_of(unexpected, _LISTED)}"
-            if unexpected
-            else f"{len(self.tensors)} tensors without them",
+            expected=expected,
+            got=got,
             fix="name the configuration that belongs to this checkpoint; layers beside GPTModel's own cannot "
             "be read",
         )
@@ -297,27 +325,29 @@ def is_megatron(path: str | Path) -> bool:
     return any((folder / name).is_file() for name in (TRACKER, DIRECTORY)) or _is_legacy(folder)
 
 
-def read_checkpoint(path: str | Path, where: str) -> MegatronCheckpoint:
+def read_checkpoint(path: str | Path, setting: str) -> MegatronCheckpoint:
     """Return the description of the newest iteration of a folder with a tracker, or of an ``iter_*`` folder.
 
-    ``where`` is the setting that names it. Raises UserError for other formats and for damaged files.
+    ``setting`` is the key that names it. Raises UserError for other formats and for damaged files.
     """
-    folder = _iteration_folder(Path(path), where)
+    folder = _iteration_folder(Path(path), setting)
 
     # Verify the format before any pickle is read.
     if _is_legacy(folder):
         raise UserError(
             "the checkpoint is in Megatron-LM's legacy format, which is bound to its layout",
-            where=where,
+            where=setting,
             expected="--ckpt-format torch_dist",
             got=f"mp_rank_* in {folder}",
             fix=_CONVERT.format(folder=folder.parent),
         )
-    backend = read_json(folder / FORMAT).get("sharded_backend") if (folder / FORMAT).is_file() else None
+    backend = None
+    if (folder / FORMAT).is_file():
+        backend = read_json(folder / FORMAT).get("sharded_backend")
     if backend != "torch_dist":
         raise UserError(
             "the checkpoint is not of the format that can be read",
-            where=where,
+            where=setting,
             expected=f'{FORMAT} with "sharded_backend": "torch_dist"',
             got=f"{folder}: " + (repr(backend) if backend else f"no {FORMAT}"),
             fix="save it with --ckpt-format torch_dist",
@@ -334,12 +364,16 @@ def read_checkpoint(path: str | Path, where: str) -> MegatronCheckpoint:
         )
 
     # The folder's name gives the iteration of a checkpoint without that value.
-    match = re.fullmatch(r"iter_(\d+)", folder.name)
     iteration = common.iteration
     if iteration is None:
+        match = re.fullmatch(r"iter_(\d+)", folder.name)
         iteration = int(match[1]) if match else 0
 
+    # With flat buffers the steps are beside the tensors.
     stored = read_tensors(folder)
+    steps = common.steps
+    if steps is None:
+        steps = stored.steps
     return MegatronCheckpoint(
         folder,
         iteration,
@@ -348,22 +382,28 @@ def read_checkpoint(path: str | Path, where: str) -> MegatronCheckpoint:
         stored.states,
         stored.buffers,
         common.sharding,
-        stored.steps if common.steps is None else common.steps,
+        steps,
     )
 
 
-def _parameters(shape: ModelShape) -> Iterator[tuple[str, list[Place], tuple[int, ...]]]:
+def _parameters(shape: ModelShape) -> Iterator[tuple[str, list[Location], tuple[int, ...]]]:
     """Yield name, possible locations and complete shape of each parameter of a model."""
     for weight in outer_weights(shape, True, True):
-        yield weight.name, [Place(weight.name)], weight.local_shape(1)
+        yield weight.name, [Location(weight.name)], weight.local_shape(1)
     for layer in range(shape.layers):
         for weight in shape.weights(layer):
-            for expert in range(shape.experts) if weight.expert else (None,):
-                name = weight.name if expert is None else weight.name.format(expert=expert)
-                yield f"decoder.layers.{layer}.{name}", _places(weight, layer, expert), weight.local_shape(1)
+            size = weight.local_shape(1)
+            if not weight.expert:
+                yield f"decoder.layers.{layer}.{weight.name}", _locations(weight, layer, None), size
+                continue
+
+            # Each expert is a parameter of its own in Megatron's names.
+            for expert in range(shape.experts):
+                name = weight.name.format(expert=expert)
+                yield f"decoder.layers.{layer}.{name}", _locations(weight, layer, expert), size
 
 
-def _places(weight: Weight, layer: int, expert: int | None) -> list[Place]:
+def _locations(weight: Weight, layer: int, expert: int | None) -> list[Location]:
     """Return the possible locations of a layer's parameter: stacked over layers, then in a tensor per layer.
 
     Megatron stacks layers that are all equal. Names differ between Transformer Engine's layers and its own.
@@ -374,11 +414,11 @@ def _places(weight: Weight, layer: int, expert: int | None) -> list[Place]:
         index = (expert,)
         names = [weight.name.replace("local_experts.{expert}.", "experts.")]
 
-    stacked = [Place(f"decoder.layers.{name}", (layer, *index)) for name in names]
-    return stacked + [Place(f"decoder.layers.{layer}.{name}", index) for name in names]
+    stacked = [Location(f"decoder.layers.{name}", (layer, *index)) for name in names]
+    return stacked + [Location(f"decoder.layers.{layer}.{name}", index) for name in names]
 
 
-def _iteration_folder(path: Path, where: str) -> Path:
+def _iteration_folder(path: Path, setting: str) -> Path:
     """Return the ``iter_*`` folder that the tracker names; a folder without tracker may be one itself."""
     tracker = path / TRACKER
     if not tracker.is_file():
@@ -391,14 +431,16 @@ def _iteration_folder(path: Path, where: str) -> Path:
             content = ", ".join(names[:_LISTED]) or "an empty folder"
         raise UserError(
             "expected a checkpoint of Megatron-LM",
-            where=where,
+            where=setting,
             expected=f"a folder with {TRACKER}, or one of its iter_* folders",
             got=f"{path}: {content}",
             fix="name the folder that pretrain_gpt.py had as --save",
         )
 
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    folder = path / (f"iter_{int(text):07d}" if text.isdecimal() else "release")
+    folder = path / "release"
+    if text.isdecimal():
+        folder = path / f"iter_{int(text):07d}"
     if not (text.isdecimal() or text == "release") or not folder.is_dir():
         folders = ", ".join(sorted(item.name for item in path.iterdir() if item.is_dir())) or "no folder"
         raise UserError(

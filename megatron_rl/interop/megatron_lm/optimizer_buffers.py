@@ -85,8 +85,8 @@ class _LocalParameter(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    copy: bool
-    """A replica: the values are read from another rank's buffer."""
+    replica: bool
+    """The values are read from another rank's buffer."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,11 @@ def orders(arguments: Mapping[str, Any], shape: ModelShape) -> list[Order]:
 
 
 def flat_parameters(
-    arguments: Mapping[str, Any], shape: ModelShape, rows: int, sizes: Mapping[Bucket, int], order: Order
+    arguments: Mapping[str, Any],
+    shape: ModelShape,
+    rows: int,
+    sizes: Mapping[Bucket, int],
+    order: Order,
 ) -> list[FlatParameter]:
     """Return the location of every shard of every parameter, once, in buckets of ``sizes`` elements.
 
@@ -158,14 +162,16 @@ def flat_parameters(
     flat: list[FlatParameter] = []
     expected_buckets: set[Bucket] = set()
     separate_experts = any(bucket.part for bucket in sizes)
-    for part, group, shard, buffers in _groups(model, stages, separate_experts):
+    for optimizer, group, shard, buffers in _groups(model, stages, separate_experts):
         # Megatron makes no buffer for a chunk without parameters.
         for buffer, parameters in enumerate(filter(None, buffers)):
-            for parameter, bucket, start in _laid_out(parameters, Bucket(part, group, buffer, 0), sizes):
+            first_bucket = Bucket(optimizer, group, buffer, 0)
+            for parameter, bucket, start in _with_offsets(parameters, first_bucket, sizes):
                 expected_buckets.add(bucket)
-                if not parameter.copy:
+                if not parameter.replica:
                     flat.append(FlatParameter(parameter.name, parameter.shape, *shard, bucket, start))
 
+    # Buckets that no parameter is in belong to another model or layout.
     if expected_buckets != set(sizes):
         expected = f"{len(expected_buckets)} buckets, by {layout.short_words()} of its arguments"
         raise other_buffers(expected, f"{len(sizes)}")
@@ -175,24 +181,32 @@ def flat_parameters(
 def _groups(
     model: _Model, stages: Sequence[Sequence[list[int]]], separate_experts: bool
 ) -> Iterator[tuple[int, int, tuple[int, int, int], list[list[_LocalParameter]]]]:
-    """Yield part, index, shard and the chunks' parameters of every group of ranks with the same parameters.
+    """Yield optimizer, index, shard and the chunks' parameters of every group of ranks with equal parameters.
 
     A shard is (tensor, expert, expert-tensor) rank. With ``separate_experts`` experts have an optimizer of
     their own, and so groups of their own.
     """
     layout = model.layout
+    expert_flags = (False,) if separate_experts else (False, True)
     for stage, chunks in enumerate(stages):
         # The embedding is in the first chunk of the first stage, the output layer in the last of the last.
-        ends = [(stage == 0 and index == 0, stage == len(stages) - 1 and index == len(chunks) - 1)
-                for index in range(len(chunks))]  # fmt: skip
+        ends = [
+            (stage == 0 and index == 0, stage == len(stages) - 1 and index == len(chunks) - 1)
+            for index in range(len(chunks))
+        ]
+
+        # Ranks with one tensor-parallel index have the same parameters outside of experts.
         for tensor in range(layout.tensor):
             shard = (tensor, 0, tensor % layout.expert_tensor)
             buffers = [
-                _chunk(model, layers, shard, first, last, (False,) if separate_experts else (False, True))
+                _chunk(model, layers, shard, first, last, expert_flags)
                 for layers, (first, last) in zip(chunks, ends, strict=True)
             ]
             yield 0, tensor + layout.tensor * stage, shard, buffers
-        for index in range(layout.expert * layout.expert_tensor if separate_experts else 0):
+
+        if not separate_experts:
+            continue
+        for index in range(layout.expert * layout.expert_tensor):
             expert, expert_tensor = divmod(index, layout.expert_tensor)
             shard = (0, expert, expert_tensor)
             buffers = [_chunk(model, layers, shard, False, False, (True,)) for layers in chunks]
@@ -213,66 +227,85 @@ def _chunk(
     """
     outer = []
     for weight in outer_weights(model.shape, first, last):
-        tied = model.shape.tied and weight.name == "output_layer.weight"
-        outer.append(_part(model, weight.name, weight, shard[0], tied))
+        is_tied = model.shape.tied and weight.name == "output_layer.weight"
+        outer.append(_shard(model, weight.name, weight, shard[0], is_tied))
 
-    before = [part for part in outer if part.name.startswith("embedding.")]
-    behind = [part for part in outer if not part.name.startswith("embedding.")]
+    embedding = [parameter for parameter in outer if parameter.name.startswith("embedding.")]
+    output = [parameter for parameter in outer if not parameter.name.startswith("embedding.")]
 
     # Expert biases of the router are buffers of the module, not parameters.
-    between: list[_LocalParameter] = []
+    decoder: list[_LocalParameter] = []
     for layer in layers:
         ordered: list[tuple[tuple[int, ...], _LocalParameter]] = []
         for weight in model.shape.weights(layer):
             if weight.expert in expert_flags and not weight.name.endswith("expert_bias"):
-                ordered += _of_layer(model, layer, weight, shard)
-        between += [part for _, part in sorted(ordered, key=lambda item: item[0])]
-    return before + between + behind
+                ordered += _layer_parameters(model, layer, weight, shard)
+        decoder += [parameter for _, parameter in sorted(ordered, key=lambda item: item[0])]
+    return embedding + decoder + output
 
 
-def _of_layer(
-    model: _Model, layer: int, weight: Weight, shard: tuple[int, int, int]
+def _layer_parameters(
+    model: _Model,
+    layer: int,
+    weight: Weight,
+    shard: tuple[int, int, int],
 ) -> Iterator[tuple[tuple[int, ...], _LocalParameter]]:
     """Yield the local parameters of a layer's weight, each with its sort key in the layer."""
     tensor, _, expert_tensor = shard
     if not weight.expert:
+        # Transformer Engine fuses a norm into the linear layer behind it, if the layer has that one.
         name = weight.name
         modules = {sibling.name.rpartition(".")[0] for sibling in model.shape.weights(layer)}
         if model.order.fused and weight.fused.rpartition(".")[0] in modules:
             name = weight.fused
         module, _, parameter = name.rpartition(".")
-        position = (_index(_MODULES, module), _index(_PARAMETER_NAMES, parameter))
-        yield position, _part(model, f"decoder.layers.{layer}.{name}", weight, tensor)
+        position = (_position(_MODULES, module), _position(_PARAMETER_NAMES, parameter))
+        yield position, _shard(model, f"decoder.layers.{layer}.{name}", weight, tensor)
         return
 
     # One module has a layer of all experts together, separate modules have both layers of one expert.
     linear, parameter = weight.name.split(".")[-2:]
     linear_index = int(linear == "linear_fc2")
     replicated = tensor >= model.layout.expert_tensor
+
     for expert in range(model.shape.experts // model.layout.expert):
-        name = (weight.fused if model.order.grouped and weight.fused else weight.name).format(expert=expert)
-        order = (linear_index, expert) if model.order.grouped else (expert, linear_index)
-        local = _part(model, f"decoder.layers.{layer}.{name}", weight, expert_tensor, replicated)
-        yield (_index(_MODULES, "mlp.experts"), *order, _index(_PARAMETER_NAMES, parameter)), local
+        name = weight.name
+        order = (expert, linear_index)
+        if model.order.grouped:
+            name = weight.fused or weight.name
+            order = (linear_index, expert)
+        name = f"decoder.layers.{layer}.{name.format(expert=expert)}"
+        local = _shard(model, name, weight, expert_tensor, replicated)
+        yield (_position(_MODULES, "mlp.experts"), *order, _position(_PARAMETER_NAMES, parameter)), local
 
 
-def _part(model: _Model, name: str, weight: Weight, index: int, copy: bool = False) -> _LocalParameter:
+def _shard(
+    model: _Model,
+    name: str,
+    weight: Weight,
+    index: int,
+    replica: bool = False,
+) -> _LocalParameter:
     """Return the shard of a parameter on rank ``index`` of the ranks that shard it."""
     count = model.layout.expert_tensor if weight.expert else model.layout.tensor
-    whole = weight.local_shape(1)
+    complete = weight.local_shape(1)
+    shape = weight.local_shape(count)
+
+    # Megatron-LM pads the vocabulary to its own multiple of rows.
     if weight.cut == "vocabulary":
-        shape = (model.rows // count, *whole[1:])
-    else:
-        shape = whole if weight.cut == "latent" and model.order.fused else weight.local_shape(count)
-    return _LocalParameter(name, shape, copy or (index > 0 and shape == whole))
+        shape = (model.rows // count, *complete[1:])
+    elif weight.cut == "latent" and model.order.fused:
+        # Transformer Engine's layers replicate it.
+        shape = complete
+    return _LocalParameter(name, shape, replica or (index > 0 and shape == complete))
 
 
-def _index(names: Sequence[str], name: str) -> int:
+def _position(names: Sequence[str], name: str) -> int:
     """Return the index of a name; unlisted names come last."""
     return names.index(name) if name in names else len(names)
 
 
-def _laid_out(
+def _with_offsets(
     parameters: Sequence[_LocalParameter], begin: Bucket, sizes: Mapping[Bucket, int]
 ) -> Iterator[tuple[_LocalParameter, Bucket, int]]:
     """Yield each parameter of a buffer with bucket and first element; ``begin`` is the first bucket."""
@@ -286,6 +319,7 @@ def _laid_out(
         if end and start + count > sizes.get(bucket, 0) and sizes.get(bucket) in (end, start):
             bucket = bucket._replace(number=bucket.number + 1)
             start = 0
+
         end = start + count
         if end > sizes.get(bucket, 0):
             break
@@ -296,7 +330,7 @@ def _laid_out(
         bucket_sizes = [size for key, size in sorted(sizes.items()) if key[:3] == begin[:3]]
         total = sum(math.prod(parameter.shape) for parameter in parameters)
         raise other_buffers(
-            f"in {begin.words()} {len(parameters)} parameters of together {total} elements",
+            f"in {begin.buffer_name()} {len(parameters)} parameters of together {total} elements",
             f"buckets of {' + '.join(map(str, bucket_sizes)) or 'no'} elements",
         )
 

@@ -2,11 +2,15 @@
 
 The format is torch's distributed checkpoint: a directory of tensors (``.metadata``) lists the files, offsets
 and boxes of every tensor, and one more pickle has the values that all ranks have in common.
+
+A pickle is a program: it calls the functions that it names. The reader here resolves every name to an inert
+value, so that no checkpoint can run code.
 """
 
 from __future__ import annotations
 
 import io
+import pickle
 import re
 import struct
 import zipfile
@@ -15,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_rl.error_forms import missing_file, unreadable_file
 from megatron_rl.errors import UserError
-from megatron_rl.interop.megatron_lm.inert_pickle import Inert, read_pickle
 
 COMMON = "common.pt"
 """File of the values that all ranks have in common."""
@@ -79,7 +83,7 @@ class Bucket(NamedTuple):
     number: int
     """Index of the bucket in its buffer."""
 
-    def words(self) -> str:
+    def buffer_name(self) -> str:
         """Return the checkpoint's name of the buffer."""
         return f"chained_{self.part} dp_group_idx_{self.group} gbuf_idx_{self.buffer}"
 
@@ -112,6 +116,91 @@ class Common(NamedTuple):
     """Format in which the distributed optimizer stored its states, as ``dp_reshardable``."""
 
 
+# --- Unpickling without running code
+
+
+class State:
+    """Attributes that a pickle sets on a value."""
+
+
+class Inert:
+    """Inert value in the place of an object that a pickle constructs.
+
+    It accepts any arguments and state, and returns itself when it is called. A class or function that the
+    pickle names without calling it stays a subclass of this one.
+    """
+
+    name = ""
+    """Module and name of the class or function, as ``torch.FloatStorage``."""
+    args: tuple[Any, ...]
+    """Positional arguments of its construction."""
+    state: State
+    """Attributes that the pickle sets."""
+
+    def __new__(cls, *args: Any, **_: Any) -> Inert:
+        value = super().__new__(cls)
+        value.args = args
+        value.state = State()
+        return value
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            vars(self.state).update(state)
+        else:
+            # A state that is not a dictionary replaces the arguments.
+            self.args = state if isinstance(state, tuple) else (state,)
+
+    def __call__(self, *_: Any, **__: Any) -> Inert:
+        return self
+
+    def __setitem__(self, _: Any, __: Any) -> None:
+        pass
+
+    def append(self, _: Any) -> None:
+        """Ignore an element of a list."""
+
+    def extend(self, _: Any) -> None:
+        """Ignore elements of a list."""
+
+
+class _Reader(pickle.Unpickler):
+    """Unpickler that resolves every name to a subclass of `Inert`, and records the names."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self.names: set[tuple[str, str]] = set()
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        self.names.add((module_name, global_name))
+        if (module_name, global_name) == ("torch", "Size"):
+            return tuple  # shapes are compared as plain tuples
+        return type(global_name, (Inert,), {"name": f"{module_name}.{global_name}"})
+
+    def persistent_load(self, pid: Any, /) -> Any:
+        return Inert(*pid) if isinstance(pid, tuple) else Inert()
+
+
+def read_pickle(content: bytes) -> Any:
+    """Unpickle without running code: plain values as they are, all others as `Inert`.
+
+    Raises exceptions of any type for damaged bytes.
+    """
+    return _Reader(io.BytesIO(content)).load()
+
+
+def names_in(content: bytes) -> set[tuple[str, str]]:
+    """Return (module, name) of every global that a pickle would import; raises as `read_pickle`."""
+    reader = _Reader(io.BytesIO(content))
+    reader.load()
+    return reader.names
+
+
+# --- Files of a checkpoint
+
+
 def read_common(folder: Path) -> Common:
     """Read the values that all ranks have in common; raises UserError for a damaged or missing file.
 
@@ -127,13 +216,17 @@ def read_common(folder: Path) -> Common:
 
         with zipfile.ZipFile(file) as archive:
             content, prefix = _content(archive)
+
             optimizer = content.get("optimizer")
             args = content.get("args")
             iteration = content.get("iteration")
             shardings = _values_under(optimizer, "param_state_sharding_type")
+            arguments = None
+            if isinstance(args, Inert):
+                arguments = dict(_plain(vars(args.state)))
             return Common(
                 names=tuple(map(str, content)),
-                arguments=dict(_plain(vars(args.state))) if isinstance(args, Inert) else None,
+                arguments=arguments,
                 iteration=None if iteration is None else int(iteration),
                 steps=_steps(optimizer, archive, prefix),
                 sharding=next(map(str, shardings), None),
@@ -166,7 +259,9 @@ def _content(archive: zipfile.ZipFile) -> tuple[dict[Any, Any], str]:
     """Return the values of a file of torch.save, and the prefix of its entries."""
     (name,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
     content = read_pickle(archive.read(name))
-    content = content[0] if isinstance(content, list) else content
+    # Megatron-Core 0.19 stores a list of one value.
+    if isinstance(content, list):
+        content = content[0]
     if not isinstance(content, dict):
         raise TypeError(type(content).__name__)
     return content, name.removesuffix("data.pkl")
@@ -184,8 +279,10 @@ def _values_under(value: Any, name: str) -> Iterator[Any]:
     if isinstance(value, dict):
         yield from (value[key] for key in value if key == name)
         children = list(value.values())
+    elif isinstance(value, list):
+        children = value
     else:
-        children = value if isinstance(value, list) else []
+        children = []
 
     for child in children:
         yield from _values_under(child, name)
@@ -244,12 +341,16 @@ def _tensors(folder: Path) -> Stored:
         if "chunks" not in entry or optimizer_state not in (None, *MOMENTS, *MASTERS):
             continue
 
-        key = state[2] if state else name
+        key = name
+        if state:
+            key = state[2]
         if flat:
             bucket = Bucket(*(int(number or 0) for number in flat.groups()[:4]))
             buffers.setdefault(flat[5], {})[bucket] = _stored(entry, locations.get(name, {}))
         elif key.startswith(_MODEL) and "_extra_state" not in key:
-            target = states.setdefault(state[1], {}) if state else tensors
+            target = tensors
+            if state:
+                target = states.setdefault(state[1], {})
             target[key] = _stored(entry, locations.get(name, {}))
 
     # With buffers the optimizer's settings are stored beside them, not in the common values.
@@ -262,7 +363,7 @@ def _tensors(folder: Path) -> Stored:
 
 
 def _stored(entry: Mapping[str, Any], locations: Mapping[tuple[int, ...], Any]) -> StoredTensor:
-    """Return a tensor of the directory, with those of its boxes that have a location in a file."""
+    """Return a tensor of the directory, with the boxes that have a location in a file."""
     chunks = []
     for metadata in entry["chunks"]:
         fields = vars(metadata.state)
@@ -271,10 +372,19 @@ def _stored(entry: Mapping[str, Any], locations: Mapping[tuple[int, ...], Any]) 
         if location is not None:
             file = str(location["relative_path"])
             size = tuple(fields["sizes"])
-            chunks.append(Chunk(start, size, file, int(location["offset"]), int(location["length"])))
+            chunks.append(
+                Chunk(
+                    start,
+                    size,
+                    file,
+                    int(location["offset"]),
+                    int(location["length"]),
+                )
+            )
 
     if any(Path(chunk.file).name != chunk.file for chunk in chunks):
         raise ValueError("it names files outside of its folder")
+
     dtype = entry["properties"].args[0]
     return StoredTensor(tuple(entry["size"]), str(getattr(dtype, "name", dtype)), tuple(chunks))
 
@@ -291,14 +401,9 @@ def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _damaged(path: Path, error: Exception) -> UserError:
-    """Return the error of a file that cannot be unpickled."""
-    got = f"{type(error).__name__}: {error}"[:300]
-    if isinstance(error, FileNotFoundError):
-        got = "no such file"
-    return UserError(
-        "a file of the Megatron checkpoint cannot be read",
-        where=str(path),
-        expected="what Megatron-LM writes with --ckpt-format torch_dist",
-        got=got,
-        fix="copy the whole folder again, or name another iteration",
-    )
+    """Return the error of a file that does not exist or cannot be unpickled."""
+    expected = "what Megatron-LM writes with --ckpt-format torch_dist"
+    fix = "copy the whole folder again, or name another iteration"
+    if isinstance(error, FileNotFoundError) and not path.exists():
+        return missing_file(path, where=str(path), expected=expected, fix=fix)
+    return unreadable_file("a file of the Megatron checkpoint", path, error, expected=expected, fix=fix)

@@ -17,10 +17,10 @@ from megatron.core.dist_checkpointing.dict_utils import merge
 from benchmarks.live_bytes import LiveBytes
 from megatron_rl import durable
 from megatron_rl.checkpoint import roles as checkpoint
+from megatron_rl.checkpoint.folders import write
 from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments, load_optimizer
 from megatron_rl.checkpoint.roles import Part, load, load_model, save
 from megatron_rl.checkpoint.tensors import sharded_state
-from megatron_rl.checkpoint.writing import write
 from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
