@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms.algorithm import Algorithm
-from megatron_rl.check.algorithm import check_algorithm
-from megatron_rl.check.data.lengths import Looked
-from megatron_rl.check.engine.arguments import check_engine_arguments, check_own_engine
-from megatron_rl.check.engine.host import host_engine_errors
+from megatron_rl.check.data import Looked
+from megatron_rl.check.engine.arguments import check_engine_arguments, check_own_engine, host_engine_errors
 from megatron_rl.check.engine.sampling_order import check_asynchrony
 from megatron_rl.check.files import Files
 from megatron_rl.check.inputs import Inputs, check_attention, check_inputs, check_paths
-from megatron_rl.check.memory import check_memory, with_gpu_memory
 from megatron_rl.check.model.adapters import check_adapted_model, check_lora, idle_adapters
 from megatron_rl.check.model.megatron_lm import with_megatron_models
 from megatron_rl.check.model.megatron_settings import (
@@ -27,13 +24,20 @@ from megatron_rl.check.model.megatron_settings import (
     check_optimizer,
     check_routing,
 )
-from megatron_rl.check.model.parallel_sizes import check_budget, check_layout, check_lengths, check_world
 from megatron_rl.check.packages import logging_errors, missing_packages
 from megatron_rl.check.rehearsal import rehearse
 from megatron_rl.check.resume import resumed_build_errors
+from megatron_rl.check.sizes import (
+    check_budget,
+    check_layout,
+    check_lengths,
+    check_memory,
+    check_world,
+    with_gpu_memory,
+)
 from megatron_rl.check.stages import check_row_lengths
 from megatron_rl.check.unknown_names import answered
-from megatron_rl.check.values import check_values
+from megatron_rl.check.values import check_algorithm, check_values
 from megatron_rl.check.warnings import check_warnings
 from megatron_rl.config.adapters import adapters_of
 from megatron_rl.config.budget import RankMemory, memory_plan

@@ -9,22 +9,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from megatron_rl.check.data.lengths import Tokens
-from megatron_rl.check.data.sets import DataPreview, DataSet, Reading, check_data
+from megatron_rl.check.data import DataPreview, DataSet, Reading, Tokens, check_data
 from megatron_rl.check.engine.arguments import check_tool_parser
 from megatron_rl.check.engine.servers import check_engine_servers
 from megatron_rl.check.files import Files
 from megatron_rl.check.model.config import check_model_config
-from megatron_rl.check.model.provider import provider_errors
-from megatron_rl.check.model.template import chat_templates, has_chat_template
-from megatron_rl.check.model.tokenizer import check_tokenizer, stop_errors
+from megatron_rl.check.model.megatron_lm import provider_errors
+from megatron_rl.check.model.tokenizer import chat_templates, check_tokenizer, has_chat_template, stop_errors
 from megatron_rl.check.model.weights import check_weights
 from megatron_rl.check.resume import resume_errors
 from megatron_rl.check.rewards.containment import check_enforced, check_limits, contained_sections
 from megatron_rl.check.rewards.evaluation import best_errors, evaluation_set_errors
-from megatron_rl.check.rewards.function import check_not_hidden, check_reward
+from megatron_rl.check.rewards.functions import check_not_hidden, check_reward, function_errors
 from megatron_rl.check.rewards.servers import check_servers, silent_servers
-from megatron_rl.check.rewards.user_functions import function_errors
 from megatron_rl.check.stages import repeated_records
 from megatron_rl.config.derive import has_transformer_engine, longest_row
 from megatron_rl.config.engines import ENGINES

@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron_rl.algorithms.algorithm import KINDS
-from megatron_rl.check.algorithm import check_algorithm
 from megatron_rl.check.engine.arguments import ENGINE_ARGUMENTS, check_engine_arguments
 from megatron_rl.check.installed_source import class_fields
 from megatron_rl.check.model.megatron_settings import (
@@ -23,7 +22,7 @@ from megatron_rl.check.model.megatron_settings import (
     check_model_settings,
     check_optimizer,
 )
-from megatron_rl.check.values import check_values
+from megatron_rl.check.values import check_algorithm, check_values
 from megatron_rl.config.field_types import known_paths
 from megatron_rl.config.load import parse_tree
 from megatron_rl.config.other_names import FOREIGN_SECTIONS, OtherName, name_in_section, other_name

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.algorithms.returns import Vapo
-from megatron_rl.check.model.untried import untried_settings
+from megatron_rl.check.model.megatron_settings import is_off
 from megatron_rl.check.stages import unused_settings
 from megatron_rl.config.derive import BatchPlan
+from megatron_rl.config.placement import megatron_sections
 from megatron_rl.config.ranges import format_ranges
-from megatron_rl.config.roles import MODEL_ROLES
+from megatron_rl.config.roles import MODEL_ROLES, learner_sections
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.setting import sections_of
@@ -271,3 +273,50 @@ def _needs_nodes(config: RunConfig, shape: ModelShape | None) -> bool:
         return False
     weights = rollout_parameters(shape, config.gpus_per_node) * DTYPE_BYTES[config.model.dtype]
     return weights > config.rollout.memory_fraction * config.gpu_memory_gib * 2**30
+
+
+_MEGATRON = """
+    apply_rope_fusion attention_dropout attention_softmax_in_fp32 bias_activation_fusion bias_dropout_fusion
+    gradient_accumulation_fusion hidden_dropout moe_grouped_gemm moe_input_jitter_eps moe_router_dtype
+    moe_token_dispatcher_type num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
+    recompute_method"""
+_DDP = "bucket_size check_for_nan_in_grad grad_reduce_in_fp32 overlap_grad_reduce overlap_param_gather"
+_OPTIMIZER = "adam_eps decoupled_weight_decay sgd_momentum use_precision_aware_optimizer"
+_VLLM = """
+    async_scheduling block_size disable_log_stats enable_chunked_prefill enable_expert_parallel
+    enable_prefix_caching enforce_eager kv_cache_memory_bytes max_num_batched_tokens max_num_seqs
+    scheduling_policy"""
+TRIED: Mapping[str, frozenset[str]] = {
+    "megatron": frozenset(_MEGATRON.split()),
+    "ddp": frozenset(_DDP.split()),
+    "optimizer.megatron": frozenset(_OPTIMIZER.split()),
+    "rollout.vllm": frozenset(_VLLM.split()),
+}
+"""Kind of section -> the fields that tests or campaigns have run with other values than their own."""
+
+
+def untried_settings(config: RunConfig) -> Iterator[UserError]:
+    """Yield a warning for each section with fields that are handed on and have not been tried."""
+    sections: dict[str, tuple[str, Mapping[str, Any] | None]] = {
+        path: ("megatron", settings) for path, settings in megatron_sections(config).items()
+    }
+    for path, section in learner_sections(config).items():
+        sections[f"{path}.ddp"] = "ddp", section.ddp
+        sections[f"{path}.optimizer.megatron"] = "optimizer.megatron", section.optimizer.megatron
+    sections["rollout.vllm"] = "rollout.vllm", config.rollout.vllm
+
+    for path, (kind, settings) in sections.items():
+        untried = {
+            name: value
+            for name, value in (settings or {}).items()
+            if name not in TRIED[kind] and not is_off(value)
+        }
+        if untried:
+            package = "vLLM" if kind == "rollout.vllm" else "Megatron-Core"
+            yield UserError(
+                f"{', '.join(untried)} of `{path}` passes to {package} as it is, and was never tried here",
+                where=f"{path}.{next(iter(untried))}",
+                expected=f"fields that runs of this project have had: {', '.join(sorted(TRIED[kind]))}",
+                got=", ".join(f"{name}: {value}" for name, value in untried.items()),
+                fix="compare a few steps with and without it: kl/rollout, policy/grad_norm and seconds",
+            )

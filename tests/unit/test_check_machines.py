@@ -8,10 +8,10 @@ import pytest
 from config_workspace import write_model, write_workspace
 
 from megatron_rl.check.configuration import CheckReport, check_config
-from megatron_rl.check.engine import host
-from megatron_rl.check.memory import TRUST, check_memory
+from megatron_rl.check.engine import arguments as engine_arguments
 from megatron_rl.check.model.megatron_settings import DROPPED, TRANSFORMER_CONFIG, check_model_settings
-from megatron_rl.check.model.untried import TRIED
+from megatron_rl.check.sizes import TRUST, check_memory
+from megatron_rl.check.warnings import TRIED
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.budget import MemoryItem, RankMemory
 from megatron_rl.config.engines import ENGINES
@@ -77,7 +77,7 @@ def test_head_sizes_without_a_kernel_are_refused_on_a_host(monkeypatch: pytest.M
 
     sizes = ENGINES["vllm"].capabilities.host_head_sizes
     assert list(sizes) == CPUAttentionBackend.get_supported_head_sizes()
-    monkeypatch.setattr(host, "has_host_build", lambda: True)
+    monkeypatch.setattr(engine_arguments, "has_host_build", lambda: True)
     for model in ("small_heads", "odd_heads"):
         (error,) = check(f"model.path={model}", "rollout.engine=vllm").errors
         assert "no kernel for this model" in error.message and str(error.where).startswith("rollout.engine")
@@ -86,7 +86,7 @@ def test_head_sizes_without_a_kernel_are_refused_on_a_host(monkeypatch: pytest.M
         assert check_config(load("config.yaml", [f"model.path={model}", "gpu=h100"]), training=True).errors
     (error,) = check("rollout.vllm.enable_chunked_prefill=true").errors
     assert str(error.where).startswith("rollout.vllm.enable_chunked_prefill")
-    monkeypatch.setattr(host, "has_host_build", lambda: False)
+    monkeypatch.setattr(engine_arguments, "has_host_build", lambda: False)
     assert not check("model.path=small_heads", "rollout.engine=vllm").errors
 
 

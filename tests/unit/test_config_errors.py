@@ -136,7 +136,7 @@ def test_missing_required_values_are_all_named() -> None:
     errors = load("nothing.yaml").errors
     named = {error.where for error in errors}
     assert named == {"model.path", "data.train", "run_dir", "steps"}
-    assert "nothing judges the responses" in [error.message for error in check("reward.function=null").errors]
+    assert "no reward is configured" in [error.message for error in check("reward.function=null").errors]
 
 
 def bomb(twice: str) -> str:
@@ -210,7 +210,7 @@ def test_material_that_a_command_makes() -> None:
     waiting = check(*overrides)
     assert not waiting.errors and waiting.files_missing
     assert waiting.warnings[0].fix == "run: make it"
-    assert "made is not there yet" in check(*overrides, training=True).errors[0].message
+    assert "made does not exist yet" in check(*overrides, training=True).errors[0].message
 
 
 def test_a_file_missing_beside_made_material_is_an_error() -> None:

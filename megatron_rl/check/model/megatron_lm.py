@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.check.model.tokenizer import vocabulary_of
+from megatron_rl.check.rewards.functions import Called, check_function
 from megatron_rl.config.roles import role_of, stated_models, with_role_sections
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.starting_model import ModelConfig
 from megatron_rl.config.source import Origin
 from megatron_rl.errors import UserError, UserErrors, each
 from megatron_rl.interop.megatron_lm.arguments import arguments_of, contradictions, derived
@@ -27,7 +29,13 @@ from megatron_rl.interop.megatron_lm.checkpoint import (
     pointer,
     read_checkpoint,
 )
-from megatron_rl.shapes.pretrained import TOKENIZER_FILES, describe, read_json, tokenizer_files
+from megatron_rl.shapes.pretrained import (
+    TOKENIZER_FILES,
+    PretrainedModel,
+    describe,
+    read_json,
+    tokenizer_files,
+)
 
 Refused = dict[str, list[UserError]]
 """Errors by the path of the setting that is then known to be wrong."""
@@ -257,3 +265,34 @@ def _optimizer_errors(config: RunConfig) -> list[UserError]:
         for path, got in others.items()
         if got is not None
     ]
+
+
+ARGUMENTS = ("pre_process", "post_process", "vp_stage", "config", "pg_collection", "args")
+"""What a provider is given of where it names them; the first two it must take."""
+
+
+def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Iterator[UserError]:
+    """Yield what is wrong with `model.provider` and `model.weights`.
+
+    ``model`` is what config.json describes, None where it is not known.
+    """
+    if settings.provider is None:
+        if settings.weights is not None:
+            yield UserError(
+                "names of parameters are given, but no model provider",
+                where="model.weights",
+                expected="model.provider beside it",
+                got=settings.weights,
+                fix="set model.provider, or remove model.weights",
+            )
+        return
+    stages, further = ARGUMENTS[:2], ARGUMENTS[2:]
+    yield from check_function(Called(settings.provider, "model.provider", (), False, stages, further, False))
+    if settings.weights is not None:
+        yield from check_function(Called(settings.weights, "model.weights", (), False, (), (), False))
+    try:
+        if model is not None:
+            arguments_of(model)
+    except UserError as error:
+        fix = "remove model.provider: Megatron's own GPTModel is built"
+        yield replace(error, where="model.provider", fix=fix)

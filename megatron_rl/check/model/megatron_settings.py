@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.check.installed_source import class_fields, field_error
-from megatron_rl.check.model.untried import is_off
 from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
@@ -396,3 +395,8 @@ def _refusal(role: TriedRole, message: str, path: str, values: Mapping[str, Any]
         got=message,
         fix="correct or remove " + (f"`{path}.{named}`" if named else "one of " + ", ".join(values)),
     )
+
+
+def is_off(value: Any) -> bool:
+    """Say whether a value asks for nothing: null, false, 0, "none" or "auto", or no items."""
+    return value is None or value in (False, "none", "auto", [], {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from megatron_rl.check.rewards.function import Called, check_function
+from megatron_rl.check.rewards.functions import Called, check_function
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.bounds import LONGEST_NAME
 from megatron_rl.config.sections.evaluation import EvaluationSetConfig
