@@ -1,4 +1,10 @@
-"""Rules on data sets: present, of a kind that can be read, not empty, and whole as far as they are read."""
+"""Rules on data sets: files that can be read, records that are valid, and rows that fit their token limits.
+
+`check` has seconds, so it samples: small data sets are read to the end, of larger ones the first records.
+Some of the records that were read become tokens, without torch and transformers: the longest, the shortest,
+and others spread evenly. Counts leave out what a tokenizer adds around a text, so a record that is reported
+as too long is too long in the run.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.check.files import Files
-from megatron_rl.check.model.tokenizer import added_token_ids, folder_ends, folder_renderer, tokenizer_of
+from megatron_rl.check.model.tokenizer import (
+    added_token_ids,
+    end_token_texts,
+    folder_renderer,
+    read_tokenizer,
+)
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data.chat_format import ConversationText, TurnEnd, find_turn_end, turn_end_problem
 from megatron_rl.data.forms import RecordReader
@@ -51,23 +62,49 @@ from megatron_rl.data.template_renderer import TemplateRenderer
 from megatron_rl.data.visible_text import framing_marks
 from megatron_rl.errors import UserError
 
-FEWEST = 200
+MIN_RECORDS = 200
 """Records at the start of a data set that are read, however large it is."""
-WHOLE_BYTES, WHOLE_TABLE = 16 << 20, 4 << 20
-"""Bytes of all data sets together, of text and of tables, that are read to the end: for seconds' work."""
-LONGEST_LINE = 64 << 20
-"""Bytes of a line that no record has."""
+
+WHOLE_BYTES = 16 << 20
+"""Bytes of JSON lines, over all data sets, up to which they are read to the end: about a second's work."""
+
+WHOLE_TABLE_BYTES = 4 << 20
+"""Bytes of Parquet and Arrow tables that take as long: they are compressed."""
+
+MAX_LINE_BYTES = 64 << 20
+"""Bytes of a line that no record has: without this bound a device such as /dev/zero fills the memory."""
+
 COUNTED_BYTES = 256 << 20
-"""Larger files are not counted: `check` is to stay below five seconds."""
+"""Bytes of a file up to which its lines are counted: `check` is to stay below five seconds."""
+
 MAX_BROKEN = 5
+"""Different errors of records after which a data set is not read further."""
+
+TOKENISED_RECORDS = 256
+"""Records of a data set that become tokens."""
+
+EXTREME_RECORDS = 32
+"""How many of the tokenised records are the longest, and how many the shortest."""
+
+CHARACTERS = 1 << 20
+"""Characters, over all data sets, that become tokens; two records of each data set do in any case."""
+
+_MIN_TOKENISED_CHARACTERS = 1 << 16
+"""Characters of a text that become tokens at least; more where the limit (tokens) is high."""
+
+_EMPTY_PROMPT_CHARACTERS = 256
+"""Characters of a prompt that may become no token, where a tokenizer has no token for any of them."""
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set to check: what its setting names, and the reader of its records.
+    """A data set to check.
 
-    A prompt, with its response where there is one, has at most ``limit`` tokens by the setting
-    ``limited_by``, None where that is not available.
+    Attributes:
+        source: File, folder, pattern or list of these, as in the configuration.
+        reader: Reader of its records; it has the key that names the data set, and its fields.
+        limit: Most tokens of a prompt with its response, if there is one; None where that is not available.
+        limited_by: The key that sets ``limit``.
     """
 
     source: DataPath
@@ -76,8 +113,8 @@ class DataSet:
     limited_by: str = "data.max_prompt_tokens"
 
     @property
-    def where(self) -> str:
-        """Return the setting that names the data set."""
+    def path(self) -> str:
+        """Return the key that names the data set, such as ``data.train``."""
         return self.reader.setting
 
     @property
@@ -93,9 +130,12 @@ class DataSet:
 
 @dataclass(frozen=True)
 class DataPreview:
-    """Hold what was read of a data set: its first record as it stands, those that are whole, and its length.
+    """Records that were read of a data set.
 
-    ``count`` is None where they were not counted.
+    Attributes:
+        first: Values of the first record, before it is brought into the one form; None where none was read.
+        count: Number of records of the whole data set, None where they were not counted.
+        records: The valid records that were read, in the one form.
     """
 
     first: Mapping[str, Any] | None
@@ -103,199 +143,22 @@ class DataPreview:
     records: Sequence[Record] = ()
 
 
-@dataclass
-class Reading:
-    """Hold how many bytes of data sets are still read to their ends; 0 reads the first records alone."""
-
-    left: int = field(default_factory=lambda: WHOLE_BYTES)
-
-    def takes(self, files: Sequence[Path]) -> int | None:
-        """Return how many bytes of a data set are read, None for all; they are taken from the rest."""
-        size = 0
-        for path in files:
-            inside = path.rglob("*") if path.is_dir() else (path,)
-            bytes_of_path = sum(file.stat().st_size for file in inside if file.is_file())
-            size += bytes_of_path if path.suffix == ".jsonl" else bytes_of_path * (WHOLE_BYTES // WHOLE_TABLE)
-
-        complete = size <= self.left
-        taken = min(size, self.left)
-        self.left -= taken
-        return None if complete else taken
-
-
-def check_data(described: DataSet, files: Files, reading: Reading) -> DataPreview | None:
-    """Check a data set; return what was read, None where it cannot be."""
-    where = described.where
-    missing = _missing(described.source)
-    if missing is not None:
-        error = missing_error(missing, where)
-        files.miss(missing, error.message, where, KINDS, error.fix or "")
-        return None
-    try:
-        paths = data_files(described.source, where)
-        for path in paths:
-            problem = _parquet_error(path, where) if path.is_file() and path.suffix == ".parquet" else None
-            if problem is not None:
-                raise problem
-        partial = partial_warning(described.source, paths, where)
-        files.warnings.extend([partial] if partial else [])
-        return _check_records(described, paths, files, reading.takes(paths))
-    except OSError as problem:
-        fix = "check the rights of the file and of its folders"
-        first = described.source if isinstance(described.source, str | Path) else described.source[0]
-        files.errors.append(unreadable_error(Path(first), where, str(problem), fix))
-    except ImportError:  # a machine that only checks may lack what reads tables
-        return DataPreview(None, None)
-    except UserError as problem:
-        files.errors.append(problem)
-    return None
-
-
-def _missing(source: DataPath) -> Path | None:
-    """Return the first path that a setting names and that does not exist, None where all do."""
-    for item in [source] if isinstance(source, str | Path) else source:
-        path = Path(item)
-        if not path.exists() and not (glob.has_magic(str(path)) and glob.glob(str(path), recursive=True)):
-            return path
-    return None
-
-
-def _check_records(
-    described: DataSet, paths: Sequence[Path], files: Files, most: int | None
-) -> DataPreview | None:
-    where = described.where
-    first, total, records = None, 0, list[Record]()
-    broken: dict[tuple[str, str | None], UserError] = {}
-    for item in _found(paths, where, most):
-        if len(broken) >= MAX_BROKEN:
-            break
-        try:
-            total += 1
-            if isinstance(item, UserError):
-                raise item
-            first = first or item.values
-            records.append(described.reader.read(item))
-        except UserError as problem:
-            broken.setdefault((problem.message, problem.got), problem)  # records of one kind: once
-
-    files.errors.extend(broken.values())
-    if not broken:  # records that are not read as they are meant have other fields left over
-        files.warnings.extend(described.reader.remarks())
-    files.warnings.extend(_uninstructive(described, records))
-    if first is None and not broken:
-        files.errors.append(empty_error(described.source, where))
-        return None
-
-    first = records[0].values if records else first
-    count = total if most is None and not broken else _count_records(paths) if most is not None else None
-    return DataPreview(first, count, records)
-
-
-def _found(paths: Sequence[Path], where: str, most: int | None) -> Iterator[Record | UserError]:
-    """Yield the records of files, or what is wrong with a line: all, or the first of every file.
-
-    ``most`` is the number of bytes of text that are read, None for all.
-    """
-    each = None if most is None else most // len(paths)
-    fewest = max(1, FEWEST // len(paths))
-    for path in paths:
-        if path.is_file() and path.suffix == ".jsonl":
-            yield from _lines(path, where, each, fewest)
-        else:
-            yield from islice(read_table(path), None if most is None else fewest)
-
-
-def _uninstructive(described: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
-    """Yield the warning of responses that teach nothing."""
-    fields = described.responses
-    empty = [
-        record.where
-        for record in records
-        if fields and teaches_nothing(*(record.values[field] for field in fields))
-    ]
-    if empty:
-        yield UserError(
-            nothing_taught(empty, len(records), len(fields) > 1),
-            where=described.where,
-            got=f"{', '.join(fields)} of {len(records)} records that were read",
-            fix="correct or remove the records",
-        )
-
-
-def _lines(path: Path, where: str, most: int | None, fewest: int) -> Iterator[Record | UserError]:
-    """Yield each line's record, or what is wrong with the line; raises UserError where there is no end.
-
-    The lines end after ``most`` bytes, and after ``fewest`` lines at the earliest.
-    """
-    read = 0
-    with path.open("rb") as lines:
-        for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE), b""), start=1):
-            read += len(line)
-            if most is not None and read > most and number > fewest:
-                return
-            if len(line) == LONGEST_LINE:
-                problem = f"line {number} has {LONGEST_LINE >> 20} MiB or more"
-                raise unreadable_error(path, where, problem, "name a file of records")
-            if line.strip():
-                place = f"{path}:{number}"
-                try:
-                    yield Record(values_of(line, f"{place} ({where})"), place)
-                except UserError as error:
-                    yield error
-
-
-def _parquet_error(path: Path, where: str) -> UserError | None:
-    """Return what is wrong with a Parquet file by its ends; raises OSError where it cannot be read."""
-    with path.open("rb") as stream:
-        head = stream.read(4)
-        size = path.stat().st_size
-        stream.seek(max(0, size - 4))
-        tail = stream.read(4)
-    if size == 0:
-        return empty_error(path, where)
-    if (head, tail) == (b"PAR1", b"PAR1"):
-        return None
-    return UserError(
-        f"{path} is not a whole Parquet file",
-        where=where,
-        expected="a file that begins and ends with PAR1",
-        got=f"{head!r} ... {tail!r}, {size} bytes",
-        fix="write or download the file again",
-    )
-
-
-def _count_records(paths: Sequence[Path]) -> int | None:
-    """Return the number of lines of all files, None where one of them is a table or too large to count."""
-    counts = [_count_lines(path) if path.suffix == ".jsonl" else None for path in paths]
-    return None if None in counts else sum(filter(None, counts))
-
-
-def _count_lines(path: Path) -> int | None:
-    if path.stat().st_size > COUNTED_BYTES:
-        return None
-    count, tail = 0, b"\n"
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            count += block.count(b"\n")
-            tail = block[-1:]
-    return count + (tail != b"\n")
-
-
-TOKENISED, ENDS = 256, 32
-"""Records of a data set that become tokens, and how many of them are its longest, and its shortest."""
-CHARACTERS = 1 << 20
-"""Characters of all data sets together that become tokens; two records of each do in any case."""
-_PIECE = 1 << 16
-_SHORT = 256
-"""Characters of a prompt that may become no token, where a tokenizer has no token for any of them."""
-
-
 @dataclass(frozen=True)
-class Looked:
-    """Say what was looked at of the data set that ``where`` names.
+class DatasetStats:
+    """Records and tokens of one data set, as the report of `check` shows them.
 
-    ``records`` were read of ``total``, None where that is not known. ``tokenised`` of them have at most
-    ``longest`` tokens, and ``over`` of these more than the ``limit``, None where that is not known.
+    Attributes:
+        where: The key that names the data set.
+        records: Number of records that were read.
+        total: Number of records of the whole data set, None where they were not counted.
+        tokenised: How many of the records that were read became tokens.
+        longest: Most tokens of a tokenised record.
+        over: How many of the tokenised records have more tokens than ``limit``.
+        limit: Most tokens that a record may have, None where that is not available.
+
+    Example:
+        >>> DatasetStats("data.train", 200, None, 64, 512, 1, 256).line()
+        'read the first 200 of more records, counted the tokens of 64: longest 512 of 256; 1 are longer'
     """
 
     where: str
@@ -307,75 +170,292 @@ class Looked:
     limit: int | None
 
     def line(self) -> str:
-        """Return one sentence."""
-        of = "more" if self.total is None else f"{self.total:,}"
-        read = f"all {of}" if self.records == self.total else f"the first {self.records:,} of {of}"
+        """Return the statistics as one sentence."""
+        total = "more" if self.total is None else f"{self.total:,}"
+        records = f"the first {self.records:,} of {total}"
+        if self.records == self.total:
+            records = f"all {total}"
         if not self.tokenised:
-            return f"read {read} records, counted the tokens of none"
-        counted = "all" if self.tokenised == self.records else f"{self.tokenised:,}"
-        words = f"read {read} records, counted the tokens of {counted}: longest {self.longest:,}"
-        if self.limit is None:
-            return words
-        return f"{words} of {self.limit:,}" + (f"; {self.over:,} are longer" if self.over else "")
+            return f"read {records} records, counted the tokens of none"
+
+        tokenised = "all" if self.tokenised == self.records else f"{self.tokenised:,}"
+        text = f"read {records} records, counted the tokens of {tokenised}: longest {self.longest:,}"
+        if self.limit is not None:
+            text += f" of {self.limit:,}"
+            if self.over:
+                text += f"; {self.over:,} are longer"
+        return text
 
 
 @dataclass
-class Tokens:
-    """Count the tokens of records with the tokenizer and the chat template of the model at ``path``."""
+class ReadBudget:
+    """Bytes of data sets that are still read to their ends; with 0 only first records are read."""
 
-    path: Path
-    left: int = field(default_factory=lambda: CHARACTERS)
-    looked: list[Looked] = field(default_factory=list[Looked])
-    _said_end: bool = False
+    remaining: int = field(default_factory=lambda: WHOLE_BYTES)
+
+    def reserve(self, files: Sequence[Path]) -> int | None:
+        """Take a data set's bytes from the budget; return how many of them are read, None for all."""
+        size = 0
+        for path in files:
+            members = path.rglob("*") if path.is_dir() else (path,)
+            bytes_on_disk = sum(file.stat().st_size for file in members if file.is_file())
+            if path.suffix != ".jsonl":
+                bytes_on_disk *= WHOLE_BYTES // WHOLE_TABLE_BYTES
+            size += bytes_on_disk
+
+        complete = size <= self.remaining
+        reserved = min(size, self.remaining)
+        self.remaining -= reserved
+        return None if complete else reserved
+
+
+def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPreview | None:
+    """Check the files and records of a data set; return what was read, None where nothing can be."""
+    missing_path = _first_missing(data_set.source)
+    if missing_path is not None:
+        error = missing_error(missing_path, data_set.path)
+        files.miss(missing_path, error.message, data_set.path, KINDS, error.fix or "")
+        return None
+
+    try:
+        paths = data_files(data_set.source, data_set.path)
+        for path in paths:
+            if path.is_file() and path.suffix == ".parquet":
+                _require_parquet(path, data_set.path)
+        partial = partial_warning(data_set.source, paths, data_set.path)
+        if partial is not None:
+            files.warnings.append(partial)
+        return _check_records(data_set, paths, files, budget.reserve(paths))
+    except OSError as problem:
+        source = data_set.source
+        first = source if isinstance(source, str | Path) else source[0]
+        fix = "check the rights of the file and of its folders"
+        files.errors.append(unreadable_error(Path(first), data_set.path, str(problem), fix))
+    except ImportError:  # a machine that only checks may lack the packages that read tables
+        return DataPreview(None, None)
+    except UserError as problem:
+        files.errors.append(problem)
+    return None
+
+
+def _first_missing(source: DataPath) -> Path | None:
+    """Return the first path of a source that does not exist, None where all do."""
+    for item in [source] if isinstance(source, str | Path) else source:
+        path = Path(item)
+        matches = glob.has_magic(str(path)) and glob.glob(str(path), recursive=True)
+        if not path.exists() and not matches:
+            return path
+    return None
+
+
+def _check_records(
+    data_set: DataSet, paths: Sequence[Path], files: Files, max_bytes: int | None
+) -> DataPreview | None:
+    """Read the records of a data set; return the preview, None for an empty data set.
+
+    ``max_bytes`` bounds the bytes of JSON lines that are read; None reads all records.
+    """
+    first: Mapping[str, Any] | None = None
+    total = 0
+    records: list[Record] = []
+    # The same mistake in many records is one error: that of the first.
+    broken: dict[tuple[str, str | None], UserError] = {}
+    for item in _read_records(paths, data_set.path, max_bytes):
+        if len(broken) >= MAX_BROKEN:
+            break
+        try:
+            total += 1
+            if isinstance(item, UserError):
+                raise item
+            first = first or item.values
+            records.append(data_set.reader.read(item))
+        except UserError as problem:
+            broken.setdefault((problem.message, problem.got), problem)
+
+    files.errors.extend(broken.values())
+    if not broken:  # a record that is read with wrong fields leaves right ones unread
+        files.warnings.extend(data_set.reader.remarks())
+    files.warnings.extend(_uninstructive(data_set, records))
+    if first is None and not broken:
+        files.errors.append(empty_error(data_set.source, data_set.path))
+        return None
+
+    if records:
+        first = records[0].values
+    count: int | None = None
+    if max_bytes is not None:
+        count = _count_records(paths)
+    elif not broken:
+        count = total
+    return DataPreview(first, count, records)
+
+
+def _read_records(paths: Sequence[Path], setting: str, max_bytes: int | None) -> Iterator[Record | UserError]:
+    """Yield the records of files, and an error for each invalid line.
+
+    ``max_bytes`` is the number of bytes of JSON lines that are read, shared evenly by the files; tables then
+    yield their first records only. None reads every file to its end.
+    """
+    bytes_per_file = None if max_bytes is None else max_bytes // len(paths)
+    min_records = max(1, MIN_RECORDS // len(paths))
+    for path in paths:
+        if path.is_file() and path.suffix == ".jsonl":
+            yield from _read_lines(path, setting, bytes_per_file, min_records)
+        elif max_bytes is None:
+            yield from read_table(path)
+        else:
+            yield from islice(read_table(path), min_records)
+
+
+def _read_lines(
+    path: Path, setting: str, max_bytes: int | None, min_lines: int
+) -> Iterator[Record | UserError]:
+    """Yield each line's record, or the error of an invalid line.
+
+    Stops after ``max_bytes``, but not before ``min_lines``. Raises UserError for a line that is too long to
+    be a record: the file may be endless.
+    """
+    bytes_read = 0
+    with path.open("rb") as stream:
+        lines = iter(lambda: stream.readline(MAX_LINE_BYTES), b"")
+        for number, line in enumerate(lines, start=1):
+            bytes_read += len(line)
+            if max_bytes is not None and bytes_read > max_bytes and number > min_lines:
+                return
+            if len(line) == MAX_LINE_BYTES:
+                problem = f"line {number} has {MAX_LINE_BYTES >> 20} MiB or more"
+                raise unreadable_error(path, setting, problem, "name a file of records")
+            if not line.strip():
+                continue
+            location = f"{path}:{number}"
+            try:
+                yield Record(values_of(line, f"{location} ({setting})"), location)
+            except UserError as error:
+                yield error
+
+
+def _uninstructive(data_set: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
+    """Yield the warning of records whose responses have nothing to learn from."""
+    fields = data_set.responses
+    if not fields:
+        return
+    locations = [
+        record.where for record in records if teaches_nothing(*(record.values[name] for name in fields))
+    ]
+    if locations:
+        yield UserError(
+            nothing_taught(locations, len(records), len(fields) > 1),
+            where=data_set.path,
+            got=f"{', '.join(fields)} of {len(records)} records that were read",
+            fix="correct or remove the records",
+        )
+
+
+def _require_parquet(path: Path, setting: str) -> None:
+    """Raise UserError unless a file starts and ends as Parquet does; OSError where it cannot be read."""
+    with path.open("rb") as stream:
+        head = stream.read(4)
+        size = path.stat().st_size
+        stream.seek(max(0, size - 4))
+        tail = stream.read(4)
+    if size == 0:
+        raise empty_error(path, setting)
+    if head != b"PAR1" or tail != b"PAR1":
+        raise UserError(
+            f"{path} is not a whole Parquet file",
+            where=setting,
+            expected="a file that begins and ends with PAR1",
+            got=f"{head!r} ... {tail!r}, {size} bytes",
+            fix="write or download the file again",
+        )
+
+
+def _count_records(paths: Sequence[Path]) -> int | None:
+    """Return the number of lines of all files, None where one is a table or too large to count."""
+    total = 0
+    for path in paths:
+        if path.suffix != ".jsonl" or path.stat().st_size > COUNTED_BYTES:
+            return None
+        total += _count_lines(path)
+    return total
+
+
+def _count_lines(path: Path) -> int:
+    """Return the number of lines of a file; the last one need not end with a newline."""
+    count = 0
+    tail = b"\n"
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            count += block.count(b"\n")
+            tail = block[-1:]
+    if tail != b"\n":
+        count += 1
+    return count
+
+
+@dataclass
+class TokenCounter:
+    """Token counts and rendered texts of data sets, with the tokenizer and chat template of one model.
+
+    Attributes:
+        model: Folder of the model.
+        remaining: Characters that may still become tokens, over all data sets.
+        stats: Statistics of the data sets that were counted, in their order.
+    """
+
+    model: Path
+    remaining: int = field(default_factory=lambda: CHARACTERS)
+    stats: list[DatasetStats] = field(default_factory=list[DatasetStats])
+    _turn_end_reported: bool = False
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Return the tokenizer, None where there is none that can be read."""
-        return tokenizer_of(self.path) if self.path.is_dir() else None
+        """Return the tokenizer, None where it cannot be read."""
+        return read_tokenizer(self.model) if self.model.is_dir() else None
 
     @cached_property
     def renderer(self) -> TemplateRenderer | None:
-        """Return the renderer of the chat template, None where there is none that can be read."""
-        return folder_renderer(self.path) if self.path.is_dir() else None
+        """Return the renderer of the chat template, None where there is no template to read."""
+        return folder_renderer(self.model) if self.model.is_dir() else None
 
     @cached_property
-    def ends(self) -> dict[int, str]:
-        """Return the texts of the tokens that the model's files name as ends of responses, by their ids."""
-        return {} if self.tokenizer is None else folder_ends(self.path, self.tokenizer)
+    def end_tokens(self) -> dict[int, str]:
+        """Return the texts of the tokens that the model's files list as ends of responses, by id."""
+        return {} if self.tokenizer is None else end_token_texts(self.model, self.tokenizer)
 
     @cached_property
     def turn_end(self) -> TurnEnd | None:
-        """Return what the template ends turns with, None where it cannot be read."""
+        """Return the tokens with which the template ends turns, None where it cannot be rendered."""
         if self.renderer is None or self.tokenizer is None:
             return None
 
         def encode(text: str) -> list[int]:
             return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-        added = added_token_ids(self.tokenizer)
+        added_tokens = added_token_ids(self.tokenizer)
         bos = self.renderer.special.get("bos_token")
-        return find_turn_end(ConversationText(self.renderer), encode, added, bos)
+        return find_turn_end(ConversationText(self.renderer), encode, added_tokens, bos)
 
     @cached_property
     def chat(self) -> ConversationText | None:
-        """Return what the template writes of conversations, None where it cannot be read."""
+        """Return the texts that the template renders of conversations, None where it cannot be rendered."""
         if self.renderer is None or self.tokenizer is None:
             return None
-        ends = [*self.ends.values()]
+        end_texts = [*self.end_tokens.values()]
         if self.turn_end is not None and self.turn_end.token is not None:
-            ends.append(self.tokenizer.id_to_token(self.turn_end.token))
-        return ConversationText(self.renderer, ends)
+            end_texts.append(self.tokenizer.id_to_token(self.turn_end.token))
+        return ConversationText(self.renderer, end_texts)
 
     @cached_property
-    def marks(self) -> set[str]:
-        """Return the added tokens that the template writes around messages."""
+    def framing_tokens(self) -> set[str]:
+        """Return the added tokens that the template renders around messages."""
         if self.tokenizer is None:
             return set()
         return framing_marks(self.renderer, added_token_ids(self.tokenizer).values())
 
     @cached_property
-    def thoughts(self) -> str | None:
-        """Return the mark that ends the thoughts which the template opens a response with, if it does."""
+    def thoughts_end(self) -> str | None:
+        """Return the tag that closes the thoughts which rendered prompts open; None where they open none."""
         with suppress(UserError):
             return end_of_thoughts(self.chat.opening) if self.chat is not None else None
         return None
@@ -385,125 +465,184 @@ class Tokens:
         if self.renderer is not None:
             self.renderer.close()
 
-    def look(self, described: DataSet, preview: DataPreview, over_long: str, files: Files) -> None:
-        """Look at the lengths and the responses of a data set that was read, and add what is wrong."""
-        records, limit = preview.records, described.limit
-        counts = {} if self.tokenizer is None else self._counts(described, records, files)
-        over = sorted(row for row, count in counts.items() if limit is not None and count > limit)
-        longest = max(counts.values(), default=0)
-        whole = len(counts) == len(records) == preview.count
-        looked = Looked(described.where, len(records), preview.count, len(counts), longest, len(over), limit)
-        self.looked.append(looked)
-        if over:
-            where = f"{records[over[0]].where} ({described.where})"
-            error = _too_long(described, looked, where, counts[over[0]], over_long)
-            if over_long == "error" or (whole and len(over) == len(records)):
-                files.errors.append(error)
-            elif 2 * len(over) > len(counts):
-                files.warnings.append(error)
-        if not described.where.endswith(".held_out"):
-            files.warnings.extend(self._odd_texts(described, records[:LOOKED_AT]))
+    def check(self, data_set: DataSet, preview: DataPreview, over_long: str, files: Files) -> None:
+        """Count the tokens of a data set's records; errors of lengths and texts are added to ``files``.
 
-    def _odd_texts(self, described: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
-        """Yield the warnings of the first records' texts, and of the template that makes them."""
-        data, where = described.data, described.where
+        ``over_long`` is ``data.over_long``: with ``error`` a single record above the limit is an error.
+        """
+        records = preview.records
+        counts: dict[int, int] = {}
+        if self.tokenizer is not None:
+            counts = self._token_counts(data_set, records, files)
+
+        too_long = sorted(
+            index for index, count in counts.items() if data_set.limit is not None and count > data_set.limit
+        )
+        stats = DatasetStats(
+            where=data_set.path,
+            records=len(records),
+            total=preview.count,
+            tokenised=len(counts),
+            longest=max(counts.values(), default=0),
+            over=len(too_long),
+            limit=data_set.limit,
+        )
+        self.stats.append(stats)
+
+        if too_long:
+            first = too_long[0]
+            location = f"{records[first].where} ({data_set.path})"
+            error = _too_long_error(data_set, stats, location, counts[first], over_long)
+            all_counted = len(counts) == len(records) == preview.count
+            if over_long == "error" or (all_counted and len(too_long) == len(records)):
+                files.errors.append(error)
+            elif 2 * len(too_long) > len(counts):  # a few are dropped as the user expects, half are not
+                files.warnings.append(error)
+
+        if not data_set.path.endswith(".held_out"):  # a stage's training data has the same form
+            files.warnings.extend(self._text_warnings(data_set, records[:LOOKED_AT]))
+
+    def _text_warnings(self, data_set: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
+        """Yield the warnings of the first records' rendered texts, and of the template that renders them."""
         if self.tokenizer is None or not records:
             return
 
+        data = data_set.data
         through_template = any(templated(record, data) for record in records)
-        ends = [*self.ends.values()]
+        end_texts = [*self.end_tokens.values()]
         if through_template:
             if self.chat is None:
                 return
-            ends = self.chat.ends
-            shown = ", ".join(self.ends.values())
-            problem = turn_end_problem(self.turn_end, [*self.ends], shown, str(self.path))
-            if problem is not None and not self._said_end:
-                self._said_end = True
+            listed = ", ".join(end_texts)
+            problem = turn_end_problem(self.turn_end, [*self.end_tokens], listed, str(self.model))
+            if problem is not None and not self._turn_end_reported:
+                self._turn_end_reported = True
                 yield problem
+            end_texts = self.chat.ends
 
-        if described.responses and through_template and self.thoughts is not None:
-            unended = unended_thoughts(records, described.responses, data, self.thoughts, where)
+        if data_set.responses and through_template and self.thoughts_end is not None:
+            unended = unended_thoughts(records, data_set.responses, data, self.thoughts_end, data_set.path)
             if unended is not None:
                 yield unended
 
-        with suppress(UserError):  # what the template refuses is an error of its own
-            texts = rendered_prompts(records, data, where, self.renderer)
-            yield from odd_prompts(records, texts, data, where, ends, self.marks)
-            if described.responses:
-                yield from odd_responses(records, described.responses, data, where, self.chat, ends)
+        with suppress(UserError):  # a record that the template refuses is an error of `_token_counts`
+            texts = rendered_prompts(records, data, data_set.path, self.renderer)
+            yield from odd_prompts(records, texts, data, data_set.path, end_texts, self.framing_tokens)
+            if data_set.responses:
+                yield from odd_responses(
+                    records, data_set.responses, data, data_set.path, self.chat, end_texts
+                )
 
-    def _counts(self, described: DataSet, records: Sequence[Record], files: Files) -> dict[int, int]:
-        """Return the tokens of some records by their row."""
-        sizes = [_characters(record, described) for record in records]
-        parts: dict[int, list[list[str]]] = {}
-        for row in _chosen(sizes):
-            if len(parts) > 1 and self.left < sizes[row]:
+    def _token_counts(self, data_set: DataSet, records: Sequence[Record], files: Files) -> dict[int, int]:
+        """Return the number of tokens of some records, by their index in ``records``.
+
+        A record with several responses counts with its longest. The first record that cannot be rendered, or
+        whose prompt has no tokens, is an error in ``files`` and ends the counting.
+        """
+        # A record's rows, each a list of texts: the prompt and, where there is one, a response.
+        rows_of: dict[int, list[list[str]]] = {}
+        sizes = [_characters(record, data_set) for record in records]
+        for index in _sampled_indices(sizes):
+            if len(rows_of) > 1 and self.remaining < sizes[index]:
                 continue
-            self.left -= sizes[row]
+            self.remaining -= sizes[index]
+            record = records[index]
             try:
-                parts[row] = self._parts(records[row], described)
-                # A tokenizer that is wrong itself has no tokens for a text that is none the worse for it.
-                if not records[row].values[described.data.prompt_field] or not files.errors:
-                    self._require_tokens(parts[row][0][0], records[row], described)
+                rows_of[index] = self._rows(record, data_set)
+                # A broken tokenizer, an error already, has no tokens for valid prompts either.
+                if not record.values[data_set.data.prompt_field] or not files.errors:
+                    self._require_tokens(rows_of[index][0][0], record, data_set)
             except UserError as error:
                 files.errors.append(error)
                 break
-        most = max(_PIECE, 16 * (described.limit or 0))
-        flat = [text[:most] for rows in parts.values() for texts in rows for text in texts]
-        encoded = iter(self.tokenizer.encode_batch(flat, add_special_tokens=False))
-        return {
-            row: max([sum(len(next(encoded).ids) for _ in texts) for texts in rows])
-            for row, rows in parts.items()
-        }
 
-    def _require_tokens(self, prompt: str, record: Record, described: DataSet) -> None:
-        """Raise UserError where a prompt becomes no tokens, which are nothing to sample from."""
-        if len(prompt) > _SHORT and prompt.strip():
+        # One batch: the tokenizer encodes its texts in parallel. A text is cut where it is surely too long.
+        max_characters = max(_MIN_TOKENISED_CHARACTERS, 16 * (data_set.limit or 0))
+        texts: list[str] = []
+        for rows in rows_of.values():
+            for row in rows:
+                texts.extend(text[:max_characters] for text in row)
+        encoded = iter(self.tokenizer.encode_batch(texts, add_special_tokens=False))
+
+        counts: dict[int, int] = {}
+        for index, rows in rows_of.items():
+            row_counts = [sum(len(next(encoded).ids) for _ in row) for row in rows]
+            counts[index] = max(row_counts)
+        return counts
+
+    def _require_tokens(self, prompt: str, record: Record, data_set: DataSet) -> None:
+        """Raise UserError for a prompt without tokens: there is nothing to sample from."""
+        if len(prompt) > _EMPTY_PROMPT_CHARACTERS and prompt.strip():
             return
-        special = not templated(record, described.data)  # as in training: a template has its own
-        if not self.tokenizer.encode(prompt, add_special_tokens=special).ids:
-            raise no_tokens_error(prompt, f"{record.where} ({described.where})")
+        # As in training: a rendered prompt has its special tokens already.
+        add_special_tokens = not templated(record, data_set.data)
+        if not self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids:
+            raise no_tokens_error(prompt, f"{record.where} ({data_set.path})")
 
-    def _parts(self, record: Record, described: DataSet) -> list[list[str]]:
-        """Return the texts of a record's rows; raises UserError for what the template does not render."""
-        data, where = described.data, described.where
+    def _rows(self, record: Record, data_set: DataSet) -> list[list[str]]:
+        """Return the texts of a record's rows; raises UserError where the template cannot render it.
+
+        Each row is the prompt followed by one response; without responses it is the prompt alone. Without a
+        template to read, the texts are those of the messages.
+        """
+        data = data_set.data
         if self.renderer is None and templated(record, data):
             prompt = said_texts(asked_messages(record, data))
-            responses = [said_texts(record.values[name]) for name in described.responses]
+            responses = [said_texts(record.values[name]) for name in data_set.responses]
         else:
-            prompt = rendered_prompts([record], data, where, self.renderer)
-            otherwise = "set sft.turns=last" if described.reader.every_turn else None
-            ends = [*self.ends.values()]
+            prompt = rendered_prompts([record], data, data_set.path, self.renderer)
+            alternative = "set sft.turns=last" if data_set.reader.every_turn else None
+            end_texts = [*self.end_tokens.values()]
             responses = [
-                response_pieces(record, name, data, where, self.chat, ends, otherwise)
-                for name in described.responses
+                response_pieces(record, name, data, data_set.path, self.chat, end_texts, alternative)
+                for name in data_set.responses
             ]
-        return [prompt + said for said in responses] or [prompt]
+        if not responses:
+            return [prompt]
+        return [prompt + response for response in responses]
 
 
-def _characters(record: Record, described: DataSet) -> int:
-    names = (described.data.prompt_field, *described.responses)
-    return sum(len(text) for name in names for text in said_texts(record.values[name]))
+def _characters(record: Record, data_set: DataSet) -> int:
+    """Return the characters of a record's prompt and responses together."""
+    total = 0
+    for name in (data_set.data.prompt_field, *data_set.responses):
+        total += sum(len(text) for text in said_texts(record.values[name]))
+    return total
 
 
-def _chosen(sizes: Sequence[int]) -> Iterator[int]:
-    """Yield the rows whose tokens are counted, each once: longest, shortest, then spread evenly."""
-    order = sorted(range(len(sizes)), key=sizes.__getitem__)
-    if len(sizes) <= TOKENISED:
-        yield from reversed(order)
+def _sampled_indices(sizes: Sequence[int]) -> Iterator[int]:
+    """Yield the records to tokenise, each once: longest and shortest in turn, then others spread evenly.
+
+    ``sizes`` are the records' characters. The order matters where the budget of characters ends early.
+    """
+    by_size = sorted(range(len(sizes)), key=sizes.__getitem__)
+    if len(sizes) <= TOKENISED_RECORDS:
+        yield from reversed(by_size)
         return
-    spread = TOKENISED - 2 * ENDS
-    ends = [row for pair in zip(reversed(order[-ENDS:]), order[:ENDS], strict=True) for row in pair]
-    yield from dict.fromkeys([*ends, *(at * len(sizes) // spread for at in range(spread))])
+
+    selected: dict[int, None] = {}
+    for largest, smallest in zip(
+        reversed(by_size[-EXTREME_RECORDS:]), by_size[:EXTREME_RECORDS], strict=True
+    ):
+        selected[largest] = None
+        selected[smallest] = None
+    spread = TOKENISED_RECORDS - 2 * EXTREME_RECORDS
+    for step in range(spread):
+        selected[step * len(sizes) // spread] = None
+    yield from selected
 
 
-def _too_long(described: DataSet, looked: Looked, where: str, tokens: int, over_long: str) -> UserError:
+def _too_long_error(
+    data_set: DataSet, stats: DatasetStats, location: str, tokens: int, over_long: str
+) -> UserError:
+    """Return the error of records above the limit; ``location`` and ``tokens`` are of the first of them."""
+    fix = f"raise {data_set.limited_by}"
+    if over_long == "error":
+        fix += ", or set data.over_long=drop"
     return UserError(
-        f"{looked.over} of {looked.tokenised} records that were looked at are longer than the limit",
-        where=where,
-        expected=f"at most {looked.limit} tokens",
-        got=f"{tokens} tokens there; the longest has {looked.longest}",
-        fix=f"raise {described.limited_by}"
-        + (", or set data.over_long=drop" if over_long == "error" else ""),
+        f"{stats.over} of {stats.tokenised} tokenised records are longer than the limit",
+        where=location,
+        expected=f"at most {stats.limit} tokens",
+        got=f"{tokens} tokens there; the longest has {stats.longest}",
+        fix=fix,
     )

@@ -72,7 +72,7 @@ def _reward_model_errors(config: RunConfig) -> Iterator[UserError]:
                 expected=f"letters, digits and _, {LONGEST_NAME} at most; not the name of another reward: "
                 + ", ".join(reserved),
                 got=repr(name[: LONGEST_NAME + 1]),
-                fix="rename it",
+                fix="give it another name",
             )
         if model.path is None and model.training is None:
             yield UserError(

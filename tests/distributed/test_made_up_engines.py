@@ -98,7 +98,7 @@ def test_an_engine_in_the_ranks_is_a_folder_and_a_line(material: Path, tmp_path:
     refused = check(tree, file, *lacking)
     assert "the prefix engine does not shard the model" in refused
     assert "must know, with rollout.engine=prefix" in refused
-    assert "cannot keep these adapters apart" in refused
+    assert "`actor.lora.sync: adapter` requires" in refused
     assert_learned_on_policy(train(tree, file, ranks=2))
 
 

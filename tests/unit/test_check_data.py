@@ -84,7 +84,7 @@ def test_data_of_messages_may_stand_beside_data_of_text() -> None:
     assert config.sft is not None and config.sft.chat_template is True
     environment = "rollout.environment={name: 'megatron_rl:AgentEnvironment', program: 'true'}"
     assert any(
-        "goes on with all conversations in one way" in error.message for error in check(environment).errors
+        "continues all conversations in one way" in error.message for error in check(environment).errors
     )
 
 
@@ -106,7 +106,7 @@ def test_records_that_are_too_long_are_found_before_the_job(monkeypatch: pytest.
     good, long = ({"prompt": text, "ground_truth": "2"} for text in ("1+1=", "1+1+1+1+1="))
     write("train.jsonl", [long] * 20)
     (error,) = check().errors
-    assert error.message == "20 of 20 records that were looked at are longer than the limit"
+    assert error.message == "20 of 20 tokenised records are longer than the limit"
     assert (error.expected, error.fix) == ("at most 8 tokens", "raise data.max_prompt_tokens")
     write("train.jsonl", [long] * 2 + [good] * 600)
     report = check()

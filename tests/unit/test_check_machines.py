@@ -108,9 +108,9 @@ def test_a_first_try_is_shorter_than_the_warm_up() -> None:
 def test_a_rollout_is_not_told_to_have_a_pipeline() -> None:
     # Its weights need more than the GPUs of a node.
     warnings = shipped("bench/deepseek-v3-1024gpu.yaml").warnings
-    assert not [warning for warning in warnings if "reaches over nodes" in warning.message]
+    assert not [warning for warning in warnings if "spans nodes" in warning.message]
     report = shipped("qwen2.5-7b-8gpu.yaml", "gpus_per_node=2", "rollout.tensor=4")
-    (warning,) = [warning for warning in report.warnings if "reaches over nodes" in warning.message]
+    (warning,) = [warning for warning in report.warnings if "spans nodes" in warning.message]
     assert "pipeline" not in str(warning.fix) and "rollout.tensor=2" in str(warning.fix)
 
 

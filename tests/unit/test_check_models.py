@@ -206,8 +206,8 @@ def test_an_output_layer_beside_a_tied_embedding_equals_it(model: Path, values: 
 @pytest.mark.parametrize(
     ("file", "values", "message"),
     [
-        ("generation_config.json", {"eos_token_id": 21}, "ends responses at what is no token"),
-        ("generation_config.json", {"eos_token_id": [1, "x"]}, "ends responses at what is no token"),
+        ("generation_config.json", {"eos_token_id": 21}, "ends responses at an id that is not a token"),
+        ("generation_config.json", {"eos_token_id": [1, "x"]}, "ends responses at an id that is not a token"),
         ("tokenizer_config.json", {"eos_token": "<end>"}, "which the tokenizer does not have"),
         ("tokenizer_config.json", {"eos_token": {"content": 5}}, "which the tokenizer does not have"),
         ("tokenizer.json", {"model": {**BPE, "vocab": {"a": 30, "<eos>": 1}}}, "more tokens than"),
@@ -238,7 +238,7 @@ def test_stop_strings_of_a_profile_are_one_token(model: Path) -> None:
 
 def test_a_judge_has_a_head_and_a_policy_has_none(model: Path) -> None:
     error = one_error(model, f"reward.models.judge.path={model}")
-    assert "is a policy, which gives no scores" in error.message
+    assert "is a policy, which has no reward head" in error.message
     assert error.where is not None and error.where.startswith("reward.models.judge.path")
 
 

@@ -192,7 +192,7 @@ def test_what_megatron_takes_passes(workspace: Path, monkeypatch: pytest.MonkeyP
             "a kernel of their own",
             "actor.megatron.moe_router_fusion",
         ),
-        (["rollout.engine=torch"], "does not say which experts", "actor.routing_replay"),
+        (["rollout.engine=torch"], "returns the experts of each token", "actor.routing_replay"),
         ([], "", ""),
     ],
 )

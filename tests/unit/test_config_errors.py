@@ -184,8 +184,8 @@ WARNINGS = [
     (("evaluation.sets.held_out.samples=4",), "greedy evaluation gives the same answer"),
     (("batch.prompts_per_step=64",), "a step takes more prompts than the training data has"),
     (("actor.layout.ranks=0-3", "rollout.ranks=0-3", "world_size=5"), "1 of 5 ranks have no role"),
-    (("gpus_per_node=1",), "reaches over nodes"),
-    (("gpu=h1000",), "does not know the GPU"),
+    (("gpus_per_node=1",), "spans nodes"),
+    (("gpu=h1000",), "has no constants of the GPU"),
     (("data.tools_field=tools",), "first record of data.train has no tools"),
     (("reference={}",), "the algorithm does not use it"),
     (("actor.optimizer.warmup_steps=11",), "still warming up when the run ends"),
@@ -239,7 +239,11 @@ def test_a_run_that_has_taken_more_steps_than_it_is_to_take_is_an_error() -> Non
         folder.mkdir(parents=True)
         write_meta(folder, {"model": {}, "step": step})
     (error,) = check().errors
-    assert "more steps" in error.message and error.expected.startswith("12 or more") and error.got == "10"
+    assert (
+        "beyond the last step" in error.message
+        and error.expected.startswith("12 or more")
+        and error.got == "10"
+    )
     assert not check("steps=12").errors and not check("checkpoint.resume=run/checkpoints/step_8").errors
 
 
