@@ -48,7 +48,7 @@ from megatron_rl.check.sizes import (
     with_gpu_memory,
 )
 from megatron_rl.check.stages import check_row_lengths
-from megatron_rl.check.unknown_names import answered
+from megatron_rl.check.unknown_names import with_suggestions
 from megatron_rl.check.values import check_algorithm, check_values
 from megatron_rl.check.warnings import check_warnings
 from megatron_rl.config.adapters import adapters_of
@@ -90,14 +90,14 @@ class CheckReport:
     """Findings of `check_config`, and the configuration as a run would have it.
 
     Attributes:
-        config: The configuration, with every derived value filled in where there are no errors.
+        config: The configuration, with every derived value filled in if it has no errors.
         world_size: Number of processes that was checked.
         errors: Every error, each with the file and line that wrote its value.
         warnings: Settings that are valid and rarely meant.
         origins: Key -> where its value comes from: a file, an override, a default or a derivation.
         layouts: Role -> its layout; None with errors, as the other plans.
         batch: Arithmetic of a step's batch; None for a job without reinforcement learning.
-        shape: Shape of the actor's model, None where it is not available.
+        shape: Shape of the actor's model, None if not available.
         shapes: Role -> shape of its model.
         models: Role -> config.json of its model.
         memory: Memory of each rank in each phase.
@@ -141,7 +141,7 @@ class _Check:
     Attributes:
         config: The configuration that is checked.
         launched: Number of started processes, None outside a launcher.
-        errors: Errors of rules on the configuration; `Inputs` has those of files.
+        errors: Errors of rules on the configuration; `Inputs` has the errors of files.
         warnings: Warnings of the same.
         untried: Warnings that Megatron did not try its settings.
         invalid: Keys whose value has an error.
@@ -181,7 +181,7 @@ class _Check:
 class _Plans(NamedTuple):
     """Resolved configuration of a check without errors, and the plans that follow from it.
 
-    ``reasons`` are those of derived values by key; the other fields are those of `CheckReport`.
+    ``reasons`` explain derived values by key; the other fields are described in `CheckReport`.
     """
 
     config: RunConfig
@@ -223,7 +223,7 @@ def check_config(
         raise UserErrors(loaded.errors)
     config = for_job(loaded.config)
     config, megatron_origins, megatron_errors = with_megatron_models(
-        config, loaded.broken, absent=without_files
+        config, loaded.broken, allow_missing=without_files
     )
     origins = {key: origin for key, origin in loaded.origins.items() if has_use(config.job, key)}
     origins |= megatron_origins
@@ -310,7 +310,7 @@ def _check_whole(
 
     _check_model_settings(check, inputs, layouts)
     if config.job == TRAIN and "rollout" in layouts:
-        check.add(host_engine_errors(config, inputs.shape, here=training))
+        check.add(host_engine_errors(config, inputs.shape, for_this_machine=training))
     if not check.errors:  # values with errors would be refused a second time
         trial_errors, check.untried = trial.result(_trial_roles(inputs, layouts), config.model.dtype)
         check.errors.extend(trial_errors)
@@ -485,7 +485,7 @@ def _report(
                 if key == path or key.startswith(f"{path}."):
                     filled[key] = Origin("derived", reason)
 
-    errors = (*answered(check.errors, check.tree), *inputs.errors)
+    errors = (*with_suggestions(check.errors, check.tree), *inputs.errors)
     report = CheckReport(
         config=config,
         world_size=world,
@@ -533,8 +533,10 @@ def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None
     records = inputs.preview.count if inputs.preview else None
 
     # Warnings are about what the user wrote, so derived values stay out, but for the memory of a GPU.
-    written = replace(check.config, gpu_memory_gib=config.gpu_memory_gib)
-    check.warnings.extend(check_warnings(written, world, layouts, batch, inputs.shape, algorithm, records))
+    user_config = replace(check.config, gpu_memory_gib=config.gpu_memory_gib)
+    check.warnings.extend(
+        check_warnings(user_config, world, layouts, batch, inputs.shape, algorithm, records)
+    )
     memory_key = "gpu" if gpu_reasons else "gpu_memory_gib"
     memory_errors, memory_warnings = check_memory(config, memory, memory_key)
     check.errors.extend(memory_errors)

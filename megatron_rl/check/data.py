@@ -2,8 +2,8 @@
 
 `check` has seconds, so it samples: small data sets are read to the end, of larger ones the first records.
 Some of the records that were read become tokens, without torch and transformers: the longest, the shortest,
-and others spread evenly. Counts leave out what a tokenizer adds around a text, so a record that is reported
-as too long is too long in the run.
+and others spread evenly. Counts exclude the tokens that a tokenizer adds around a text, so a record that is
+reported as too long is too long in the run.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class ReadBudget:
     remaining: int = field(default_factory=lambda: WHOLE_BYTES)
 
     def reserve(self, files: Sequence[Path]) -> int | None:
-        """Take a data set's bytes from the budget; return how many of them are read, None for all."""
+        """Reserve a data set's bytes in the budget; return the number to read, None for all."""
         size = 0
         for path in files:
             members = path.rglob("*") if path.is_dir() else (path,)
@@ -210,7 +210,7 @@ class ReadBudget:
 
 
 def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPreview | None:
-    """Check the files and records of a data set; return what was read, None where nothing can be."""
+    """Check the files and records of a data set; return the records, None if it cannot be read."""
     missing_path = _first_missing(data_set.source)
     if missing_path is not None:
         error = missing_error(missing_path, data_set.path)
@@ -415,7 +415,7 @@ class TokenCounter:
 
     @cached_property
     def renderer(self) -> TemplateRenderer | None:
-        """Return the renderer of the chat template, None where there is no template to read."""
+        """Return the renderer of the chat template, None without a template."""
         return folder_renderer(self.model) if self.model.is_dir() else None
 
     @cached_property
@@ -513,8 +513,8 @@ class TokenCounter:
         if through_template:
             if self.chat is None:
                 return
-            listed = ", ".join(end_texts)
-            problem = turn_end_problem(self.turn_end, [*self.end_tokens], listed, str(self.model))
+            end_list = ", ".join(end_texts)
+            problem = turn_end_problem(self.turn_end, [*self.end_tokens], end_list, str(self.model))
             if problem is not None and not self._turn_end_reported:
                 self._turn_end_reported = True
                 yield problem
@@ -583,7 +583,7 @@ class TokenCounter:
         """Return the texts of a record's rows; raises UserError where the template cannot render it.
 
         Each row is the prompt followed by one response; without responses it is the prompt alone. Without a
-        template to read, the texts are those of the messages.
+        template, the texts are the contents of the messages.
         """
         data = data_set.data
         if self.renderer is None and templated(record, data):
@@ -621,11 +621,11 @@ def _sampled_indices(sizes: Sequence[int]) -> Iterator[int]:
         return
 
     selected: dict[int, None] = {}
-    for largest, smallest in zip(
+    for long_record, short_record in zip(
         reversed(by_size[-EXTREME_RECORDS:]), by_size[:EXTREME_RECORDS], strict=True
     ):
-        selected[largest] = None
-        selected[smallest] = None
+        selected[long_record] = None
+        selected[short_record] = None
     spread = TOKENISED_RECORDS - 2 * EXTREME_RECORDS
     for step in range(spread):
         selected[step * len(sizes) // spread] = None

@@ -38,18 +38,18 @@ class Files:
     missing: list[UserError] = field(default_factory=list)
     to_be_made: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
-    def miss(self, path: Path, message: str, where: str, expected: str, fix: str | None = None) -> None:
+    def miss(self, path: Path, message: str, key: str, expected: str, fix: str | None = None) -> None:
         """Record a missing file; a file below a directory that is still to be made is no error."""
         preparation = self._preparation(path)
         if preparation is not None:
             directory, command = preparation
             if not Path(directory).exists():
-                self.to_be_made.setdefault(preparation, []).append(f"{path} ({where})")
+                self.to_be_made.setdefault(preparation, []).append(f"{path} ({key})")
                 return
             fix = f"make it with: {command}"
 
         error = UserError(
-            message, where=where, expected=expected, got=neighbours(path), fix=fix or "correct the path"
+            message, where=key, expected=expected, got=neighbours(path), fix=fix or "correct the path"
         )
         if self.absent:
             self.missing.append(error)

@@ -66,7 +66,7 @@ class Inputs:
             and reports what its kernel enforces, so its own check does not.
         errors: Errors of the inputs; ``files`` has further ones.
         warnings: Warnings of the inputs.
-        shape: Shape of the actor's model, None where it is not available.
+        shape: Shape of the actor's model, None if not available.
         shapes: Role -> shape of its model, for roles whose model is not the actor's.
         roles_without_shape: Roles whose model is not the actor's and not available.
         models: Role -> config.json of its model, where one is available.
@@ -102,7 +102,7 @@ class Inputs:
 
     @cached_property
     def template(self) -> str | None:
-        """Return the source of the actor's chat template, None where it is not available."""
+        """Return the source of the actor's chat template, None if not available."""
         path = Path(self.config.model.path)
         if not self.is_valid(_ACTOR_PATH) or not path.is_dir():
             return None
@@ -284,7 +284,7 @@ def _check_stage_data(inputs: Inputs, plan: StagePlan) -> None:
 
 
 def _check_model(inputs: Inputs, path: str, key: str) -> ModelShape | None:
-    """Check the model at ``path``, which ``key`` names; return its shape, None where it is not available."""
+    """Check the model at ``path``, which ``key`` names; return its shape, None if not available."""
     shipped = _shipped_config(inputs.shipped_models, Path(path))
     file = Path(path) / "config.json" if Path(path).is_dir() else shipped
     if file is not None and file.is_file():
@@ -402,7 +402,7 @@ def _check_role_model(inputs: Inputs, path: str | None, section: str) -> None:
 
 
 def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
-    """Check a data set's records, template and tokens; return what was read, None where nothing can be."""
+    """Check a data set's records, template and tokens; return its records, None if it cannot be read."""
     preview = check_data(data_set, inputs.files, inputs.read_budget)
     if preview is None or preview.first is None:
         return preview
@@ -455,15 +455,15 @@ def _mixed_template_errors(inputs: Inputs) -> Iterator[UserError]:
     training_uses = inputs.uses_template.get("data.train")
     if training_uses is None:
         return
-    kinds = {True: "prompts that go through the chat template", False: "prompts of plain text"}
+    descriptions = {True: "prompts that go through the chat template", False: "prompts of plain text"}
     for key, uses_template in inputs.uses_template.items():
         if key.startswith("evaluation.") and uses_template is not training_uses:
             setting = f"{key.removesuffix('.data')}.chat_template={str(training_uses).lower()}"
             yield UserError(
                 "an environment continues all conversations in one way, and the data has two",
                 where=key,
-                expected=f"{kinds[training_uses]}, as data.train",
-                got=kinds[uses_template],
+                expected=f"{descriptions[training_uses]}, as data.train",
+                got=descriptions[uses_template],
                 fix=f"set {setting}, or convert the set",
             )
 

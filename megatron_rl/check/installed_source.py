@@ -85,7 +85,7 @@ def class_fields(*classes: tuple[str, str]) -> dict[str, InstalledField] | None:
 
 
 def table_names(module: str, table: str) -> list[str] | None:
-    """Return the keys of a dict that a module's source writes out, None where there is no such dict."""
+    """Return the keys of a dict that is a literal in a module's source, None for any other table."""
     definition, _ = _definition(table, module)
     if not isinstance(definition, ast.Dict):
         return None

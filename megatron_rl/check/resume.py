@@ -126,8 +126,8 @@ def resumed_build_errors(
 ) -> list[UserError]:
     """Return the errors of learners that the checkpoint lacks, or that were built differently.
 
-    Adapters, optimizers and dtypes must be those of the checkpoint, and optimizer shards must fit
-    ``layouts``. Rules that need the actor's ``shape`` or the ``algorithm`` are skipped where it is None.
+    Adapters, optimizers and dtypes must match the checkpoint, and optimizer shards must fit
+    ``layouts``. Rules that need the actor's ``shape`` or the ``algorithm`` are skipped without it.
     """
     if config.checkpoint.resume == "never":
         return []

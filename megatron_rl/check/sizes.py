@@ -136,11 +136,11 @@ def with_gpu_memory(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
 
 
 def check_memory(
-    config: RunConfig, ranks: Sequence[RankMemory], where: str
+    config: RunConfig, ranks: Sequence[RankMemory], key: str
 ) -> tuple[list[UserError], list[UserError]]:
     """Return the errors and the warnings of phases in which a rank is estimated not to fit in a GPU.
 
-    An estimate above the limit by more than `TRUST` is an error, else a warning. ``where`` is the key that
+    An estimate above the limit by more than `TRUST` is an error, else a warning. ``key`` is the one that
     gives the memory of a GPU.
     """
     errors: list[UserError] = []
@@ -160,7 +160,7 @@ def check_memory(
         top_items = ", ".join(f"{item.name} {item.bytes / _GIB:.1f}" for item in items[:3])
         error = UserError(
             f"rank {fullest.rank} is estimated to need more memory than a GPU has in the phase {phase}",
-            where=where,
+            where=key,
             expected=f"at most {limit:g} GiB; up to {limit * (1 + TRUST):.1f} may fit, since the estimate is "
             f"trusted within {TRUST:.0%}",
             got=f"{total:.1f} GiB of {limit:g} GiB; largest: {top_items}",

@@ -58,8 +58,8 @@ def check_warnings(
 ) -> list[UserError]:
     """Return the warnings of a configuration without errors.
 
-    ``batch`` is None for a job without reinforcement learning. ``records`` is the number of training records,
-    ``shape`` that of the actor's model; None, where one is not available, skips the warnings that need it.
+    ``batch`` is for reinforcement learning alone. ``records`` is the number of training records, ``shape`` the
+    shape of the actor's model; warnings that need one are skipped for None.
     """
     warnings: list[UserError] = []
     if batch is not None:
@@ -252,8 +252,8 @@ def _timeout_warnings(config: RunConfig) -> Iterator[UserError]:
 
 def _idle_rank_warnings(world_size: int, layouts: Mapping[str, ParallelLayout]) -> Iterator[UserError]:
     """Yield the warning of ranks without a role."""
-    used = {rank for layout in layouts.values() for rank in layout.ranks}
-    idle = tuple(rank for rank in range(world_size) if rank not in used)
+    occupied = {rank for layout in layouts.values() for rank in layout.ranks}
+    idle = tuple(rank for rank in range(world_size) if rank not in occupied)
     if idle:
         yield UserError(
             f"{len(idle)} of {world_size} ranks have no role and do nothing",

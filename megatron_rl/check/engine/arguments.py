@@ -237,13 +237,15 @@ def has_host_build() -> bool:
     return True
 
 
-def host_engine_errors(config: RunConfig, shape: ModelShape | None, *, here: bool) -> Iterator[UserError]:
+def host_engine_errors(
+    config: RunConfig, shape: ModelShape | None, *, for_this_machine: bool
+) -> Iterator[UserError]:
     """Yield the errors of a rollout by vLLM's CPU build: chunked prefill, and head sizes without a kernel.
 
-    A configuration that names a ``gpu`` is for other machines, unless it is to run ``here``.
+    A configuration that names a ``gpu`` is for other machines, unless it is checked ``for_this_machine``.
     """
     capabilities = config.rollout.capabilities
-    is_for_gpus = config.gpu is not None and not here
+    is_for_gpus = config.gpu is not None and not for_this_machine
     if not capabilities.host_head_sizes or is_for_gpus or not has_host_build():
         return
     yield from host_errors(config.rollout.vllm)

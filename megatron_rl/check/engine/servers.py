@@ -57,7 +57,7 @@ def plain_settings(settings: Mapping[str, Any], section: str = "") -> dict[str, 
 
 
 def server_commands(config: RunConfig) -> list[str]:
-    """Return the lines of the command that starts a server for this run, and what a host needs besides."""
+    """Return the lines of the command that starts a server for this run, with further flags for a host."""
     model = read_pretrained(Path(config.model.path) / "config.json")
     rollout = config.rollout
     max_model_len = longest_row(config)
@@ -196,9 +196,9 @@ def _server_url_errors(rollout: RolloutConfig) -> Iterator[UserError]:
 def _is_server_url(url: str) -> bool:
     """Return whether a URL is ``http://HOST:PORT`` alone."""
     try:
-        parts = urllib.parse.urlsplit(url)
-        has_address = parts.scheme == "http" and bool(parts.hostname) and bool(parts.port)
+        address = urllib.parse.urlsplit(url)
+        has_address = address.scheme == "http" and bool(address.hostname) and bool(address.port)
     except ValueError:
         return False
-    has_more = bool(parts.path.strip("/") or parts.query or parts.fragment or parts.username)
+    has_more = bool(address.path.strip("/") or address.query or address.fragment or address.username)
     return has_address and not has_more

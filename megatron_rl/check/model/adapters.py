@@ -54,12 +54,12 @@ CHECKPOINT_LAYERS = {
 """Layer names of most checkpoints, which PEFT's users write -> the Megatron layer that contains them."""
 
 
-def check_lora(lora: LoraConfig, engine: str | None, where: str = "actor.lora") -> Iterator[UserError]:
+def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") -> Iterator[UserError]:
     """Yield the errors of adapters that no model can have, or that the rollout engine cannot sync.
 
-    ``where`` is the key of the section; ``engine`` is None for a role that no engine samples with.
+    ``key`` names their section; ``engine`` is that of the rollout, for the actor only.
     """
-    path = f"{where}.targets"
+    path = f"{key}.targets"
     for name in lora.targets or ():
         if name not in TARGETS:
             layer = CHECKPOINT_LAYERS.get(name) or nearest(name, TARGETS) or " or ".join(TARGETS)
@@ -82,7 +82,7 @@ def check_lora(lora: LoraConfig, engine: str | None, where: str = "actor.lora") 
         if engine is not None:
             got = f"rollout.engine={engine} and rank {lora.rank}"
         condition = f"{engines_with(adapter_sync=True)} and a rank of at most {max_rank}"
-        yield requires(f"{where}.sync", lora.sync, condition, got=got, fix=f"set {where}.sync=merged")
+        yield requires(f"{key}.sync", lora.sync, condition, got=got, fix=f"set {key}.sync=merged")
 
 
 def idle_adapters(config: RunConfig) -> Iterator[UserError]:
@@ -102,17 +102,17 @@ def idle_adapters(config: RunConfig) -> Iterator[UserError]:
 def check_adapted_model(
     lora: LoraConfig,
     model: PretrainedModel,
-    where: str = "actor.lora",
+    key: str = "actor.lora",
     settings: Mapping[str, Any] | None = None,
 ) -> Iterator[UserError]:
     """Yield the errors of adapters on a model, and of the PEFT adapter that they start from.
 
-    ``where`` is the key of the adapters' section; ``settings`` are Megatron's for the model.
+    ``key`` is the key of the adapters' section; ``settings`` are Megatron's for the model.
     """
     targets = Lora.of(model.shape, lora.rank, lora.targets).targets
-    errors = target_problems(model.shape, targets, f"{where}.targets")
+    errors = target_problems(model.shape, targets, f"{key}.targets")
     if adapts_experts(model.shape, targets):
-        errors += _expert_errors(lora, model.shape, where, settings or {})
+        errors += _expert_errors(lora, model.shape, key, settings or {})
     yield from errors
     if errors or lora.path is None:
         return
@@ -120,22 +120,22 @@ def check_adapted_model(
     file = Path(lora.path) / PEFT_CONFIG
     try:
         # A list, so that a file that fails halfway is one error: that it cannot be read.
-        problems = list(_peft_config_errors(lora, model, targets, read_json_object(file), where))
-        problems = problems or list(_peft_tensor_errors(lora, model, targets, where))
+        problems = list(_peft_config_errors(lora, model, targets, read_json_object(file), key))
+        problems = problems or list(_peft_tensor_errors(lora, model, targets, key))
     except (OSError, ValueError, AttributeError, TypeError) as error:
         yield UserError(
             "the adapter to start from cannot be read",
-            where=f"{where}.path",
+            where=f"{key}.path",
             expected=f"a directory with {PEFT_CONFIG} and {PEFT_WEIGHTS}, as PEFT writes them",
             got=f"{file}: {error}",
-            fix=f"correct {where}.path, or remove it to start from new adapters",
+            fix=f"correct {key}.path, or remove it to start from new adapters",
         )
         return
     yield from problems
 
 
 def _expert_errors(
-    lora: LoraConfig, shape: ModelShape, where: str, settings: Mapping[str, Any]
+    lora: LoraConfig, shape: ModelShape, key: str, settings: Mapping[str, Any]
 ) -> Iterator[UserError]:
     """Yield the errors of settings that adapters of experts exclude, and adapters of attention do not."""
     targets = ", ".join(lora.targets or ())
@@ -145,17 +145,17 @@ def _expert_errors(
         yield UserError(
             "adapters of experts cannot be synced apart from the weights: vLLM has no kernel for them on "
             "hosts, and stores them in an order of its own on GPUs",
-            where=f"{where}.sync",
+            where=f"{key}.sync",
             expected="merged, or targets of attention alone",
             got=f"adapter, with {targets}",
-            fix=f"set {where}.sync=merged",
+            fix=f"set {key}.sync=merged",
         )
     overlap = "moe_shared_expert_overlap"
     if shape.shared_width and settings.get(overlap):
         yield UserError(
             f"adapters of shared experts do not work with Megatron's {overlap}: they communicate inside the "
             "layers that it overlaps",
-            where=f"{where}.targets",
+            where=f"{key}.targets",
             expected=f"targets without {' and '.join(MLP)}, or Megatron's {overlap}: false",
             got=f"{targets}, and {overlap}: true",
             fix=f"remove {overlap}",
@@ -163,7 +163,7 @@ def _expert_errors(
 
 
 def _peft_config_errors(
-    lora: LoraConfig, model: PretrainedModel, targets: tuple[str, ...], peft: Mapping[str, Any], where: str
+    lora: LoraConfig, model: PretrainedModel, targets: tuple[str, ...], peft: Mapping[str, Any], key: str
 ) -> Iterator[UserError]:
     """Yield the differences between the configured adapters and PEFT's adapter_config.json (``peft``)."""
     file = f"{lora.path}/{PEFT_CONFIG}"
@@ -172,10 +172,10 @@ def _peft_config_errors(
         if not isinstance(saved, int | float) or not math.isclose(saved, configured):
             yield UserError(
                 f"the adapter to start from has another {name}",
-                where=f"{where}.{name}",
+                where=f"{key}.{name}",
                 expected=f"{saved}, of {file}",
                 got=f"{configured:g}",
-                fix=f"set {where}.{name} to {saved}",
+                fix=f"set {key}.{name} to {saved}",
             )
 
     modules = adapted(model, lora.rank, lora.alpha, targets).modules()
@@ -187,17 +187,17 @@ def _peft_config_errors(
     if uncovered:
         yield UserError(
             "the adapter to start from also adapts other layers",
-            where=f"{where}.targets",
+            where=f"{key}.targets",
             expected="layers that hold " + ", ".join(uncovered),
             got=", ".join(targets) + ": " + ", ".join(modules),
-            fix=f"name the layer in {where}.targets, or train an adapter without it",
+            fix=f"name the layer in {key}.targets, or train an adapter without it",
         )
 
     for name, plain in _PLAIN_PEFT.items():
         if peft.get(name, plain) not in (plain, None, [], {}):
             yield UserError(
                 f"the adapter to start from uses PEFT's {name}",
-                where=f"{where}.path",
+                where=f"{key}.path",
                 expected=f"{name}: {json.dumps(plain)} in {file}",
                 got=json.dumps(peft[name]),
                 fix="start from an adapter of two plain matrices",
@@ -205,7 +205,7 @@ def _peft_config_errors(
 
 
 def _peft_tensor_errors(
-    lora: LoraConfig, model: PretrainedModel, targets: tuple[str, ...], where: str
+    lora: LoraConfig, model: PretrainedModel, targets: tuple[str, ...], key: str
 ) -> Iterator[UserError]:
     """Yield the error of tensors that no adapter of the model has; adapters without a tensor start new."""
     assert lora.path is not None
@@ -218,7 +218,7 @@ def _peft_tensor_errors(
         first = unexpected[0]
         yield UserError(
             "the adapter to start from has tensors that no layer of the model takes",
-            where=f"{where}.path",
+            where=f"{key}.path",
             expected=f"A and B of layers as the model's checkpoint names them, such as {list(shapes)[-1]}",
             got=f"{len(unexpected)} others in {file}, {first} {list(stored[first])} among them",
             fix="start from an adapter of this model; experts stored in one tensor have to be split",

@@ -49,12 +49,12 @@ ARGUMENTS = (*REQUIRED_ARGUMENTS, "vp_stage", "config", "pg_collection", "args")
 
 
 def with_megatron_models(
-    config: RunConfig, broken: Collection[str] = (), *, absent: bool = False
+    config: RunConfig, broken: Collection[str] = (), *, allow_missing: bool = False
 ) -> tuple[RunConfig, Mapping[str, Origin], ErrorsByKey]:
     """Point every model that is a Megatron checkpoint to a folder that transformers and vLLM can load.
 
-    Writes the folders below ``run_dir`` where they are not complete. ``broken`` are keys with errors already;
-    with ``absent``, checkpoints that do not exist are left to the rules on missing files.
+    Writes the folders below ``run_dir`` unless they are complete. ``broken`` are keys with errors already;
+    with ``allow_missing``, checkpoints that do not exist are left to the rules on missing files.
 
     Returns:
         The configuration with the folders' paths, the origins of the paths that changed, and the errors.
@@ -69,7 +69,7 @@ def with_megatron_models(
     origins: dict[str, Origin] = {}
     folders: dict[str, Path] = {}
     for section, path in _megatron_checkpoints(config).items():
-        if (absent and not Path(path).exists()) or f"{section}.path" in broken:
+        if (allow_missing and not Path(path).exists()) or f"{section}.path" in broken:
             continue
         is_actor = section == "model"
         key = "model.megatron" if is_actor else f"{section}.path"
@@ -98,7 +98,7 @@ def with_megatron_models(
 def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Iterator[UserError]:
     """Yield the errors of ``model.provider`` and ``model.weights``, the user's own model code.
 
-    ``model`` is described by config.json; None, where it is not available, skips what needs it.
+    ``model`` is described by config.json; rules that need it are skipped for None.
     """
     if settings.provider is None:
         if settings.weights is not None:

@@ -385,7 +385,7 @@ class TrialRole:
         }
 
     def refusal_errors(self, refusals: Mapping[str, str]) -> Iterator[UserError]:
-        """Yield the errors of what Megatron refuses of this role; ``refusals`` is the trial's answer."""
+        """Yield the errors of this role's refused settings; ``refusals`` is the trial's answer."""
         if self.role in refusals:
             yield self._refusal("model", refusals[self.role], self.settings_key, self.settings)
         optimizer_part = f"{self.role} optimizer"
@@ -393,7 +393,7 @@ class TrialRole:
             path = f"{self.layout.path.removesuffix('layout')}optimizer.megatron"
             yield self._refusal("optimizer", refusals[optimizer_part], path, self.optimizer.megatron)
 
-    def _refusal(self, part: str, message: str, path: str, values: Mapping[str, Any]) -> UserError:
+    def _refusal(self, component: str, message: str, path: str, values: Mapping[str, Any]) -> UserError:
         """Return the error of Megatron's ``message`` about one of the ``values`` at the key ``path``."""
         # Megatron's message usually names the field.
         field = next((name for name in values if name in message or len(values) == 1), None)
@@ -402,7 +402,7 @@ class TrialRole:
         if field is None:
             fix = f"correct or remove one of {', '.join(values)}"
         return UserError(
-            f"Megatron refuses the settings of the {self.role}'s {part}",
+            f"Megatron refuses the settings of the {self.role}'s {component}",
             where=key,
             expected=f"values that fit the model and {self.layout.path}: {self.layout.words()}",
             got=message,

@@ -39,16 +39,16 @@ _MALFORMED_VOCABULARY = (ValueError, KeyError, TypeError, IndexError, AttributeE
 """Exceptions of reading token ids from JSON that is valid and not a tokenizer's."""
 
 
-def check_tokenizer(path: Path, where: str, files: Files, vocabulary: int | None) -> None:
-    """Check the tokenizer of the model at ``path``, which the key ``where`` names.
+def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) -> None:
+    """Check the tokenizer of the model at ``path``, which ``key`` names.
 
-    ``vocabulary`` is the number of rows of the model's embedding, None where it is not available.
+    ``vocabulary`` is the number of rows of the model's embedding, None if not available.
     """
     if not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
         files.miss(
             path / "tokenizer.json",
             "the model has no tokenizer",
-            where,
+            key,
             "tokenizer.json, tokenizer.model, or vocab.json with merges.txt",
             "copy the tokenizer files of the model into its directory",
         )
@@ -164,13 +164,13 @@ def _token_ids(
     else:
         ids = dict(vocab)
 
-    added = [*(tokenizer.get("added_tokens") or ())]
+    added_tokens = [*(tokenizer.get("added_tokens") or ())]
     for key, token in (settings.get("added_tokens_decoder") or {}).items():
-        added.append({**token, "id": int(key)})
-    ids |= {token["content"]: token["id"] for token in added}
+        added_tokens.append({**token, "id": int(key)})
+    ids |= {token["content"]: token["id"] for token in added_tokens}
     if not all(isinstance(token_id, int) for token_id in ids.values()):
         raise ValueError("a token whose id is not an integer")
-    special = {token["content"] for token in added if token.get("special")}
+    special = {token["content"] for token in added_tokens if token.get("special")}
     return ids, special
 
 
@@ -181,14 +181,16 @@ def _vocabulary_errors(
 
     Special tokens beyond it are common in published checkpoints, and no text contains them.
     """
-    beyond = {text: number for text, number in ids.items() if number >= vocabulary and text not in special}
-    if beyond:
-        text, number = max(beyond.items(), key=lambda item: item[1])
+    out_of_vocabulary = {
+        text: number for text, number in ids.items() if number >= vocabulary and text not in special
+    }
+    if out_of_vocabulary:
+        text, number = max(out_of_vocabulary.items(), key=lambda item: item[1])
         yield UserError(
             "the tokenizer has more tokens than the model has embeddings",
             where=str(path),
             expected=f"ids below vocab_size ({vocabulary}) in config.json",
-            got=f"{len(beyond)} tokens beyond, up to {number} ({text!r})",
+            got=f"{len(out_of_vocabulary)} tokens beyond, up to {number} ({text!r})",
             fix=_COPY_AGAIN,
         )
 
@@ -245,7 +247,7 @@ def has_chat_template(path: Path) -> bool:
 
 
 def folder_renderer(path: Path) -> TemplateRenderer | None:
-    """Return the renderer of a checkpoint's chat templates, None where there is no template to read."""
+    """Return the renderer of a checkpoint's chat templates, None without a template."""
     templates = chat_templates(path)
     if not templates or not can_render():
         return None

@@ -1,7 +1,7 @@
 """Rules on a checkpoint's weights, read from the headers of its safetensors files.
 
 A header lists name, dtype, shape and offsets of every tensor: enough to find a file that is cut short, and
-tensors that are not those of the model, without reading the weights.
+tensors of another model, without reading the weights.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class StoredTensor:
     size: int = 0
 
 
-def check_weights(path: Path, where: str, files: Files, model: PretrainedModel | None) -> None:
+def check_weights(path: Path, key: str, files: Files, model: PretrainedModel | None) -> None:
     """Check that every weight file is complete and, where ``model`` is available, that its tensors match.
 
-    ``path`` is the checkpoint's folder, and ``where`` the key that names it.
+    ``path`` is the checkpoint's folder, and ``key`` the key that names it.
     """
     if (path / POINTER).is_file():
         return  # a Megatron-LM checkpoint, which was checked when the pointer was written
@@ -75,7 +75,7 @@ def check_weights(path: Path, where: str, files: Files, model: PretrainedModel |
         weight_map = index
         shards = sorted({path / name for name in weight_map.values()})
     if not shards:
-        _report_no_weights(path, where, files)
+        _report_no_weights(path, key, files)
 
     stored: dict[str, StoredTensor] = {}
     for shard in shards:
@@ -84,7 +84,7 @@ def check_weights(path: Path, where: str, files: Files, model: PretrainedModel |
             continue
         expected = f"every file that {INDEX} names" if weight_map else f"a file {shard.name}"
         message = f"a weight file is missing: {shard.name}"
-        files.miss(shard, message, where, expected, "download the checkpoint again")
+        files.miss(shard, message, key, expected, "download the checkpoint again")
 
     # Without every file, tensors of the others would be reported as missing, too.
     if _count_findings(files) != findings:
@@ -152,13 +152,13 @@ def _read_index(path: Path, files: Files) -> dict[str, str] | None:
         return None
 
 
-def _report_no_weights(path: Path, where: str, files: Files) -> None:
+def _report_no_weights(path: Path, key: str, files: Files) -> None:
     """Report a checkpoint without any safetensors file."""
     fix = "copy the weight files into the directory"
     if any(path.glob("*.bin")):
         fix = "convert the .bin files: load with transformers and save_pretrained(safe_serialization=True)"
     file = path / "model.safetensors"
-    files.miss(file, "the model has no weights", where, "one or more .safetensors files", fix)
+    files.miss(file, "the model has no weights", key, "one or more .safetensors files", fix)
 
 
 def _read_shard(path: Path, files: Files) -> dict[str, StoredTensor]:
@@ -191,7 +191,7 @@ def _misplaced_error(path: Path, weight_map: Mapping[str, str], names: list[str]
 
 
 def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: PretrainedModel) -> list[UserError]:
-    """Return the error of stored tensors that differ from those of the model in its config.json.
+    """Return the error of stored tensors that do not match the model in config.json.
 
     At most one error: quantised tensors, other names, an output layer of its own, or the first other shape.
     """
@@ -200,10 +200,10 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
         return [_quantised_error(path, quantised, stored[quantised[0]].dtype)]
 
     shapes = model.tensor_shapes()
-    absent = [name for name in shapes if name not in stored]
+    missing_tensors = [name for name in shapes if name not in stored]
     unexpected = [name for name in stored if name not in shapes and not model.is_ignorable(name)]
-    if absent or unexpected:
-        return [_other_tensors_error(path, absent, unexpected)]
+    if missing_tensors or unexpected:
+        return [_other_tensors_error(path, missing_tensors, unexpected)]
 
     # A tied model may store its output layer as a copy of the embedding, but not as another tensor.
     if model.has_separate_head(stored) and not _equal_values(stored[OUTPUT], stored[EMBEDDING]):
@@ -248,23 +248,23 @@ def _quantised_error(path: Path, names: list[str], dtype: str) -> UserError:
     )
 
 
-def _other_tensors_error(path: Path, absent: list[str], unexpected: list[str]) -> UserError:
+def _other_tensors_error(path: Path, missing_tensors: list[str], unexpected: list[str]) -> UserError:
     """Return the error of a checkpoint that lacks tensors of its model, or has tensors of another one."""
     fix = "use a checkpoint saved from this architecture and number of layers"
-    if absent == [OUTPUT]:
+    if missing_tensors == [OUTPUT]:
         fix = "set tie_word_embeddings to true in config.json if the output layer shares the embedding"
-    elif absent == [SCALAR]:
+    elif missing_tensors == [SCALAR]:
         fix = "name a checkpoint of a reward model, or correct `architectures` in config.json"
 
     differences: list[str] = []
-    if absent:
-        differences.append(f"missing {len(absent)}")
+    if missing_tensors:
+        differences.append(f"missing {len(missing_tensors)}")
     if unexpected:
         differences.append(f"unexpected {some_of(unexpected, _MAX_SHOWN)}")
     return UserError(
         "the weights are not those of the model in its config.json",
         where=str(path),
-        expected=some_of(absent, _MAX_SHOWN) if absent else "no tensors but the model's",
+        expected=some_of(missing_tensors, _MAX_SHOWN) if missing_tensors else "no tensors but the model's",
         got="; ".join(differences),
         fix=fix,
     )

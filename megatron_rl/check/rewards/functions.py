@@ -158,7 +158,7 @@ def _not_python_error(function: FunctionRef, path: Path) -> UserError:
 
 
 def _spec_error(function: FunctionRef) -> UserError:
-    """Return the error of a spec that is not ``module:function``, with the right spec where it is clear."""
+    """Return the error of a spec that is not ``module:function``, with the right spec if it is clear."""
     spec = function.spec
     fix = "for example megatron_rl.rewards.arithmetic:exact_match"
     if spec.endswith(".py"):
@@ -309,7 +309,7 @@ class _Loading(NamedTuple):
 
 
 def function_errors(config: RunConfig) -> list[UserError]:
-    """Load the functions that judge in contained processes; return the errors of those that cannot be loaded.
+    """Load the functions that judge in contained processes; return the errors of loading them.
 
     Functions whose source has errors are skipped: one error for each mistake.
     """

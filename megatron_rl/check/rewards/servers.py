@@ -52,20 +52,22 @@ def check_servers(reward: RewardConfig) -> Iterator[UserError]:
 def _url_errors(path: str, url: str) -> Iterator[UserError]:
     """Yield the error of an invalid URL, or of one with a secret, which is not shown."""
     try:
-        parts = urllib.parse.urlsplit(url)
-        parameters = [name for name, _ in urllib.parse.parse_qsl(parts.query)]
-        valid = parts.scheme in ("http", "https") and parts.hostname and not re.search(r"[\s\x00-\x1f]", url)
-        has_login = parts.username is not None or parts.password is not None
+        address = urllib.parse.urlsplit(url)
+        parameters = [name for name, _ in urllib.parse.parse_qsl(address.query)]
+        valid = (
+            address.scheme in ("http", "https") and address.hostname and not re.search(r"[\s\x00-\x1f]", url)
+        )
+        has_login = address.username is not None or address.password is not None
         if valid and (has_login or any(map(is_secret, parameters))):
             yield UserError(
                 "the server URL contains a secret, and a run writes its settings to files",
                 where=path,
                 expected="a URL without user, password or key",
-                got=f"a URL of {parts.hostname} with one",
+                got=f"a URL of {address.hostname} with one",
                 fix="name an environment variable that holds it in headers: Authorization: SERVER_TOKEN",
             )
             return
-        problem = None if valid and parts.port != 0 else repr(url)
+        problem = None if valid and address.port != 0 else repr(url)
     except ValueError as error:  # brackets or a port that urlsplit refuses
         problem = f"{url!r}: {error}"
     if problem is not None:
@@ -162,8 +164,8 @@ def silent_servers(
 ) -> Iterator[UserError]:
     """Yield warnings of servers that do not answer now; they may be up when the run starts.
 
-    ``samplers`` are the URLs of the rollout engine's servers, each of which must answer at ``health_path``
-    where the engine has one.
+    ``samplers`` are the URLs of the rollout engine's servers; each must answer at ``health_path``, if
+    their engine has one.
     """
     reward_urls = {section: config.url for section, config in servers(reward)}
     requests: list[tuple[str, str | None]] = [(url, None) for url in reward_urls.values()]
@@ -222,18 +224,18 @@ def _request(url: str, health_path: str | None) -> str | None:
 
     Any status is an answer, but with a ``health_path`` only 200 at that path.
     """
-    parts = urllib.parse.urlsplit(url)
+    address = urllib.parse.urlsplit(url)
     connection: http.client.HTTPConnection
     try:
-        if parts.scheme == "https":
+        if address.scheme == "https":
             context = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(parts.netloc, timeout=PATIENCE, context=context)
+            connection = http.client.HTTPSConnection(address.netloc, timeout=PATIENCE, context=context)
         else:
-            connection = http.client.HTTPConnection(parts.netloc, timeout=PATIENCE)
+            connection = http.client.HTTPConnection(address.netloc, timeout=PATIENCE)
         if health_path is not None:
             connection.request("GET", health_path)
         else:
-            connection.request("HEAD", parts.path or "/")
+            connection.request("HEAD", address.path or "/")
         status = connection.getresponse().status
         connection.close()
     except (OSError, http.client.HTTPException) as error:
