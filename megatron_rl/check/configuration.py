@@ -218,13 +218,17 @@ def check_config(
     Raises:
         UserErrors: The configuration could not be read at all.
     """
+    # A configuration made in Python has no files and lines to show.
     loaded = config if isinstance(config, LoadedConfig) else LoadedConfig(config, None, {})
     if loaded.config is None:
         raise UserErrors(loaded.errors)
+
+    # Settings that the job does not read have their defaults and cannot be wrong.
     config = for_job(loaded.config)
     config, megatron_origins, megatron_errors = with_megatron_models(
         config, loaded.broken, allow_missing=without_files
     )
+
     origins = {key: origin for key, origin in loaded.origins.items() if has_use(config.job, key)}
     origins |= megatron_origins
 
@@ -237,6 +241,8 @@ def check_config(
         check.invalid.add(key)
     check.refuse(check_values(config))
     trial_keys = _check_megatron_settings(check)
+
+    # Pass-through settings, paths, and the user's code in training processes.
     if check.is_valid("rollout.vllm"):
         check.refuse(check_engine_arguments(config.rollout.vllm))
     check.refuse(check_paths(config))
@@ -265,11 +271,14 @@ def _user_pieces(check: _Check) -> dict[str, str]:
 def _check_megatron_settings(check: _Check) -> list[str]:
     """Check Megatron's settings of every role; return the keys whose values Megatron itself can then try."""
     config = check.config
+
+    # Model settings of each role.
     sections = dict(megatron_sections(config))
     for key, settings in sections.items():
         if settings and check.is_valid(key):
             check.refuse(check_model_settings(settings, key))
 
+    # Optimizers of learners and of stages.
     for key, section in learner_sections(config).items():
         if check.is_valid(f"{key}.optimizer", f"{key}.ddp"):
             check.refuse(check_optimizer(section.optimizer, f"{key}.optimizer", section.ddp))
@@ -279,6 +288,7 @@ def _check_megatron_settings(check: _Check) -> list[str]:
         if check.is_valid(key):
             check.refuse(check_optimizer(plan.settings.optimizer, key, {}))
 
+    # A wrong name would be refused by Megatron again, in its words.
     if not check.is_valid(*sections):
         return []
     return [key for key, settings in sections.items() if settings]
@@ -293,6 +303,7 @@ def _check_whole(
     if check.is_valid("algorithm", "rollout.max_response_tokens"):
         algorithm, algorithm_errors = check_algorithm(config)
         check.add(algorithm_errors)
+
     if check.is_valid("rollout.engine"):
         check.add(check_user_engine(config.rollout.engine))
 
@@ -300,7 +311,10 @@ def _check_whole(
     layouts = _check_layouts(check, world)
     check.add(check_asynchrony(config, layouts, algorithm))
 
+    # Files, functions and servers.
     check_inputs(inputs)
+
+    # Checkpoint and packages.
     if check.is_valid("checkpoint.resume", "run_dir"):
         check.add(resumed_build_errors(config, layouts, inputs.shape, algorithm))
     check.add(logging_errors(config))
@@ -308,6 +322,7 @@ def _check_whole(
     package_errors = [*check_attention(config), *missing_packages(config)]
     (check.errors if training else check.warnings).extend(package_errors)
 
+    # What needs the model's shape.
     _check_model_settings(check, inputs, layouts)
     if config.job == TRAIN and "rollout" in layouts:
         check.add(host_engine_errors(config, inputs.shape, for_this_machine=training))
@@ -349,11 +364,13 @@ def _check_world_size(check: _Check) -> int:
     if not check.is_valid(*layout_sections(config), "rollout.tensor", "rollout.ranks", "world_size"):
         return 1
 
+    # Neither stated nor launched: take the smallest that every role's sizes divide.
     world = smallest_valid_world(config)
     if world is None:
         check.add([oversized_world_error()])
         check.invalid.update(("world_size", "actor.layout.tensor"))
         return 1
+
     check.warnings.append(
         UserError(
             f"the number of processes is not stated; {world} is the smallest that fits",
@@ -382,6 +399,7 @@ def _check_layouts(check: _Check, world: int) -> dict[str, ParallelLayout]:
         keys = ("rollout.tensor", "rollout.ranks") if role == "rollout" else (source.path,)
         if not check.is_valid("world_size", *keys):
             continue
+
         layouts[role] = layout
         if (source.path, source.size) not in checked:
             checked.add((source.path, source.size))
@@ -400,9 +418,12 @@ def _check_model_settings(check: _Check, inputs: Inputs, layouts: Mapping[str, P
         check.add(check_budget(config))
         check.add(check_row_lengths(config, shape))
 
+    # Adapters, first without and then with the model that they are on.
     check.refuse(idle_adapters(config))
     for section, lora in adapters_of(config).items():
         key = f"{section}.lora"
+
+        # Only the actor's adapters are synced to the rollout engine.
         engine = config.rollout.engine if section == "actor" else None
         check.refuse(check_lora(lora, engine, key))
         model_file = inputs.models.get(role_of(section), inputs.models.get("actor"))
@@ -412,6 +433,8 @@ def _check_model_settings(check: _Check, inputs: Inputs, layouts: Mapping[str, P
 
     if shape is None:
         return
+
+    # Layouts and lengths against the model.
     check.add(check_routing(config, shape))
     for role, layout in layouts.items():
         check.add(_fit_errors(check, inputs, role, layout))
@@ -448,6 +471,7 @@ def _trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[
         model_file = inputs.models.get(role, inputs.models.get("actor"))
         if role == "rollout" or model_file is None:
             continue
+
         learner = learner_sections(config).get(section_of(role))
         shape = inputs.shapes.get(role, inputs.shape)
         has_plain_layers = shape is not None and shape.plain_layers
@@ -478,6 +502,7 @@ def _report(
         plans = _plan(check, inputs, world, algorithm)
         config = plans.config
 
+    # Where each value comes from; a derived section covers the values in it.
     filled = {key: origins.get(key, DEFAULT) for key in flatten(config)}
     if plans is not None:
         for path, reason in plans.reasons.items():
@@ -485,6 +510,7 @@ def _report(
                 if key == path or key.startswith(f"{path}."):
                     filled[key] = Origin("derived", reason)
 
+    # Unknown names are answered last: an answer is tried on the whole configuration.
     errors = (*with_suggestions(check.errors, check.tree), *inputs.errors)
     report = CheckReport(
         config=config,
@@ -498,6 +524,7 @@ def _report(
         untried=bool(check.untried),
         files_missing=bool(inputs.files.missing or inputs.files.to_be_made),
     )
+
     if plans is None:
         return report
     return replace(
@@ -518,6 +545,7 @@ def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None
     config, template_reasons = _with_chat_templates(inputs, resolved.config)
     config, gpu_reasons = with_gpu_memory(config)
 
+    # Layouts, batch, memory and the bytes of a weight sync.
     layouts = role_layouts(config, world)
     batch = batch_plan(config, layouts) if config.job == TRAIN else None
     shapes: dict[str, ModelShape] = {}

@@ -133,7 +133,8 @@ class DataPreview:
     """Records that were read of a data set.
 
     Attributes:
-        first: Values of the first record, before it is brought into the one form; None where none was read.
+        first: Values of the first valid record in the one form; of the first record as written if none is
+            valid, None for tables that cannot be read here.
         count: Number of records of the whole data set, None where they were not counted.
         records: The valid records that were read, in the one form.
     """
@@ -180,6 +181,7 @@ class DatasetStats:
 
         tokenised = "all" if self.tokenised == self.records else f"{self.tokenised:,}"
         text = f"read {records} records, counted the tokens of {tokenised}: longest {self.longest:,}"
+
         if self.limit is not None:
             text += f" of {self.limit:,}"
             if self.over:
@@ -198,6 +200,8 @@ class ReadBudget:
         size = 0
         for path in files:
             members = path.rglob("*") if path.is_dir() else (path,)
+
+            # A table may be a folder of Arrow files.
             bytes_on_disk = sum(file.stat().st_size for file in members if file.is_file())
             if path.suffix != ".jsonl":
                 bytes_on_disk *= WHOLE_BYTES // WHOLE_TABLE_BYTES
@@ -218,13 +222,16 @@ def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPrevi
         return None
 
     try:
+        # A broken table is reported before its records are read: pyarrow's errors name no fix.
         paths = data_files(data_set.source, data_set.path)
         for path in paths:
             if path.is_file() and path.suffix == ".parquet":
                 _require_parquet(path, data_set.path)
+
         partial = partial_warning(data_set.source, paths, data_set.path)
         if partial is not None:
             files.warnings.append(partial)
+
         return _check_records(data_set, paths, files, budget.reserve(paths))
     except OSError as problem:
         source = data_set.source
@@ -280,8 +287,11 @@ def _check_records(
         files.errors.append(empty_error(data_set.source, data_set.path))
         return None
 
+    # The first record in the one form; a record as it was written only where none is valid.
     if records:
         first = records[0].values
+
+    # Records that were read to the end are counted; else the lines are, which is quick.
     count: int | None = None
     if max_bytes is not None:
         count = _count_records(paths)
@@ -322,9 +332,11 @@ def _read_lines(
             bytes_read += len(line)
             if max_bytes is not None and bytes_read > max_bytes and number > min_lines:
                 return
+
             if len(line) == MAX_LINE_BYTES:
                 problem = f"line {number} has {MAX_LINE_BYTES >> 20} MiB or more"
                 raise unreadable_error(path, setting, problem, "name a file of records")
+
             if not line.strip():
                 continue
             location = f"{path}:{number}"
@@ -358,6 +370,7 @@ def _require_parquet(path: Path, setting: str) -> None:
         size = path.stat().st_size
         stream.seek(max(0, size - 4))
         tail = stream.read(4)
+
     if size == 0:
         raise empty_error(path, setting)
     if head != b"PAR1" or tail != b"PAR1":
@@ -373,6 +386,7 @@ def _require_parquet(path: Path, setting: str) -> None:
 def _count_records(paths: Sequence[Path]) -> int | None:
     """Return the number of lines of all files, None where one is a table or too large to count."""
     total = 0
+
     for path in paths:
         if path.suffix != ".jsonl" or path.stat().st_size > COUNTED_BYTES:
             return None
@@ -442,6 +456,8 @@ class TokenCounter:
         if self.renderer is None or self.tokenizer is None:
             return None
         end_texts = [*self.end_tokens.values()]
+
+        # A turn may end with another token than a response, such as <|im_end|> beside <|endoftext|>.
         if self.turn_end is not None and self.turn_end.token is not None:
             end_texts.append(self.tokenizer.id_to_token(self.turn_end.token))
         return ConversationText(self.renderer, end_texts)
@@ -470,6 +486,7 @@ class TokenCounter:
 
         ``over_long`` is ``data.over_long``: with ``error`` a single record above the limit is an error.
         """
+        # Count the tokens of a sample of the records.
         records = preview.records
         counts: dict[int, int] = {}
         if self.tokenizer is not None:
@@ -489,6 +506,7 @@ class TokenCounter:
         )
         self.stats.append(stats)
 
+        # With `over_long: error` one record is enough; else it is an error only if no record would remain.
         if too_long:
             first = too_long[0]
             location = f"{records[first].where} ({data_set.path})"
@@ -510,6 +528,8 @@ class TokenCounter:
         data = data_set.data
         through_template = any(templated(record, data) for record in records)
         end_texts = [*self.end_tokens.values()]
+
+        # The template's own problems, once for all data sets.
         if through_template:
             if self.chat is None:
                 return
@@ -520,6 +540,7 @@ class TokenCounter:
                 yield problem
             end_texts = self.chat.ends
 
+        # Reasoning models: a prompt that opens thoughts needs responses that close them.
         if data_set.responses and through_template and self.thoughts_end is not None:
             unended = unended_thoughts(records, data_set.responses, data, self.thoughts_end, data_set.path)
             if unended is not None:
@@ -541,10 +562,12 @@ class TokenCounter:
         """
         # A record's rows, each a list of texts: the prompt and, where there is one, a response.
         rows_of: dict[int, list[list[str]]] = {}
+
         sizes = [_characters(record, data_set) for record in records]
         for index in _sampled_indices(sizes):
             if len(rows_of) > 1 and self.remaining < sizes[index]:
                 continue
+
             self.remaining -= sizes[index]
             record = records[index]
             try:
@@ -597,6 +620,7 @@ class TokenCounter:
                 response_pieces(record, name, data, data_set.path, self.chat, end_texts, alternative)
                 for name in data_set.responses
             ]
+
         if not responses:
             return [prompt]
         return [prompt + response for response in responses]
@@ -615,17 +639,20 @@ def _sampled_indices(sizes: Sequence[int]) -> Iterator[int]:
 
     ``sizes`` are the records' characters. The order matters where the budget of characters ends early.
     """
+    # A small data set is tokenised whole, longest record first.
     by_size = sorted(range(len(sizes)), key=sizes.__getitem__)
     if len(sizes) <= TOKENISED_RECORDS:
         yield from reversed(by_size)
         return
 
+    # A dict keeps the order and drops repeated indices.
     selected: dict[int, None] = {}
     for long_record, short_record in zip(
         reversed(by_size[-EXTREME_RECORDS:]), by_size[:EXTREME_RECORDS], strict=True
     ):
         selected[long_record] = None
         selected[short_record] = None
+
     spread = TOKENISED_RECORDS - 2 * EXTREME_RECORDS
     for step in range(spread):
         selected[step * len(sizes) // spread] = None

@@ -40,6 +40,7 @@ class Files:
 
     def miss(self, path: Path, message: str, key: str, expected: str, fix: str | None = None) -> None:
         """Record a missing file; a file below a directory that is still to be made is no error."""
+        # The user's command in `prepare` makes this file.
         preparation = self._preparation(path)
         if preparation is not None:
             directory, command = preparation
@@ -51,6 +52,7 @@ class Files:
         error = UserError(
             message, where=key, expected=expected, got=neighbours(path), fix=fix or "correct the path"
         )
+
         if self.absent:
             self.missing.append(error)
         else:
@@ -87,6 +89,7 @@ def parse_json_object(text: str | bytes) -> dict[str, Any]:
         values = json.loads(text)
     except RecursionError as error:
         raise ValueError(str(error)) from error
+
     if not isinstance(values, dict):
         raise ValueError(f"{type(values).__name__} instead of an object")
     return values

@@ -146,6 +146,8 @@ def check_inputs(inputs: Inputs) -> None:
 
     _check_models(inputs)
     _check_data(inputs)
+
+    # The metric of the best checkpoint is one of the evaluation sets'.
     if inputs.is_valid("evaluation", "checkpoint"):
         inputs.errors.extend(best_errors(config))
 
@@ -153,10 +155,13 @@ def check_inputs(inputs: Inputs) -> None:
         _check_reward(inputs)
         if inputs.before_run and inputs.is_valid("evaluation.sets"):
             inputs.errors.extend(function_errors(config))
+
+    # Contained code, the environment, and settings that a run folder has hidden.
     _check_containment(inputs)
     _check_environment(inputs)
     inputs.errors.extend(check_not_hidden("rollout.vllm", config.rollout.vllm))
 
+    # Where the run writes, and what it resumes from.
     if inputs.is_valid("run_dir"):
         inputs.errors.extend(_run_dir_errors(Path(config.run_dir)))
     if config.job == TRAIN and inputs.is_valid("checkpoint.resume", "run_dir", _ACTOR_PATH):
@@ -187,12 +192,15 @@ def _check_data(inputs: Inputs) -> None:
     """Check the records of training, of evaluation sets and of stages."""
     config = inputs.config
     limit = config.data.max_prompt_tokens
+
+    # Training data.
     fields = ("data.prompt_field", "data.ground_truth_field")
     if config.data.train is not None and inputs.is_valid(*fields, "data.train"):
         consumers = prompt_consumers(config)
         reader = RecordReader(config.data, "data.train", consumers=consumers, template=inputs.template)
         inputs.preview = _check_data_set(inputs, DataSet(config.data.train, reader, limit))
 
+    # Evaluation sets, whose fields default to those of training.
     for name, evaluation_set in config.evaluation.sets.items():
         key = f"evaluation.sets.{name}"
         if inputs.is_valid(*fields, key):
@@ -204,6 +212,7 @@ def _check_data(inputs: Inputs) -> None:
     if config.rollout.environment is not None:
         inputs.errors.extend(_mixed_template_errors(inputs))
 
+    # Stages, and the end of the process that rendered the template.
     for plan in stage_plans(config):
         _check_stage_data(inputs, plan)
     if inputs.tokens is not None:
@@ -214,6 +223,8 @@ def _check_reward(inputs: Inputs) -> None:
     """Check reward functions and servers, and whether the servers answer now."""
     reward = inputs.config.reward
     errors = [*check_reward(reward), *check_servers(reward)]
+
+    # Rewards of code run the tests in the ground truth: try to read those of the first record.
     first = inputs.preview.first if inputs.preview else None
     if reward.code is not None and first is not None:
         try:
@@ -232,6 +243,7 @@ def _check_reward(inputs: Inputs) -> None:
     if errors or not inputs.before_run or inputs.files.absent:
         return
 
+    # Reward servers and the engine's servers are asked at once, within one timeout.
     rollout = inputs.config.rollout
     urls: tuple[str, ...] = ()
     health_path = None
@@ -267,6 +279,7 @@ def _check_environment(inputs: Inputs) -> None:
 
 def _check_stage_data(inputs: Inputs, plan: StagePlan) -> None:
     """Check the data sets of a stage, whose records contain the prompt and each response."""
+    # Responses and the keys that name their fields, two for pairs.
     settings = plan.settings
     response_keys = [f"{plan.where}.{name}" for name in settings.RESPONSES]
     responses = {getattr(settings, name): f"{plan.where}.{name}" for name in settings.RESPONSES}
@@ -285,6 +298,7 @@ def _check_stage_data(inputs: Inputs, plan: StagePlan) -> None:
 
 def _check_model(inputs: Inputs, path: str, key: str) -> ModelShape | None:
     """Check the model at ``path``, which ``key`` names; return its shape, None if not available."""
+    # Without the checkpoint, its shipped config.json still gives the sizes.
     shipped = _shipped_config(inputs.shipped_models, Path(path))
     file = Path(path) / "config.json" if Path(path).is_dir() else shipped
     if file is not None and file.is_file():
@@ -321,6 +335,7 @@ def _check_model_files(path: Path, key: str, files: Files, shipped: Path | None)
             return None
         return read_trainable(shipped, files.errors)
 
+    # The checkpoint: sizes first, then weights and tokenizer that must match them.
     config_file = path / "config.json"
     model = None
     if config_file.is_file():
@@ -329,6 +344,7 @@ def _check_model_files(path: Path, key: str, files: Files, shipped: Path | None)
         expected = "a Hugging Face checkpoint directory"
         fix = "name the directory that holds config.json"
         files.miss(config_file, "the model has no config.json", key, expected, fix)
+
     check_weights(path, key, files, model)
     check_tokenizer(path, key, files, None if model is None else model.shape.vocab)
     return model
@@ -378,6 +394,8 @@ def _check_role_model(inputs: Inputs, path: str | None, section: str) -> None:
     """Check the model of a role beside the actor, which reads the actor's tokens."""
     if path is None:
         return
+
+    # The actor's own files need no second check.
     is_starting_model = path == starting_model(inputs.config)
     if is_starting_model and not _only_scores(inputs.config, section):
         return  # the actor's model, or a checkpoint that the run itself makes of it
@@ -388,6 +406,7 @@ def _check_role_model(inputs: Inputs, path: str | None, section: str) -> None:
         inputs.roles_without_shape.add(role_of(section))
         return
 
+    # Tokens pass between roles as ids, so that the vocabularies must be equal.
     inputs.shapes[role_of(section)] = shape
     if actor_shape is not None and shape.vocab != actor_shape.vocab:
         inputs.errors.append(
@@ -409,6 +428,7 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
     data = data_set.data
     first = preview.first
 
+    # Tools are optional in a record, but rarely missing from the first.
     tools_key = data.setting_of("tools_field")
     if data.tools_field is not None and data.tools_field not in first:
         inputs.warnings.append(
@@ -421,6 +441,7 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
             )
         )
 
+    # Prompts that are lists of messages need the chat template; the user may also ask for it.
     template_key = data.setting_of("chat_template")
     uses_template = data.chat_template
     if uses_template is None:
@@ -470,6 +491,7 @@ def _mixed_template_errors(inputs: Inputs) -> Iterator[UserError]:
 
 def _run_dir_errors(path: Path) -> Iterator[UserError]:
     """Yield the error of a run folder that cannot be made or written, tried with a temporary folder."""
+    # Nothing is left behind: the probe is removed again.
     problem = _run_dir_problem(path)
     if problem is not None:
         yield UserError(
@@ -484,6 +506,8 @@ def _run_dir_errors(path: Path) -> Iterator[UserError]:
 def _run_dir_problem(path: Path) -> str | None:
     """Return why a run folder cannot be made at ``path``, None where it can."""
     existing = path
+
+    # The nearest folder that exists, in which the others are made.
     while not os.path.lexists(existing) and existing != existing.parent:
         existing = existing.parent
 
@@ -498,6 +522,7 @@ def _run_dir_problem(path: Path) -> str | None:
     if path.parts and path.parts[0].startswith("~"):
         return f"{path.parts[0]}: only a shell replaces it by a home directory"
 
+    # Rights and full disks show only when something is written.
     try:
         with tempfile.TemporaryDirectory(prefix=".check.", dir=existing) as probe:
             Path(probe, "file").write_bytes(b"x")

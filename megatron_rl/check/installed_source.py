@@ -77,6 +77,8 @@ def class_fields(*classes: tuple[str, str]) -> dict[str, InstalledField] | None:
                 break
         if class_body is None:
             return None
+
+        # Later classes, which inherit from the earlier ones, override their fields.
         for node in class_body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 name = node.target.id
@@ -98,6 +100,8 @@ def field_error(
     """Return the error of a pass-through setting whose name or type the class ``owner`` does not have."""
     path = f"{section}.{name}"
     got = f"`{name}: {value}`"
+
+    # A name that the class does not have.
     field = installed.get(name)
     if field is None:
         suggestion = nearest(name, installed)
@@ -108,6 +112,7 @@ def field_error(
             fix = f"write `{section}.{suggestion}`"
         return UserError(message, where=path, expected=f"a field of {owner}", got=got, fix=fix)
 
+    # A value of another type.
     if not field.accepts(value):
         return UserError(
             f"`{path}` has a value of the wrong type",
@@ -139,8 +144,11 @@ def _accepts(annotation: ast.expr, module: str, value: Any) -> bool:
         return value is None and annotation.value is None
     if isinstance(annotation, ast.BinOp):  # A | B
         return _accepts(annotation.left, module, value) or _accepts(annotation.right, module, value)
+
     if isinstance(annotation, ast.Subscript):
         return _accepts_subscript(annotation, module, value)
+
+    # Anything else, such as `module.Type`, is accepted.
     if not isinstance(annotation, ast.Name):
         return True
 
@@ -148,6 +156,8 @@ def _accepts(annotation: ast.expr, module: str, value: Any) -> bool:
     if types is not None:
         is_bool = isinstance(value, bool)  # bool is a subclass of int
         return isinstance(value, types) and (bool in types or not is_bool)
+
+    # A name of the module's own: follow a Literal or a union, accept a class.
     definition, defining_module = _definition(annotation.id, module)
     return definition is None or _accepts(definition, defining_module, value)
 
@@ -159,6 +169,7 @@ def _accepts_subscript(annotation: ast.Subscript, module: str, value: Any) -> bo
     """
     generic = annotation.value.id if isinstance(annotation.value, ast.Name) else ""
     arguments = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
+
     if generic == "Optional":
         return value is None or _accepts(arguments[0], module, value)
     if generic == "Union":

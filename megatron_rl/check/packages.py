@@ -32,6 +32,8 @@ class _Requirement(NamedTuple):
 def logging_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors of unknown trackers and of a malformed Prometheus address."""
     logging = config.logging
+
+    # Names of trackers.
     for name in logging.trackers:
         if name not in TRACKERS:
             suggestion = nearest(name.lower(), TRACKERS)
@@ -40,6 +42,8 @@ def logging_errors(config: RunConfig) -> Iterator[UserError]:
 
     if logging.prometheus is None:
         return
+
+    # The last colon: a host may be an IPv6 address.
     host, _, port = logging.prometheus.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         yield UserError(
@@ -78,10 +82,12 @@ def missing_packages(config: RunConfig) -> Iterator[UserError]:
 
 def _requirements(config: RunConfig) -> Iterator[_Requirement]:
     """Yield the optional packages of trackers, reward functions, evaluators and the environment."""
+    # Each tracker is a package of its own.
     for name in config.logging.trackers:
         if name in TRACKERS:
             yield _Requirement("logging.trackers", name, TRACKERS[name], name)
 
+    # Functions of this package that import an optional one.
     functions: dict[str, str | None] = {"reward.function": config.reward.function}
     if config.rollout.environment is not None:
         functions["rollout.environment.name"] = config.rollout.environment.name

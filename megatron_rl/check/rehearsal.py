@@ -54,6 +54,7 @@ def rehearse(pieces: Mapping[str, str], *, only: tuple[str, ...] = ()) -> list[U
     Every piece that ends its process, or never finishes, is an error. A piece whose import raises is an error
     only for the keys in ``only``: `check` imports the other pieces itself and reports the exception then.
     """
+    # A name without a colon is one of this package, which needs no rehearsal.
     specs = {key: spec for key, spec in pieces.items() if ":" in spec}
     if not specs:
         return []
@@ -71,6 +72,7 @@ def rehearse(pieces: Mapping[str, str], *, only: tuple[str, ...] = ()) -> list[U
 
 def _import_failure(spec: str) -> _ImportFailure | None:
     """Import a piece in a contained process; return the failure, None where it can be imported."""
+    # Contained for its end alone: the limits restrict nothing.
     process = ContainedProcess("megatron_rl.check.rehearsal:serve", _LIMITS, spec)
     try:
         answer = process.load(spec)
@@ -88,8 +90,9 @@ def _import_failure(spec: str) -> _ImportFailure | None:
 
 def serve(requests: Requests, limits: Mapping[str, Any], unenforced: list[str]) -> None:
     """Import the requested piece in this contained process, and reply whether the import raised."""
-    root, spec = requests.read()
-    search(root)
+    # Modules are searched as in the parent process, and in the copies that a run keeps.
+    search_path, spec = requests.read()
+    search(search_path)
     module, _, name = spec.rpartition(":")
 
     answer: dict[str, Any] = {"kind": READY}

@@ -54,6 +54,7 @@ def resume_errors(config: RunConfig) -> list[UserError]:
     if resume == "never":
         return []
 
+    # Newest first: a damaged one is skipped if an older one can be read.
     if resume == "auto":
         unreadable: list[UserError] = []
         for path in reversed(checkpoints(run_checkpoints)):
@@ -64,10 +65,12 @@ def resume_errors(config: RunConfig) -> list[UserError]:
                 unreadable.append(error)
         return unreadable[:1]
 
+    # A named checkpoint has to be readable itself.
     if Path(resume).is_dir():
         _, error = _resumable(Path(resume), config)
         return [] if error is None else [error]
 
+    # No such folder: name the checkpoint that the user probably means.
     newest = latest(run_checkpoints)
     fix = "write auto, or a directory that exists"
     if newest is not None:
@@ -95,6 +98,7 @@ def _resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | None]:
         return True, None  # an error of the model's own rules
 
     try:
+        # The same state, the same model, and steps left to take.
         require_state_format(path, meta)
         check_same_model(path, meta["model"], model)
         if meta["step"] > config.steps:
@@ -131,6 +135,8 @@ def resumed_build_errors(
     """
     if config.checkpoint.resume == "never":
         return []
+
+    # Derive what the build depends on: roles that the algorithm needs, and default adapters.
     config = with_adapters(with_needed_roles(config, algorithm, {}), shape, {})
     adapters = adapters_of(config)
 
@@ -143,9 +149,11 @@ def resumed_build_errors(
         try:
             require_roles(checkpoint, meta, optimizers)
             for name, optimizer in optimizers.items():
+                # Optimizer shards are read by the ranks of the same layout.
                 role = role_of(name)
                 if role in layouts:
                     require_layout(checkpoint, name, meta, asdict(layouts[role]))
+
                 build = _build_facts(config.model.dtype, optimizer, adapters.get(name))
                 require_same_build(checkpoint, name, meta["roles"][name], build)
         except UserError as error:

@@ -76,8 +76,10 @@ def check_layout(
     role: str, layout: ParallelLayout, world_size: int, config: RunConfig
 ) -> Iterator[UserError]:
     """Yield the errors of a role's layout: its sizes, its ranks, and tensor parallelism of the engine."""
+    # Sizes and ranks.
     yield from problems(layout, world_size, smallest_valid_world(config))
 
+    # Tensor parallelism of the engine.
     engine = config.rollout.engine
     capabilities = config.rollout.capabilities
     if role == "rollout" and not capabilities.tensor_parallel and layout.tensor > 1:
@@ -95,6 +97,7 @@ def check_layout(
 
 def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
     """Yield the error of rows (prompt and response) with more tokens than the model has positions."""
+    # Prompt and response of the longest sampling profile.
     row_tokens = longest_row(config)
     excess = row_tokens - shape.max_positions
     if config.job == TRAIN and excess > 0:
@@ -125,6 +128,7 @@ def check_budget(config: RunConfig) -> Iterator[UserError]:
 
 def with_gpu_memory(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
     """Fill in ``gpu_memory_gib`` from the named ``gpu``; return the reason by the key that was filled in."""
+    # An explicit memory wins over the GPU's.
     if config.gpu is None or config.gpu_memory_gib is not None:
         return config, {}
     try:
@@ -149,12 +153,14 @@ def check_memory(
     if limit is None or not ranks:
         return errors, warnings
 
+    # Each phase has its own peak: what is resident differs.
     for phase in PHASES:
         fullest = max(ranks, key=lambda memory: memory.total(phase))
         total = fullest.total(phase) / _GIB
         if total <= limit:
             continue
 
+        # Name the three largest contributors.
         items = [item for item in fullest.items if phase in item.phases]
         items.sort(key=lambda item: item.bytes, reverse=True)
         top_items = ", ".join(f"{item.name} {item.bytes / _GIB:.1f}" for item in items[:3])

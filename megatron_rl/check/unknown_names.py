@@ -163,6 +163,8 @@ def _value_error(entry: _UnknownEntry) -> UserError:
 def _section_errors(entry: _UnknownEntry) -> list[UserError]:
     """Return the errors of an unknown section: one for the whole, or one for each name below it."""
     error = entry.error
+
+    # The whole section may be another project's name of one of ours.
     counterpart = _counterpart(entry)
     if counterpart is not None:
         if counterpart.ours is None:
@@ -170,10 +172,12 @@ def _section_errors(entry: _UnknownEntry) -> list[UserError]:
         if not _replace(entry, counterpart.ours, entry.value).problems:
             return [_renamed_error(entry, counterpart, counterpart.ours)]
 
+    # Or a slip of one.
     guess = _guess_error(entry)
     if guess is not None:
         return [guess]
 
+    # Else each name in it has an answer of its own, if there is one.
     errors: list[UserError] = []
     unmatched: list[str] = []
     for names, value in _leaves(entry.value, ()):
@@ -236,6 +240,8 @@ def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -
     replacement = _replace(entry, our_key, value, counterpart.piece)
     # An override may set a value that the file has; two lines of a file contradict each other.
     current = None if entry.error.overrides else _written_value(entry, our_key)
+
+    # The fix is a line to write, or the reason why no line is needed.
     if counterpart.conversion and value is entry.value:
         fix = f"write `{our_key}` ({counterpart.conversion})"
     elif current is not None and current == value:
@@ -252,6 +258,7 @@ def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -
 
 def _guess_error(entry: _UnknownEntry) -> UserError | None:
     """Return the error of a slip, or of a name in the wrong section; None where no known name is close."""
+    # The nearest places first.
     for candidates in (_sibling_keys(entry), _keys_elsewhere(entry), _pass_through_keys(entry)):
         replacements = _valid_replacements(entry, candidates)
         if replacements:
@@ -274,6 +281,7 @@ def _guess(entry: _UnknownEntry, replacements: Mapping[str, _Replacement]) -> Us
     """Return the error that suggests one of ``replacements``, by key."""
     suggestions = " or ".join(f"`{key}`" for key in replacements)
     fix = f"write {suggestions}, whichever is meant"
+
     if len(replacements) == 1:
         (replacement,) = replacements.values()
         fix = f"write `{replacement.line}`, or remove the line"
@@ -291,6 +299,7 @@ def _absent_error(entry: _UnknownEntry, reason: str = "") -> UserError:
     if reason:
         message += f"; {reason}"
         fix = "remove the line"
+
     siblings = entry.error.expected if entry.error.section else None
     return entry.as_error(message, siblings or "a name of the configuration", fix)
 
@@ -345,15 +354,18 @@ def _keys_elsewhere(entry: _UnknownEntry, *, slips: bool = True) -> list[str]:
     if name.lower() in _GENERIC_NAMES or isinstance(entry.value, dict):
         return []
 
+    # Exact names win over slips.
     keys_by_name: dict[str, list[str]] = {}
     for path in (*known_paths(RunConfig), *piece_paths()):
         keys_by_name.setdefault(path.rpartition(".")[2], []).append(path)
     match = name if name in keys_by_name else None
+
     if match is None and slips and len(name) >= _MIN_SLIP_LETTERS:
         match = nearest(name, keys_by_name)
     if match is None or match in _GENERIC_NAMES:
         return []
 
+    # A name of every role means the actor's; else the key nearest to the root is meant.
     keys = keys_by_name[match]
     if all(key.partition(".")[0] in _ROLE_SECTIONS for key in keys):
         actor_keys = [key for key in keys if key.startswith("actor.")]
@@ -394,6 +406,7 @@ def _replace(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Re
 
     Where the algorithm's own piece has no such setting, the ``piece`` that has it is named as well.
     """
+    # Errors that the configuration has without the unknown name are no fault of the suggestion.
     base = copy.deepcopy(entry.tree)
     _remove(base, entry.names)
     errors_before = {str(error) for error in _errors(base, key)}
@@ -411,6 +424,7 @@ def _replace(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Re
         problems = [error for error in _errors(replaced, key) if str(error) not in errors_before]
         shows_section = True
 
+    # The line to write is the key alone where the value stays.
     line = key if value is entry.value else f"{key}: {one_line(value)}"
     section = _node(replaced, parent_names)
     if shows_section and isinstance(section, Section):
@@ -423,6 +437,8 @@ def _errors(tree: Section, key: str) -> list[UserError]:
     errors: list[UserError] = []
     config, _ = parse_tree(tree, errors)
     errors.extend(check_values(config))
+
+    # Rules about the section of the key, which may refuse its value.
     if key.startswith("algorithm"):
         errors.extend(check_algorithm(config)[1])
     if key.startswith("rollout.vllm"):

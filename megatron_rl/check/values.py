@@ -51,6 +51,8 @@ def _overlong_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]
     """Return the errors of an overlong buffer that exceeds the response limit of a sampling profile."""
     if algorithm.overlong.limit is not None:
         return []
+
+    # A buffer without a limit of its own counts from the limit of each sampling profile.
     limits = {
         f"rollout.sampling_profiles.{task}.max_response_tokens": profile["max_response_tokens"]
         for task, profile in config.rollout.sampling_profiles.items()
@@ -74,6 +76,7 @@ def _reward_model_errors(config: RunConfig) -> Iterator[UserError]:
                 got=repr(name[: LONGEST_NAME + 1]),
                 fix="give it another name",
             )
+
         if model.path is None and model.training is None:
             yield UserError(
                 f"`{path}` has neither `path` nor `training`",
@@ -86,6 +89,7 @@ def _reward_model_errors(config: RunConfig) -> Iterator[UserError]:
 
 def _no_reward_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the error of reinforcement learning without any reward."""
+    # An environment returns rewards itself.
     has_reward = bool(config.reward.scorers or config.reward.models or config.rollout.environment)
     if config.job == TRAIN and not has_reward:
         yield UserError(
@@ -114,6 +118,7 @@ def _learning_rate_errors(config: RunConfig) -> Iterator[UserError]:
 
 def _pair_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors of values that contradict each other."""
+    # Thresholds of the log-prob mismatch.
     warn = config.mismatch.warn
     stop = config.mismatch.stop
     if warn is not None and stop is not None and stop < warn:
@@ -125,6 +130,7 @@ def _pair_errors(config: RunConfig) -> Iterator[UserError]:
             fix="exchange the two values",
         )
 
+    # Mini-batches share a step's prompts.
     prompts = config.batch.prompts_per_step
     optimizer_steps = config.batch.optimizer_steps
     if 0 < prompts < optimizer_steps:

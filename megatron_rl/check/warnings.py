@@ -58,10 +58,12 @@ def check_warnings(
 ) -> list[UserError]:
     """Return the warnings of a configuration without errors.
 
-    ``batch`` is for reinforcement learning alone. ``records`` is the number of training records, ``shape`` the
-    shape of the actor's model; warnings that need one are skipped for None.
+    ``batch`` is for reinforcement learning alone. ``records`` is the number of training records, ``shape``
+    the shape of the actor's model; warnings that need one are skipped for None.
     """
     warnings: list[UserError] = []
+
+    # Warnings of reinforcement learning.
     if batch is not None:
         warnings += _sampling_warnings(config, algorithm)
         warnings += _batch_warnings(config, batch, records)
@@ -69,6 +71,8 @@ def check_warnings(
         warnings += _timeout_warnings(config)
         if algorithm is not None:
             warnings += _replay_warnings(config, algorithm)
+
+    # Warnings of every job.
     warnings += _schedule_warnings(config)
     warnings += unused_settings(config)
     warnings += _idle_rank_warnings(world_size, layouts)
@@ -81,6 +85,7 @@ def check_warnings(
 
 def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterator[UserError]:
     """Yield warnings of samples that an advantage, or an evaluation, does not learn anything from."""
+    # Group baselines need several samples of a prompt.
     advantage = None if algorithm is None else algorithm.advantage
     single_sample = config.batch.samples_per_prompt == 1
     if single_sample and advantage is not None and advantage.compares_samples:
@@ -103,6 +108,7 @@ def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterat
             fix=f"set algorithm.advantage={{alpha: {20 / max_tokens:.2g}}}",
         )
 
+    # Greedy samples of one prompt are equal.
     for name, evaluation_set in config.evaluation.sets.items():
         if evaluation_set.samples > 1 and evaluation_set.temperature == 0:
             path = f"evaluation.sets.{name}"
@@ -116,6 +122,7 @@ def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterat
 
 def _batch_warnings(config: RunConfig, batch: BatchPlan, records: int | None) -> Iterator[UserError]:
     """Yield warnings of a batch that leaves ranks without work, or that is larger than the data."""
+    # Mini-batches of unequal size.
     min_prompts, max_prompts = batch.prompts_per_minibatch
     if min_prompts != max_prompts:
         yield UserError(
@@ -126,6 +133,8 @@ def _batch_warnings(config: RunConfig, batch: BatchPlan, records: int | None) ->
             f"{max_prompts} each",
             fix="choose a divisor of prompts_per_step",
         )
+
+    # Ranks without work.
     min_rows = batch.rows_per_minibatch[0]
     if min_rows < batch.actor_data:
         yield UserError(
@@ -142,6 +151,8 @@ def _batch_warnings(config: RunConfig, batch: BatchPlan, records: int | None) ->
             got=f"{batch.rows} rows for {batch.replicas} replicas",
             fix="raise prompts_per_step or samples_per_prompt, or raise rollout.tensor",
         )
+
+    # Prompts would repeat within the step.
     if records is not None and records < config.batch.prompts_per_step:
         yield UserError(
             "a step takes more prompts than the training data has",
@@ -199,6 +210,8 @@ def _learning_warnings(config: RunConfig) -> Iterator[UserError]:
             got=f"{learning_rate:g}",
             fix="1e-6 is usual for billions of parameters, up to 1e-4 for very small models",
         )
+
+    # A GPU without constants: the planner has nothing to compute with.
     if config.gpu is not None:
         try:
             load_constants().gpu(config.gpu)
@@ -210,6 +223,8 @@ def _learning_warnings(config: RunConfig) -> Iterator[UserError]:
                 got=config.gpu,
                 fix=error.fix or "name another",
             )
+
+    # Without evaluation, overfitting to the reward goes unnoticed.
     if not config.evaluation.sets:
         yield UserError(
             "nothing is evaluated: there is no held-out data",
@@ -223,6 +238,8 @@ def _timeout_warnings(config: RunConfig) -> Iterator[UserError]:
     """Yield warnings of waits for rewards that the hang detector would take for a hang."""
     reward = config.reward
     seconds_by_key: dict[str, float] = {}
+
+    # Waits of each source of rewards, in seconds.
     if reward.function is not None:
         seconds_by_key["reward.timeout"] = reward.timeout
     if reward.code is not None:
@@ -233,6 +250,7 @@ def _timeout_warnings(config: RunConfig) -> Iterator[UserError]:
             seconds_by_key[f"reward.{name}.longest_wait"] = server.longest_wait
             seconds_by_key[f"reward.{name}.rate"] = 0.0 if server.rate is None else 1 / server.rate
 
+    # A rate is a wait between two requests: raising it shortens the wait.
     for path, seconds in seconds_by_key.items():
         if seconds < config.rank_timeout:
             continue
@@ -270,6 +288,7 @@ def _network_warnings(
     for role, layout in layouts.items():
         if layout.tensor <= config.gpus_per_node:
             continue
+
         fix = "keep tensor within a node and use pipeline parallelism between nodes"
         if role == "rollout":
             if _replica_exceeds_node(config, shape):
@@ -314,6 +333,7 @@ def untried_settings(config: RunConfig) -> Iterator[UserError]:
     A section such as ``actor.megatron`` accepts every field of the installed version that the run does not
     set and that has an effect. Most of them were never run here.
     """
+    # Kind and settings of each section that passes fields through.
     sections: dict[str, tuple[str, Mapping[str, Any] | None]] = {
         path: ("megatron", settings) for path, settings in megatron_sections(config).items()
     }
@@ -330,6 +350,7 @@ def untried_settings(config: RunConfig) -> Iterator[UserError]:
         }
         if not untried:
             continue
+
         package = "vLLM" if kind == "rollout.vllm" else "Megatron-Core"
         yield UserError(
             f"{', '.join(untried)} of `{path}` passes to {package} as it is, and was never tried here",

@@ -121,13 +121,19 @@ def _argument_error(
     """Return the error of one engine argument, None for a valid one."""
     path = f"rollout.vllm.{name}"
     got = f"`{name}: {value}`"
+
+    # Set by a key of ours.
     key = OURS.get(name)
     if key is not None:
         message = f"`{path}` is set by the run itself: it is called `{key}` here"
         return UserError(message, where=path, expected=f"`{key}`", got=got, fix=f"write `{key}`")
+
+    # Impossible with weights that are written in place.
     if name in REFUSED and not _is_default(value):
         message = f"`{path}` does not work with the rollout's engine: {REFUSED[name]}"
         return UserError(message, where=path, expected="no value", got=got, fix=f"remove `{path}`")
+
+    # Passed through, if the installed version has the field.
     if installed is None:
         return None
     return field_error("rollout.vllm", name, value, installed, "vLLM's EngineArgs")
@@ -140,9 +146,11 @@ def _is_default(value: Any) -> bool:
 
 def check_tool_parser(name: str | None) -> list[UserError]:
     """Return the error of a parser of tool calls that the installed vLLM does not have."""
+    # None where vLLM is not installed: nothing to compare with.
     available = table_names(*TOOL_PARSERS) if name is not None else None
     if name is None or not available or name in available:
         return []
+
     suggestion = nearest(name, available)
     message = f"vLLM of the installed version has no parser of tool calls called `{name}`"
     fix = "name the one that vLLM's documentation has for the model"
@@ -161,6 +169,8 @@ def check_user_engine(spec: str) -> list[UserError]:
         engine = load_path(spec, "rollout.engine")
     except UserError as error:
         return list(each(error))
+
+    # A class, or a function that returns an engine.
     if callable(engine):
         return []
     return [
@@ -182,6 +192,7 @@ def sampling_arguments(
 
     They are the same for an engine in the ranks and for a server. ``max_model_len`` is in tokens.
     """
+    # Keys of config.json that vLLM has to read differently to compute what the trainer computes.
     overrides = dict(model.family.engine_keys)
     if float32_head:
         overrides["head_dtype"] = "float32"
@@ -244,6 +255,7 @@ def host_engine_errors(
 
     A configuration that names a ``gpu`` is for other machines, unless it is checked ``for_this_machine``.
     """
+    # Only engines with kernels of fixed sizes on hosts, which is vLLM's.
     capabilities = config.rollout.capabilities
     is_for_gpus = config.gpu is not None and not for_this_machine
     if not capabilities.host_head_sizes or is_for_gpus or not has_host_build():
@@ -252,6 +264,7 @@ def host_engine_errors(
     if shape is None:
         return
 
+    # The attention kernels of vLLM's CPU build have fixed sizes.
     fix = "use a model with another head size, or rollout.engine=torch; where the run will have GPUs, set gpu"
     if shape.mla:
         latent_size = shape.kv_lora + shape.qk_rope

@@ -35,6 +35,8 @@ def _open_order_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the error of the open order without the settings that it requires."""
     if config.rollout.order == CLOSED:
         return
+
+    # Responses of later steps are in flight while a step is trained on.
     requirements = {
         "asynchrony.steps_ahead=1": config.asynchrony.steps_ahead > 0,
         "rollout.partial=true": config.rollout.partial,
@@ -56,6 +58,8 @@ def _kept_cache_errors(config: RunConfig) -> Iterator[UserError]:
     rollout = config.rollout
     if rollout.on_update != KEEP:
         return
+
+    # The engine keeps requests only between two of its own steps.
     requirements = {
         "rollout.order=open": rollout.order == OPEN,
         engines_with(keeps_cache=True): rollout.capabilities.keeps_cache,
@@ -91,6 +95,7 @@ def _rank_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> It
     if config.asynchrony.steps_ahead < 1 or rollout is None:
         return
 
+    # The rollout generates while the other roles train.
     overlaps: list[str] = []
     for role, layout in layouts.items():
         ranks = tuple(rank for rank in layout.ranks if rank in rollout.ranks)
@@ -116,6 +121,7 @@ def _rank_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> It
 
 def _staleness_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the error of a ``max_staleness`` (policy versions) that every response would exceed."""
+    # A response is as old as the steps that it was sampled ahead.
     bound = config.asynchrony.max_staleness
     minimum = config.asynchrony.steps_ahead
     expected = f"at least {minimum}: asynchrony.steps_ahead"
@@ -153,6 +159,7 @@ def _oversample_errors(config: RunConfig, algorithm: Algorithm | None) -> Iterat
     if rollout.oversample == 0:
         return
 
+    # Over-sampling gains from responses that a round leaves unfinished.
     max_tokens = rollout.max_response_tokens
     round_tokens = rollout.round_tokens
     if rollout.order == CLOSED and round_tokens is not None and round_tokens >= max_tokens:
@@ -163,6 +170,7 @@ def _oversample_errors(config: RunConfig, algorithm: Algorithm | None) -> Iterat
             got=str(round_tokens),
             fix=f"set rollout.round_tokens={max(1, max_tokens // ROUNDS_PER_RESPONSE)}, or remove it",
         )
+
     if algorithm is not None and algorithm.needs_greedy_baseline:
         yield UserError(
             "over-sampled prompts have no greedy response, which the algorithm's baseline needs",

@@ -46,6 +46,7 @@ def plain_settings(settings: Mapping[str, Any], section: str = "") -> dict[str, 
     plain: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
+            # Positions are the one nested setting that changes what is computed.
             if section or name.startswith("rope"):
                 plain |= plain_settings(value, f"{section}{name}.")
             continue
@@ -61,6 +62,8 @@ def server_commands(config: RunConfig) -> list[str]:
     model = read_pretrained(Path(config.model.path) / "config.json")
     rollout = config.rollout
     max_model_len = longest_row(config)
+
+    # The first server's port, as an example for the others.
     ports = [urllib.parse.urlsplit(url).port for url in rollout.server.urls if _is_server_url(url)]
     arguments = {
         "model": config.model.path,
@@ -82,6 +85,7 @@ def server_commands(config: RunConfig) -> list[str]:
 
     # The development mode has the endpoints through which weights arrive.
     command = "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server"
+
     lines = [command, *_flags(arguments)]
     host = {**host_arguments(max_model_len), "kv_cache_memory_bytes": _HOST_CACHE_BYTES}
     return [
@@ -123,6 +127,7 @@ def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
     capabilities = rollout.capabilities
     yield from _server_url_errors(rollout)
 
+    # Each rule: a setting, the capability that it needs, and engines that have it.
     rules = (
         _CapabilityRule(
             refused=bool(rollout.vllm) and not capabilities.in_process,
@@ -182,6 +187,8 @@ def _server_url_errors(rollout: RolloutConfig) -> Iterator[UserError]:
                 got=repr(url) if "@" not in url else "a URL with a user or a password",
                 fix="correct it",
             )
+
+    # One server under two spellings would receive every weight twice.
     distinct = {url.rstrip("/").lower() for url in urls}
     if not urls or len(distinct) < len(urls):
         yield UserError(

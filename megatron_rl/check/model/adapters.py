@@ -64,6 +64,8 @@ def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") ->
         if name not in TARGETS:
             layer = CHECKPOINT_LAYERS.get(name) or nearest(name, TARGETS) or " or ".join(TARGETS)
             yield unknown_choice(path, name, TARGETS, fix=f"write {layer}")
+
+    # Each layer once.
     if lora.targets is not None and (not lora.targets or len(set(lora.targets)) < len(lora.targets)):
         yield UserError(
             f"`{path}` is empty or names a layer twice",
@@ -73,6 +75,7 @@ def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") ->
             fix=f"remove {path} to have all",
         )
 
+    # Adapters beside the engine's weights need storage of their own, of a rank that vLLM allocates.
     if lora.sync != "adapter":
         return
     max_rank = ENGINE_RANKS[-1]
@@ -111,12 +114,14 @@ def check_adapted_model(
     """
     targets = Lora.of(model.shape, lora.rank, lora.targets).targets
     errors = target_problems(model.shape, targets, f"{key}.targets")
+
     if adapts_experts(model.shape, targets):
         errors += _expert_errors(lora, model.shape, key, settings or {})
     yield from errors
     if errors or lora.path is None:
         return
 
+    # The adapter to start from: its settings first, then its tensors.
     file = Path(lora.path) / PEFT_CONFIG
     try:
         # A list, so that a file that fails halfway is one error: that it cannot be read.
@@ -166,6 +171,7 @@ def _peft_config_errors(
     lora: LoraConfig, model: PretrainedModel, targets: tuple[str, ...], peft: Mapping[str, Any], key: str
 ) -> Iterator[UserError]:
     """Yield the differences between the configured adapters and PEFT's adapter_config.json (``peft``)."""
+    # Rank and alpha have to be the saved ones: they scale the product of A and B.
     file = f"{lora.path}/{PEFT_CONFIG}"
     numbers = {"rank": (lora.rank, peft.get("r")), "alpha": (lora.alpha or lora.rank, peft.get("lora_alpha"))}
     for name, (configured, saved) in numbers.items():
@@ -178,6 +184,7 @@ def _peft_config_errors(
                 fix=f"set {key}.{name} to {saved}",
             )
 
+    # Every saved layer needs an adapter to be loaded into; further layers start new.
     modules = adapted(model, lora.rank, lora.alpha, targets).modules()
     saved_modules = peft.get("target_modules")
     if isinstance(saved_modules, list):
@@ -193,6 +200,7 @@ def _peft_config_errors(
             fix=f"name the layer in {key}.targets, or train an adapter without it",
         )
 
+    # Variants of LoRA compute something else from the same two matrices.
     for name, plain in _PLAIN_PEFT.items():
         if peft.get(name, plain) not in (plain, None, [], {}):
             yield UserError(
@@ -210,6 +218,7 @@ def _peft_tensor_errors(
     """Yield the error of tensors that no adapter of the model has; adapters without a tensor start new."""
     assert lora.path is not None
     file = Path(lora.path) / PEFT_WEIGHTS
+
     shapes = adapted(model, lora.rank, lora.alpha, targets).tensor_shapes()
     stored = {name.removeprefix(PEFT_PREFIX): tensor.shape for name, tensor in read_header(file).items()}
 

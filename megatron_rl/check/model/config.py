@@ -48,6 +48,7 @@ def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
         files.errors.extend(errors)
         return None
 
+    # Custom code is never run: without it the model may be another one.
     if config.get("auto_map"):
         files.warnings.append(
             UserError(
@@ -63,6 +64,7 @@ def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
 
 def _type_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
     """Yield the errors of values of another type than the field of transformers' configuration class."""
+    # Multi-modal families have their text model's settings in a class of their own.
     folder = family.model_type.removesuffix("_text")
     class_name = family.architecture.removesuffix("ForCausalLM")
     class_name += "TextConfig" if family.model_type.endswith("_text") else "Config"
@@ -84,6 +86,7 @@ def _type_errors(config: Mapping[str, Any], family: Family, file: Path) -> Itera
 
 def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
     """Yield the errors of values that have the right type."""
+    # Kind of the checkpoint.
     model_type = config.get("model_type")
     if model_type != family.model_type:
         expected = f"{family.model_type}, as {family.architecture} has"
@@ -96,6 +99,7 @@ def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iter
     if dtype is not None and dtype not in _DTYPES:
         yield _error(file, "dtype", f"one of {', '.join(_DTYPES)}", dtype)
 
+    # Sizes, layers and positions.
     for key, maximum in _MAX_COUNTS.items():
         if isinstance(config.get(key), int) and config[key] > maximum:
             yield _error(file, key, f"at most {maximum}", config[key])
@@ -103,6 +107,7 @@ def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iter
     yield from _layer_type_errors(config, file)
     yield from _rope_errors(config, file)
 
+    # Other values that transformers validates.
     epsilon = config.get("rms_norm_eps", 1e-6)
     if not _is_number(epsilon) or not 0 <= epsilon < 1:
         yield _error(file, "rms_norm_eps", "a number from 0 to below 1", epsilon)
@@ -117,6 +122,7 @@ def _token_id_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserErro
     vocabulary = config.get("vocab_size")
     if not isinstance(vocabulary, int):
         return
+
     minimums = {"pad_token_id": -1, "eos_token_id": 0}  # checkpoints of transformers 4 and before pad with -1
     for key, minimum in minimums.items():
         value = config.get(key)
@@ -145,15 +151,19 @@ def _head_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
     if heads is None:
         return  # reading the model's shape reports it
 
+    # Each key-value head serves the same number of query heads.
     if groups is not None and heads % groups:
         yield _error(file, "num_key_value_heads", f"a divisor of num_attention_heads ({heads})", groups)
     if config.get("kv_lora_rank"):
         return  # latent attention has head sizes of its own
+
+    # Without head_dim the heads divide the hidden size.
     if head_size is None and hidden_size is not None and hidden_size % heads:
         expected = f"a divisor of hidden_size ({hidden_size}), or head_dim"
         yield _error(file, "num_attention_heads", expected, heads)
     if head_size is None:
         head_size = (hidden_size or 0) // heads
+
     if head_size % 2:
         yield _error(file, "head_dim", "an even size: rotary angles turn pairs", head_size)
 
@@ -164,6 +174,7 @@ def _layer_type_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserEr
     layers = config.get("num_hidden_layers")
     if not isinstance(layer_types, list):
         return
+
     if len(layer_types) != layers:
         expected = f"num_hidden_layers ({layers}) entries"
         yield _error(file, "layer_types", expected, f"{len(layer_types)} entries")
@@ -180,6 +191,7 @@ def _rope_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
         yield _error(file, key, "an object with rope_type and its numbers", parameters)
         return
 
+    # Models with sliding windows give positions for each type of layer.
     parameters = parameters or {}
     by_layer_type = [parameters[layer_type] for layer_type in _LAYER_TYPES if layer_type in parameters]
     for rope in by_layer_type or [parameters]:

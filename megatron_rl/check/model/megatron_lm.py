@@ -60,6 +60,8 @@ def with_megatron_models(
         The configuration with the folders' paths, the origins of the paths that changed, and the errors.
     """
     errors: ErrorsByKey = {}
+
+    # Settings that need a Megatron checkpoint.
     if "model.megatron" not in broken:
         if config.model.hf_path is not None and config.model.megatron is None:
             errors["model.hf_path"] = [_needs_checkpoint("model.hf_path", config.model.hf_path)]
@@ -71,6 +73,8 @@ def with_megatron_models(
     for section, path in _megatron_checkpoints(config).items():
         if (allow_missing and not Path(path).exists()) or f"{section}.path" in broken:
             continue
+
+        # The actor's folder is model.path, those of other roles are named by the run.
         is_actor = section == "model"
         key = "model.megatron" if is_actor else f"{section}.path"
         if is_actor:
@@ -89,6 +93,7 @@ def with_megatron_models(
             reason += f"; {checkpoint.optimizer_words()}"
         origins[f"{section}.path"] = Origin("derived", reason)
 
+    # The other direction: checkpoints that the run writes in Megatron-LM's format.
     export_error = _export_error(config, folders)
     if export_error is not None:
         errors["checkpoint.megatron"] = [export_error]
@@ -111,6 +116,7 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
             )
         return
 
+    # The provider has to take its arguments; the names of parameters are a mapping or a function.
     optional = ARGUMENTS[len(REQUIRED_ARGUMENTS) :]
     provider = FunctionRef(
         settings.provider,
@@ -164,6 +170,8 @@ def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError |
     target = config.checkpoint.megatron
     if target is None:
         return None
+
+    # A resumed run finds its own checkpoints there.
     resumes = RunFolder(config.run_dir).has_begun() and config.checkpoint.resume != "never"
     if is_megatron(target) and not resumes:
         return UserError(
@@ -174,6 +182,7 @@ def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError |
             fix="choose another folder: older iterations in it are removed, as checkpoint.keep says",
         )
 
+    # Not every architecture can be described by Megatron-LM's arguments.
     file = folders.get("model", Path(config.model.path)) / "config.json"
     try:
         model = describe(read_json(file), str(file))
@@ -209,6 +218,7 @@ def _write_model_folder(config: RunConfig, path: Path, key: str, folder: Path) -
         hf_config = derived(checkpoint.arguments, key, _vocabulary(config, is_actor, tokenizer))
         errors = []
 
+    # Everything that the checkpoint has to fit: parameters, optimizer state, complete files.
     shape = describe(hf_config, key).shape
     if not errors:
         errors += checkpoint.parameters(shape)[1]
@@ -218,6 +228,7 @@ def _write_model_folder(config: RunConfig, path: Path, key: str, folder: Path) -
     if errors:
         raise UserErrors(errors)
 
+    # The folder's files.
     facts = {"checkpoint": str(checkpoint.path.resolve()), "iteration": checkpoint.iteration}
     contents = {
         # The pointer first: a folder that was interrupted is then recognised as ours.
@@ -280,6 +291,7 @@ def _tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: st
             got=f"no directory {folder}",
             fix="correct the path",
         )
+
     if key != "model.megatron":
         actor = Path(config.model.path)
         return actor if actor.is_dir() else None
@@ -318,14 +330,17 @@ def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
     Every rank of a job may do so at the same time: each file is written under a name of the process and then
     renamed, which is atomic.
     """
+    # Files of another tokenizer would be read together with the new ones.
     folder.mkdir(parents=True, exist_ok=True)
     for name in {*TOKENIZER_FILES} - {*contents}:
         (folder / name).unlink(missing_ok=True)
     for name, content in contents.items():
+        # Unchanged files stay: another rank may be reading them.
         file = folder / name
         if file.is_file() and file.read_bytes() == content:
             continue
         file.parent.mkdir(exist_ok=True)
+
         temporary = folder / f"{name}.{os.getpid()}.part"
         temporary.write_bytes(content)
         os.replace(temporary, file)

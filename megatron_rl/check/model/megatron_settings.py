@@ -171,6 +171,7 @@ def is_off(value: Any) -> bool:
 
 def check_model_settings(values: Mapping[str, Any], path: str = "actor.megatron") -> list[UserError]:
     """Return the errors of a role's settings of Megatron's TransformerConfig, which the key ``path`` has."""
+    # Keys of ours that set a field, in the role's own section.
     role_prefix = path.removesuffix("megatron")
     keys = {name: key.replace("actor.layout", f"{role_prefix}layout") for name, key in DERIVED.items()}
     keys["pipeline_model_parallel_layout"] = f"{path}.num_layers_in_first_pipeline_stage"
@@ -179,6 +180,8 @@ def check_model_settings(values: Mapping[str, Any], path: str = "actor.megatron"
     dropped = {name for name, value in values.items() if name in DROPPED and not is_off(value)}
     effective = {name: value for name, value in values.items() if name not in dropped}
     errors = _pass_through_errors(effective, path, TRANSFORMER_CONFIG, keys, SET_BY_RUN)
+
+    # Fields that Megatron would accept and our layers ignore.
     for name in sorted(dropped):
         errors.append(
             UserError(
@@ -200,6 +203,7 @@ def check_optimizer(optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any
     yield from _pass_through_errors(optimizer.megatron, optimizer_path, OPTIMIZER_CONFIG, keys, OPTIMIZER_SET)
     yield from _pass_through_errors(ddp, ddp_path, DDP_CONFIG, {}, DDP_SET)
 
+    # Kinds of optimizers that do not work together.
     if optimizer.offload:
         yield from _host_optimizer_errors(optimizer, path)
     elif optimizer.name == "sgd" and optimizer.distributed:
@@ -211,6 +215,7 @@ def check_optimizer(optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any
             fix=f"set {path}.distributed to false",
         )
 
+    # Features that need a package, or another setting.
     precision_aware = "use_precision_aware_optimizer"
     wants_fused_adam = optimizer.megatron.get(precision_aware) and not optimizer.offload
     if wants_fused_adam and find_module("transformer_engine")[1]:
@@ -221,6 +226,7 @@ def check_optimizer(optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any
             got="no installed transformer_engine",
             fix="install it, or remove the setting",
         )
+
     reduces_in_backward = optimizer.distributed and ddp.get("overlap_grad_reduce", True)
     if ddp.get("overlap_param_gather") and not reduces_in_backward:
         overlap = f"{ddp_path}.overlap_param_gather"
@@ -262,6 +268,8 @@ def check_routing(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
     actor = config.actor
     key = "actor.routing_replay"
     replay = actor.routing_replay
+
+    # A dense model.
     if not shape.experts:
         router_settings: dict[str, str] = {}
         if replay != "none":
@@ -317,6 +325,7 @@ def _pass_through_errors(
     ``classes`` are (module, name), the last one the most derived. ``keys`` maps a field to the key of ours
     that sets it, ``reasons`` a field to why the run sets it.
     """
+    # Reading the sources takes a moment, and most sections are empty.
     installed = class_fields(*classes) if values else None
     owner = f"Megatron-Core's {classes[-1][1].removeprefix('MLA')}"
     errors: list[UserError] = []
@@ -422,11 +431,15 @@ class Trial:
         self._patience = patience
         self._start = time.monotonic()
         self._process: subprocess.Popen[str] | None = None
+
+        # Without torch or Megatron nothing can be tried; the package is named in the warning.
         self._missing_package: str | None = None
         for package in ("torch", "megatron.core"):
             if find_module(package)[1]:
                 self._missing_package = package
                 break
+
+        # Started now, so that its imports overlap with the other rules.
         if paths and self._missing_package is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_rl.megatron.trial"],
@@ -450,6 +463,8 @@ class Trial:
         except subprocess.TimeoutExpired:
             self.stop()
             return [], [self._not_tried(f"Megatron did not answer within {self._patience:g} seconds")]
+
+        # Any failure of the process is a warning: `train` makes the same test.
         if self._process.returncode != 0:
             last_line = stderr.strip().rpartition("\n")[2]
             return [], [self._not_tried(last_line or "the process died")]

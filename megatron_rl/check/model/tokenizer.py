@@ -44,6 +44,7 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
 
     ``vocabulary`` is the number of rows of the model's embedding, None if not available.
     """
+    # The files.
     if not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
         files.miss(
             path / "tokenizer.json",
@@ -71,6 +72,7 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
         files.errors.append(_unreadable(path / "tokenizer.json", error))
         return
 
+    # The ids in them, against the model's embedding.
     files.errors.extend(_generation_end_errors(path, generation, vocabulary))
     if vocabulary is not None and ids:
         files.errors.extend(_vocabulary_errors(path, ids, special, vocabulary))
@@ -86,6 +88,7 @@ def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
     if tokenizer is None:
         return
 
+    # Text of unknown characters becomes one token that stands for all of them.
     unknown_token = getattr(tokenizer.model, "unk_token", None)
     for setting, texts in stops.items():
         for text in texts:
@@ -164,12 +167,14 @@ def _token_ids(
     else:
         ids = dict(vocab)
 
+    # Added tokens extend the vocabulary, in tokenizer.json or, formerly, in tokenizer_config.json.
     added_tokens = [*(tokenizer.get("added_tokens") or ())]
     for key, token in (settings.get("added_tokens_decoder") or {}).items():
         added_tokens.append({**token, "id": int(key)})
     ids |= {token["content"]: token["id"] for token in added_tokens}
     if not all(isinstance(token_id, int) for token_id in ids.values()):
         raise ValueError("a token whose id is not an integer")
+
     special = {token["content"] for token in added_tokens if token.get("special")}
     return ids, special
 
@@ -199,6 +204,7 @@ def _end_token_errors(
     path: Path, settings: Mapping[str, Any], ids: Mapping[str, int], vocabulary: int
 ) -> Iterator[UserError]:
     """Yield the error of an ``eos_token`` that the tokenizer or the embedding lacks."""
+    # A text, or an object with one.
     eos = settings.get("eos_token")
     text = eos.get("content") if isinstance(eos, dict) else eos
     if text is None:
@@ -256,6 +262,7 @@ def folder_renderer(path: Path) -> TemplateRenderer | None:
 
 def chat_templates(path: Path) -> dict[str, str]:
     """Return a checkpoint's chat templates by name, from the files in which transformers looks for them."""
+    # Files have precedence over the tokenizer's settings.
     templates: dict[str, str] = {}
     for file in sorted(path.glob("additional_chat_templates/*.jinja")):
         templates[file.stem] = _text_or_empty(file)
@@ -284,6 +291,7 @@ def special_token_texts(path: Path) -> dict[str, str]:
     }
     texts: dict[str, str] = {}
     for name in _SPECIAL_TOKENS:
+        # A text, or an object with one.
         token = settings.get(name)
         text = token.get("content") if isinstance(token, Mapping) else token
         if isinstance(text, str):

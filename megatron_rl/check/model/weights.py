@@ -65,6 +65,7 @@ def check_weights(path: Path, key: str, files: Files, model: PretrainedModel | N
     if (path / POINTER).is_file():
         return  # a Megatron-LM checkpoint, which was checked when the pointer was written
 
+    # The list of files: an index, or the safetensors files in the folder.
     findings = _count_findings(files)
     shards = weight_files(path)
     weight_map: dict[str, str] = {}
@@ -77,6 +78,7 @@ def check_weights(path: Path, key: str, files: Files, model: PretrainedModel | N
     if not shards:
         _report_no_weights(path, key, files)
 
+    # The header of each file.
     stored: dict[str, StoredTensor] = {}
     for shard in shards:
         if shard.is_file():
@@ -89,6 +91,8 @@ def check_weights(path: Path, key: str, files: Files, model: PretrainedModel | N
     # Without every file, tensors of the others would be reported as missing, too.
     if _count_findings(files) != findings:
         return
+
+    # Tensors in other files than listed, or else other tensors than the model's.
     misplaced = [
         name
         for name, file in sorted(weight_map.items())
@@ -103,6 +107,8 @@ def check_weights(path: Path, key: str, files: Files, model: PretrainedModel | N
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file by name; raises OSError, or ValueError for a damaged file."""
     size = path.stat().st_size
+
+    # The header: its length, then JSON.
     with path.open("rb") as stream:
         header_length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
         if size < _POINTER_BYTES and b"git-lfs" in path.read_bytes():
@@ -127,6 +133,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             size=end - begin,
         )
         data_end = max(data_end, begin, end)
+
+    # A download that was cut short has fewer bytes than its header lists.
     if data_start + data_end != size:
         raise ValueError(f"{size} bytes where its header has {data_start + data_end}")
     return stored
@@ -155,6 +163,8 @@ def _read_index(path: Path, files: Files) -> dict[str, str] | None:
 def _report_no_weights(path: Path, key: str, files: Files) -> None:
     """Report a checkpoint without any safetensors file."""
     fix = "copy the weight files into the directory"
+
+    # Pickled weights are not read: they could run code.
     if any(path.glob("*.bin")):
         fix = "convert the .bin files: load with transformers and save_pretrained(safe_serialization=True)"
     file = path / "model.safetensors"
@@ -195,10 +205,12 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
 
     At most one error: quantised tensors, other names, an output layer of its own, or the first other shape.
     """
+    # A dtype without gradients.
     quantised = [name for name, tensor in stored.items() if tensor.dtype not in _FLOATS]
     if quantised:
         return [_quantised_error(path, quantised, stored[quantised[0]].dtype)]
 
+    # Names.
     shapes = model.tensor_shapes()
     missing_tensors = [name for name in shapes if name not in stored]
     unexpected = [name for name in stored if name not in shapes and not model.is_ignorable(name)]
@@ -210,6 +222,7 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
         stored_shapes = {name: stored[name].shape for name in (OUTPUT, EMBEDDING)}
         return [separate_head_error(path, stored_shapes, "other values")]
 
+    # Shapes: one wrong size in config.json changes many, so the first is enough.
     for name, shape in shapes.items():
         if stored[name].shape != shape:
             return [
@@ -231,6 +244,7 @@ def _equal_values(first: StoredTensor, second: StoredTensor) -> bool:
     with first.file.open("rb") as first_stream, second.file.open("rb") as second_stream:
         first_stream.seek(first.begin)
         second_stream.seek(second.begin)
+
         for offset in range(0, first.size, _COMPARED_BYTES):
             count = min(_COMPARED_BYTES, first.size - offset)
             if first_stream.read(count) != second_stream.read(count):

@@ -21,6 +21,8 @@ def contained_sections(config: RunConfig) -> dict[str, LimitsConfig]:
     """Return the limits of the code that a run contains, by the key of their section."""
     if config.job != TRAIN:
         return {}
+
+    # Functions of evaluation sets run under the limits of the reward function.
     reward = config.reward
     sections: dict[str, LimitsConfig] = {}
     if reward.function is not None or config.evaluation.sets:
@@ -40,6 +42,7 @@ def check_limits(section: str, limits: LimitsConfig, files: Files) -> Iterator[U
     Paths that do not exist are added to ``files``.
     """
     for entry in limits.read:
+        # A link may lead to a forbidden folder, so compare the real path.
         path = Path(os.path.expanduser(entry))
         if os.path.realpath(path) in _FORBIDDEN_FOLDERS:
             yield UserError(
@@ -72,6 +75,7 @@ def check_enforced(sections: Mapping[str, LimitsConfig]) -> Iterator[UserError]:
     """
     reports: set[str] = set()
     for section, limits in sections.items():
+        # Environments talk to the engine over loopback.
         settings = asdict(limits) | {"loopback": section.startswith("rollout.environment")}
         try:
             unenforced = not_enforced(settings)

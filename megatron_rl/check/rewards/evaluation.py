@@ -19,6 +19,8 @@ def evaluation_set_errors(name: str, evaluation_set: EvaluationSetConfig) -> Ite
     """Yield the errors of an evaluation set's name, of its evaluators' names and of its functions."""
     path = f"evaluation.sets.{name}"
     yield from _name_errors(path, name)
+
+    # Evaluators report under their own names, beside the set's metrics.
     failure_metrics = [f"{evaluator}_failed" for evaluator in evaluation_set.evaluators]
     reserved = [*evaluation_set.metrics(), *failure_metrics]
     for evaluator in evaluation_set.evaluators:
@@ -32,6 +34,7 @@ def _name_errors(path: str, name: str, reserved: Sequence[str] = ()) -> Iterator
     """Yield the error of a name that cannot be part of a metric's name, or that is ``reserved``."""
     if _NAME.fullmatch(name) and name not in reserved and len(name) <= LONGEST_NAME:
         return
+
     message = "a name of evaluation cannot be part of a metric's name"
     if name in reserved:
         message = "a name of evaluation is that of a metric already"

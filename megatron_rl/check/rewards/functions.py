@@ -72,6 +72,8 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
         if not errors:
             function = FunctionRef(reward.function, "reward.function", extra=tuple(reward.arguments))
             errors += check_function(function)
+
+    # An LLM judge: the parser of its answers, and the function that writes its prompts.
     if reward.judge is not None:
         parser = FunctionRef(
             reward.judge.parser, "reward.judge.parser", extra=(JUDGEMENT,), accepts_group=False
@@ -85,6 +87,7 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
 
 def _argument_errors(reward: RewardConfig) -> list[UserError]:
     """Return the errors of ``reward.arguments``: reserved names, and values hidden by a run folder."""
+    # Names first: a reserved one would replace an argument of the call.
     reserved = [name for name in reward.arguments if name in RESERVED_ARGUMENTS]
     if not reserved:
         return check_not_hidden("reward.arguments", reward.arguments)
@@ -117,10 +120,12 @@ def check_not_hidden(key: str, value: Any) -> list[UserError]:
 
 def check_function(function: FunctionRef) -> list[UserError]:
     """Return the errors of a function's name, file and parameters, read from its source."""
+    # The name.
     location, colon, name = function.spec.rpartition(":")
     if not colon or not location or not name.isidentifier():
         return [_spec_error(function)]
 
+    # The file or module.
     if location.endswith(".py") or "/" in location:
         path = Path(location)
         if not path.exists():
@@ -139,6 +144,8 @@ def check_function(function: FunctionRef) -> list[UserError]:
                     fix="correct the name, or name the file: path/to/file.py:function",
                 )
             ]
+
+    # The function in it.
     if path is None or path.suffix != ".py":  # a compiled module has no source to read
         return []
     return _source_errors(path, name, function)
@@ -196,6 +203,7 @@ def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserErr
         return _signature_errors(definitions[name], path, function)
     if _binds(tree, name):  # not a plain function: only loading it tells what it is
         return []
+
     suggestion = nearest(name, definitions)
     fix = f"define {name} in the file, or name another function"
     if suggestion is not None:
@@ -313,6 +321,7 @@ def function_errors(config: RunConfig) -> list[UserError]:
 
     Functions whose source has errors are skipped: one error for each mistake.
     """
+    # A process for each function: importing one must not affect another.
     loadings = [
         loading
         for loading in _loadings(config)
@@ -341,6 +350,7 @@ def _loadings(config: RunConfig) -> Iterator[_Loading]:
     if reward.judge is None:
         return
 
+    # The judge's functions have the judge's limits.
     limits = reward.judge.limits
     parser = RewardConfig(reward.judge.parser, limits=limits)
     yield _Loading(parser, "reward.judge.parser", extra=(JUDGEMENT,), accepts_group=False)

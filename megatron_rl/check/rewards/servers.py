@@ -43,6 +43,8 @@ def check_servers(reward: RewardConfig) -> Iterator[UserError]:
         for header, variable in config.headers.items():
             yield from _header_errors(f"{section}.headers", header)
             yield from _variable_errors(f"{section}.headers", variable)
+
+    # Requests.
     if reward.http is not None:
         yield from _sends_errors(reward.http.sends)
     if reward.judge is not None:
@@ -107,6 +109,7 @@ def _variable_errors(path: str, name: str) -> Iterator[UserError]:
         )
         return
 
+    # The run reads the variable on this machine.
     value = os.environ.get(name, "")
     if value.strip() and value.isprintable() and value.isascii():
         return
@@ -148,6 +151,8 @@ def _judge_errors(judge: JudgeConfig) -> Iterator[UserError]:
             got=f"{judge.template!r:.80}",
             fix="write {response} where the response is to stand",
         )
+
+    # Parameters that would change how the answer is read.
     for name in _SET_BY_JUDGE:
         if name in judge.parameters:
             yield UserError(
@@ -167,6 +172,7 @@ def silent_servers(
     ``samplers`` are the URLs of the rollout engine's servers; each must answer at ``health_path``, if
     their engine has one.
     """
+    # Reward servers answer any request, the engine's servers have a health endpoint.
     reward_urls = {section: config.url for section, config in servers(reward)}
     requests: list[tuple[str, str | None]] = [(url, None) for url in reward_urls.values()]
     requests += [(url, health_path) for url in samplers]
@@ -214,6 +220,8 @@ def _request_all(requests: Sequence[tuple[str, str | None]]) -> list[str | None]
     deadline = time.monotonic() + PATIENCE
     for thread in threads:
         thread.start()
+
+    # All threads share one deadline.
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return list(problems)  # a copy, which late threads do not change
