@@ -252,7 +252,9 @@ def check_config(
     # Every rank of a run checks; whether a server answers is asked once, before the run.
     files = Files(prepare=config.prepare, absent=without_files)
     inputs = Inputs(config, files, check.is_valid, shipped_models, before_run=not training)
-    trial = Trial(trial_keys if patience > 0 else [], patience)
+    if patience <= 0:
+        trial_keys = []
+    trial = Trial(trial_keys, patience)
     try:
         return _check_whole(check, inputs, trial, origins, training)
     finally:
@@ -320,7 +322,10 @@ def _check_whole(
     check.add(logging_errors(config))
     # A check may be made on another machine than the run, so a missing package stops the run only.
     package_errors = [*check_attention(config), *missing_packages(config)]
-    (check.errors if training else check.warnings).extend(package_errors)
+    if training:
+        check.errors.extend(package_errors)
+    else:
+        check.warnings.extend(package_errors)
 
     # What needs the model's shape.
     _check_model_settings(check, inputs, layouts)
@@ -358,7 +363,9 @@ def _check_world_size(check: _Check) -> int:
     if check.is_valid("world_size"):
         check.add(check_world(config, check.launched))
     # The stated size wins: against another number of processes every layout would seem wrong.
-    world = config.world_size if config.world_size is not None else check.launched
+    world = config.world_size
+    if world is None:
+        world = check.launched
     if world is not None and 1 <= world <= MAX_WORLD:
         return world
     if not check.is_valid(*layout_sections(config), "rollout.tensor", "rollout.ranks", "world_size"):
@@ -396,7 +403,9 @@ def _check_layouts(check: _Check, world: int) -> dict[str, ParallelLayout]:
         source = layout
         if role != "rollout" and sections[where_of(role)] is None:
             source = replace(layout, path="actor.layout")
-        keys = ("rollout.tensor", "rollout.ranks") if role == "rollout" else (source.path,)
+        keys = (source.path,)
+        if role == "rollout":
+            keys = ("rollout.tensor", "rollout.ranks")
         if not check.is_valid("world_size", *keys):
             continue
 
@@ -473,6 +482,11 @@ def _trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[
             continue
 
         learner = learner_sections(config).get(section_of(role))
+        recompute = "none"
+        optimizer = None
+        if learner is not None:
+            recompute = learner.recompute
+            optimizer = learner.optimizer
         shape = inputs.shapes.get(role, inputs.shape)
         has_plain_layers = shape is not None and shape.plain_layers
         settings_key, settings = megatron_settings(config, layout)
@@ -482,11 +496,11 @@ def _trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[
                 model=model_file,
                 layout=layout,
                 scalar_head=spec_of(role).head == NUMBER,
-                recompute="none" if learner is None else learner.recompute,
+                recompute=recompute,
                 fused=attention == "transformer_engine" and not has_plain_layers,
                 settings_key=settings_key,
                 settings=settings,
-                optimizer=None if learner is None else learner.optimizer,
+                optimizer=optimizer,
             )
         )
     return roles
@@ -547,7 +561,9 @@ def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None
 
     # Layouts, batch, memory and the bytes of a weight sync.
     layouts = role_layouts(config, world)
-    batch = batch_plan(config, layouts) if config.job == TRAIN else None
+    batch = None
+    if config.job == TRAIN:
+        batch = batch_plan(config, layouts)
     shapes: dict[str, ModelShape] = {}
     models: Mapping[str, Path] = {}
     memory: list[RankMemory] = []

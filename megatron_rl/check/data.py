@@ -172,10 +172,11 @@ class DatasetStats:
 
     def line(self) -> str:
         """Return the statistics as one sentence."""
-        total = "more" if self.total is None else f"{self.total:,}"
-        records = f"the first {self.records:,} of {total}"
+        records = f"the first {self.records:,} of more"
         if self.records == self.total:
-            records = f"all {total}"
+            records = f"all {self.total:,}"
+        elif self.total is not None:
+            records = f"the first {self.records:,} of {self.total:,}"
         if not self.tokenised:
             return f"read {records} records, counted the tokens of none"
 
@@ -189,6 +190,14 @@ class DatasetStats:
         return text
 
 
+def _bytes_on_disk(path: Path) -> int:
+    """Return the bytes of a file, or of all files in a folder, such as a table's Arrow files."""
+    files = [path]
+    if path.is_dir():
+        files = [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
 @dataclass
 class ReadBudget:
     """Bytes of data sets that are still read to their ends; with 0 only first records are read."""
@@ -199,10 +208,7 @@ class ReadBudget:
         """Reserve a data set's bytes in the budget; return the number to read, None for all."""
         size = 0
         for path in files:
-            members = path.rglob("*") if path.is_dir() else (path,)
-
-            # A table may be a folder of Arrow files.
-            bytes_on_disk = sum(file.stat().st_size for file in members if file.is_file())
+            bytes_on_disk = _bytes_on_disk(path)
             if path.suffix != ".jsonl":
                 bytes_on_disk *= WHOLE_BYTES // WHOLE_TABLE_BYTES
             size += bytes_on_disk
@@ -234,10 +240,9 @@ def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPrevi
 
         return _check_records(data_set, paths, files, budget.reserve(paths))
     except OSError as problem:
-        source = data_set.source
-        first = source if isinstance(source, str | Path) else source[0]
+        first = _source_paths(data_set.source)[0]
         fix = "check the rights of the file and of its folders"
-        files.errors.append(unreadable_error(Path(first), data_set.path, str(problem), fix))
+        files.errors.append(unreadable_error(first, data_set.path, str(problem), fix))
     except ImportError:  # a machine that only checks may lack the packages that read tables
         return DataPreview(None, None)
     except UserError as problem:
@@ -245,10 +250,16 @@ def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPrevi
     return None
 
 
+def _source_paths(source: DataPath) -> list[Path]:
+    """Return the paths and patterns of a source."""
+    if isinstance(source, str | Path):
+        return [Path(source)]
+    return [Path(item) for item in source]
+
+
 def _first_missing(source: DataPath) -> Path | None:
     """Return the first path of a source that does not exist, None where all do."""
-    for item in [source] if isinstance(source, str | Path) else source:
-        path = Path(item)
+    for path in _source_paths(source):
         matches = glob.has_magic(str(path)) and glob.glob(str(path), recursive=True)
         if not path.exists() and not matches:
             return path
@@ -306,7 +317,9 @@ def _read_records(paths: Sequence[Path], setting: str, max_bytes: int | None) ->
     ``max_bytes`` is the number of bytes of JSON lines that are read, shared evenly by the files; tables then
     yield their first records only. None reads every file to its end.
     """
-    bytes_per_file = None if max_bytes is None else max_bytes // len(paths)
+    bytes_per_file = None
+    if max_bytes is not None:
+        bytes_per_file = max_bytes // len(paths)
     min_records = max(1, MIN_RECORDS // len(paths))
     for path in paths:
         if path.is_file() and path.suffix == ".jsonl":
@@ -472,8 +485,10 @@ class TokenCounter:
     @cached_property
     def thoughts_end(self) -> str | None:
         """Return the tag that closes the thoughts which rendered prompts open; None where they open none."""
+        if self.chat is None:
+            return None
         with suppress(UserError):
-            return end_of_thoughts(self.chat.opening) if self.chat is not None else None
+            return end_of_thoughts(self.chat.opening)
         return None
 
     def close(self) -> None:
@@ -614,7 +629,9 @@ class TokenCounter:
             responses = [said_texts(record.values[name]) for name in data_set.responses]
         else:
             prompt = rendered_prompts([record], data, data_set.path, self.renderer)
-            alternative = "set sft.turns=last" if data_set.reader.every_turn else None
+            alternative = None
+            if data_set.reader.every_turn:
+                alternative = "set sft.turns=last"
             end_texts = [*self.end_tokens.values()]
             responses = [
                 response_pieces(record, name, data, data_set.path, self.chat, end_texts, alternative)

@@ -117,7 +117,8 @@ def check_paths(config: RunConfig) -> Iterator[UserError]:
     for key, value in flatten(config).items():
         if key.rpartition(".")[2] not in _PATH_SETTINGS:
             continue
-        for path in value if isinstance(value, tuple) else [value]:
+        paths = value if isinstance(value, tuple) else (value,)
+        for path in paths:
             if isinstance(path, str):
                 yield from _path_errors(key, path)
 
@@ -183,7 +184,9 @@ def _check_models(inputs: Inputs) -> None:
 
     for section, path in stated_models(config).items():
         # An error of a reward model may be about its name, which is above its path.
-        key = section if section.startswith("reward.") else f"{section}.path"
+        key = f"{section}.path"
+        if section.startswith("reward."):
+            key = section
         if inputs.is_valid(key):
             _check_role_model(inputs, path, section)
 
@@ -300,16 +303,24 @@ def _check_model(inputs: Inputs, path: str, key: str) -> ModelShape | None:
     """Check the model at ``path``, which ``key`` names; return its shape, None if not available."""
     # Without the checkpoint, its shipped config.json still gives the sizes.
     shipped = _shipped_config(inputs.shipped_models, Path(path))
-    file = Path(path) / "config.json" if Path(path).is_dir() else shipped
+    file = shipped
+    if Path(path).is_dir():
+        file = Path(path) / "config.json"
     if file is not None and file.is_file():
-        role = "actor" if key == _ACTOR_PATH else role_of(key.removesuffix(".path"))
-        inputs.models[role] = file
+        inputs.models[_role_at(key)] = file
 
     model = _check_model_files(Path(path), key, inputs.files, shipped)
     if model is None:
         return None
     inputs.errors.extend(_output_errors(model, key, inputs.config))
     return model.shape
+
+
+def _role_at(key: str) -> str:
+    """Return the role whose model the key names."""
+    if key == _ACTOR_PATH:
+        return "actor"
+    return role_of(key.removesuffix(".path"))
 
 
 def _check_model_files(path: Path, key: str, files: Files, shipped: Path | None) -> PretrainedModel | None:
@@ -346,7 +357,10 @@ def _check_model_files(path: Path, key: str, files: Files, shipped: Path | None)
         files.miss(config_file, "the model has no config.json", key, expected, fix)
 
     check_weights(path, key, files, model)
-    check_tokenizer(path, key, files, None if model is None else model.shape.vocab)
+    vocabulary = None
+    if model is not None:
+        vocabulary = model.shape.vocab
+    check_tokenizer(path, key, files, vocabulary)
     return model
 
 

@@ -167,8 +167,12 @@ def _accepts_subscript(annotation: ast.Subscript, module: str, value: Any) -> bo
 
     Of lists and dicts only the container's type is compared.
     """
-    generic = annotation.value.id if isinstance(annotation.value, ast.Name) else ""
-    arguments = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
+    if not isinstance(annotation.value, ast.Name):
+        return True
+    generic = annotation.value.id
+    arguments = [annotation.slice]
+    if isinstance(annotation.slice, ast.Tuple):
+        arguments = annotation.slice.elts
 
     if generic == "Optional":
         return value is None or _accepts(arguments[0], module, value)

@@ -168,7 +168,9 @@ def _saved_learners(config: RunConfig, algorithm: Algorithm | None) -> Iterator[
     folder = RunFolder(config.run_dir)
     if config.job == TRAIN and algorithm is not None:
         resume = config.checkpoint.resume
-        checkpoint = latest(folder.checkpoints) if resume == "auto" else Path(resume)
+        checkpoint = Path(resume)
+        if resume == "auto":
+            checkpoint = latest(folder.checkpoints)
         if checkpoint is not None:
             learners = {
                 path: section.optimizer

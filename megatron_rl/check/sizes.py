@@ -172,6 +172,7 @@ def check_memory(
             got=f"{total:.1f} GiB of {limit:g} GiB; largest: {top_items}",
             fix=_memory_fix(config),
         )
+
         if total > limit * (1 + TRUST):
             errors.append(error)
         else:

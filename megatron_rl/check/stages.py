@@ -89,7 +89,9 @@ def _stage_job_errors(config: RunConfig) -> Iterator[UserError]:
     # The stage itself.
     if not stage_plans(config):
         section = SECTIONS[config.job]
-        data = "responses" if config.job == "sft" else "pairs"
+        data = "pairs"
+        if config.job == "sft":
+            data = "responses"
         example = section.replace("NAME", "judge")
         yield UserError(
             f"there is nothing to do for {config.job}",

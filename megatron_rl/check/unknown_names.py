@@ -115,7 +115,9 @@ class _UnknownEntry:
 
     def as_error(self, message: str, expected: str, fix: str, source: str = "") -> UserError:
         """Return an error about this name; ``source`` is text about the project that has the name."""
-        name = self.path if self.path != self.error.path else self.error.key
+        name = self.path
+        if name == self.error.path:
+            name = self.error.key
         got = f"`{name}: {_short(self.value)}`{source}"
         return UserError(message, where=self.key, expected=expected, got=got, fix=fix)
 
@@ -225,7 +227,9 @@ def _nested_error(entry: _UnknownEntry) -> UserError | None:
         return _renamed_error(entry, counterpart, counterpart.ours)
     candidates = (*_pass_through_keys(entry), *_keys_elsewhere(entry, slips=False))
     replacements = _valid_replacements(entry, candidates)
-    return _guess(entry, replacements) if replacements else None
+    if not replacements:
+        return None
+    return _guess(entry, replacements)
 
 
 def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -> UserError:
@@ -300,8 +304,10 @@ def _absent_error(entry: _UnknownEntry, reason: str = "") -> UserError:
         message += f"; {reason}"
         fix = "remove the line"
 
-    siblings = entry.error.expected if entry.error.section else None
-    return entry.as_error(message, siblings or "a name of the configuration", fix)
+    expected = "a name of the configuration"
+    if entry.error.section and entry.error.expected:
+        expected = entry.error.expected
+    return entry.as_error(message, expected, fix)
 
 
 def _counterpart(entry: _UnknownEntry) -> OtherName | None:
@@ -358,9 +364,10 @@ def _keys_elsewhere(entry: _UnknownEntry, *, slips: bool = True) -> list[str]:
     keys_by_name: dict[str, list[str]] = {}
     for path in (*known_paths(RunConfig), *piece_paths()):
         keys_by_name.setdefault(path.rpartition(".")[2], []).append(path)
-    match = name if name in keys_by_name else None
-
-    if match is None and slips and len(name) >= _MIN_SLIP_LETTERS:
+    match = None
+    if name in keys_by_name:
+        match = name
+    elif slips and len(name) >= _MIN_SLIP_LETTERS:
         match = nearest(name, keys_by_name)
     if match is None or match in _GENERIC_NAMES:
         return []
@@ -425,7 +432,9 @@ def _replace(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Re
         shows_section = True
 
     # The line to write is the key alone where the value stays.
-    line = key if value is entry.value else f"{key}: {one_line(value)}"
+    line = key
+    if value is not entry.value:
+        line = f"{key}: {one_line(value)}"
     section = _node(replaced, parent_names)
     if shows_section and isinstance(section, Section):
         line = f"{parent}: {one_line(section.plain())}"
@@ -505,7 +514,9 @@ def _tree(value: Any) -> Leaf | Section:
 
 def _short(value: Any) -> str:
     """Return a value as YAML on one line, cut after `_MAX_VALUE_CHARACTERS`."""
-    text = "null" if value is None else one_line(value)
+    text = "null"
+    if value is not None:
+        text = one_line(value)
     if len(text) <= _MAX_VALUE_CHARACTERS:
         return text
     return text[: _MAX_VALUE_CHARACTERS - 3] + "..."

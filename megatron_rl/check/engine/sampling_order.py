@@ -42,6 +42,7 @@ def _open_order_errors(config: RunConfig) -> Iterator[UserError]:
         "rollout.partial=true": config.rollout.partial,
         "rollout.oversample=1": config.rollout.oversample > 0,
     }
+
     error = UserError(
         "the open order requires more groups in flight than a step takes, and responses that continue",
         where="rollout.order",
@@ -50,6 +51,7 @@ def _open_order_errors(config: RunConfig) -> Iterator[UserError]:
         got=OPEN,
         fix="rollout.order=closed",
     )
+
     yield from _unmet_requirements(requirements, error)
 
 
@@ -66,6 +68,7 @@ def _kept_cache_errors(config: RunConfig) -> Iterator[UserError]:
         "rollout.environment=null": rollout.environment is None,
         "rollout.vllm.async_scheduling=false": not rollout.vllm.get("async_scheduling"),
     }
+
     error = UserError(
         "requests cannot keep their cache in the engine while weights are updated",
         where="rollout.on_update",
@@ -73,6 +76,7 @@ def _kept_cache_errors(config: RunConfig) -> Iterator[UserError]:
         got=KEEP,
         fix="rollout.on_update=recompute",
     )
+
     yield from _unmet_requirements(requirements, error)
 
 
@@ -101,6 +105,7 @@ def _rank_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> It
         ranks = tuple(rank for rank in layout.ranks if rank in rollout.ranks)
         if role != "rollout" and ranks:
             overlaps.append(f"{role} has {format_ranges(ranks)} too")
+
     if overlaps:
         yield UserError(
             "the rollout cannot sample ahead on ranks that other roles use",
@@ -126,10 +131,12 @@ def _staleness_errors(config: RunConfig) -> Iterator[UserError]:
     minimum = config.asynchrony.steps_ahead
     expected = f"at least {minimum}: asynchrony.steps_ahead"
     if config.rollout.partial:
+        # A carried response is one step older than the others of its step.
         minimum += 1
         expected = (
             f"at least {minimum}: asynchrony.steps_ahead, and one more for rollout.partial to carry any"
         )
+
     if bound is not None and bound < minimum:
         yield UserError(
             "every response would be older than allowed",
@@ -162,6 +169,7 @@ def _oversample_errors(config: RunConfig, algorithm: Algorithm | None) -> Iterat
     # Over-sampling gains from responses that a round leaves unfinished.
     max_tokens = rollout.max_response_tokens
     round_tokens = rollout.round_tokens
+
     if rollout.order == CLOSED and round_tokens is not None and round_tokens >= max_tokens:
         yield UserError(
             "every response would end in its first round, so that over-sampling has no effect",

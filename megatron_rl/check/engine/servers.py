@@ -50,8 +50,8 @@ def plain_settings(settings: Mapping[str, Any], section: str = "") -> dict[str, 
             if section or name.startswith("rope"):
                 plain |= plain_settings(value, f"{section}{name}.")
             continue
-        is_comparable = isinstance(value, int | float) if section else name not in _FILE_SETTINGS
-        if is_comparable:
+        is_number = isinstance(value, int | float)
+        if (section and is_number) or (not section and name not in _FILE_SETTINGS):
             # Through JSON, as a server's answer: tuples become lists, other objects their text.
             plain[f"{section}{name}"] = json.loads(json.dumps(value, default=str))
     return plain
@@ -60,6 +60,7 @@ def plain_settings(settings: Mapping[str, Any], section: str = "") -> dict[str, 
 def server_commands(config: RunConfig) -> list[str]:
     """Return the lines of the command that starts a server for this run, with further flags for a host."""
     model = read_pretrained(Path(config.model.path) / "config.json")
+
     rollout = config.rollout
     max_model_len = longest_row(config)
 
@@ -87,6 +88,8 @@ def server_commands(config: RunConfig) -> list[str]:
     command = "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server"
 
     lines = [command, *_flags(arguments)]
+
+    # A host has no accelerator memory, so the cache needs a size.
     host = {**host_arguments(max_model_len), "kv_cache_memory_bytes": _HOST_CACHE_BYTES}
     return [
         *(f"{line} \\" for line in lines[:-1]),
@@ -105,6 +108,7 @@ def _flag(name: str, value: Any) -> str:
     """Return one flag: ``--name``, ``--no-name``, or ``--name VALUE`` quoted for a shell."""
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
+
     text = json.dumps(value) if isinstance(value, dict) else str(value)
     return f"--{name} {shlex.quote(text)}"
 
@@ -151,6 +155,7 @@ def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
             engines=engines_with(partial=True),
         ),
     )
+
     for rule in rules:
         if rule.refused:
             yield UserError(
@@ -177,6 +182,7 @@ def _server_url_errors(rollout: RolloutConfig) -> Iterator[UserError]:
             )
         return
 
+    # A server engine: every URL is valid, and each server is listed once.
     for url in urls:
         if not _is_server_url(url):
             yield UserError(
@@ -207,5 +213,6 @@ def _is_server_url(url: str) -> bool:
         has_address = address.scheme == "http" and bool(address.hostname) and bool(address.port)
     except ValueError:
         return False
+
     has_more = bool(address.path.strip("/") or address.query or address.fragment or address.username)
     return has_address and not has_more

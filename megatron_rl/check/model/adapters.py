@@ -136,6 +136,7 @@ def check_adapted_model(
             fix=f"correct {key}.path, or remove it to start from new adapters",
         )
         return
+
     yield from problems
 
 
@@ -173,6 +174,7 @@ def _peft_config_errors(
     """Yield the differences between the configured adapters and PEFT's adapter_config.json (``peft``)."""
     # Rank and alpha have to be the saved ones: they scale the product of A and B.
     file = f"{lora.path}/{PEFT_CONFIG}"
+
     numbers = {"rank": (lora.rank, peft.get("r")), "alpha": (lora.alpha or lora.rank, peft.get("lora_alpha"))}
     for name, (configured, saved) in numbers.items():
         if not isinstance(saved, int | float) or not math.isclose(saved, configured):
@@ -186,6 +188,7 @@ def _peft_config_errors(
 
     # Every saved layer needs an adapter to be loaded into; further layers start new.
     modules = adapted(model, lora.rank, lora.alpha, targets).modules()
+
     saved_modules = peft.get("target_modules")
     if isinstance(saved_modules, list):
         uncovered = sorted(set(saved_modules) - set(modules))
@@ -220,6 +223,7 @@ def _peft_tensor_errors(
     file = Path(lora.path) / PEFT_WEIGHTS
 
     shapes = adapted(model, lora.rank, lora.alpha, targets).tensor_shapes()
+
     stored = {name.removeprefix(PEFT_PREFIX): tensor.shape for name, tensor in read_header(file).items()}
 
     unexpected = sorted(name for name, shape in stored.items() if shapes.get(name) != tuple(shape))

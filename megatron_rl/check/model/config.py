@@ -67,7 +67,9 @@ def _type_errors(config: Mapping[str, Any], family: Family, file: Path) -> Itera
     # Multi-modal families have their text model's settings in a class of their own.
     folder = family.model_type.removesuffix("_text")
     class_name = family.architecture.removesuffix("ForCausalLM")
-    class_name += "TextConfig" if family.model_type.endswith("_text") else "Config"
+    if family.model_type.endswith("_text"):
+        class_name += "Text"
+    class_name += "Config"
     fields = class_fields((f"transformers.models.{folder}.configuration_{folder}", class_name)) or {}
 
     for key, value in config.items():
@@ -185,7 +187,9 @@ def _layer_type_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserEr
 def _rope_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
     """Yield the errors of rotary positions, given for all layers or for each type of layer."""
     # transformers 5 writes rope_parameters, 4 and before rope_scaling.
-    key = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+    key = "rope_scaling"
+    if config.get("rope_parameters") is not None:
+        key = "rope_parameters"
     parameters = config.get(key)
     if parameters is not None and not isinstance(parameters, dict):
         yield _error(file, key, "an object with rope_type and its numbers", parameters)

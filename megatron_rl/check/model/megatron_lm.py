@@ -76,10 +76,11 @@ def with_megatron_models(
 
         # The actor's folder is model.path, those of other roles are named by the run.
         is_actor = section == "model"
-        key = "model.megatron" if is_actor else f"{section}.path"
         if is_actor:
+            key = "model.megatron"
             folder = Path(config.model.path)
         else:
+            key = f"{section}.path"
             folder = RunFolder(config.run_dir).megatron_model(role_of(section))
         try:
             checkpoint = _write_model_folder(config, Path(path), key, folder)
@@ -160,7 +161,9 @@ def _with_paths(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
     """Set the ``path`` of each section in ``folders``."""
 
     def at_folder(name: str, section: Any) -> Any:
-        return replace(section, path=str(folders[name])) if name in folders else section
+        if name not in folders:
+            return section
+        return replace(section, path=str(folders[name]))
 
     return with_role_sections(config, at_folder)
 
@@ -209,8 +212,8 @@ def _write_model_folder(config: RunConfig, path: Path, key: str, folder: Path) -
     tokenizer = _tokenizer_folder(config, checkpoint, key)
     hf_config: Mapping[str, Any] | None = None
     errors: list[UserError] = []
-    config_file = None if tokenizer is None else tokenizer / "config.json"
-    if config_file is not None and config_file.is_file():
+    if tokenizer is not None and (tokenizer / "config.json").is_file():
+        config_file = tokenizer / "config.json"
         hf_config = read_json(config_file)
         model = describe(hf_config, str(config_file))
         errors = contradictions(checkpoint.arguments, model, key, str(config_file))
@@ -271,7 +274,9 @@ def _starting_iteration(config: RunConfig, path: Path, folder: Path) -> Path:
     if config.checkpoint.resume == "never" or not RunFolder(config.run_dir).has_begun():
         return path
     recorded = Path(str((pointer(folder) or {}).get("checkpoint", "")))
-    return recorded if recorded.parent == path.resolve() and recorded.is_dir() else path
+    if recorded.parent == path.resolve() and recorded.is_dir():
+        return recorded
+    return path
 
 
 def _tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: str) -> Path | None:
@@ -317,7 +322,9 @@ def _vocabulary(config: RunConfig, is_actor: bool, tokenizer: Path | None) -> in
     actor_config = Path(config.model.path) / "config.json"
     if not is_actor and actor_config.is_file():
         return read_json(actor_config).get("vocab_size")
-    return None if tokenizer is None else vocabulary_of(tokenizer)
+    if tokenizer is None:
+        return None
+    return vocabulary_of(tokenizer)
 
 
 def _json(values: Mapping[str, Any]) -> bytes:

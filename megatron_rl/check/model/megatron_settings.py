@@ -328,6 +328,7 @@ def _pass_through_errors(
     # Reading the sources takes a moment, and most sections are empty.
     installed = class_fields(*classes) if values else None
     owner = f"Megatron-Core's {classes[-1][1].removeprefix('MLA')}"
+
     errors: list[UserError] = []
     for name, value in values.items():
         key = keys.get(name)
@@ -344,13 +345,13 @@ def _pass_through_errors(
 
 
 def _set_by_run_error(path: str, name: str, value: Any, reason: str, key: str | None) -> UserError:
-    return UserError(
-        f"`{path}` is set by the run itself: {reason}",
-        where=path,
-        expected=f"`{key}`" if key else "no value",
-        got=f"`{name}: {value}`",
-        fix=f"write `{key}`" if key else f"remove `{path}`",
-    )
+    expected = "no value"
+    fix = f"remove `{path}`"
+    if key is not None:
+        expected = f"`{key}`"
+        fix = f"write `{key}`"
+    message = f"`{path}` is set by the run itself: {reason}"
+    return UserError(message, where=path, expected=expected, got=f"`{name}: {value}`", fix=fix)
 
 
 @dataclass(frozen=True)
@@ -381,6 +382,9 @@ class TrialRole:
 
     def request(self, dtype: str) -> dict[str, Any]:
         """Return the role's part of the request to `megatron_rl.megatron.trial`."""
+        optimizer = None
+        if self.optimizer is not None:
+            optimizer = dataclasses.asdict(self.optimizer)
         return {
             "role": self.role,
             "model": str(self.model),
@@ -390,7 +394,7 @@ class TrialRole:
             "fused": self.fused,
             "dtype": dtype,
             "overrides": dict(self.settings),
-            "optimizer": None if self.optimizer is None else dataclasses.asdict(self.optimizer),
+            "optimizer": optimizer,
         }
 
     def refusal_errors(self, refusals: Mapping[str, str]) -> Iterator[UserError]:
@@ -406,10 +410,11 @@ class TrialRole:
         """Return the error of Megatron's ``message`` about one of the ``values`` at the key ``path``."""
         # Megatron's message usually names the field.
         field = next((name for name in values if name in message or len(values) == 1), None)
-        key = f"{path}.{field}" if field else path
-        fix = f"correct or remove `{key}`"
-        if field is None:
-            fix = f"correct or remove one of {', '.join(values)}"
+        key = path
+        fix = f"correct or remove one of {', '.join(values)}"
+        if field is not None:
+            key = f"{path}.{field}"
+            fix = f"correct or remove `{key}`"
         return UserError(
             f"Megatron refuses the settings of the {self.role}'s {component}",
             where=key,

@@ -115,7 +115,9 @@ def vocabulary_of(path: Path) -> int | None:
         ids, _ = _token_ids(tokenizer, vocab_file, settings)
     except _MALFORMED_VOCABULARY:
         return None  # an error of `check_tokenizer`
-    return 1 + max(ids.values()) if ids else None
+    if not ids:
+        return None
+    return 1 + max(ids.values())
 
 
 def _load(path: Path) -> Any:
@@ -125,7 +127,9 @@ def _load(path: Path) -> Any:
     except ImportError:
         return None
     file = path / "tokenizer.json"
-    return Tokenizer.from_file(str(file)) if file.is_file() else None
+    if not file.is_file():
+        return None
+    return Tokenizer.from_file(str(file))
 
 
 def _read_or_report(file: Path, files: Files) -> dict[str, Any] | None:
@@ -205,14 +209,15 @@ def _end_token_errors(
 ) -> Iterator[UserError]:
     """Yield the error of an ``eos_token`` that the tokenizer or the embedding lacks."""
     # A text, or an object with one.
-    eos = settings.get("eos_token")
-    text = eos.get("content") if isinstance(eos, dict) else eos
+    text = _token_text(settings.get("eos_token"))
     if text is None:
         return
     token_id = ids.get(text) if isinstance(text, str) else None
     if token_id is not None and token_id < vocabulary:
         return
-    problem = "which the tokenizer does not have" if token_id is None else f"id {token_id}"
+    problem = f"id {token_id}"
+    if token_id is None:
+        problem = "which the tokenizer does not have"
     yield UserError(
         "the eos_token is not a token of the model",
         where=f"{path / 'tokenizer_config.json'}: eos_token",
@@ -292,11 +297,15 @@ def special_token_texts(path: Path) -> dict[str, str]:
     texts: dict[str, str] = {}
     for name in _SPECIAL_TOKENS:
         # A text, or an object with one.
-        token = settings.get(name)
-        text = token.get("content") if isinstance(token, Mapping) else token
+        text = _token_text(settings.get(name))
         if isinstance(text, str):
             texts[name] = text
     return texts
+
+
+def _token_text(token: Any) -> Any:
+    """Return the text of a special token, which settings give as a text or as an object with one."""
+    return token.get("content") if isinstance(token, Mapping) else token
 
 
 def added_token_ids(tokenizer: Any) -> dict[int, str]:
@@ -307,9 +316,9 @@ def added_token_ids(tokenizer: Any) -> dict[int, str]:
 def end_token_texts(path: Path, tokenizer: Any) -> dict[int, str]:
     """Return the texts of the tokens that a checkpoint's files list as ends of responses, by their ids."""
     eos = special_token_texts(path).get("eos_token")
-    eos_id = tokenizer.token_to_id(eos) if eos is not None else None
-
-    ids = [] if eos_id is None else [eos_id]
+    ids: list[int] = []
+    if eos is not None and tokenizer.token_to_id(eos) is not None:
+        ids.append(tokenizer.token_to_id(eos))
     ids += listed_end_ids(path, added_token_ids(tokenizer))
     texts = {token_id: tokenizer.id_to_token(token_id) for token_id in ids}
     return {token_id: text for token_id, text in texts.items() if text is not None}

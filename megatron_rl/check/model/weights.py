@@ -275,10 +275,13 @@ def _other_tensors_error(path: Path, missing_tensors: list[str], unexpected: lis
         differences.append(f"missing {len(missing_tensors)}")
     if unexpected:
         differences.append(f"unexpected {some_of(unexpected, _MAX_SHOWN)}")
+    expected = "no tensors but the model's"
+    if missing_tensors:
+        expected = some_of(missing_tensors, _MAX_SHOWN)
     return UserError(
         "the weights are not those of the model in its config.json",
         where=str(path),
-        expected=some_of(missing_tensors, _MAX_SHOWN) if missing_tensors else "no tensors but the model's",
+        expected=expected,
         got="; ".join(differences),
         fix=fix,
     )

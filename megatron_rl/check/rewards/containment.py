@@ -33,6 +33,7 @@ def contained_sections(config: RunConfig) -> dict[str, LimitsConfig]:
         sections["reward.judge.limits"] = reward.judge.limits
     if config.rollout.environment is not None:
         sections["rollout.environment.limits"] = config.rollout.environment.limits
+
     return sections
 
 
@@ -81,6 +82,8 @@ def check_enforced(sections: Mapping[str, LimitsConfig]) -> Iterator[UserError]:
             unenforced = not_enforced(settings)
         except LoadFailed as error:
             unenforced = [f"no contained process can be started ({error.reason})"]
+
+        # One warning for sections with the same report.
         report = "\n".join(unenforced)
         if not report or report in reports:
             continue

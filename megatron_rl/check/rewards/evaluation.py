@@ -23,6 +23,7 @@ def evaluation_set_errors(name: str, evaluation_set: EvaluationSetConfig) -> Ite
     # Evaluators report under their own names, beside the set's metrics.
     failure_metrics = [f"{evaluator}_failed" for evaluator in evaluation_set.evaluators]
     reserved = [*evaluation_set.metrics(), *failure_metrics]
+
     for evaluator in evaluation_set.evaluators:
         yield from _name_errors(f"{path}.evaluators", evaluator, reserved)
 
@@ -48,6 +49,7 @@ def _name_errors(path: str, name: str, reserved: Sequence[str] = ()) -> Iterator
 
 def best_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the error of a ``checkpoint.best`` that no evaluation measures, or of patience without it."""
+    # Patience counts evaluations without a better metric, so it needs one.
     best = config.checkpoint.best
     if best is None:
         if config.evaluation.patience is not None:
@@ -73,10 +75,12 @@ def best_errors(config: RunConfig) -> Iterator[UserError]:
     expected = "a metric of an evaluation set, and there is none"
     if metrics:
         expected = f"one of {', '.join(metrics)}"
+
     suggestion = nearest(best, metrics)
     fix = "name a metric of a set in evaluation.sets"
     if suggestion is not None:
         fix = f"did you mean {suggestion}?"
+
     yield UserError(
         "no evaluation measures the metric of `checkpoint.best`",
         where="checkpoint.best",

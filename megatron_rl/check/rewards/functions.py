@@ -79,6 +79,8 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
             reward.judge.parser, "reward.judge.parser", extra=(JUDGEMENT,), accepts_group=False
         )
         errors += check_function(parser)
+
+        # The template is a text or a function.
         if is_function(reward.judge.template):
             template = FunctionRef(reward.judge.template, "reward.judge.template", accepts_group=False)
             errors += check_function(template)
@@ -199,6 +201,7 @@ def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserErr
         ]
 
     definitions = {node.name: node for node in tree.body if isinstance(node, _AnyFunction)}
+
     if name in definitions:
         return _signature_errors(definitions[name], path, function)
     if _binds(tree, name):  # not a plain function: only loading it tells what it is
@@ -237,6 +240,8 @@ def _binds(tree: ast.Module, name: str) -> bool:
 def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> list[UserError]:
     """Return the error of parameters that do not fit the call: refused arguments, or unfilled parameters."""
     parameters = node.args
+
+    # Parameters that an argument can be passed to by name.
     accepted = {item.arg for item in (*parameters.args, *parameters.kwonlyargs)}
 
     # Parameters without a default.
@@ -248,13 +253,17 @@ def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> 
 
     # Arguments of the call: a function with a parameter for the group gets it in place of one response.
     judges_group = function.accepts_group and GROUP in accepted
-    arguments = [GROUP if name == "response" and judges_group else name for name in function.arguments]
+    arguments = list(function.arguments)
+    if judges_group and "response" in arguments:
+        arguments[arguments.index("response")] = GROUP
     arguments += function.extra
 
     # Every passed argument needs a parameter. Without `passes_all` only the extra ones are surely passed.
     refused: list[str] = []
     if parameters.kwarg is None:
-        passed = arguments if function.passes_all else function.extra
+        passed = function.extra
+        if function.passes_all:
+            passed = tuple(arguments)
         refused = [name for name in passed if name not in accepted]
     unfilled = sorted(required - {*arguments, *function.optional})
     if not refused and not unfilled:
@@ -263,8 +272,10 @@ def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> 
     problems: list[str] = []
     if refused:
         problems.append(f"it does not take {', '.join(refused)}")
+
     if unfilled:
         problems.append(f"it requires {', '.join(unfilled)}")
+
     expected = f"parameters among {', '.join((*arguments, *function.optional))}"
     if function.passes_all:
         expected = f"parameters for the call {node.name}({', '.join(f'{name}=' for name in arguments)})"
@@ -328,6 +339,7 @@ def function_errors(config: RunConfig) -> list[UserError]:
         # The package's own functions can be imported: a process for each would only take time.
         if not (loading.config.function or "").startswith("megatron_rl.") and not loading.source_errors()
     ]
+
     if not loadings:
         return []
 

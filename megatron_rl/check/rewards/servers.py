@@ -53,6 +53,7 @@ def check_servers(reward: RewardConfig) -> Iterator[UserError]:
 
 def _url_errors(path: str, url: str) -> Iterator[UserError]:
     """Yield the error of an invalid URL, or of one with a secret, which is not shown."""
+    # Any part may be missing or malformed; urlsplit itself accepts almost everything.
     try:
         address = urllib.parse.urlsplit(url)
         parameters = [name for name, _ in urllib.parse.parse_qsl(address.query)]
@@ -60,6 +61,8 @@ def _url_errors(path: str, url: str) -> Iterator[UserError]:
             address.scheme in ("http", "https") and address.hostname and not re.search(r"[\s\x00-\x1f]", url)
         )
         has_login = address.username is not None or address.password is not None
+
+        # The URL is not shown: the secret would be in the report.
         if valid and (has_login or any(map(is_secret, parameters))):
             yield UserError(
                 "the server URL contains a secret, and a run writes its settings to files",
@@ -69,6 +72,8 @@ def _url_errors(path: str, url: str) -> Iterator[UserError]:
                 fix="name an environment variable that holds it in headers: Authorization: SERVER_TOKEN",
             )
             return
+
+        # Port 0 is valid for urlsplit and no server's.
         problem = None if valid and address.port != 0 else repr(url)
     except ValueError as error:  # brackets or a port that urlsplit refuses
         problem = f"{url!r}: {error}"
@@ -124,6 +129,7 @@ def _variable_errors(path: str, name: str) -> Iterator[UserError]:
 
 def _sends_errors(sends: tuple[str, ...]) -> Iterator[UserError]:
     """Yield the errors of ``reward.http.sends``, the fields of a sample in a request."""
+    # An empty list, or names that a sample does not have.
     if not sends:
         yield UserError(
             "`reward.http.sends` is empty: a request would have no sample",
@@ -174,8 +180,10 @@ def silent_servers(
     """
     # Reward servers answer any request, the engine's servers have a health endpoint.
     reward_urls = {section: config.url for section, config in servers(reward)}
+
     requests: list[tuple[str, str | None]] = [(url, None) for url in reward_urls.values()]
     requests += [(url, health_path) for url in samplers]
+
     problems = _request_all(requests)
 
     reward_problems = problems[: len(reward_urls)]
@@ -240,10 +248,13 @@ def _request(url: str, health_path: str | None) -> str | None:
             connection = http.client.HTTPSConnection(address.netloc, timeout=PATIENCE, context=context)
         else:
             connection = http.client.HTTPConnection(address.netloc, timeout=PATIENCE)
+
+        # A HEAD request costs a reward server nothing; any answer shows that it is up.
         if health_path is not None:
             connection.request("GET", health_path)
         else:
             connection.request("HEAD", address.path or "/")
+
         status = connection.getresponse().status
         connection.close()
     except (OSError, http.client.HTTPException) as error:
