@@ -250,7 +250,7 @@ def check_config(
         check.refuse(rehearse(_user_pieces(check), only=_PROVIDER_KEYS))
 
     # Every rank of a run checks; whether a server answers is asked once, before the run.
-    files = Files(prepare=config.prepare, absent=without_files)
+    files = Files(prepare=config.prepare, allow_missing=without_files)
     inputs = Inputs(config, files, check.is_valid, shipped_models, before_run=not training)
     if patience <= 0:
         trial_keys = []
@@ -327,8 +327,8 @@ def _check_whole(
     else:
         check.warnings.extend(package_errors)
 
-    # What needs the model's shape.
-    _check_model_settings(check, inputs, layouts)
+    # Rules that need the shapes of the models.
+    _check_against_models(check, inputs, layouts)
     if config.job == TRAIN and "rollout" in layouts:
         check.add(host_engine_errors(config, inputs.shape, for_this_machine=training))
     if not check.errors:  # values with errors would be refused a second time
@@ -340,7 +340,7 @@ def _check_whole(
     files = inputs.files
     inputs.errors.extend(files.errors)
     inputs.warnings.extend((*files.warnings, *files.missing))
-    if training and not files.absent:
+    if training and not files.allow_missing:
         inputs.errors.extend(files.unmade())
     else:
         inputs.warnings.extend(files.unmade())
@@ -416,7 +416,7 @@ def _check_layouts(check: _Check, world: int) -> dict[str, ParallelLayout]:
     return layouts
 
 
-def _check_model_settings(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> None:
+def _check_against_models(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> None:
     """Check lengths, adapters, routing and layouts against the shapes of the models."""
     config = check.config
     shape = inputs.shape

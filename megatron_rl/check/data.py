@@ -228,7 +228,7 @@ def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPrevi
         return None
 
     try:
-        # A broken table is reported before its records are read: pyarrow's errors name no fix.
+        # A table that was cut short is found by its ends; pyarrow's error names neither file nor fix.
         paths = data_files(data_set.source, data_set.path)
         for path in paths:
             if path.is_file() and path.suffix == ".parquet":
@@ -399,7 +399,6 @@ def _require_parquet(path: Path, setting: str) -> None:
 def _count_records(paths: Sequence[Path]) -> int | None:
     """Return the number of lines of all files, None where one is a table or too large to count."""
     total = 0
-
     for path in paths:
         if path.suffix != ".jsonl" or path.stat().st_size > COUNTED_BYTES:
             return None
@@ -529,7 +528,7 @@ class TokenCounter:
             all_counted = len(counts) == len(records) == preview.count
             if over_long == "error" or (all_counted and len(too_long) == len(records)):
                 files.errors.append(error)
-            elif 2 * len(too_long) > len(counts):  # a few are dropped as the user expects, half are not
+            elif 2 * len(too_long) > len(counts):  # dropping a few is expected, dropping half is not
                 files.warnings.append(error)
 
         if not data_set.path.endswith(".held_out"):  # a stage's training data has the same form

@@ -18,10 +18,10 @@ class Files:
     Attributes:
         prepare: Directory -> the command that makes it. A file below a directory that does not exist yet is
             collected in ``to_be_made`` and is not an error.
-        absent: Whether missing files are warnings (``missing``) instead of errors.
+        allow_missing: Whether missing files are warnings (``missing``) instead of errors.
         errors: Files that are missing, broken or of the wrong kind.
         warnings: Files that are read, and that are rarely meant this way.
-        missing: Missing files, where ``absent`` is set.
+        missing: Missing files, where ``allow_missing`` is set.
         to_be_made: (directory, command) -> the files below the directory, each with the key that names it.
 
     Example:
@@ -32,7 +32,7 @@ class Files:
     """
 
     prepare: Mapping[str, str] = field(default_factory=dict)
-    absent: bool = False
+    allow_missing: bool = False
     errors: list[UserError] = field(default_factory=list)
     warnings: list[UserError] = field(default_factory=list)
     missing: list[UserError] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Files:
             message, where=key, expected=expected, got=neighbours(path), fix=fix or "correct the path"
         )
 
-        if self.absent:
+        if self.allow_missing:
             self.missing.append(error)
         else:
             self.errors.append(error)

@@ -148,7 +148,7 @@ def check_inputs(inputs: Inputs) -> None:
     _check_models(inputs)
     _check_data(inputs)
 
-    # The metric of the best checkpoint is one of the evaluation sets'.
+    # `checkpoint.best` names a metric of an evaluation set.
     if inputs.is_valid("evaluation", "checkpoint"):
         inputs.errors.extend(best_errors(config))
 
@@ -157,7 +157,7 @@ def check_inputs(inputs: Inputs) -> None:
         if inputs.before_run and inputs.is_valid("evaluation.sets"):
             inputs.errors.extend(function_errors(config))
 
-    # Contained code, the environment, and settings that a run folder has hidden.
+    # Contained code, the environment, and values that a run folder hides.
     _check_containment(inputs)
     _check_environment(inputs)
     inputs.errors.extend(check_not_hidden("rollout.vllm", config.rollout.vllm))
@@ -243,7 +243,7 @@ def _check_reward(inputs: Inputs) -> None:
                 )
             )
     inputs.errors.extend(errors)
-    if errors or not inputs.before_run or inputs.files.absent:
+    if errors or not inputs.before_run or inputs.files.allow_missing:
         return
 
     # Reward servers and the engine's servers are asked at once, within one timeout.
@@ -266,7 +266,7 @@ def _check_containment(inputs: Inputs) -> None:
     inputs.errors.extend(errors)
 
     # A run reports what its own contained processes do not have enforced.
-    if inputs.before_run and not inputs.files.absent and not errors:
+    if inputs.before_run and not inputs.files.allow_missing and not errors:
         inputs.warnings.extend(check_enforced(sections))
 
 
@@ -505,7 +505,6 @@ def _mixed_template_errors(inputs: Inputs) -> Iterator[UserError]:
 
 def _run_dir_errors(path: Path) -> Iterator[UserError]:
     """Yield the error of a run folder that cannot be made or written, tried with a temporary folder."""
-    # Nothing is left behind: the probe is removed again.
     problem = _run_dir_problem(path)
     if problem is not None:
         yield UserError(

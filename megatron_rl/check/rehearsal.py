@@ -72,7 +72,7 @@ def rehearse(pieces: Mapping[str, str], *, only: tuple[str, ...] = ()) -> list[U
 
 def _import_failure(spec: str) -> _ImportFailure | None:
     """Import a piece in a contained process; return the failure, None where it can be imported."""
-    # Contained for its end alone: the limits restrict nothing.
+    # The process may exit or hang; apart from that it is not restricted.
     process = ContainedProcess("megatron_rl.check.rehearsal:serve", _LIMITS, spec)
     try:
         answer = process.load(spec)

@@ -95,7 +95,7 @@ def _argument_errors(reward: RewardConfig) -> list[UserError]:
         return check_not_hidden("reward.arguments", reward.arguments)
     return [
         UserError(
-            f"reserved argument name: {name} is an argument of every call",
+            f"reserved argument name: the run passes {name} itself",
             where=f"reward.arguments.{name}",
             expected=f"names other than {', '.join(RESERVED_ARGUMENTS)}",
             got=repr(name),
