@@ -61,7 +61,7 @@ def _kept_cache_errors(config: RunConfig) -> Iterator[UserError]:
     if rollout.on_update != KEEP:
         return
 
-    # The engine keeps requests only between two of its own steps.
+    # Requests stay in the engine in the open order alone, and only between two of the engine's steps.
     requirements = {
         "rollout.order=open": rollout.order == OPEN,
         engines_with(keeps_cache=True): rollout.capabilities.keeps_cache,

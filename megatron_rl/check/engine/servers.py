@@ -89,7 +89,7 @@ def server_commands(config: RunConfig) -> list[str]:
 
     lines = [command, *_flags(arguments)]
 
-    # A host has no accelerator memory, so the cache needs a size.
+    # On a host the size of the cache is given in bytes.
     host = {**host_arguments(max_model_len), "kv_cache_memory_bytes": _HOST_CACHE_BYTES}
     return [
         *(f"{line} \\" for line in lines[:-1]),

@@ -146,11 +146,9 @@ def _expert_errors(
     """Yield the errors of settings that adapters of experts exclude, and adapters of attention do not."""
     targets = ", ".join(lora.targets or ())
     if lora.sync == "adapter":
-        # vLLM's kernels for mixtures of experts: none with adapters on hosts, and on GPUs the adapters'
-        # storage is in an order that only vLLM's own loader writes.
         yield UserError(
             "adapters of experts cannot be synced apart from the weights: vLLM has no kernel for them on "
-            "hosts, and stores them in an order of its own on GPUs",
+            "hosts, and elsewhere its kernels store the weights in an order of their own",
             where=f"{key}.sync",
             expected="merged, or targets of attention alone",
             got=f"adapter, with {targets}",

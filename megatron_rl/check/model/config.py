@@ -77,7 +77,8 @@ def _type_errors(config: Mapping[str, Any], family: Family, file: Path) -> Itera
         if field is None:
             continue
         annotation = field.annotation_text()
-        # transformers 5 validates strictly: a float field accepts an integer only if its annotation has int.
+        # transformers validates strictly (seen in 5.19): a float field takes an integer only if `int` is in
+        # its annotation, too.
         refused_integer = (
             type(value) is int and "float" in annotation and not re.search(r"\bint\b", annotation)
         )

@@ -117,7 +117,7 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
             )
         return
 
-    # The provider has to take its arguments; the names of parameters are a mapping or a function.
+    # The parameters of the provider must fit its call; `model.weights` is a table, which has to exist.
     optional = ARGUMENTS[len(REQUIRED_ARGUMENTS) :]
     provider = FunctionRef(
         settings.provider,

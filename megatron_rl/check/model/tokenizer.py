@@ -44,7 +44,7 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
 
     ``vocabulary`` is the number of rows of the model's embedding, None if not available.
     """
-    # The files.
+    # Files.
     if not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
         files.miss(
             path / "tokenizer.json",
@@ -72,7 +72,7 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
         files.errors.append(_unreadable(path / "tokenizer.json", error))
         return
 
-    # The ids in them, against the model's embedding.
+    # Ids, against the rows of the embedding.
     files.errors.extend(_generation_end_errors(path, generation, vocabulary))
     if vocabulary is not None and ids:
         files.errors.extend(_vocabulary_errors(path, ids, special, vocabulary))

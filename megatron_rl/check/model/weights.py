@@ -205,12 +205,12 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
 
     At most one error: quantised tensors, other names, an output layer of its own, or the first other shape.
     """
-    # A dtype without gradients.
+    # Integers and 8-bit numbers cannot be trained.
     quantised = [name for name, tensor in stored.items() if tensor.dtype not in _FLOATS]
     if quantised:
         return [_quantised_error(path, quantised, stored[quantised[0]].dtype)]
 
-    # Names.
+    # Names of tensors.
     shapes = model.tensor_shapes()
     missing_tensors = [name for name in shapes if name not in stored]
     unexpected = [name for name in stored if name not in shapes and not model.is_ignorable(name)]

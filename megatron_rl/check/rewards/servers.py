@@ -249,7 +249,7 @@ def _request(url: str, health_path: str | None) -> str | None:
         else:
             connection = http.client.HTTPConnection(address.netloc, timeout=PATIENCE)
 
-        # A HEAD request costs a reward server nothing; any answer shows that it is up.
+        # A HEAD request starts no computation on a reward server; any answer shows that it is up.
         if health_path is not None:
             connection.request("GET", health_path)
         else:
