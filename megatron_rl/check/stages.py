@@ -12,6 +12,7 @@ from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.stages import PreferenceConfig
 from megatron_rl.config.stage_plan import SECTIONS, StagePlan, stage_plans
 from megatron_rl.data.shards import source_text
+from megatron_rl.error_forms import requires
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.model import ModelShape
 
@@ -54,13 +55,9 @@ def _stage_errors(config: RunConfig, plan: StagePlan) -> Iterator[UserError]:
 
     # End by held-out loss.
     if settings.until_loss is not None and settings.held_out is None:
-        yield UserError(
-            f"`{plan.where}.until_loss` requires held-out data to measure the loss on",
-            where=f"{plan.where}.held_out",
-            expected="a data set of held-out records",
-            got="nothing",
-            fix=f"set {plan.where}.held_out=data/held_out.jsonl, and {plan.where}.evaluate_every=50",
-        )
+        fix = f"set {plan.where}.held_out=data/held_out.jsonl, and {plan.where}.evaluate_every=50"
+        path = f"{plan.where}.until_loss"
+        yield requires(path, settings.until_loss, "held-out data", got="none", fix=fix)
 
     # A stage of the actor runs on the actor's own model, whose gradient buffers are allocated once.
     distributed = config.actor.optimizer.distributed

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_rl.check.installed_source import InstalledField, class_fields, field_error, table_names
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.error_forms import unknown_choice
 from megatron_rl.errors import UserError, each, nearest, some_of
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel
@@ -154,14 +155,10 @@ def check_tool_parser(name: str | None) -> list[UserError]:
         return []
 
     suggestion = nearest(name, available)
-    message = f"vLLM of the installed version has no parser of tool calls called `{name}`"
     fix = "name the one that vLLM's documentation has for the model"
     if suggestion is not None:
-        message += f"; did you mean `{suggestion}`?"
         fix = f"write `{suggestion}`"
-
-    expected = f"one of {', '.join(sorted(available))}"
-    return [UserError(message, where="rollout.environment.tool_parser", expected=expected, got=name, fix=fix)]
+    return [unknown_choice("rollout.environment.tool_parser", name, sorted(available), fix=fix)]
 
 
 def check_user_engine(spec: str) -> list[UserError]:

@@ -21,6 +21,7 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.starting_model import ModelConfig
 from megatron_rl.config.source import Origin
+from megatron_rl.error_forms import requires
 from megatron_rl.errors import UserError, UserErrors, each
 from megatron_rl.interop.megatron_lm.arguments import arguments_of, contradictions, derived
 from megatron_rl.interop.megatron_lm.checkpoint import (
@@ -108,13 +109,8 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
     """
     if settings.provider is None:
         if settings.weights is not None:
-            yield UserError(
-                "`model.weights` names parameters of a model provider, and there is none",
-                where="model.weights",
-                expected="model.provider beside it",
-                got=settings.weights,
-                fix="set model.provider, or remove model.weights",
-            )
+            fix = "set model.provider, or remove model.weights"
+            yield requires("model.weights", settings.weights, "model.provider", got="no value", fix=fix)
         return
 
     # The parameters of the provider must fit its call; `model.weights` is a table, which has to exist.
@@ -353,14 +349,9 @@ def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
         os.replace(temporary, file)
 
 
-def _needs_checkpoint(key: str, got: str) -> UserError:
-    return UserError(
-        f"{key} requires model.megatron, which is not set",
-        where=key,
-        expected="model.megatron, the checkpoint with the weights",
-        got=got,
-        fix="set model.megatron, or name a Hugging Face model in model.path alone",
-    )
+def _needs_checkpoint(key: str, value: str) -> UserError:
+    fix = "set model.megatron, or name a Hugging Face model in model.path alone"
+    return requires(key, value, "model.megatron, the checkpoint with the weights", got="no value", fix=fix)
 
 
 def _resume_optimizer_errors(config: RunConfig) -> list[UserError]:

@@ -229,13 +229,12 @@ def check_optimizer(optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any
 
     reduces_in_backward = optimizer.distributed and ddp.get("overlap_grad_reduce", True)
     if ddp.get("overlap_param_gather") and not reduces_in_backward:
-        overlap = f"{ddp_path}.overlap_param_gather"
-        yield UserError(
-            f"`{overlap}` requires that gradients are reduced in the backward pass",
-            where=overlap,
-            expected="a distributed optimizer, and overlap_grad_reduce",
-            got="true without them",
-            fix=f"remove `{overlap}`",
+        yield requires(
+            f"{ddp_path}.overlap_param_gather",
+            "true",
+            "a distributed optimizer whose gradients are reduced in the backward pass (overlap_grad_reduce)",
+            got="gradients that are reduced after it",
+            fix=f"remove `{ddp_path}.overlap_param_gather`",
         )
 
 

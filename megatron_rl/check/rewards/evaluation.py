@@ -9,6 +9,7 @@ from megatron_rl.check.rewards.functions import FunctionRef, check_function
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.bounds import LONGEST_NAME
 from megatron_rl.config.sections.evaluation import EvaluationSetConfig
+from megatron_rl.error_forms import requires, unknown_choice
 from megatron_rl.errors import UserError, nearest
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -53,13 +54,9 @@ def best_errors(config: RunConfig) -> Iterator[UserError]:
     best = config.checkpoint.best
     if best is None:
         if config.evaluation.patience is not None:
-            yield UserError(
-                "`evaluation.patience` requires a metric that is to improve",
-                where="evaluation.patience",
-                expected="checkpoint.best",
-                got="no checkpoint.best",
-                fix="set checkpoint.best=eval/NAME/accuracy, or remove evaluation.patience",
-            )
+            fix = "set checkpoint.best=eval/NAME/accuracy, or remove evaluation.patience"
+            patience = config.evaluation.patience
+            yield requires("evaluation.patience", patience, "checkpoint.best", got="no value", fix=fix)
         return
 
     # An evaluator that returns several numbers has one metric for each, below its name.
@@ -72,19 +69,10 @@ def best_errors(config: RunConfig) -> Iterator[UserError]:
     if best in metrics or any(best.startswith(f"{evaluator}/") for evaluator in evaluators):
         return
 
-    expected = "a metric of an evaluation set, and there is none"
-    if metrics:
-        expected = f"one of {', '.join(metrics)}"
-
+    if not metrics:
+        fix = "add a set to evaluation.sets, or remove checkpoint.best"
+        yield requires("checkpoint.best", best, "an evaluation set that measures it", got="none", fix=fix)
+        return
     suggestion = nearest(best, metrics)
-    fix = "name a metric of a set in evaluation.sets"
-    if suggestion is not None:
-        fix = f"did you mean {suggestion}?"
-
-    yield UserError(
-        "no evaluation measures the metric of `checkpoint.best`",
-        where="checkpoint.best",
-        expected=expected,
-        got=best,
-        fix=fix,
-    )
+    fix = f"write {suggestion}" if suggestion else "name a metric of a set in evaluation.sets"
+    yield unknown_choice("checkpoint.best", best, metrics, fix=fix)
