@@ -112,7 +112,7 @@ class Inputs:
 def check_paths(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors of values that no file system takes as a path.
 
-    Later rules then need no guard: a path is either missing or readable. Whether it is missing is theirs.
+    The rules that read a file then need no guard: its path is missing, unreadable or valid.
     """
     for key, value in flatten(config).items():
         if key.rpartition(".")[2] not in _PATH_SETTINGS:

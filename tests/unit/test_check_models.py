@@ -173,6 +173,15 @@ def test_weights(model: Path, damage: Callable[[Path], None], message: str, fix:
     assert message in error.message and fix in (error.fix or "")
 
 
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "generation_config.json", "model.safetensors"])
+def test_json_that_is_nested_too_deeply_is_one_error_of_its_file(model: Path, file: str) -> None:
+    nested = b"[" * 100_000
+    header_length = len(nested).to_bytes(8, "little") if file.endswith("safetensors") else b""
+    (model / file).write_bytes(header_length + nested)
+    error = one_error(model)
+    assert file in (error.where or "") and "recursion" in (error.got or "")
+
+
 def test_files_beside_the_weights_are_not_the_models(model: Path) -> None:
     for other in ("adapter_model", "consolidated", "consolidated-00001-of-00002"):
         write_safetensors(model / f"{other}.safetensors", {"base_model.lora_A.weight": (2, 2)})
