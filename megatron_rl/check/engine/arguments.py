@@ -58,24 +58,24 @@ _REFUSED_BY_REASON: Mapping[str, str] = {
     "trainer and engine read one config.json, and one table of families names both sides' weights": """
         hf_config_path hf_overrides config_format trust_remote_code model_class_overrides model_impl runner
         convert pooler_config language_model_only diffusion_config""",
-    "weights are written in place in the dtype of the checkpoint, and quantized tensors are others": """
+    "weights are written in place in the checkpoint's dtype, which quantized tensors do not have": """
         quantization quantization_config allow_deprecated_quantization""",
-    "a backend of this kind keeps weights in an order of its own, which no write in place knows": """
+    "a backend of this kind stores weights in an order of its own, which a weight sync does not write": """
         moe_backend linear_backend""",
-    "weights must lie whole in the device's memory to be written in place": """
+    "weights must be whole in the device's memory to be written in place": """
         cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group
         offload_prefetch_step offload_params""",
     "the hybrid engine brings the weights and frees memory between phases": """
         weight_transfer_config enable_sleep_mode sleep_preserve_parameter_names enable_cumem_allocator
         enable_nccl_comm_suspend""",
-    "experts stay where the plan of the weight sync found them": """
+    "the plan of the weight sync has each expert on a fixed rank": """
         enable_eplb eplb_config expert_placement_strategy enable_elastic_ep elastic_ep_max_dp_size""",
-    "the actor's adapters are the only ones, and lie as a weight sync writes them": """
+    "the actor's adapters are the only ones, and are stored as a weight sync writes them": """
         max_loras default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype enable_tower_connector_lora
         specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels""",
     "a weight sync brings the actor's tensors alone, without those of a draft model": """
         speculative_config spec_method spec_model spec_tokens""",
-    "a replica is cut by rollout.tensor alone, and further ranks of the rollout make further replicas": """
+    "a replica is sharded by rollout.tensor alone, and further ranks of the rollout make further replicas": """
         pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend
         dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size data_parallel_size
         data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address

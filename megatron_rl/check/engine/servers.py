@@ -114,7 +114,10 @@ def _flag(name: str, value: Any) -> str:
 
 
 class _CapabilityRule(NamedTuple):
-    """Setting that is refused where the rollout engine lacks a capability."""
+    """Setting that is refused where the rollout engine lacks a capability.
+
+    ``reason`` continues a sentence about the engine, and ``engines`` are those that have the capability.
+    """
 
     refused: bool
     setting: str
@@ -136,21 +139,21 @@ def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
         _CapabilityRule(
             refused=bool(rollout.vllm) and not capabilities.in_process,
             setting="rollout.vllm",
-            reason="a server's settings are those of its own command",
+            reason="has the settings of the servers' own command",
             expected="{}",
             engines=engines_with(in_process=True, tensor_parallel=True),
         ),
         _CapabilityRule(
             refused=rollout.truncates and not capabilities.sampling_masks,
             setting="rollout.top_p, top_k or min_p",
-            reason="the engine does not return the tokens that a filter keeps, which the trainer needs,",
+            reason="does not return the tokens that a filter keeps, which the trainer needs",
             expected="1, 0 and 0, in sampling profiles too",
             engines=engines_with(sampling_masks=True),
         ),
         _CapabilityRule(
             refused=rollout.order == OPEN and not capabilities.partial,
             setting="rollout.order",
-            reason="the engine answers whole requests, and the open order interrupts them,",
+            reason="answers whole requests, which the open order interrupts",
             expected=CLOSED,
             engines=engines_with(partial=True),
         ),
@@ -159,7 +162,7 @@ def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
     for rule in rules:
         if rule.refused:
             yield UserError(
-                f"{rule.reason} with rollout.engine={rollout.engine}",
+                f"rollout.engine={rollout.engine} {rule.reason}",
                 where=rule.setting.partition(",")[0],
                 expected=rule.expected,
                 got=f"{rule.setting} is set",

@@ -88,7 +88,7 @@ SET_BY_RUN: Mapping[str, str] = {
     "variable_seq_lengths": "packed micro-batches differ in length",
     "overlap_p2p_comm": "interleaved schedules give wrong results without it",
     "batch_p2p_comm": "interleaved schedules give wrong results with it",
-    "deallocate_pipeline_outputs": "interleaved schedules free with it what they are still sending",
+    "deallocate_pipeline_outputs": "interleaved schedules would free tensors that are still being sent",
     "pipeline_model_parallel_layout": "pipeline stages are stated by their ends, "
     "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage, which weight syncs follow",
 }
@@ -98,7 +98,7 @@ _DROPPED_BY_REASON: Mapping[str, str] = {
     "context parallelism gathers keys and values around attention, in one way": """
         cp_comm_type hierarchical_context_parallel_sizes hybrid_context_parallel
         max_seqlen_per_dp_cp_rank""",
-    "layers that predict further tokens are exported as they were and not built": """
+    "layers for multi-token prediction are not built, and exported unchanged": """
         mtp_num_layers mtp_loss_scaling_factor mtp_standalone""",
     "the buffers for it are made by Megatron-LM's own training script": """
         tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad
@@ -112,7 +112,7 @@ _DROPPED_BY_REASON: Mapping[str, str] = {
         inference_sampling_seed use_inference_optimized_layers symmetric_ar_type mlp_chunks_for_prefill""",
     "log-probs come from kernels of the project's own, and no cross entropy is computed": """
         cross_entropy_loss_fusion cross_entropy_fusion_impl""",
-    "routers repeat what actor.routing_replay says": "moe_enable_routing_replay",
+    "actor.routing_replay decides what routers replay": "moe_enable_routing_replay",
     "weights come from a checkpoint": """
         init_method output_layer_init_method embedding_init_method embedding_init_method_std
         perform_initialization use_cpu_initialization init_model_with_meta_device""",
