@@ -116,7 +116,7 @@ def _flag(name: str, value: Any) -> str:
 class _CapabilityRule(NamedTuple):
     """Setting that is refused where the rollout engine lacks a capability.
 
-    ``reason`` continues a sentence about the engine, and ``engines`` are those that have the capability.
+    ``reason`` continues a sentence about the engine; ``engines`` chooses one with the capability.
     """
 
     refused: bool

@@ -190,13 +190,16 @@ def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserErr
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
     except (SyntaxError, ValueError, OSError, RecursionError) as error:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) else ""
+        fix = "correct the file"
+        if isinstance(error, UnicodeDecodeError):
+            fix = "save it as UTF-8"
         return [
             UserError(
                 f"the file of the {function.noun} is not valid Python",
                 where=f"{path}{line}",
                 expected="a Python file",
                 got=getattr(error, "msg", None) or str(error),
-                fix="save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "correct the file",
+                fix=fix,
             )
         ]
 
