@@ -1,4 +1,9 @@
-"""Check a whole configuration before anything is built: every error and warning at once."""
+"""Check a whole configuration before anything is built: every error and warning at once.
+
+Rules run from cheap to expensive, and a value with an error is *invalid* for the rules after it, so that one
+mistake is one error and not a cascade. The order is single values, pass-through settings, layouts and world
+size, files, and the model; meanwhile Megatron tries its own settings in another process.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +11,49 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from megatron_rl.algorithms.algorithm import Algorithm
-from megatron_rl.check.algorithm import check_algorithm
-from megatron_rl.check.data.lengths import Looked
-from megatron_rl.check.engine.arguments import check_engine_arguments, check_own_engine
-from megatron_rl.check.engine.host import host_engine_errors
+from megatron_rl.check.data import DatasetStats
+from megatron_rl.check.engine.arguments import (
+    check_engine_arguments,
+    check_user_engine,
+    host_engine_errors,
+)
 from megatron_rl.check.engine.sampling_order import check_asynchrony
 from megatron_rl.check.files import Files
-from megatron_rl.check.inputs import Inputs, check_attention, check_inputs, check_paths
-from megatron_rl.check.memory import check_memory, with_gpu_memory
+from megatron_rl.check.inputs import Inputs, check_inputs, check_paths
 from megatron_rl.check.model.adapters import check_adapted_model, check_lora, idle_adapters
 from megatron_rl.check.model.megatron_lm import with_megatron_models
 from megatron_rl.check.model.megatron_settings import (
     PATIENCE,
     Trial,
-    TriedRole,
+    TrialRole,
     check_model_settings,
     check_optimizer,
     check_routing,
 )
-from megatron_rl.check.model.parallel_sizes import check_budget, check_layout, check_lengths, check_world
-from megatron_rl.check.packages import logging_errors, missing_packages
+from megatron_rl.check.packages import check_attention, logging_errors, missing_packages
 from megatron_rl.check.rehearsal import rehearse
 from megatron_rl.check.resume import resumed_build_errors
+from megatron_rl.check.sizes import (
+    check_budget,
+    check_launched,
+    check_layout,
+    check_lengths,
+    check_memory,
+    check_world,
+    oversized_world_error,
+    smallest_valid_world,
+    with_gpu_memory,
+)
 from megatron_rl.check.stages import check_row_lengths
-from megatron_rl.check.unknown_names import answered
-from megatron_rl.check.values import check_values
+from megatron_rl.check.unknown_names import with_suggestions
+from megatron_rl.check.values import check_algorithm, check_values
 from megatron_rl.check.warnings import check_warnings
 from megatron_rl.config.adapters import adapters_of
 from megatron_rl.config.budget import RankMemory, memory_plan
-from megatron_rl.config.derive import BatchPlan, batch_plan, default_attention, resolve, smallest_world
+from megatron_rl.config.derive import BatchPlan, batch_plan, default_attention, resolve
 from megatron_rl.config.load import LoadedConfig, flatten
 from megatron_rl.config.placement import (
     layout_sections,
@@ -60,17 +76,37 @@ from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.shapes.traffic import WeightTraffic
 
-_PROVIDER = ("model.provider", "model.weights")
-_OWN_PIECE = re.compile(r"algorithm\..+|rollout\.engine|model\.provider|model\.weights")
-"""Settings that may name code of the user's that runs in the training processes."""
+_PROVIDER_KEYS = ("model.provider", "model.weights")
+
+_USER_PIECE = re.compile(r"algorithm\..+|rollout\.engine|model\.provider|model\.weights")
+"""Keys that may name the user's code that runs inside the training processes."""
+
+_KEY = re.compile(r"[a-z0-9_.]+")
+"""Dotted configuration keys, unlike the files and commands that an error may also be about."""
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Hold what a check found.
+    """Findings of `check_config`, and the configuration as a run would have it.
 
-    ``config`` has every derived value filled in where there are no errors; ``origins`` says where each
-    value comes from. Plans are None where errors leave nothing to plan. ``models`` are files by role.
+    Attributes:
+        config: The configuration, with every derived value filled in if it has no errors.
+        world_size: Number of processes that was checked.
+        errors: Every error, each with the file and line that wrote its value.
+        warnings: Settings that are valid and rarely meant.
+        origins: Key -> where its value comes from: a file, an override, a default or a derivation.
+        layouts: Role -> its layout; None with errors, as the other plans.
+        batch: Arithmetic of a step's batch; None for a job without reinforcement learning.
+        shape: Shape of the actor's model, None if not available.
+        shapes: Role -> shape of its model.
+        models: Role -> config.json of its model.
+        memory: Memory of each rank in each phase.
+        sync: Bytes that one weight sync moves; None for engines outside the ranks.
+        records: Number of training records, None where they were not counted.
+        looked: Statistics of the data sets that were read.
+        algorithm: The constructed algorithm, None for an unknown one.
+        files_missing: Whether files are missing that are no errors, since they are still to be made.
+        untried: Whether Megatron was not asked, or did not answer in time, if it accepts its settings.
     """
 
     config: RunConfig
@@ -86,11 +122,10 @@ class CheckReport:
     memory: tuple[RankMemory, ...] = ()
     sync: WeightTraffic | None = None
     records: int | None = None
-    looked: tuple[Looked, ...] = ()
+    looked: tuple[DatasetStats, ...] = ()
     algorithm: Algorithm | None = None
     files_missing: bool = False
     untried: bool = False
-    """Megatron was not asked, or did not answer in time, whether it takes its settings."""
 
     def valid(self) -> RunConfig:
         """Return the filled-in configuration, or raise UserErrors with every error."""
@@ -101,34 +136,63 @@ class CheckReport:
 
 @dataclass
 class _Check:
+    """State of one check: the findings so far, and the keys whose values are invalid.
+
+    Attributes:
+        config: The configuration that is checked.
+        launched: Number of started processes, None outside a launcher.
+        errors: Errors of rules on the configuration; `Inputs` has the errors of files.
+        warnings: Warnings of the same.
+        untried: Warnings that Megatron did not try its settings.
+        invalid: Keys whose value has an error.
+        tree: The configuration as it was written.
+    """
+
     config: RunConfig
     launched: int | None
     errors: list[UserError] = field(default_factory=list)
     warnings: list[UserError] = field(default_factory=list)
-    untried: list[UserError] = field(default_factory=list)  # what Megatron did not answer
-    bad: set[str] = field(default_factory=set)  # paths whose value is known to be wrong
-    tree: Section = field(default_factory=Section)  # the configuration as it was written
+    untried: list[UserError] = field(default_factory=list)
+    invalid: set[str] = field(default_factory=set)
+    tree: Section = field(default_factory=Section)
 
     def add(self, errors: Iterable[UserError]) -> None:
-        """Record errors, except about values that are already known to be wrong, or below one that is."""
+        """Record errors, except about values at or below an invalid key."""
         for error in errors:
-            where = error.where or ""
-            if not any(where == path or where.startswith(f"{path}.") for path in self.bad):
+            key = error.where or ""
+            if not any(key == path or key.startswith(f"{path}.") for path in self.invalid):
                 self.errors.append(error)
 
     def refuse(self, errors: Iterable[UserError]) -> None:
-        """Record errors, and that the values they are about are wrong."""
+        """Record errors, and mark the keys that they are about as invalid."""
         errors = list(errors)
         self.add(errors)
-        self.bad.update(error.where for error in errors if error.where)
+        self.invalid.update(error.where for error in errors if error.where)
 
-    def fine(self, *prefixes: str) -> bool:
-        """Return whether no value at, below or around the paths is known to be wrong."""
+    def is_valid(self, *keys: str) -> bool:
+        """Return whether no value at, below or above the keys is invalid."""
         return not any(
-            path == prefix or path.startswith(f"{prefix}.") or prefix.startswith(f"{path}.")
-            for path in self.bad
-            for prefix in prefixes
+            path == key or path.startswith(f"{key}.") or key.startswith(f"{path}.")
+            for path in self.invalid
+            for key in keys
         )
+
+
+class _Plans(NamedTuple):
+    """Resolved configuration of a check without errors, and the plans that follow from it.
+
+    ``reasons`` explain derived values by key; the other fields are described in `CheckReport`.
+    """
+
+    config: RunConfig
+    reasons: Mapping[str, str]
+    layouts: Mapping[str, ParallelLayout]
+    batch: BatchPlan | None
+    shapes: Mapping[str, ModelShape]
+    models: Mapping[str, Path]
+    memory: tuple[RankMemory, ...]
+    sync: WeightTraffic | None
+    records: int | None
 
 
 def check_config(
@@ -140,202 +204,180 @@ def check_config(
     shipped_models: Path | None = None,
     patience: float = PATIENCE,
 ) -> CheckReport:
-    """Check a configuration against a number of processes; never raises for what a user gave.
+    """Check a configuration against a number of processes; a mistake of the user never raises.
 
-    ``world_size`` None takes the configuration's own, or the smallest that fits. ``training`` makes an
-    error of a file that ``prepare`` is still to make; ``without_files`` makes a warning of every missing
-    file. ``shipped_models`` holds NAME/config.json for models that are not on this machine. ``patience`` is
-    the seconds that Megatron has to try its settings; 0 does not ask it.
+    Args:
+        config: The configuration. A loaded one has the file and line of each value, which errors then show.
+        world_size: Number of processes. By default the configuration's own, or the smallest that fits.
+        training: Whether a run asks, on each of its ranks: files that ``prepare`` is still to make are errors
+            then, and rules that the run itself applies are left out.
+        without_files: Whether missing files are warnings.
+        shipped_models: Folder with NAME/config.json, for models that are not on this machine.
+        patience: Seconds that Megatron has to try its settings; 0 does not ask it.
+
+    Raises:
+        UserErrors: The configuration could not be read at all.
     """
+    # A configuration made in Python has no files and lines to show.
     loaded = config if isinstance(config, LoadedConfig) else LoadedConfig(config, None, {})
     if loaded.config is None:
         raise UserErrors(loaded.errors)
+
+    # Settings that the job does not read have their defaults and cannot be wrong.
     config = for_job(loaded.config)
-    config, written, refused = with_megatron_models(config, loaded.broken, absent=without_files)
-    stated = {path: origin for path, origin in loaded.origins.items() if has_use(config.job, path)}
-    origins = {**stated, **written}
+    config, megatron_origins, megatron_errors = with_megatron_models(
+        config, loaded.broken, allow_missing=without_files
+    )
+
+    origins = {key: origin for key, origin in loaded.origins.items() if has_use(config.job, key)}
+    origins |= megatron_origins
+
+    # Single values first: an invalid one hides every rule that would compare it.
     check = _Check(config, world_size, tree=loaded.tree)
     check.errors.extend(loaded.errors)
-    check.bad.update(loaded.broken)
-    for setting, errors in refused.items():
+    check.invalid.update(loaded.broken)
+    for key, errors in megatron_errors.items():
         check.errors.extend(errors)
-        check.bad.add(setting)
+        check.invalid.add(key)
     check.refuse(check_values(config))
-    tried = _megatron(check)
-    if check.fine("rollout.vllm"):
+    trial_keys = _check_megatron_settings(check)
+
+    # Pass-through settings, paths, and the user's code in training processes.
+    if check.is_valid("rollout.vllm"):
         check.refuse(check_engine_arguments(config.rollout.vllm))
     check.refuse(check_paths(config))
-    if not training:  # a run imports them in any case
-        check.refuse(rehearse(_own_pieces(check), only=_PROVIDER))
-    files = Files(prepare=config.prepare, absent=without_files)
-    # Every rank of a run checks; whether a server is there is asked once, before.
-    inputs = Inputs(config, files, check.fine, shipped_models, before=not training)
-    trial = Trial(tried if patience > 0 else [], patience)
+    if not training:  # a run imports the pieces in any case
+        check.refuse(rehearse(_user_pieces(check), only=_PROVIDER_KEYS))
+
+    # Every rank of a run checks; whether a server answers is asked once, before the run.
+    files = Files(prepare=config.prepare, allow_missing=without_files)
+    inputs = Inputs(config, files, check.is_valid, shipped_models, before_run=not training)
+    if patience <= 0:
+        trial_keys = []
+    trial = Trial(trial_keys, patience)
     try:
-        return _checked(check, inputs, trial, origins, training)
+        return _check_whole(check, inputs, trial, origins, training)
     finally:
         trial.stop()
 
 
-def _own_pieces(check: _Check) -> dict[str, str]:
-    """Return the user's pieces of training processes, by the key that names each."""
-    values = flatten(check.config)
-    return {
-        path: value
-        for path, value in values.items()
-        if isinstance(value, str) and _OWN_PIECE.fullmatch(path) and ":" in value and check.fine(path)
-    }
+def _user_pieces(check: _Check) -> dict[str, str]:
+    """Return the user's pieces that run in training processes, ``file.py:Name`` by key."""
+    pieces: dict[str, str] = {}
+    for key, value in flatten(check.config).items():
+        if isinstance(value, str) and ":" in value and _USER_PIECE.fullmatch(key) and check.is_valid(key):
+            pieces[key] = value
+    return pieces
 
 
-def _megatron(check: _Check) -> list[str]:
-    """Apply the rules of Megatron's own settings; return the paths of those that can be tried."""
-    config, stated = check.config, megatron_sections(check.config)
-    for path, settings in stated.items():
-        if settings and check.fine(path):
-            check.refuse(check_model_settings(settings, path))
-    for path, section in learner_sections(config).items():
-        if check.fine(f"{path}.optimizer", f"{path}.ddp"):
-            check.refuse(check_optimizer(section.optimizer, f"{path}.optimizer", section.ddp))
-            stated[f"{path}.optimizer.megatron"] = section.optimizer.megatron
+def _check_megatron_settings(check: _Check) -> list[str]:
+    """Check Megatron's settings of every role; return the keys whose values Megatron itself can then try."""
+    config = check.config
+
+    # Model settings of each role.
+    sections = dict(megatron_sections(config))
+    for key, settings in sections.items():
+        if settings and check.is_valid(key):
+            check.refuse(check_model_settings(settings, key))
+
+    # Optimizers of learners and of stages.
+    for key, section in learner_sections(config).items():
+        if check.is_valid(f"{key}.optimizer", f"{key}.ddp"):
+            check.refuse(check_optimizer(section.optimizer, f"{key}.optimizer", section.ddp))
+            sections[f"{key}.optimizer.megatron"] = section.optimizer.megatron
     for plan in stage_plans(config):
-        if check.fine(f"{plan.where}.optimizer"):
-            check.refuse(check_optimizer(plan.settings.optimizer, f"{plan.where}.optimizer", {}))
-    return [path for path, settings in stated.items() if settings] if check.fine(*stated) else []
+        key = f"{plan.where}.optimizer"
+        if check.is_valid(key):
+            check.refuse(check_optimizer(plan.settings.optimizer, key, {}))
+
+    # A wrong name would be refused by Megatron again, in its words.
+    if not check.is_valid(*sections):
+        return []
+    return [key for key, settings in sections.items() if settings]
 
 
-def _checked(
+def _check_whole(
     check: _Check, inputs: Inputs, trial: Trial, origins: Mapping[str, Origin], training: bool
 ) -> CheckReport:
-    """Apply the rules that need more than single values, while Megatron tries its settings."""
-    config, files, algorithm = check.config, inputs.files, None
-    if check.fine("algorithm", "rollout.max_response_tokens"):
-        algorithm, mistakes = check_algorithm(config)
-        check.add(mistakes)
-    if check.fine("rollout.engine"):
-        check.add(check_own_engine(config.rollout.engine))
-    world = _world(check)
-    layouts = _layouts(check, world)
+    """Apply the rules that compare several values or need files, while Megatron tries its settings."""
+    config = check.config
+    algorithm = None
+    if check.is_valid("algorithm", "rollout.max_response_tokens"):
+        algorithm, algorithm_errors = check_algorithm(config)
+        check.add(algorithm_errors)
+
+    if check.is_valid("rollout.engine"):
+        check.add(check_user_engine(config.rollout.engine))
+
+    world = _check_world_size(check)
+    layouts = _check_layouts(check, world)
     check.add(check_asynchrony(config, layouts, algorithm))
+
+    # Files, functions and servers.
     check_inputs(inputs)
-    if check.fine("checkpoint.resume", "run_dir"):
+
+    # Checkpoint and packages.
+    if check.is_valid("checkpoint.resume", "run_dir"):
         check.add(resumed_build_errors(config, layouts, inputs.shape, algorithm))
-    check.add(list(logging_errors(config)))
-    (check.errors if training else check.warnings).extend(
-        [*check_attention(config), *missing_packages(config)]
-    )
-    _check_model(check, inputs, layouts)
+    check.add(logging_errors(config))
+    # A check may be made on another machine than the run, so a missing package stops the run only.
+    package_errors = [*check_attention(config), *missing_packages(config)]
+    if training:
+        check.errors.extend(package_errors)
+    else:
+        check.warnings.extend(package_errors)
+
+    # Rules that need the shapes of the models.
+    _check_against_models(check, inputs, layouts)
     if config.job == TRAIN and "rollout" in layouts:
-        check.add(host_engine_errors(config, inputs.shape, here=training))
-    if not check.errors:
-        errors, check.untried = trial.result(_tried_roles(inputs, layouts), config.model.dtype)
-        check.errors.extend(errors)
+        check.add(host_engine_errors(config, inputs.shape, for_this_machine=training))
+    if not check.errors:  # values with errors would be refused a second time
+        trial_errors, check.untried = trial.result(_trial_roles(inputs, layouts), config.model.dtype)
+        check.errors.extend(trial_errors)
         check.warnings.extend(check.untried)
-    # Findings about files leave the arithmetic whole: it is shown beside them.
+
+    # Errors of files stay apart from `check.errors`: the arithmetic is valid and shown beside them.
+    files = inputs.files
     inputs.errors.extend(files.errors)
     inputs.warnings.extend((*files.warnings, *files.missing))
-    (inputs.errors if training and not files.absent else inputs.warnings).extend(files.unmade())
+    if training and not files.allow_missing:
+        inputs.errors.extend(files.unmade())
+    else:
+        inputs.warnings.extend(files.unmade())
     return _report(check, inputs, origins, world, algorithm)
 
 
-def _tried_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[TriedRole]:
-    """Return the roles with a trained or frozen model whose config.json is here."""
-    roles, config = [], inputs.config
-    attention = config.model.attention or default_attention()[0]
-    for role, layout in layouts.items():
-        model = inputs.models.get(role, inputs.models.get("actor"))
-        if role == "rollout" or model is None:
-            continue
-        section = learner_sections(config).get(section_of(role))
-        recompute = section.recompute if section is not None else "none"
-        shape = inputs.shapes.get(role, inputs.shape)
-        fused = attention == "transformer_engine" and not (shape and shape.plain_layers)
-        scalar_head = spec_of(role).head == NUMBER
-        settings, optimizer = megatron_settings(config, layout), section.optimizer if section else None
-        roles.append(TriedRole(role, model, layout, scalar_head, recompute, fused, *settings, optimizer))
-    return roles
+def _check_world_size(check: _Check) -> int:
+    """Return the number of processes to check against: stated, launched, or the smallest that fits.
 
-
-def _report(
-    check: _Check, inputs: Inputs, origins: Mapping[str, Origin], world: int, algorithm: Algorithm | None
-) -> CheckReport:
-    config, plans = check.config, dict[str, Any]()
-    filled = {path: origins.get(path, DEFAULT) for path in flatten(config)}
-    if not check.errors:
-        resolved = resolve(config, world, algorithm, inputs.shape)
-        config = resolved.config
-        config, template = _chat_templates(inputs, config)
-        config, gpu_memory = with_gpu_memory(config)
-        layouts = role_layouts(config, world)
-        batch = batch_plan(config, layouts) if config.job == TRAIN else None
-        memory, sync = [], None
-        if inputs.shape is not None:
-            plans |= {"shapes": {"actor": inputs.shape, **inputs.shapes}, "models": inputs.models}
-            memory = memory_plan(config, layouts, plans["shapes"], batch)
-        if batch is not None and inputs.shape is not None and config.rollout.capabilities.in_process:
-            sync = shared_weights(config, inputs.shape).traffic(layouts["rollout"].ranks)
-        records = inputs.preview.count if inputs.preview else None
-        stated = replace(check.config, gpu_memory_gib=config.gpu_memory_gib)
-        check.warnings.extend(check_warnings(stated, world, layouts, batch, inputs.shape, algorithm, records))
-        where = "gpu" if gpu_memory else "gpu_memory_gib"
-        too_large, tight = check_memory(config, memory, where)
-        check.errors.extend(too_large)
-        check.warnings.extend(tight)
-        reasons = {**resolved.reasons, **template, **gpu_memory}
-        filled = {path: origins.get(path, DEFAULT) for path in flatten(config)}
-        for path, reason in reasons.items():
-            for name in filled:
-                if name == path or name.startswith(f"{path}."):
-                    filled[name] = Origin("derived", reason)
-        plans |= {
-            "layouts": layouts,
-            "batch": batch,
-            "memory": tuple(memory),
-            "sync": sync,
-            "records": records,
-        }
-    return CheckReport(
-        config=config,
-        world_size=world,
-        errors=tuple(
-            _located(error, origins) for error in (*answered(check.errors, check.tree), *inputs.errors)
-        ),
-        warnings=tuple(_located(error, origins) for error in (*check.warnings, *inputs.warnings)),
-        origins=filled,
-        shape=inputs.shape,
-        algorithm=algorithm,
-        looked=tuple(inputs.tokens.looked) if inputs.tokens else (),
-        untried=bool(check.untried),
-        files_missing=bool(inputs.files.missing or inputs.files.to_be_made),
-        **plans,
-    )
-
-
-def _world(check: _Check) -> int:
+    With an invalid size or invalid layouts it is 1.
+    """
     config = check.config
-    if check.launched is not None and not 1 <= check.launched <= MAX_WORLD:
-        error = UserError(
-            "the number of processes is out of range",
-            where="world size",
-            expected=f"1 to {MAX_WORLD}",
-            got=str(check.launched),
-            fix="start at least one process",
-        )
-        check.add([error])
-        check.bad.add("world_size")
-        return 1
-    if check.fine("world_size"):
+    if check.launched is not None:
+        launch_errors = list(check_launched(check.launched))
+        if launch_errors:
+            check.add(launch_errors)
+            check.invalid.add("world_size")
+            return 1
+
+    if check.is_valid("world_size"):
         check.add(check_world(config, check.launched))
-    # Against another number of processes than the stated one every layout would seem wrong.
-    known = config.world_size if config.world_size is not None else check.launched
-    if known is not None and 1 <= known <= MAX_WORLD:
-        return known
-    if not check.fine(*layout_sections(config), "rollout.tensor", "rollout.ranks", "world_size"):
+    # The stated size wins: against another number of processes every layout would seem wrong.
+    world = config.world_size
+    if world is None:
+        world = check.launched
+    if world is not None and 1 <= world <= MAX_WORLD:
+        return world
+    if not check.is_valid(*layout_sections(config), "rollout.tensor", "rollout.ranks", "world_size"):
         return 1
-    world = smallest_world(config)
-    if world > MAX_WORLD:
-        check.add([_too_large(world)])
-        check.bad.update(("world_size", "actor.layout.tensor"))
+
+    # Neither stated nor launched: take the smallest that every role's sizes divide.
+    world = smallest_valid_world(config)
+    if world is None:
+        check.add([oversized_world_error()])
+        check.invalid.update(("world_size", "actor.layout.tensor"))
         return 1
+
     check.warnings.append(
         UserError(
             f"the number of processes is not stated; {world} is the smallest that fits",
@@ -347,89 +389,244 @@ def _world(check: _Check) -> int:
     return world
 
 
-def _too_large(world: int) -> UserError:
-    shown = str(world) if world < 1 << 64 else "more than 2^64"
-    return UserError(
-        "the parallel sizes need more processes than there can be",
-        where="actor.layout",
-        expected=f"at most {MAX_WORLD} processes",
-        got=shown,
-        fix="lower the parallel sizes of actor, reference and rollout",
-    )
-
-
-def _layouts(check: _Check, world: int) -> dict[str, ParallelLayout]:
-    """Return the layouts whose own values are fine, after checking them."""
-    layouts, sections, checked = {}, layout_sections(check.config), set[tuple[str, int]]()
-    if not check.fine("placement"):
+def _check_layouts(check: _Check, world: int) -> dict[str, ParallelLayout]:
+    """Check the layouts of all roles; return those whose own values are valid."""
+    layouts: dict[str, ParallelLayout] = {}
+    if not check.is_valid("placement"):
         return layouts
+
+    sections = layout_sections(check.config)
+    checked: set[tuple[str, int]] = set()
     for role, layout in role_layouts(check.config, world).items():
-        has_layout = role == "rollout" or sections[where_of(role)] is not None
-        # Sizes that a role has from the actor are stated there, also in a job without the actor.
-        stated = layout if has_layout else replace(layout, path="actor.layout")
-        paths = ("rollout.tensor", "rollout.ranks") if role == "rollout" else (stated.path,)
-        if check.fine("world_size", *paths):
-            layouts[role] = layout
-            if (stated.path, stated.size) not in checked:
-                checked.add((stated.path, stated.size))
-                check.add(check_layout(role, stated, world, check.config))
+        # A role without a section has the actor's sizes: their errors name the actor's key, also in a job
+        # without the actor, and are reported once for each number of ranks.
+        source = layout
+        if role != "rollout" and sections[where_of(role)] is None:
+            source = replace(layout, path="actor.layout")
+        keys = (source.path,)
+        if role == "rollout":
+            keys = ("rollout.tensor", "rollout.ranks")
+        if not check.is_valid("world_size", *keys):
+            continue
+
+        layouts[role] = layout
+        if (source.path, source.size) not in checked:
+            checked.add((source.path, source.size))
+            check.add(check_layout(role, source, world, check.config))
     return layouts
 
 
-def _check_model(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> None:
+def _check_against_models(check: _Check, inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> None:
+    """Check lengths, adapters, routing and layouts against the shapes of the models."""
+    config = check.config
     shape = inputs.shape
-    lengths = check.fine("data.max_prompt_tokens", "rollout.max_response_tokens", "rollout.sampling_profiles")
-    if lengths and check.fine("batch.tokens_per_microbatch"):
-        check.add(check_budget(check.config))
-        check.add(check_row_lengths(check.config, shape))
-    check.refuse(idle_adapters(check.config))
-    for section, lora in adapters_of(check.config).items():
-        path, where = inputs.models.get(role_of(section), inputs.models.get("actor")), f"{section}.lora"
-        check.refuse(check_lora(lora, check.config.rollout.engine if section == "actor" else None, where))
-        if shape is not None and path is not None and check.fine(where):
-            _, settings = stated_settings(check.config, section)
-            check.add(check_adapted_model(lora, read_pretrained(path), where, settings))
+    lengths_valid = check.is_valid(
+        "data.max_prompt_tokens", "rollout.max_response_tokens", "rollout.sampling_profiles"
+    )
+    if lengths_valid and check.is_valid("batch.tokens_per_microbatch"):
+        check.add(check_budget(config))
+        check.add(check_row_lengths(config, shape))
+
+    # Adapters, first without and then with the model that they are on.
+    check.refuse(idle_adapters(config))
+    for section, lora in adapters_of(config).items():
+        key = f"{section}.lora"
+
+        # Only the actor's adapters are synced to the rollout engine.
+        engine = config.rollout.engine if section == "actor" else None
+        check.refuse(check_lora(lora, engine, key))
+        model_file = inputs.models.get(role_of(section), inputs.models.get("actor"))
+        if shape is not None and model_file is not None and check.is_valid(key):
+            _, settings = stated_settings(config, section)
+            check.add(check_adapted_model(lora, read_pretrained(model_file), key, settings))
+
     if shape is None:
         return
-    check.add(check_routing(check.config, shape))
+
+    # Layouts and lengths against the model.
+    check.add(check_routing(config, shape))
     for role, layout in layouts.items():
-        has_layout = role == "rollout" or layout_sections(check.config)[where_of(role)] is not None
-        known = role in inputs.shapes or (has_layout and role not in inputs.shapeless)
-        if known and check.fine(*megatron_sections(check.config)):
-            model = inputs.shapes.get(role, shape)
-            _, settings = megatron_settings(check.config, layout)
-            rollout = role == "rollout"
-            fits = engine_problems(model, layout) if rollout else trainer_problems(model, layout, settings)
-            check.add(fits)
-            if spec_of(role).trains:
-                check.add(learning_problems(model, layout))
-    if lengths:
-        check.add(check_lengths(check.config, shape))
+        check.add(_fit_errors(check, inputs, role, layout))
+    if lengths_valid:
+        check.add(check_lengths(config, shape))
 
 
-def _chat_templates(inputs: Inputs, config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
-    """Fill in which data sets go through the chat template, each by its own first record; say why."""
-    reasons = {}
-    for path, messages in inputs.templated.items():
-        if path == "data.chat_template" or messages != config.data.chat_template:
-            config = with_value(config, path, messages)
-            reasons[path] = "prompts are lists of messages" if messages else "prompts are text"
+def _fit_errors(check: _Check, inputs: Inputs, role: str, layout: ParallelLayout) -> list[UserError]:
+    """Return the errors of a layout that does not fit the shape of its role's model."""
+    if not check.is_valid(*megatron_sections(check.config)):
+        return []
+    has_section = role == "rollout" or layout_sections(check.config)[where_of(role)] is not None
+    has_shape = role in inputs.shapes or (has_section and role not in inputs.roles_without_shape)
+    shape = inputs.shapes.get(role, inputs.shape)
+    if not has_shape or shape is None:  # a role that shares layout and model with the actor has its errors
+        return []
+
+    _, settings = megatron_settings(check.config, layout)
+    if role == "rollout":
+        errors = list(engine_problems(shape, layout))
+    else:
+        errors = list(trainer_problems(shape, layout, settings))
+    if spec_of(role).trains:
+        errors.extend(learning_problems(shape, layout))
+    return errors
+
+
+def _trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[TrialRole]:
+    """Return the roles with a Megatron model whose config.json is available."""
+    config = inputs.config
+    attention = config.model.attention or default_attention()[0]
+    roles: list[TrialRole] = []
+    for role, layout in layouts.items():
+        model_file = inputs.models.get(role, inputs.models.get("actor"))
+        if role == "rollout" or model_file is None:
+            continue
+
+        learner = learner_sections(config).get(section_of(role))
+        recompute = "none"
+        optimizer = None
+        if learner is not None:
+            recompute = learner.recompute
+            optimizer = learner.optimizer
+        shape = inputs.shapes.get(role, inputs.shape)
+        has_plain_layers = shape is not None and shape.plain_layers
+        settings_key, settings = megatron_settings(config, layout)
+        roles.append(
+            TrialRole(
+                role=role,
+                model=model_file,
+                layout=layout,
+                scalar_head=spec_of(role).head == NUMBER,
+                recompute=recompute,
+                fused=attention == "transformer_engine" and not has_plain_layers,
+                settings_key=settings_key,
+                settings=settings,
+                optimizer=optimizer,
+            )
+        )
+    return roles
+
+
+def _report(
+    check: _Check, inputs: Inputs, origins: Mapping[str, Origin], world: int, algorithm: Algorithm | None
+) -> CheckReport:
+    """Return the report, with derived values and plans where the configuration has no errors."""
+    plans = None
+    config = check.config
+    if not check.errors:
+        plans = _plan(check, inputs, world, algorithm)
+        config = plans.config
+
+    # Where each value comes from; a derived section covers the values in it.
+    filled = {key: origins.get(key, DEFAULT) for key in flatten(config)}
+    if plans is not None:
+        for path, reason in plans.reasons.items():
+            for key in filled:
+                if key == path or key.startswith(f"{path}."):
+                    filled[key] = Origin("derived", reason)
+
+    # Unknown names are answered last: an answer is tried on the whole configuration.
+    errors = (*with_suggestions(check.errors, check.tree), *inputs.errors)
+    report = CheckReport(
+        config=config,
+        world_size=world,
+        errors=tuple(_with_origin(error, origins) for error in errors),
+        warnings=tuple(_with_origin(error, origins) for error in (*check.warnings, *inputs.warnings)),
+        origins=filled,
+        shape=inputs.shape,
+        algorithm=algorithm,
+        looked=tuple(inputs.tokens.stats) if inputs.tokens else (),
+        untried=bool(check.untried),
+        files_missing=bool(inputs.files.missing or inputs.files.to_be_made),
+    )
+
+    if plans is None:
+        return report
+    return replace(
+        report,
+        layouts=plans.layouts,
+        batch=plans.batch,
+        shapes=plans.shapes,
+        models=plans.models,
+        memory=plans.memory,
+        sync=plans.sync,
+        records=plans.records,
+    )
+
+
+def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None) -> _Plans:
+    """Derive every unset value, compute the plans, and add the findings that need them to ``check``."""
+    resolved = resolve(check.config, world, algorithm, inputs.shape)
+    config, template_reasons = _with_chat_templates(inputs, resolved.config)
+    config, gpu_reasons = with_gpu_memory(config)
+
+    # Layouts, batch, memory and the bytes of a weight sync.
+    layouts = role_layouts(config, world)
+    batch = None
+    if config.job == TRAIN:
+        batch = batch_plan(config, layouts)
+    shapes: dict[str, ModelShape] = {}
+    models: Mapping[str, Path] = {}
+    memory: list[RankMemory] = []
+    sync = None
+    if inputs.shape is not None:
+        shapes = {"actor": inputs.shape, **inputs.shapes}
+        models = inputs.models
+        memory = list(memory_plan(config, layouts, shapes, batch))
+        if batch is not None and config.rollout.capabilities.in_process:
+            sync = shared_weights(config, inputs.shape).traffic(layouts["rollout"].ranks)
+    records = inputs.preview.count if inputs.preview else None
+
+    # Warnings are about what the user wrote, so derived values stay out, but for the memory of a GPU.
+    user_config = replace(check.config, gpu_memory_gib=config.gpu_memory_gib)
+    check.warnings.extend(
+        check_warnings(user_config, world, layouts, batch, inputs.shape, algorithm, records)
+    )
+    memory_key = "gpu" if gpu_reasons else "gpu_memory_gib"
+    memory_errors, memory_warnings = check_memory(config, memory, memory_key)
+    check.errors.extend(memory_errors)
+    check.warnings.extend(memory_warnings)
+    return _Plans(
+        config=config,
+        reasons={**resolved.reasons, **template_reasons, **gpu_reasons},
+        layouts=layouts,
+        batch=batch,
+        shapes=shapes,
+        models=models,
+        memory=tuple(memory),
+        sync=sync,
+        records=records,
+    )
+
+
+def _with_chat_templates(inputs: Inputs, config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
+    """Fill in the ``chat_template`` of data sets, each from its first record; return the reasons by key."""
+    reasons: dict[str, str] = {}
+    for key, uses_template in inputs.derived_templates.items():
+        if key == "data.chat_template" or uses_template != config.data.chat_template:
+            config = with_value(config, key, uses_template)
+            reasons[key] = "prompts are lists of messages" if uses_template else "prompts are text"
     return config, reasons
 
 
-def _located(error: UserError, origins: Mapping[str, Origin]) -> UserError:
-    """Return the error with the place where its value was written."""
-    where = error.where
-    if where is None or not re.fullmatch(r"[a-z0-9_.]+", where):
+def _with_origin(error: UserError, origins: Mapping[str, Origin]) -> UserError:
+    """Return the error with the file, line or override that wrote its value behind its key."""
+    key = error.where
+    if key is None or not _KEY.fullmatch(key):
         return error
-    origin, above = origins.get(where), where
-    while origin is None and "." in above:  # a key inside of a value that is written as a whole
-        above = above.rpartition(".")[0]
-        origin = origins.get(above)
+
+    # A key inside a value that is written as a whole has the origin of that value.
+    origin = origins.get(key)
+    parent = key
+    while origin is None and "." in parent:
+        parent = parent.rpartition(".")[0]
+        origin = origins.get(parent)
+
+    # A section has the origin of the first value in it that the user wrote.
     if origin is None or origin.kind == "default":
-        below = [value for path, value in origins.items() if path.startswith(f"{where}.")]
-        stated = [value for value in below if value.kind in ("file", "override")]
-        origin = stated[0] if stated else origin
+        for path, value in origins.items():
+            if path.startswith(f"{key}.") and value.kind in ("file", "override"):
+                origin = value
+                break
     if origin is None:
         return error
-    return replace(error, where=f"{where} ({origin})")
+    return replace(error, where=f"{key} ({origin})")

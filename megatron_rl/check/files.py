@@ -1,49 +1,68 @@
-"""What is there of the files that a configuration names, and what is still to be made."""
+"""Files that a configuration names: which are missing, and which a preparation command will still make."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.errors import UserError, neighbours
 
 
 @dataclass
 class Files:
-    """Collect findings about files.
+    """Findings about the files that a configuration names.
 
-    ``prepare`` maps a directory to the command that makes it; what is missing below one that is not there
-    yet is collected in ``to_be_made``. Other missing files are errors, or with ``absent`` warnings.
+    Attributes:
+        prepare: Directory -> the command that makes it. A file below a directory that does not exist yet is
+            collected in ``to_be_made`` and is not an error.
+        allow_missing: Whether missing files are warnings (``missing``) instead of errors.
+        errors: Files that are missing, broken or of the wrong kind.
+        warnings: Files that are read, and that are rarely meant this way.
+        missing: Missing files, where ``allow_missing`` is set.
+        to_be_made: (directory, command) -> the files below the directory, each with the key that names it.
+
+    Example:
+        >>> files = Files(prepare={"/nowhere/data": "python make_data.py"})
+        >>> files.miss(Path("/nowhere/data/train.jsonl"), "no data set", "data.train", "a file of records")
+        >>> files.errors, list(files.to_be_made.values())
+        ([], [['/nowhere/data/train.jsonl (data.train)']])
     """
 
     prepare: Mapping[str, str] = field(default_factory=dict)
-    absent: bool = False
+    allow_missing: bool = False
     errors: list[UserError] = field(default_factory=list)
     warnings: list[UserError] = field(default_factory=list)
     missing: list[UserError] = field(default_factory=list)
     to_be_made: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
-    def miss(self, path: Path, message: str, where: str, expected: str, fix: str | None = None) -> None:
-        """Record a missing file, as a warning where its directory is still to be made."""
-        command = self._command(path)
+    def miss(self, path: Path, message: str, key: str, expected: str, fix: str | None = None) -> None:
+        """Record a missing file; a file below a directory that is still to be made is no error."""
+        # The user's command in `prepare` makes this file.
+        preparation = self._preparation(path)
+        if preparation is not None:
+            directory, command = preparation
+            if not Path(directory).exists():
+                self.to_be_made.setdefault(preparation, []).append(f"{path} ({key})")
+                return
+            fix = f"make it with: {command}"
+
         error = UserError(
-            message,
-            where=where,
-            expected=expected,
-            got=neighbours(path),
-            fix=f"make it with: {command[1]}" if command else fix or "correct the path",
+            message, where=key, expected=expected, got=neighbours(path), fix=fix or "correct the path"
         )
-        if command is not None and not Path(command[0]).exists():
-            self.to_be_made.setdefault(command, []).append(f"{path} ({where})")
+
+        if self.allow_missing:
+            self.missing.append(error)
         else:
-            (self.missing if self.absent else self.errors).append(error)
+            self.errors.append(error)
 
     def unmade(self) -> list[UserError]:
         """Return one finding for each directory that its command has still to make."""
         return [
             UserError(
-                f"{directory} is not there yet",
+                f"{directory} does not exist yet",
                 where="prepare",
                 expected="\n".join(paths),
                 got=f"no directory {directory}",
@@ -52,9 +71,30 @@ class Files:
             for (directory, command), paths in self.to_be_made.items()
         ]
 
-    def _command(self, path: Path) -> tuple[str, str] | None:
+    def _preparation(self, path: Path) -> tuple[str, str] | None:
+        """Return the prepared directory that is or contains ``path``, with its command."""
         for directory, command in self.prepare.items():
             root = Path(directory)
             if path == root or root in path.parents:
                 return directory, command
         return None
+
+
+def parse_json_object(text: str | bytes) -> dict[str, Any]:
+    """Return the JSON object in ``text``; raises ValueError for any other content.
+
+    The one guard of `check` against JSON that is nested beyond Python's recursion limit.
+    """
+    try:
+        values = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+
+    if not isinstance(values, dict):
+        raise ValueError(f"{type(values).__name__} instead of an object")
+    return values
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; raises OSError, or ValueError for any other content."""
+    return parse_json_object(file.read_text(encoding="utf-8"))

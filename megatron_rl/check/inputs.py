@@ -1,4 +1,8 @@
-"""Check what a run reads and writes: model, data, reward function, run folder, checkpoint."""
+"""Rules on everything that a run reads and writes: models, data, functions, run folder, checkpoints.
+
+`check_inputs` calls the rules of `model`, `data`, `rewards` and `engine` in the order in which they need each
+other's results: the model first, since data needs its tokenizer and chat template.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from megatron_rl.check.data.lengths import Tokens
-from megatron_rl.check.data.sets import DataPreview, DataSet, Reading, check_data
+from megatron_rl.check.data import DataPreview, DataSet, ReadBudget, TokenCounter, check_data
 from megatron_rl.check.engine.arguments import check_tool_parser
 from megatron_rl.check.engine.servers import check_engine_servers
 from megatron_rl.check.files import Files
 from megatron_rl.check.model.config import check_model_config
-from megatron_rl.check.model.provider import provider_errors
-from megatron_rl.check.model.template import chat_templates, has_chat_template
-from megatron_rl.check.model.tokenizer import check_tokenizer, stop_errors
+from megatron_rl.check.model.megatron_lm import provider_errors
+from megatron_rl.check.model.tokenizer import chat_templates, check_tokenizer, has_chat_template, stop_errors
 from megatron_rl.check.model.weights import check_weights
 from megatron_rl.check.resume import resume_errors
 from megatron_rl.check.rewards.containment import check_enforced, check_limits, contained_sections
 from megatron_rl.check.rewards.evaluation import best_errors, evaluation_set_errors
-from megatron_rl.check.rewards.function import check_not_hidden, check_reward
+from megatron_rl.check.rewards.functions import check_not_hidden, check_reward, function_errors
 from megatron_rl.check.rewards.servers import check_servers, silent_servers
-from megatron_rl.check.rewards.user_functions import function_errors
 from megatron_rl.check.stages import repeated_records
-from megatron_rl.config.derive import has_transformer_engine, longest_row
+from megatron_rl.config.derive import longest_row
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import flatten
 from megatron_rl.config.roles import VOCABULARY, role_of, role_sections, spec_at, stated_models
@@ -44,399 +45,500 @@ from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, download_command, read_pretrained
 from megatron_rl.shapes.published import read_trainable
 
-_PATHS = ("path", "megatron", "hf_path", "train", "data", "held_out", "run_dir", "resume")
-"""Last names of the settings that hold a path."""
+_PATH_SETTINGS = ("path", "megatron", "hf_path", "train", "data", "held_out", "run_dir", "resume")
+"""Last names of the keys whose value is a path."""
+
 _MODEL_FILES = "a directory with config.json, *.safetensors and tokenizer files"
+
+_ACTOR_PATH = "model.path"
 
 
 @dataclass
 class Inputs:
-    """Collect what the inputs say: the model's shape, the first training record, and findings."""
+    """Inputs of a run and the findings about them, filled in by `check_inputs`.
+
+    Attributes:
+        config: The configuration.
+        files: Findings about files.
+        is_valid: Returns whether no value at, below or around the given keys has an error.
+        shipped_models: Folder with NAME/config.json, for models that are not on this machine.
+        before_run: Whether this is a check before the run. The run itself reads all data, asks the servers
+            and reports what its kernel enforces, so its own check does not.
+        errors: Errors of the inputs; ``files`` has further ones.
+        warnings: Warnings of the inputs.
+        shape: Shape of the actor's model, None if not available.
+        shapes: Role -> shape of its model, for roles whose model is not the actor's.
+        roles_without_shape: Roles whose model is not the actor's and not available.
+        models: Role -> config.json of its model, where one is available.
+        preview: Records of the training data.
+        derived_templates: Key of an unset ``chat_template`` -> the value that follows from the first record.
+        uses_template: Key of a data set -> whether its prompts go through the chat template.
+        tokens: Counter of tokens, None in a run.
+        read_budget: Bytes of data sets that are still read to their ends.
+    """
 
     config: RunConfig
     files: Files
-    fine: Callable[..., bool]  # whether no value below the given paths is known to be wrong
+    is_valid: Callable[..., bool]
     shipped_models: Path | None
-    before: bool = True  # the run, which reads all of the data itself, and asks servers
+    before_run: bool = True
     errors: list[UserError] = field(default_factory=list)
     warnings: list[UserError] = field(default_factory=list)
     shape: ModelShape | None = None
-    shapes: dict[str, ModelShape] = field(default_factory=dict)  # of roles whose model is another one
-    shapeless: set[str] = field(default_factory=set)  # roles whose model is another one, which is not here
-    models: dict[str, Path] = field(default_factory=dict)  # config.json by role, where one is here
+    shapes: dict[str, ModelShape] = field(default_factory=dict)
+    roles_without_shape: set[str] = field(default_factory=set)
+    models: dict[str, Path] = field(default_factory=dict)
     preview: DataPreview | None = None
-    templated: dict[str, bool] = field(default_factory=dict[str, bool])  # by settings that are not stated
-    wanted: dict[str, bool] = field(default_factory=dict[str, bool])  # by data set: takes the chat template
-    tokens: Tokens | None = None
-    reading: Reading = field(default_factory=Reading)
+    derived_templates: dict[str, bool] = field(default_factory=dict[str, bool])
+    uses_template: dict[str, bool] = field(default_factory=dict[str, bool])
+    tokens: TokenCounter | None = None
+    read_budget: ReadBudget = field(default_factory=ReadBudget)
+
+    def __post_init__(self) -> None:
+        if not self.before_run:
+            self.read_budget.remaining = 0
+        elif self.is_valid(_ACTOR_PATH):
+            self.tokens = TokenCounter(Path(self.config.model.path))
 
     @cached_property
     def template(self) -> str | None:
-        """Return the source of the model's chat template, None where there is no model that can be read."""
+        """Return the source of the actor's chat template, None if not available."""
         path = Path(self.config.model.path)
-        return template_source(chat_templates(path)) if self.fine("model.path") and path.is_dir() else None
-
-    def __post_init__(self) -> None:
-        if not self.before:
-            self.reading.left = 0
-        elif self.fine("model.path"):
-            self.tokens = Tokens(Path(self.config.model.path))
+        if not self.is_valid(_ACTOR_PATH) or not path.is_dir():
+            return None
+        return template_source(chat_templates(path))
 
 
 def check_paths(config: RunConfig) -> Iterator[UserError]:
-    """Return the paths that no file can have, before anything looks for one."""
-    stated = [
-        (where, path)
-        for where, value in flatten(config).items()
-        if where.rpartition(".")[2] in _PATHS
-        for path in (value if isinstance(value, tuple) else [value])
-    ]
-    for where, value in stated:
-        if not isinstance(value, str):
+    """Yield the errors of values that no file system takes as a path.
+
+    The rules that read a file then need no guard: its path is missing, unreadable or valid.
+    """
+    for key, value in flatten(config).items():
+        if key.rpartition(".")[2] not in _PATH_SETTINGS:
             continue
-        try:
-            os.lstat(value)
-        except (FileNotFoundError, NotADirectoryError, PermissionError):
-            continue  # whether something is missing, or in the way, is said where it is read
-        except (OSError, ValueError) as error:
-            shown = value if len(value) <= 60 else f"{value[:60]}... ({len(value):,} characters)"
-            yield UserError(
-                f"{where} cannot be a path",
-                where=where,
-                expected="a path that this system takes",
-                got=f"{shown!r}: {getattr(error, 'strerror', None) or error}",
-                fix=f"correct {where}",
-            )
+        paths = value if isinstance(value, tuple) else (value,)
+        for path in paths:
+            if isinstance(path, str):
+                yield from _path_errors(key, path)
 
 
-def check_attention(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of a stated attention whose package is not on this machine."""
-    if config.model.attention != "transformer_engine" or has_transformer_engine():
-        return
-    yield UserError(
-        "Transformer Engine is not installed on this machine, or not its extension of PyTorch",
-        where="model.attention",
-        expected="the package transformer_engine[pytorch] where the run is started",
-        got="transformer_engine",
-        fix="install it (pip install transformer_engine[pytorch]), or set model.attention=torch, "
-        "whose activations take more memory",
-    )
+def _path_errors(key: str, path: str) -> Iterator[UserError]:
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return  # reported by the rule that reads the file
+    except (OSError, ValueError) as error:  # too long, or with a null character
+        text = path
+        if len(path) > 60:
+            text = f"{path[:60]}... ({len(path):,} characters)"
+        yield UserError(
+            f"{key} cannot be a path",
+            where=key,
+            expected="a path that this system takes",
+            got=f"{text!r}: {getattr(error, 'strerror', None) or error}",
+            fix=f"correct {key}",
+        )
 
 
-def _check_reward(check: Inputs) -> None:
-    reward, first = check.config.reward, check.preview.first if check.preview else None
+def check_inputs(inputs: Inputs) -> None:
+    """Check every input of the run, and add findings, shapes and previews to ``inputs``."""
+    config = inputs.config
+
+    _check_models(inputs)
+    _check_data(inputs)
+
+    # `checkpoint.best` names a metric of an evaluation set.
+    if inputs.is_valid("evaluation", "checkpoint"):
+        inputs.errors.extend(best_errors(config))
+
+    if config.job == TRAIN and inputs.is_valid("reward"):
+        _check_reward(inputs)
+        if inputs.before_run and inputs.is_valid("evaluation.sets"):
+            inputs.errors.extend(function_errors(config))
+
+    # Contained code, the environment, and values that a run folder hides.
+    _check_containment(inputs)
+    _check_environment(inputs)
+    inputs.errors.extend(check_not_hidden("rollout.vllm", config.rollout.vllm))
+
+    # Where the run writes, and what it resumes from.
+    if inputs.is_valid("run_dir"):
+        inputs.errors.extend(_run_dir_errors(Path(config.run_dir)))
+    if config.job == TRAIN and inputs.is_valid("checkpoint.resume", "run_dir", _ACTOR_PATH):
+        inputs.errors.extend(resume_errors(config))
+
+
+def _check_models(inputs: Inputs) -> None:
+    """Check the actor's model, its provider, and the models of other roles."""
+    config = inputs.config
+    if inputs.is_valid(_ACTOR_PATH):
+        inputs.shape = _check_model(inputs, config.model.path, _ACTOR_PATH)
+        if config.job == TRAIN and inputs.is_valid("rollout.stop", "rollout.sampling_profiles"):
+            inputs.errors.extend(stop_errors(Path(config.model.path), config.rollout))
+
+    actor = None
+    if config.model.provider is not None and inputs.shape is not None:
+        actor = read_pretrained(inputs.models["actor"])
+    inputs.errors.extend(provider_errors(config.model, actor))
+
+    for section, path in stated_models(config).items():
+        # An error of a reward model may be about its name, which is above its path.
+        key = f"{section}.path"
+        if section.startswith("reward."):
+            key = section
+        if inputs.is_valid(key):
+            _check_role_model(inputs, path, section)
+
+
+def _check_data(inputs: Inputs) -> None:
+    """Check the records of training, of evaluation sets and of stages."""
+    config = inputs.config
+    limit = config.data.max_prompt_tokens
+
+    # Training data.
+    fields = ("data.prompt_field", "data.ground_truth_field")
+    if config.data.train is not None and inputs.is_valid(*fields, "data.train"):
+        consumers = prompt_consumers(config)
+        reader = RecordReader(config.data, "data.train", consumers=consumers, template=inputs.template)
+        inputs.preview = _check_data_set(inputs, DataSet(config.data.train, reader, limit))
+
+    # Evaluation sets, whose fields default to those of training.
+    for name, evaluation_set in config.evaluation.sets.items():
+        key = f"evaluation.sets.{name}"
+        if inputs.is_valid(*fields, key):
+            data = fields_of(config.data, evaluation_set, key)
+            consumers = prompt_consumers(config, name)
+            reader = RecordReader(data, f"{key}.data", consumers=consumers, template=inputs.template)
+            _check_data_set(inputs, DataSet(evaluation_set.data, reader, limit))
+            inputs.errors.extend(evaluation_set_errors(name, evaluation_set))
+    if config.rollout.environment is not None:
+        inputs.errors.extend(_mixed_template_errors(inputs))
+
+    # Stages, and the end of the process that rendered the template.
+    for plan in stage_plans(config):
+        _check_stage_data(inputs, plan)
+    if inputs.tokens is not None:
+        inputs.tokens.close()
+
+
+def _check_reward(inputs: Inputs) -> None:
+    """Check reward functions and servers, and whether the servers answer now."""
+    reward = inputs.config.reward
     errors = [*check_reward(reward), *check_servers(reward)]
+
+    # Rewards of code run the tests in the ground truth: try to read those of the first record.
+    first = inputs.preview.first if inputs.preview else None
     if reward.code is not None and first is not None:
         try:
-            read_tests(first.get(check.config.data.ground_truth_field))
+            read_tests(first.get(inputs.config.data.ground_truth_field))
         except ValueError as error:
             errors.append(
                 UserError(
-                    "the ground truth of the first record holds no tests",
+                    "the ground truth of the first record contains no tests",
                     where="reward.code",
                     expected="a list of {stdin, stdout}, {call, returns} or 'assert f(x) == y'",
                     got=str(error),
                     fix="correct the data, or name the field that holds tests in data.ground_truth_field",
                 )
             )
-    check.errors.extend(errors)
-    if check.before and not check.files.absent and not errors:
-        rollout = check.config.rollout
-        urls, health_path = (), None
-        if not rollout.capabilities.in_process and not list(check_engine_servers(rollout)):
-            urls, health_path = rollout.server.urls, ENGINES[rollout.engine].health_path
-        check.warnings.extend(silent_servers(reward, urls, health_path))
-
-
-def check_inputs(check: Inputs) -> None:
-    """Fill in what the inputs say."""
-    config = check.config
-
-    _check_models(check)
-    _check_data(check)
-    if check.fine("evaluation", "checkpoint"):
-        check.errors.extend(best_errors(config))
-
-    if config.job == TRAIN and check.fine("reward"):
-        _check_reward(check)
-        if check.before and check.fine("evaluation.sets"):
-            check.errors.extend(function_errors(config))
-    _check_containment(check)
-    _check_environment(check)
-    check.errors.extend(check_not_hidden("rollout.vllm", config.rollout.vllm))
-
-    if check.fine("run_dir"):
-        check.errors.extend(_run_dir(Path(config.run_dir)))
-    if config.job == TRAIN and check.fine("checkpoint.resume", "run_dir", "model.path"):
-        check.errors.extend(resume_errors(config))
-
-
-def _check_models(check: Inputs) -> None:
-    """Check the model of the run, its provider, and the models of roles that name another."""
-    config = check.config
-    if check.fine("model.path"):
-        check.shape = _model(check, config.model.path, "model.path")
-        if config.job == TRAIN and check.fine("rollout.stop", "rollout.sampling_profiles"):
-            check.errors.extend(stop_errors(Path(config.model.path), config.rollout))
-    provided = config.model.provider is not None and check.shape is not None
-    actor = read_pretrained(check.models["actor"]) if provided else None
-    check.errors.extend(provider_errors(config.model, actor))
-    for role, path in stated_models(config).items():
-        if check.fine(role if role.startswith("reward.") else f"{role}.path"):  # a name may be wrong itself
-            _same_vocabulary(check, path, role)
-
-
-def _check_data(check: Inputs) -> None:
-    """Check the records of training, of evaluation sets and of stages."""
-    config = check.config
-    limit = config.data.max_prompt_tokens
-    if config.data.train is not None and check.fine(
-        "data.prompt_field", "data.ground_truth_field", "data.train"
-    ):
-        reader = RecordReader(
-            config.data, "data.train", consumers=prompt_consumers(config), template=check.template
-        )
-        check.preview = _look(check, DataSet(config.data.train, reader, limit))
-    for name, described in config.evaluation.sets.items():
-        where = f"evaluation.sets.{name}"
-        if check.fine("data.prompt_field", "data.ground_truth_field", where):
-            data = fields_of(config.data, described, where)
-            consumers = prompt_consumers(config, name)
-            reader = RecordReader(data, f"{where}.data", consumers=consumers, template=check.template)
-            _look(check, DataSet(described.data, reader, limit))
-            check.errors.extend(evaluation_set_errors(name, described))
-    if config.rollout.environment is not None:
-        check.errors.extend(_other_kinds(check))
-    for plan in stage_plans(config):
-        _check_stage_data(check, plan)
-    if check.tokens is not None:
-        check.tokens.close()
-
-
-def _check_containment(check: Inputs) -> None:
-    """Check the limits of every section whose code runs contained, and what the kernel enforces of them."""
-    sections = contained_sections(check.config)
-    contained = {where: limits for where, limits in sections.items() if check.fine(where)}
-    errors = [
-        error for where, limits in contained.items() for error in check_limits(where, limits, check.files)
-    ]
-    check.errors.extend(errors)
-
-    # A run reports on its own processes.
-    if check.before and not check.files.absent and not errors:
-        check.warnings.extend(check_enforced(contained))
-
-
-def _check_environment(check: Inputs) -> None:
-    environment = check.config.rollout.environment
-    if check.config.job != TRAIN or environment is None or not check.fine("rollout.environment"):
+    inputs.errors.extend(errors)
+    if errors or not inputs.before_run or inputs.files.allow_missing:
         return
 
-    hidden = check_not_hidden("rollout.environment", environment.settings)
-    check.errors.extend(hidden or environment_errors(environment))
-    check.errors.extend(check_tool_parser(environment.tool_parser))
+    # Reward servers and the engine's servers are asked at once, within one timeout.
+    rollout = inputs.config.rollout
+    urls: tuple[str, ...] = ()
+    health_path = None
+    if not rollout.capabilities.in_process and not list(check_engine_servers(rollout)):
+        urls = rollout.server.urls
+        health_path = ENGINES[rollout.engine].health_path
+    inputs.warnings.extend(silent_servers(reward, urls, health_path))
 
 
-def _check_stage_data(check: Inputs, plan: StagePlan) -> None:
-    """Check the data sets of a stage, whose records hold the prompt and each response."""
-    settings = {name: f"{plan.where}.{name}" for name in plan.settings.RESPONSES}
-    responses = {getattr(plan.settings, name): where for name, where in settings.items()}
+def _check_containment(inputs: Inputs) -> None:
+    """Check the limits of contained code, and which of them the kernel enforces."""
+    sections = contained_sections(inputs.config)
+    sections = {key: limits for key, limits in sections.items() if inputs.is_valid(key)}
+    errors: list[UserError] = []
+    for key, limits in sections.items():
+        errors.extend(check_limits(key, limits, inputs.files))
+    inputs.errors.extend(errors)
+
+    # A run reports what its own contained processes do not have enforced.
+    if inputs.before_run and not inputs.files.allow_missing and not errors:
+        inputs.warnings.extend(check_enforced(sections))
+
+
+def _check_environment(inputs: Inputs) -> None:
+    """Check that the environment can be loaded and that the engine has its parser of tool calls."""
+    environment = inputs.config.rollout.environment
+    if inputs.config.job != TRAIN or environment is None or not inputs.is_valid("rollout.environment"):
+        return
+    hidden_errors = check_not_hidden("rollout.environment", environment.settings)
+    inputs.errors.extend(hidden_errors or environment_errors(environment))
+    inputs.errors.extend(check_tool_parser(environment.tool_parser))
+
+
+def _check_stage_data(inputs: Inputs, plan: StagePlan) -> None:
+    """Check the data sets of a stage, whose records contain the prompt and each response."""
+    # Responses and the keys that name their fields, two for pairs.
+    settings = plan.settings
+    response_keys = [f"{plan.where}.{name}" for name in settings.RESPONSES]
+    responses = {getattr(settings, name): f"{plan.where}.{name}" for name in settings.RESPONSES}
     for name in ("data", "held_out"):
-        path, where = getattr(plan.settings, name), f"{plan.where}.{name}"
-        if path is not None and check.fine("data.prompt_field", where, *settings.values()):
-            data = fields_of(check.config.data, plan.settings, plan.where)
-            every_turn = plan.settings.every_turn
-            described = DataSet(
-                path,
-                RecordReader(data, where, responses, every_turn, template=check.template),
-                plan.settings.max_row_tokens or longest_row(check.config),
-                f"{plan.where}.max_row_tokens",
-            )
-            preview = _look(check, described)
-            if name == "data" and preview is not None and preview.count is not None:
-                check.warnings.extend(repeated_records(plan, preview.count))
+        path = getattr(settings, name)
+        key = f"{plan.where}.{name}"
+        if path is None or not inputs.is_valid("data.prompt_field", key, *response_keys):
+            continue
+        data = fields_of(inputs.config.data, settings, plan.where)
+        reader = RecordReader(data, key, responses, settings.every_turn, template=inputs.template)
+        limit = settings.max_row_tokens or longest_row(inputs.config)
+        preview = _check_data_set(inputs, DataSet(path, reader, limit, f"{plan.where}.max_row_tokens"))
+        if name == "data" and preview is not None and preview.count is not None:
+            inputs.warnings.extend(repeated_records(plan, preview.count))
 
 
-def _model(check: Inputs, path: str, where: str) -> ModelShape | None:
-    shipped = _shipped(check.shipped_models, Path(path))
-    role = "actor" if where == "model.path" else role_of(where.removesuffix(".path"))
-    file = Path(path) / "config.json" if Path(path).is_dir() else shipped
+def _check_model(inputs: Inputs, path: str, key: str) -> ModelShape | None:
+    """Check the model at ``path``, which ``key`` names; return its shape, None if not available."""
+    # Without the checkpoint, its shipped config.json still gives the sizes.
+    shipped = _shipped_config(inputs.shipped_models, Path(path))
+    file = shipped
+    if Path(path).is_dir():
+        file = Path(path) / "config.json"
     if file is not None and file.is_file():
-        check.models[role] = file
-    model = _model_files(Path(path), where, check.files, shipped)
-    if model is not None:
-        check.errors.extend(_output_errors(model, where, check.config))
-    return None if model is None else model.shape
+        inputs.models[_role_at(key)] = file
+
+    model = _check_model_files(Path(path), key, inputs.files, shipped)
+    if model is None:
+        return None
+    inputs.errors.extend(_output_errors(model, key, inputs.config))
+    return model.shape
 
 
-def _model_files(path: Path, where: str, files: Files, shipped: Path | None) -> PretrainedModel | None:
+def _role_at(key: str) -> str:
+    """Return the role whose model the key names."""
+    if key == _ACTOR_PATH:
+        return "actor"
+    return role_of(key.removesuffix(".path"))
+
+
+def _check_model_files(path: Path, key: str, files: Files, shipped: Path | None) -> PretrainedModel | None:
     """Check a Hugging Face checkpoint and return its model.
 
-    ``shipped`` is a config.json to take the sizes from where the checkpoint is not on this machine.
+    ``shipped`` is a config.json that has the sizes where the checkpoint is not on this machine.
     """
-    if not path.is_dir():
-        if path.is_file():
-            files.errors.append(
-                UserError(
-                    "the model path is a file",
-                    where=where,
-                    expected=_MODEL_FILES,
-                    got=str(path),
-                    fix="name the directory that holds the checkpoint",
-                )
+    if path.is_file():
+        files.errors.append(
+            UserError(
+                "the model path is a file",
+                where=key,
+                expected=_MODEL_FILES,
+                got=str(path),
+                fix="name the directory that holds the checkpoint",
             )
-            return None
-        download = f"{download_command(str(path))}, or correct the path"
-        files.miss(path, f"the model directory {path} does not exist", where, _MODEL_FILES, download)
-        return read_trainable(shipped, files.errors) if shipped is not None and shipped.is_file() else None
-    config, model = path / "config.json", None
-    if config.is_file():
-        model = check_model_config(config, files)
-    else:
-        files.miss(
-            config,
-            "the model has no config.json",
-            where,
-            "a Hugging Face checkpoint directory",
-            "name the directory that holds config.json",
         )
-    check_weights(path, where, files, model)
-    check_tokenizer(path, where, files, None if model is None else model.shape.vocab)
+        return None
+    if not path.is_dir():
+        fix = f"{download_command(str(path))}, or correct the path"
+        files.miss(path, f"the model directory {path} does not exist", key, _MODEL_FILES, fix)
+        if shipped is None or not shipped.is_file():
+            return None
+        return read_trainable(shipped, files.errors)
+
+    # The checkpoint: sizes first, then weights and tokenizer that must match them.
+    config_file = path / "config.json"
+    model = None
+    if config_file.is_file():
+        model = check_model_config(config_file, files)
+    else:
+        expected = "a Hugging Face checkpoint directory"
+        fix = "name the directory that holds config.json"
+        files.miss(config_file, "the model has no config.json", key, expected, fix)
+
+    check_weights(path, key, files, model)
+    vocabulary = None
+    if model is not None:
+        vocabulary = model.shape.vocab
+    check_tokenizer(path, key, files, vocabulary)
     return model
 
 
-def _judges(config: RunConfig, role: str) -> bool:
-    """Say whether the model of the role at a path is a reward model that is taken as it is."""
-    section = role_sections(config).get(role)
-    return isinstance(section, RewardModelConfig) and section.training is None
+def _only_scores(config: RunConfig, section: str) -> bool:
+    """Return whether a section is a reward model that is used as it is, without training."""
+    settings = role_sections(config).get(section)
+    return isinstance(settings, RewardModelConfig) and settings.training is None
 
 
-def _output_errors(model: PretrainedModel, where: str, config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of a policy without a vocabulary, or of a judge without a head of one number."""
-    role = where.removesuffix(".path")
-    policy = where == "model.path" or spec_at(role).head == VOCABULARY
-    if model.shape.scalar_head if policy else _judges(config, role) and not model.shape.scalar_head:
-        family = model.family
+def _output_errors(model: PretrainedModel, key: str, config: RunConfig) -> Iterator[UserError]:
+    """Yield the error of a policy with a scalar head, or of a reward model without one."""
+    section = key.removesuffix(".path")
+    family = model.family
+    if key == _ACTOR_PATH or spec_at(section).head == VOCABULARY:
+        if model.shape.scalar_head:
+            yield UserError(
+                f"{key} is a reward model, which has no logits over tokens",
+                where=key,
+                expected=family.architecture,
+                got=model.shape.name,
+                fix="name the checkpoint of a policy",
+            )
+    elif _only_scores(config, section) and not model.shape.scalar_head:
         yield UserError(
-            f"{where} is a reward model, which gives no next tokens"
-            if policy
-            else f"{where} is a policy, which gives no scores",
-            where=where,
-            expected=family.architecture if policy else family.scalar_architecture,
+            f"{key} is a policy, which has no reward head",
+            where=key,
+            expected=family.scalar_architecture,
             got=model.shape.name,
-            fix="name the checkpoint of a policy"
-            if policy
-            else f"name the checkpoint of a reward model, or train one: {role}.training",
+            fix=f"name the checkpoint of a reward model, or train one: {section}.training",
         )
 
 
-def _shipped(folder: Path | None, path: Path) -> Path | None:
-    """Return the config.json that comes with the configurations for a model of this name."""
+def _shipped_config(folder: Path | None, path: Path) -> Path | None:
+    """Return the config.json in ``folder`` for a model of this name, with or without its owner."""
     if folder is None:
         return None
-    names = (Path(path.parent.name) / path.name, Path(path.name))
-    files = (folder / name / "config.json" for name in names)
-    return next((file for file in files if file.is_file()), None)
+    for name in (Path(path.parent.name) / path.name, Path(path.name)):
+        file = folder / name / "config.json"
+        if file.is_file():
+            return file
+    return None
 
 
-def _same_vocabulary(check: Inputs, path: str | None, role: str) -> None:
-    """Check the files of the model of the role at a path, which reads the actor's tokens."""
-    if path is None or (path == starting_model(check.config) and not _judges(check.config, role)):
-        return  # the actor's own model, or what the run makes of it
-    where = f"{role}.path"
-    shape, actor = _model(check, path, where), check.shape
+def _check_role_model(inputs: Inputs, path: str | None, section: str) -> None:
+    """Check the model of a role beside the actor, which reads the actor's tokens."""
+    if path is None:
+        return
+
+    # The actor's own files need no second check.
+    is_starting_model = path == starting_model(inputs.config)
+    if is_starting_model and not _only_scores(inputs.config, section):
+        return  # the actor's model, or a checkpoint that the run itself makes of it
+    key = f"{section}.path"
+    shape = _check_model(inputs, path, key)
+    actor_shape = inputs.shape
     if shape is None:
-        check.shapeless.add(role_of(role))
+        inputs.roles_without_shape.add(role_of(section))
         return
-    check.shapes[role_of(role)] = shape
-    if actor is None or shape.vocab == actor.vocab:
-        return
-    check.errors.append(
-        UserError(
-            f"the {role} has another vocabulary than the model",
-            where=where,
-            expected=f"{actor.vocab} tokens",
-            got=f"{shape.vocab} tokens",
-            fix=f"use a {role} of the same model family and tokenizer",
+
+    # Tokens pass between roles as ids, so that the vocabularies must be equal.
+    inputs.shapes[role_of(section)] = shape
+    if actor_shape is not None and shape.vocab != actor_shape.vocab:
+        inputs.errors.append(
+            UserError(
+                f"the {section} has another vocabulary than the model",
+                where=key,
+                expected=f"{actor_shape.vocab} tokens",
+                got=f"{shape.vocab} tokens",
+                fix=f"use a {section} of the same model family and tokenizer",
+            )
         )
-    )
 
 
-def _look(check: Inputs, described: DataSet) -> DataPreview | None:
-    """Check a data set, and whether its prompts become tokens; return what was read."""
-    preview = check_data(described, check.files, check.reading)
+def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
+    """Check a data set's records, template and tokens; return its records, None if it cannot be read."""
+    preview = check_data(data_set, inputs.files, inputs.read_budget)
     if preview is None or preview.first is None:
         return preview
-    data, first, path = described.data, preview.first, Path(check.config.model.path)
-    template, tools = data.setting_of("chat_template"), data.tools_field
-    messages = isinstance(first.get(data.prompt_field), list)
-    if data.chat_template is None:
-        check.templated.setdefault(template, messages)
-    if tools is not None and tools not in first:
-        check.warnings.append(
+    data = data_set.data
+    first = preview.first
+
+    # Tools are optional in a record, but rarely missing from the first.
+    tools_key = data.setting_of("tools_field")
+    if data.tools_field is not None and data.tools_field not in first:
+        inputs.warnings.append(
             UserError(
-                f"the first record of {described.where} has no tools",
-                where=data.setting_of("tools_field"),
-                expected=f"a list in the field `{tools}` where a record has tools",
+                f"the first record of {data_set.path} has no tools",
+                where=tools_key,
+                expected=f"a list in the field `{data.tools_field}` where a record has tools",
                 got=f"fields {', '.join(first)}",
-                fix=f"correct {data.setting_of('tools_field')}, if no record has them",
+                fix=f"correct {tools_key}, if no record has them",
             )
         )
-    wants = check.wanted[described.where] = messages if data.chat_template is None else data.chat_template
-    if wants and check.fine(template, "model.path") and path.is_dir() and not has_chat_template(path):
-        check.errors.append(
+
+    # Prompts that are lists of messages need the chat template; the user may also ask for it.
+    template_key = data.setting_of("chat_template")
+    uses_template = data.chat_template
+    if uses_template is None:
+        uses_template = isinstance(first.get(data.prompt_field), list)
+        inputs.derived_templates.setdefault(template_key, uses_template)
+    inputs.uses_template[data_set.path] = uses_template
+
+    model = Path(inputs.config.model.path)
+    model_available = inputs.is_valid(template_key, _ACTOR_PATH) and model.is_dir()
+    if uses_template and model_available and not has_chat_template(model):
+        inputs.errors.append(
             UserError(
                 "the tokenizer has no chat template",
-                where=template,
+                where=template_key,
                 expected="chat_template.jinja, or chat_template in tokenizer_config.json",
-                got=f"neither in {path}, and prompts of {described.where} that need one",
-                fix=f"use an instruction-tuned model, or prompts that are text with {template}=false",
+                got=f"neither in {model}, and prompts of {data_set.path} that need one",
+                fix=f"use an instruction-tuned model, or prompts that are text with {template_key}=false",
             )
         )
-    elif check.tokens is not None and check.fine("data.max_prompt_tokens", "rollout", described.limited_by):
-        check.tokens.look(described, preview, check.config.data.over_long, check.files)
+    elif inputs.tokens is not None and inputs.is_valid(
+        "data.max_prompt_tokens", "rollout", data_set.limited_by
+    ):
+        inputs.tokens.check(data_set, preview, inputs.config.data.over_long, inputs.files)
     return preview
 
 
-def _other_kinds(check: Inputs) -> Iterator[UserError]:
-    """Yield the errors of sets that an environment would go on with otherwise than with the training data."""
-    wanted = check.wanted.get("data.train")
-    for where, other in check.wanted.items():
-        if wanted is not None and where.startswith("evaluation.") and other is not wanted:
-            setting = f"{where.removesuffix('.data')}.chat_template={str(wanted).lower()}"
-            words = {True: "prompts that go through the chat template", False: "prompts of plain text"}
+def _mixed_template_errors(inputs: Inputs) -> Iterator[UserError]:
+    """Yield the errors of evaluation sets that differ from the training data in using the chat template.
+
+    An environment continues all conversations of a run in one way.
+    """
+    training_uses = inputs.uses_template.get("data.train")
+    if training_uses is None:
+        return
+    descriptions = {True: "prompts that go through the chat template", False: "prompts of plain text"}
+    for key, uses_template in inputs.uses_template.items():
+        if key.startswith("evaluation.") and uses_template is not training_uses:
+            setting = f"{key.removesuffix('.data')}.chat_template={str(training_uses).lower()}"
             yield UserError(
-                "an environment goes on with all conversations in one way, and the data has two",
-                where=where,
-                expected=f"{words[wanted]}, as data.train",
-                got=words[other],
+                "an environment continues all conversations in one way, and the data has two",
+                where=key,
+                expected=f"{descriptions[training_uses]}, as data.train",
+                got=descriptions[uses_template],
                 fix=f"set {setting}, or convert the set",
             )
 
 
-def _run_dir(path: Path) -> Iterator[UserError]:
-    """Yield the error of a run folder that cannot be made or written in: a folder is made in its place."""
-    place, folder, first = path, RunFolder(path), path.parts[0] if path.parts else ""
-    while not os.path.lexists(place) and place != place.parent:
-        place = place.parent
-    below = (place, *folder.directories(), folder.stages, folder.reward_models)
-    problems = [f"{item} is no folder" for item in below if os.path.lexists(item) and not item.is_dir()]
-    files = (folder.config, folder.metrics)
-    problems += [f"{item} is no file" for item in files if os.path.lexists(item) and not item.is_file()]
-    problems += [f"{first}: only a shell replaces it by a home"] if first.startswith("~") else []
-    problem = problems[0] if problems else None
-    if problem is None:
-        try:
-            with tempfile.TemporaryDirectory(prefix=".check.", dir=place) as probe:
-                Path(probe, "file").write_bytes(b"x")
-        except OSError as error:
-            problem = f"nothing can be written in {place}: {error.strerror}"
-    if problem is None:
-        return
-    yield UserError(
-        "the run folder cannot be made",
-        where="run_dir",
-        expected="a directory, or a path where one can be made",
-        got=problem,
-        fix="choose another run_dir",
-    )
+def _run_dir_errors(path: Path) -> Iterator[UserError]:
+    """Yield the error of a run folder that cannot be made or written, tried with a temporary folder."""
+    problem = _run_dir_problem(path)
+    if problem is not None:
+        yield UserError(
+            "the run folder cannot be made",
+            where="run_dir",
+            expected="a directory, or a path where one can be made",
+            got=problem,
+            fix="choose another run_dir",
+        )
+
+
+def _run_dir_problem(path: Path) -> str | None:
+    """Return why a run folder cannot be made at ``path``, None where it can."""
+    existing = path
+
+    # The nearest folder that exists, in which the others are made.
+    while not os.path.lexists(existing) and existing != existing.parent:
+        existing = existing.parent
+
+    # Whatever a run writes must not exist as something else.
+    folder = RunFolder(path)
+    for directory in (existing, *folder.directories(), folder.stages, folder.reward_models):
+        if os.path.lexists(directory) and not directory.is_dir():
+            return f"{directory} is not a folder"
+    for file in (folder.config, folder.metrics):
+        if os.path.lexists(file) and not file.is_file():
+            return f"{file} is not a file"
+    if path.parts and path.parts[0].startswith("~"):
+        return f"{path.parts[0]}: only a shell replaces it by a home directory"
+
+    # Rights and full disks show only when something is written.
+    try:
+        with tempfile.TemporaryDirectory(prefix=".check.", dir=existing) as probe:
+            Path(probe, "file").write_bytes(b"x")
+    except OSError as error:
+        return f"nothing can be written in {existing}: {error.strerror}"
+    return None

@@ -1,6 +1,13 @@
-"""Fields of classes in installed packages, read from their sources.
+"""Fields of classes in installed packages, read from their sources without importing them.
 
-The sources are parsed, not imported: an import would take longer than the whole check.
+`check` compares names and types of pass-through settings (``rollout.vllm``, ``actor.megatron``) and of
+config.json with the classes that will receive them. An import would answer the same, but importing vLLM,
+transformers or Megatron takes longer than the whole check, and a machine that only checks may lack torch.
+
+The process that tries Megatron's settings (`megatron_rl.megatron.trial`) does not replace this: its
+dataclasses accept a value of any type, it names no near field for a slip, its answer is awaited only after
+these rules passed, and it knows neither vLLM nor transformers. Whether values fit each other and the model is
+decided there alone.
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ from typing import Any
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.user_code import find_module
 
-_SIMPLE: Mapping[str, tuple[type, ...]] = {
+_PLAIN_TYPES: Mapping[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (int, float),
     "str": (str,),
@@ -27,74 +34,90 @@ _SIMPLE: Mapping[str, tuple[type, ...]] = {
     "dict": (dict,),
     "Dict": (dict,),
 }
+"""Type in an annotation -> the types of YAML and JSON values that it accepts."""
 
 
 @dataclass(frozen=True)
 class InstalledField:
-    """Hold the annotation of a field and the module that it is written in."""
+    """Annotated field of an installed class.
+
+    Attributes:
+        name: Name of the field.
+        annotation: Its annotation as parsed.
+        module: The module that the annotation is written in, where its names are looked up.
+    """
 
     name: str
     annotation: ast.expr
     module: str
 
     def accepts(self, value: Any) -> bool:
-        """Return whether a plain value may be of the field's type; true where the type cannot be told."""
+        """Return whether a plain value may have the field's type; True for types that cannot be resolved."""
         return _accepts(self.annotation, self.module, value)
 
-    def words(self) -> str:
-        """Return the annotation as it is written, a name for choices as the choices."""
-        if isinstance(self.annotation, ast.Name) and self.annotation.id not in _SIMPLE:
-            return ast.unparse(_alias(self.annotation.id, self.module)[0] or self.annotation)
+    def annotation_text(self) -> str:
+        """Return the source of the annotation; the name of a Literal is replaced by its choices."""
+        if isinstance(self.annotation, ast.Name) and self.annotation.id not in _PLAIN_TYPES:
+            definition, _ = _definition(self.annotation.id, self.module)
+            return ast.unparse(definition or self.annotation)
         return ast.unparse(self.annotation)
 
 
 def class_fields(*classes: tuple[str, str]) -> dict[str, InstalledField] | None:
-    """Return the annotated fields of classes, each given as module and name, by field name.
+    """Return the annotated fields of classes by field name; each class is (module, name).
 
-    None where a module is not installed, or another version keeps the class elsewhere.
+    None where a module is not installed, or another version has the class in another module.
     """
     fields: dict[str, InstalledField] = {}
-    for module, name in classes:
-        tree = _tree(module)
-        body = next(
-            (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None
-        )
-        if body is None:
+    for module, class_name in classes:
+        class_body = None
+        for node in _parse_module(module).body:
+            if isinstance(node, ast.ClassDef) and node.name == class_name:
+                class_body = node.body
+                break
+        if class_body is None:
             return None
-        for node in body:
+
+        # Later classes, which inherit from the earlier ones, override their fields.
+        for node in class_body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                fields[node.target.id] = InstalledField(node.target.id, node.annotation, module)
+                name = node.target.id
+                fields[name] = InstalledField(name, node.annotation, module)
     return fields
 
 
 def table_names(module: str, table: str) -> list[str] | None:
-    """Return the names in a module's table, which is written as a dict; None where there is none."""
-    written, _ = _alias(table, module)
-    if not isinstance(written, ast.Dict):
+    """Return the keys of a dict that is a literal in a module's source, None for any other table."""
+    definition, _ = _definition(table, module)
+    if not isinstance(definition, ast.Dict):
         return None
-    return [str(key.value) for key in written.keys if isinstance(key, ast.Constant)]
+    return [str(key.value) for key in definition.keys if isinstance(key, ast.Constant)]
 
 
 def field_error(
     section: str, name: str, value: Any, installed: Mapping[str, InstalledField], owner: str
 ) -> UserError | None:
-    """Return the error of a pass-through value whose name or type ``owner``, a class, does not have."""
-    where, got = f"{section}.{name}", f"`{name}: {value}`"
-    if name not in installed:
-        close = nearest(name, installed)
+    """Return the error of a pass-through setting whose name or type the class ``owner`` does not have."""
+    path = f"{section}.{name}"
+    got = f"`{name}: {value}`"
+
+    # A name that the class does not have.
+    field = installed.get(name)
+    if field is None:
+        suggestion = nearest(name, installed)
+        message = f"{owner} of the installed version has no field `{name}`"
+        fix = "remove it"
+        if suggestion is not None:
+            message += f"; did you mean `{suggestion}`?"
+            fix = f"write `{section}.{suggestion}`"
+        return UserError(message, where=path, expected=f"a field of {owner}", got=got, fix=fix)
+
+    # A value of another type.
+    if not field.accepts(value):
         return UserError(
-            f"{owner} of the installed version has no field `{name}`"
-            + (f"; did you mean `{close}`?" if close else ""),
-            where=where,
-            expected=f"a field of {owner}",
-            got=got,
-            fix=f"write `{section}.{close}`" if close else "remove it",
-        )
-    if not installed[name].accepts(value):
-        return UserError(
-            f"`{where}` has a value of the wrong type",
-            where=where,
-            expected=installed[name].words(),
+            f"`{path}` has a value of the wrong type",
+            where=path,
+            expected=field.annotation_text(),
             got=got,
             fix=f"correct it, or remove it to have the default of {owner}",
         )
@@ -102,9 +125,10 @@ def field_error(
 
 
 @functools.cache
-def _tree(module: str) -> ast.Module:
-    file, missing = find_module(module)
-    if missing is not None or file is None or file.suffix != ".py":
+def _parse_module(module: str) -> ast.Module:
+    """Return the syntax tree of an installed module; an empty one where it cannot be read."""
+    file, missing_module = find_module(module)
+    if missing_module is not None or file is None or file.suffix != ".py":
         return ast.Module([], [])
     try:
         return ast.parse(file.read_text(encoding="utf-8"))
@@ -113,45 +137,64 @@ def _tree(module: str) -> ast.Module:
 
 
 def _accepts(annotation: ast.expr, module: str, value: Any) -> bool:
-    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
-        return _accepts(ast.parse(annotation.value, mode="eval").body, module, value)
+    """Return whether an annotation, written in ``module``, accepts a plain value."""
     if isinstance(annotation, ast.Constant):
+        if isinstance(annotation.value, str):  # a quoted annotation
+            return _accepts(ast.parse(annotation.value, mode="eval").body, module, value)
         return value is None and annotation.value is None
-    if isinstance(annotation, ast.BinOp):
+    if isinstance(annotation, ast.BinOp):  # A | B
         return _accepts(annotation.left, module, value) or _accepts(annotation.right, module, value)
+
     if isinstance(annotation, ast.Subscript):
         return _accepts_subscript(annotation, module, value)
+
+    # Anything else, such as `module.Type`, is accepted.
     if not isinstance(annotation, ast.Name):
         return True
-    kinds = _SIMPLE.get(annotation.id)
-    if kinds is not None:
-        return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-    alias, home = _alias(annotation.id, module)
-    return True if alias is None else _accepts(alias, home, value)
+
+    types = _PLAIN_TYPES.get(annotation.id)
+    if types is not None:
+        is_bool = isinstance(value, bool)  # bool is a subclass of int
+        return isinstance(value, types) and (bool in types or not is_bool)
+
+    # A name of the module's own: follow a Literal or a union, accept a class.
+    definition, defining_module = _definition(annotation.id, module)
+    return definition is None or _accepts(definition, defining_module, value)
 
 
 def _accepts_subscript(annotation: ast.Subscript, module: str, value: Any) -> bool:
-    outer = annotation.value.id if isinstance(annotation.value, ast.Name) else ""
-    inner = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
-    if outer == "Optional":
-        return value is None or _accepts(inner[0], module, value)
-    if outer == "Union":
-        return any(_accepts(option, module, value) for option in inner)
-    if outer == "Literal":
-        return any(not isinstance(option, ast.Constant) or option.value == value for option in inner)
-    return isinstance(value, _SIMPLE[outer]) if outer in _SIMPLE else True
+    """Return whether an annotation such as ``Optional[int]`` or ``list[str]`` accepts a plain value.
+
+    Of lists and dicts only the container's type is compared.
+    """
+    if not isinstance(annotation.value, ast.Name):
+        return True
+    generic = annotation.value.id
+    arguments = [annotation.slice]
+    if isinstance(annotation.slice, ast.Tuple):
+        arguments = annotation.slice.elts
+
+    if generic == "Optional":
+        return value is None or _accepts(arguments[0], module, value)
+    if generic == "Union":
+        return any(_accepts(argument, module, value) for argument in arguments)
+    if generic == "Literal":
+        return any(not isinstance(item, ast.Constant) or item.value == value for item in arguments)
+    return generic not in _PLAIN_TYPES or isinstance(value, _PLAIN_TYPES[generic])
 
 
-def _alias(name: str, module: str) -> tuple[ast.expr | None, str]:
-    """Return what a name stands for in a module, and the module that says so; None where it is no alias."""
-    for node in _tree(module).body:
-        if isinstance(node, ast.Assign) and any(
-            isinstance(target, ast.Name) and target.id == name for target in node.targets
-        ):
-            # A call makes something that no annotation says, such as NewType.
-            return (None if isinstance(node.value, ast.Call) else node.value), module
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for imported in node.names:
-                if (imported.asname or imported.name) == name:
-                    return _alias(imported.name, node.module)
+def _definition(name: str, module: str) -> tuple[ast.expr | None, str]:
+    """Return the expression that a module assigns to a name, and the module of the assignment.
+
+    Imports are followed. None for a name that is not assigned, or assigned by a call such as NewType.
+    """
+    for node in _parse_module(module).body:
+        if isinstance(node, ast.Assign):
+            if any(isinstance(target, ast.Name) and target.id == name for target in node.targets):
+                definition = None if isinstance(node.value, ast.Call) else node.value
+                return definition, module
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    return _definition(alias.name, node.module)
     return None, module

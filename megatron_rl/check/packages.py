@@ -1,12 +1,15 @@
-"""Packages that are needed only for what some configurations name."""
+"""Optional packages: which ones a configuration needs, and whether they are installed on this machine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import NamedTuple
 
+from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.logging import TRACKERS
+from megatron_rl.error_forms import not_installed, unknown_choice
 from megatron_rl.errors import UserError, nearest
 
 GRADERS = {
@@ -14,23 +17,34 @@ GRADERS = {
     "megatron_rl.rewards.reasoning_gym": ("reasoning_gym", "reasoning-gym"),
     "megatron_rl.environments.reasoning_gym": ("reasoning_gym", "reasoning-gym"),
 }
-"""Module of what judges -> the module it needs, and the extra of this package that brings it."""
+"""Module of a reward function or an environment -> the package it imports, and our extra that installs it."""
+
+
+class _Requirement(NamedTuple):
+    """A package that the ``value`` of a key needs, and the extra of this project that installs it."""
+
+    path: str
+    value: str
+    package: str
+    extra: str
 
 
 def logging_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield what is wrong with the names and the address of trackers."""
+    """Yield the errors of unknown trackers and of a malformed Prometheus address."""
     logging = config.logging
+
+    # Names of trackers.
     for name in logging.trackers:
         if name not in TRACKERS:
-            close = nearest(name.lower(), TRACKERS)
-            yield UserError(
-                f"there is no tracker {name!r}",
-                where="logging.trackers",
-                expected=f"some of {', '.join(TRACKERS)}",
-                got=repr(name),
-                fix=f"did you mean {close}?" if close else "remove it",
-            )
-    host, _, port = (logging.prometheus or "localhost:1").rpartition(":")
+            suggestion = nearest(name.lower(), TRACKERS)
+            fix = f"write {suggestion}" if suggestion else "remove it"
+            yield unknown_choice("logging.trackers", name, list(TRACKERS), fix=fix)
+
+    if logging.prometheus is None:
+        return
+
+    # The last colon: a host may be an IPv6 address.
+    host, _, port = logging.prometheus.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         yield UserError(
             "the address for Prometheus is not host:port",
@@ -41,28 +55,48 @@ def logging_errors(config: RunConfig) -> Iterator[UserError]:
         )
 
 
+def check_attention(config: RunConfig) -> Iterator[UserError]:
+    """Yield the error of ``model.attention: transformer_engine`` without an installed Transformer Engine."""
+    if config.model.attention == "transformer_engine" and not has_transformer_engine():
+        yield UserError(
+            "Transformer Engine is not installed on this machine, or not its extension of PyTorch",
+            where="model.attention",
+            expected="the package transformer_engine[pytorch] where the run is started",
+            got="transformer_engine",
+            fix="install it (pip install transformer_engine[pytorch]), or set model.attention=torch, "
+            "whose activations take more memory",
+        )
+
+
 def missing_packages(config: RunConfig) -> Iterator[UserError]:
     """Yield an error for each optional package that the configuration needs and this machine lacks."""
-    needed = [
-        ("logging.trackers", name, TRACKERS[name], name)
-        for name in config.logging.trackers
-        if name in TRACKERS
-    ]
-    functions = {"reward.function": config.reward.function}
+    for requirement in _requirements(config):
+        if find_spec(requirement.package) is None:
+            yield not_installed(
+                f"the package {requirement.package}",
+                requirement.path,
+                purpose=requirement.value,
+                fix=f"pip install megatron_rl[{requirement.extra}], or choose another",
+            )
+
+
+def _requirements(config: RunConfig) -> Iterator[_Requirement]:
+    """Yield the optional packages of trackers, reward functions, evaluators and the environment."""
+    # Each tracker is a package of its own.
+    for name in config.logging.trackers:
+        if name in TRACKERS:
+            yield _Requirement("logging.trackers", name, TRACKERS[name], name)
+
+    # Functions of this package that import an optional one.
+    functions: dict[str, str | None] = {"reward.function": config.reward.function}
     if config.rollout.environment is not None:
         functions["rollout.environment.name"] = config.rollout.environment.name
-    for key, described in config.evaluation.sets.items():
-        functions |= {f"evaluation.sets.{key}.{name}": path for name, path in described.functions().items()}
-    for where, function in functions.items():
-        module, extra = GRADERS.get((function or "").partition(":")[0], (None, None))
-        if module is not None and extra is not None:
-            needed.append((where, str(function), module, extra))
-    for where, named, module, extra in needed:
-        if find_spec(module) is None:
-            yield UserError(
-                f"the package {module} is not installed on this machine",
-                where=where,
-                expected=f"the package {module} where the run is started",
-                got=named,
-                fix=f"pip install megatron_rl[{extra}], or name another",
-            )
+    for set_name, evaluation_set in config.evaluation.sets.items():
+        for key, function in evaluation_set.functions().items():
+            functions[f"evaluation.sets.{set_name}.{key}"] = function
+
+    for path, function in functions.items():
+        module = (function or "").partition(":")[0]
+        if module in GRADERS:
+            package, extra = GRADERS[module]
+            yield _Requirement(path, str(function), package, extra)

@@ -1,7 +1,10 @@
-"""Import the user's pieces in processes of their own before a check imports them in its own.
+"""Import the user's pieces in contained processes before `check` imports them in its own process.
 
-A loss, an engine or a provider of models runs inside the training processes, so a check imports it, too. A
-module that ends its process, or never ends, would do that to the check, which is to report it instead.
+A loss, an engine or a model provider runs inside the training processes, so `check` imports it too. A module
+that exits its process, or never returns, would take `check` with it; here it becomes one error of the report.
+
+The contained processes import this module, so it stays apart from the other rules: its imports are their
+start-up time.
 """
 
 from __future__ import annotations
@@ -33,60 +36,70 @@ _LIMITS = {
     "read": ("/",),
     "environment": tuple(os.environ),
 }
-"""What a training process has anyway."""
-_MOST_AT_ONCE = 8
+"""Limits that restrict nothing: a training process has none, and the piece must load as it does there."""
+
+_MAX_PROCESSES = 8
+"""Contained processes at a time; a configuration rarely names more pieces."""
+
+
+class _ImportFailure(LoadFailed):
+    """Failed import of a piece: ``ended`` is true where its process exited or did not finish the import."""
+
+    ended = True
 
 
 def rehearse(pieces: Mapping[str, str], *, only: tuple[str, ...] = ()) -> list[UserError]:
-    """Return the errors of ``file.py:Name`` or ``module:Name`` by key, of those that cannot be imported.
+    """Import each ``file.py:Name`` or ``module:Name`` in a process of its own, and return the errors by key.
 
-    A piece whose import raises is an error here for the keys in ``only``, which nothing else imports; of the
-    others the check tells what they raise when it imports them.
+    Every piece that ends its process, or never finishes, is an error. A piece whose import raises is an error
+    only for the keys in ``only``: `check` imports the other pieces itself and reports the exception then.
     """
-    named = {key: spec for key, spec in pieces.items() if ":" in spec}
-    if not named:
+    # A name without a colon is one of this package, which needs no rehearsal.
+    specs = {key: spec for key, spec in pieces.items() if ":" in spec}
+    if not specs:
         return []
-    with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
-        failures = list(pool.map(_failure, named.values()))
+
+    with ThreadPoolExecutor(_MAX_PROCESSES) as pool:
+        failures = list(pool.map(_import_failure, specs.values()))
+
     errors: list[UserError] = []
-    for (key, spec), failure in zip(named.items(), failures, strict=True):
+    for (key, spec), failure in zip(specs.items(), failures, strict=True):
         if failure is not None and (failure.ended or key in only):
             expected = "file.py:Name or module:Name that can be imported"
             errors.append(failure.as_error(spec, key, expected))
     return errors
 
 
-class _Failure(LoadFailed):
-    """Why a piece was not imported; ``ended`` is whether its process ended or did not get to an end."""
-
-    ended = True
-
-
-def _failure(spec: str) -> _Failure | None:
+def _import_failure(spec: str) -> _ImportFailure | None:
+    """Import a piece in a contained process; return the failure, None where it can be imported."""
+    # The process may exit or hang; apart from that it is not restricted.
     process = ContainedProcess("megatron_rl.check.rehearsal:serve", _LIMITS, spec)
     try:
         answer = process.load(spec)
-    except LoadFailed as failed:
-        return _Failure(failed.reason, failed.details)
+    except LoadFailed as error:
+        return _ImportFailure(error.reason, error.details)
     finally:
         process.kill()
+
     if "raised" not in answer:
         return None
-    failure = _Failure(readable(str(answer["raised"])), readable(str(answer.get("text", ""))))
+    failure = _ImportFailure(readable(str(answer["raised"])), readable(str(answer.get("text", ""))))
     failure.ended = False
     return failure
 
 
-def serve(requests: Requests, limits: Mapping[str, Any], missing: list[str]) -> None:
-    """Import the piece that the trainer names, and say whether that raised."""
-    place, spec = requests.read()
-    search(place)
+def serve(requests: Requests, limits: Mapping[str, Any], unenforced: list[str]) -> None:
+    """Import the requested piece in this contained process, and reply whether the import raised."""
+    # Modules are searched as in the parent process, and in the copies that a run keeps.
+    search_path, spec = requests.read()
+    search(search_path)
     module, _, name = spec.rpartition(":")
+
     answer: dict[str, Any] = {"kind": READY}
     try:
         value: Any = load_module(module)
         for attribute in name.split("."):
             value = getattr(value, attribute)
-    except BaseException as error:
+    except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's module, too
         answer |= {"raised": f"{type(error).__name__}: {error}", "text": told(error)}
     requests.reply(answer)

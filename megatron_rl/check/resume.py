@@ -1,10 +1,11 @@
-"""Check the checkpoint that a run goes on from, before a model is built."""
+"""Rules on the checkpoint that a run resumes from, read from its meta.json before a model is built."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.config.adapters import adapters_of, with_adapters
@@ -31,40 +32,62 @@ from megatron_rl.shapes.lora import adapters_in_words
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_pretrained
 
+_DAMAGED_META = (KeyError, TypeError, AttributeError)
+"""Exceptions of reading a meta.json that is valid JSON and lacks the values of a finished save."""
+
+
+class _SavedLearners(NamedTuple):
+    """A checkpoint to resume from, and the optimizer settings of each role that it must contain."""
+
+    checkpoint: Path
+    optimizers: dict[str, OptimizerConfig]
+
 
 def resume_errors(config: RunConfig) -> list[UserError]:
-    """Return the error of a checkpoint that is missing, broken or of another model.
+    """Return the error of a checkpoint to resume from that is missing, broken or of another model.
 
-    A broken one stops nothing while there is an older one to continue from.
+    ``checkpoint.resume: auto`` takes the newest readable checkpoint: a broken one is an error only where no
+    older one can be read.
     """
-    resume, folder = config.checkpoint.resume, RunFolder(config.run_dir)
+    resume = config.checkpoint.resume
+    run_checkpoints = RunFolder(config.run_dir).checkpoints
     if resume == "never":
         return []
+
+    # Newest first: a damaged one is skipped if an older one can be read.
     if resume == "auto":
-        errors = []
-        for path in reversed(checkpoints(folder.checkpoints)):
+        unreadable: list[UserError] = []
+        for path in reversed(checkpoints(run_checkpoints)):
             readable, error = _resumable(path, config)
             if readable:
-                return [error] if error is not None else []
-            errors.append(error)
-        return [error for error in errors[:1] if error is not None]
+                return [] if error is None else [error]
+            if error is not None:
+                unreadable.append(error)
+        return unreadable[:1]
+
+    # A named checkpoint has to be readable itself.
     if Path(resume).is_dir():
-        error = _resumable(Path(resume), config)[1]
-        return [error] if error is not None else []
-    near = latest(folder.checkpoints)
+        _, error = _resumable(Path(resume), config)
+        return [] if error is None else [error]
+
+    # No such folder: name the checkpoint that the user probably means.
+    newest = latest(run_checkpoints)
+    fix = "write auto, or a directory that exists"
+    if newest is not None:
+        fix = f"the newest of this run is {newest}"
     return [
         UserError(
             "the checkpoint to resume from does not exist",
             where="checkpoint.resume",
             expected="auto, never, or the directory of a checkpoint",
             got=repr(resume),
-            fix=f"the newest of this run is {near}" if near else "write auto, or a directory that exists",
+            fix=fix,
         )
     ]
 
 
 def _resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | None]:
-    """Return whether a checkpoint says what it is of, and the error that stands against resuming from it."""
+    """Return whether a checkpoint's meta.json is readable, and the error that prevents resuming from it."""
     try:
         meta = read_meta(path)
     except UserError as error:
@@ -72,25 +95,27 @@ def _resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | None]:
     try:
         model = read_pretrained(Path(config.model.path) / "config.json")
     except UserError:
-        return True, None  # the model's own check says so
+        return True, None  # an error of the model's own rules
+
     try:
+        # The same state, the same model, and steps left to take.
         require_state_format(path, meta)
         check_same_model(path, meta["model"], model)
         if meta["step"] > config.steps:
             raise UserError(
-                "the run has taken more steps than it is to take",
+                "the checkpoint is beyond the last step of the run",
                 where="steps",
-                expected=f"{meta['step']} or more, to go on from {path}",
+                expected=f"{meta['step']} or more, to resume from {path}",
                 got=str(config.steps),
                 fix="raise steps, name an earlier checkpoint in checkpoint.resume, or set another run_dir",
             )
     except UserError as error:
         return True, error
-    except (KeyError, TypeError, AttributeError) as error:
+    except _DAMAGED_META as error:
         return False, UserError(
-            "the checkpoint's meta.json is not what a save leaves",
+            "the checkpoint's meta.json is incomplete",
             where=str(path),
-            expected="what a save has written",
+            expected="a meta.json that a finished save has written",
             got=f"{type(error).__name__}: {error}",
             fix="resume from another checkpoint, or checkpoint.resume=never with a new run_dir",
         )
@@ -103,58 +128,75 @@ def resumed_build_errors(
     shape: ModelShape | None,
     algorithm: Algorithm | None,
 ) -> list[UserError]:
-    """Return the errors of learners that the checkpoint lacks, or has built otherwise.
+    """Return the errors of learners that the checkpoint lacks, or that were built differently.
 
-    So are adapters, optimizers and types of numbers that differ, and optimizers in shards of other
-    ``layouts`` than these. ``shape`` is that of the actor's model, where it and the ``algorithm`` are known.
+    Adapters, optimizers and dtypes must match the checkpoint, and optimizer shards must fit
+    ``layouts``. Rules that need the actor's ``shape`` or the ``algorithm`` are skipped without it.
     """
-    resume, folder = config.checkpoint.resume, RunFolder(config.run_dir)
-    if resume == "never":
+    if config.checkpoint.resume == "never":
         return []
+
+    # Derive what the build depends on: roles that the algorithm needs, and default adapters.
     config = with_adapters(with_needed_roles(config, algorithm, {}), shape, {})
     adapters = adapters_of(config)
-    begun: list[tuple[Path | None, dict[str, OptimizerConfig]]] = [
-        (latest(folder.stage_checkpoints(plan.name)), {plan.role: plan.settings.optimizer})
-        for plan in pending_stages(config)
-    ]
-    if config.job == TRAIN and algorithm is not None:
-        learners = {
-            path: section.optimizer
-            for path, section in learner_sections(config).items()
-            if spec_at(path).need is None or spec_at(path).needed(algorithm)
-        }
-        path = latest(folder.checkpoints) if resume == "auto" else Path(resume)
-        begun = begun if path is None else [(path, learners)]  # a run that has begun is past its stages
-    errors = []
-    for path, optimizers in begun:
-        if path is None:
-            continue
+
+    errors: list[UserError] = []
+    for checkpoint, optimizers in _saved_learners(config, algorithm):
         try:
-            meta = read_meta(path)
+            meta = read_meta(checkpoint)
         except UserError:
-            continue  # who reads it says so
+            continue  # an error of `resume_errors`
         try:
-            require_roles(path, meta, optimizers)
+            require_roles(checkpoint, meta, optimizers)
             for name, optimizer in optimizers.items():
-                if role_of(name) in layouts:
-                    require_layout(path, name, meta, asdict(layouts[role_of(name)]))
-                built = _built(config.model.dtype, optimizer, adapters.get(name))
-                require_same_build(path, name, meta["roles"][name], built)
+                # Optimizer shards are read by the ranks of the same layout.
+                role = role_of(name)
+                if role in layouts:
+                    require_layout(checkpoint, name, meta, asdict(layouts[role]))
+
+                build = _build_facts(config.model.dtype, optimizer, adapters.get(name))
+                require_same_build(checkpoint, name, meta["roles"][name], build)
         except UserError as error:
             errors.append(error)
-        except (KeyError, TypeError, AttributeError):
-            pass  # who reads it says so
+        except _DAMAGED_META:
+            continue  # an error of `resume_errors`
     return errors
 
 
-def _built(dtype: str, optimizer: OptimizerConfig, lora: LoraConfig | None) -> dict[str, str | None]:
-    """Return how a learner is built, where that is known before it is."""
-    built: dict[str, str | None] = {
+def _saved_learners(config: RunConfig, algorithm: Algorithm | None) -> Iterator[_SavedLearners]:
+    """Yield the checkpoints that the job resumes from: of reinforcement learning, else of pending stages."""
+    folder = RunFolder(config.run_dir)
+    if config.job == TRAIN and algorithm is not None:
+        resume = config.checkpoint.resume
+        checkpoint = Path(resume)
+        if resume == "auto":
+            checkpoint = latest(folder.checkpoints)
+        if checkpoint is not None:
+            learners = {
+                path: section.optimizer
+                for path, section in learner_sections(config).items()
+                if spec_at(path).need is None or spec_at(path).needed(algorithm)
+            }
+            yield _SavedLearners(checkpoint, learners)
+            return  # stages do not run again once reinforcement learning has started
+
+    for plan in pending_stages(config):
+        checkpoint = latest(folder.stage_checkpoints(plan.name))
+        if checkpoint is not None:
+            yield _SavedLearners(checkpoint, {plan.role: plan.settings.optimizer})
+
+
+def _build_facts(dtype: str, optimizer: OptimizerConfig, lora: LoraConfig | None) -> dict[str, Any]:
+    """Return the optimizer, dtype and adapters of a learner as meta.json records them.
+
+    Adapters are left out while their defaults are not derived.
+    """
+    facts: dict[str, Any] = {
         "optimizer": optimizer_kind(optimizer.name, optimizer.distributed),
         "dtype": dtype,
     }
     if lora is None:
-        built["adapters"] = None
+        facts["adapters"] = None
     elif lora.alpha is not None and lora.targets is not None:
-        built["adapters"] = adapters_in_words(lora.rank, lora.alpha, lora.targets)
-    return built
+        facts["adapters"] = adapters_in_words(lora.rank, lora.alpha, lora.targets)
+    return facts

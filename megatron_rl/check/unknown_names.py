@@ -1,8 +1,8 @@
-"""What a name that the configuration does not have is called here, or that nothing here is like it.
+"""Errors of unknown configuration names: the counterpart of another project's name, or the nearest known one.
 
 Every suggestion is tried before it is made: the configuration with the suggestion in place of the unknown
-name is parsed and checked, and a guess from the spelling that makes a new error is dropped. A name of another
-project keeps its meaning even where the value has to change; then the fix says what the value must be.
+name is parsed and checked, and a guess from the spelling that causes a new error is dropped. A name of
+another project keeps its meaning even where the value has to change; then the fix has the right value.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron_rl.algorithms.algorithm import KINDS
-from megatron_rl.check.algorithm import check_algorithm
 from megatron_rl.check.engine.arguments import ENGINE_ARGUMENTS, check_engine_arguments
 from megatron_rl.check.installed_source import class_fields
 from megatron_rl.check.model.megatron_settings import (
@@ -23,7 +22,7 @@ from megatron_rl.check.model.megatron_settings import (
     check_model_settings,
     check_optimizer,
 )
-from megatron_rl.check.values import check_values
+from megatron_rl.check.values import check_algorithm, check_values
 from megatron_rl.config.field_types import known_paths
 from megatron_rl.config.load import parse_tree
 from megatron_rl.config.other_names import FOREIGN_SECTIONS, OtherName, name_in_section, other_name
@@ -35,43 +34,64 @@ from megatron_rl.config.unknown import UnknownName
 from megatron_rl.errors import UserError, nearest
 
 REFERENCE = "docs/configuration.md lists every name"
-_ROLES = (*(spec.section for spec in MODEL_ROLES if not spec.named), "sft", "preference")
-"""Sections that have settings of one name, of which the actor's is meant where none is named."""
-_ROLE_NAMES: Mapping[str, str] = {
+
+_ROLE_SECTIONS = (*(spec.section for spec in MODEL_ROLES if not spec.named), "sft", "preference")
+"""Sections with settings of the same names; an unqualified name means the actor's."""
+
+_FOREIGN_ROLES: Mapping[str, str] = {
     "ref": "reference",
     "reference": "reference",
     "critic": "critic",
     "value": "critic",
 }
-"""A section of another project's configuration -> our role."""
-_GENERAL = frozenset({
+"""Section of another project's configuration -> the section of our role."""
+
+_GENERIC_NAMES = frozenset({
     "batch_size", "clip", "coef", "data", "enable", "enabled", "every", "gpus", "id", "level", "limit",
     "limits", "method", "mode", "model", "name", "order", "path", "paths", "patience", "samples", "scale",
     "settings", "size", "strategy", "target", "threshold", "timeout", "type", "url", "urls", "weight",
     "weights", "workers",
 })  # fmt: skip
-"""Names that mean something else in each section: one in another section is no sign of what was meant."""
-_SHORTEST = 6
-"""Letters of a name from which a slip of it is looked for in other sections."""
+"""Names with a different meaning in each section: a section that has one is no sign that it was meant."""
+
+_MIN_SLIP_LETTERS = 6
+"""Letters of a name from which other sections are searched for a name that it is a slip of."""
+
+_MAX_LISTED = 8
+"""Names of an unknown section that an error lists."""
+
+_MAX_VALUE_CHARACTERS = 40
+
+_PASSED_THROUGH = (
+    ("rollout.vllm", ("rollout", "vllm", "engine", "generation"), (ENGINE_ARGUMENTS,)),
+    ("actor.megatron", ("", "actor", "model", "megatron", "policy"), TRANSFORMER_CONFIG),
+    ("actor.ddp", ("", "actor", "ddp", "megatron", "policy"), DDP_CONFIG),
+    ("actor.optimizer.megatron", ("actor", "optimizer", "optim", "megatron"), OPTIMIZER_CONFIG),
+)
+"""Key that passes fields through, the sections in which users write such fields, and the fields' classes."""
 
 
-def answered(errors: Iterable[UserError], tree: Section) -> list[UserError]:
-    """Return the errors of the configuration ``tree``, with an answer to each unknown name."""
+def with_suggestions(errors: Iterable[UserError], tree: Section) -> list[UserError]:
+    """Replace each `UnknownName` of the configuration ``tree`` by errors that suggest the right name."""
     result: list[UserError] = []
     for error in errors:
         if isinstance(error, UnknownName):
-            result.extend(_answers(error, tree))
+            result.extend(_suggestion_errors(error, tree))
         else:
             result.append(error)
     return result
 
 
 @dataclass(frozen=True)
-class _Unknown:
-    """One unknown name that is to be answered: the leaf itself, or one below an unknown section.
+class _UnknownEntry:
+    """One unknown name: the name that parsing refused, or a name below an unknown section.
 
-    ``error`` is what parsing said, ``names`` the way to the name from the root of ``tree``, and ``value`` its
-    value there. ``path`` is the dotted path.
+    Attributes:
+        error: The error of parsing.
+        tree: The whole configuration.
+        names: Names that lead from the root of ``tree`` to this one.
+        path: The same, joined with dots.
+        value: The value that it was given.
     """
 
     error: UnknownName
@@ -81,351 +101,372 @@ class _Unknown:
     value: Any
 
     @property
-    def where(self) -> str:
+    def key(self) -> str:
         """Return the path with the file or override that wrote it."""
         node = _node(self.tree, self.names)
         if node is None or node.origin.kind == "default":
             return self.path
         return f"{self.path} ({node.origin})"
 
-    def answer(self, message: str, expected: str, fix: str, source: str = "") -> UserError:
-        """Return the error that answers this name."""
-        shown = self.path if self.path != self.error.path else self.error.key
-        return UserError(
-            message,
-            where=self.where,
-            expected=expected,
-            got=f"`{shown}: {_short(self.value)}`{source}",
-            fix=fix,
-        )
+    @property
+    def kind(self) -> str:
+        """Return whether the name is that of a section or of a single value."""
+        return "section" if isinstance(self.value, dict) else "name"
+
+    def as_error(self, message: str, expected: str, fix: str, source: str = "") -> UserError:
+        """Return an error about this name; ``source`` is text about the project that has the name."""
+        name = self.path
+        if name == self.error.path:
+            name = self.error.key
+        got = f"`{name}: {_short(self.value)}`{source}"
+        return UserError(message, where=self.key, expected=expected, got=got, fix=fix)
 
 
 @dataclass(frozen=True)
-class _Applied:
-    """The configuration with a suggestion in place of an unknown name.
+class _Replacement:
+    """Configuration in which a suggestion replaces an unknown name.
 
-    ``written`` is the line that the suggestion asks for, and ``problems`` what it newly breaks.
+    Attributes:
+        line: The line that the user would write.
+        problems: Errors that the configuration did not have before.
     """
 
-    written: str
+    line: str
     problems: Sequence[UserError]
 
 
-def _answers(error: UnknownName, tree: Section) -> list[UserError]:
-    section = tuple(_names_of(tree, error.section))
-    unknown = _Unknown(error, tree, (*section, error.key), error.path, error.value)
-    if not isinstance(error.value, dict):
-        return [_answer(unknown)]
-    return _section_answers(unknown)
+def _suggestion_errors(error: UnknownName, tree: Section) -> list[UserError]:
+    section_names = _section_names(tree, error.section)
+    entry = _UnknownEntry(error, tree, (*section_names, error.key), error.path, error.value)
+    if isinstance(error.value, dict):
+        return _section_errors(entry)
+    return [_value_error(entry)]
 
 
-def _answer(unknown: _Unknown) -> UserError:
-    """Return the answer to a name with a single value."""
-    if "." in unknown.error.key and unknown.path in known_paths(RunConfig):
-        *above, name = unknown.path.split(".")
-        return unknown.answer(
-            f"`{unknown.path}` is written with dots, which join names on the command line alone",
-            "names below one another",
-            f"write `{name}: {_short(unknown.value)}` below `{' '.join(f'{word}:' for word in above)}`",
+def _value_error(entry: _UnknownEntry) -> UserError:
+    """Return the error of an unknown name with a single value."""
+    if "." in entry.error.key and entry.path in known_paths(RunConfig):
+        *sections, name = entry.path.split(".")
+        parents = " ".join(f"{section}:" for section in sections)
+        return entry.as_error(
+            f"`{entry.path}` is written with dots, which join names on the command line alone",
+            "nested names",
+            f"write `{name}: {_short(entry.value)}` below `{parents}`",
         )
-    other = _other_name(unknown)
-    if other is not None and other.ours is None:
-        return _absent(unknown, other.reason)
-    if other is not None:
-        return _called(unknown, other)
-    return _guessed(unknown) or _absent(unknown)
+
+    counterpart = _counterpart(entry)
+    if counterpart is None:
+        return _guess_error(entry) or _absent_error(entry)
+    if counterpart.ours is None:
+        return _absent_error(entry, counterpart.reason)
+    return _renamed_error(entry, counterpart, counterpart.ours)
 
 
-def _section_answers(unknown: _Unknown) -> list[UserError]:
-    """Return the answers to an unknown section: to it as a whole, or to each name below it."""
-    error = unknown.error
-    whole = _other_name(unknown)
-    if whole is not None:
-        if whole.ours is None:
-            return [_absent(unknown, whole.reason)]
-        if not _apply(unknown, whole.ours, unknown.value).problems:
-            return [_called(unknown, whole)]
+def _section_errors(entry: _UnknownEntry) -> list[UserError]:
+    """Return the errors of an unknown section: one for the whole, or one for each name below it."""
+    error = entry.error
 
-    guess = _guessed(unknown)
+    # The whole section may be another project's name of one of ours.
+    counterpart = _counterpart(entry)
+    if counterpart is not None:
+        if counterpart.ours is None:
+            return [_absent_error(entry, counterpart.reason)]
+        if not _replace(entry, counterpart.ours, entry.value).problems:
+            return [_renamed_error(entry, counterpart, counterpart.ours)]
+
+    # Or a slip of one.
+    guess = _guess_error(entry)
     if guess is not None:
         return [guess]
 
-    answers = []
-    rest = []
-    for names, leaf in _leaves(unknown.value, ()):
+    # Else each name in it has an answer of its own, if there is one.
+    errors: list[UserError] = []
+    unmatched: list[str] = []
+    for names, value in _leaves(entry.value, ()):
         path = ".".join((error.path, *names))
-        below = replace(unknown, names=(*unknown.names, *names), path=path, value=leaf)
-        answer = _answer_below(below)
-        if answer is None:
-            rest.append(path)
+        nested = replace(entry, names=(*entry.names, *names), path=path, value=value)
+        nested_error = _nested_error(nested)
+        if nested_error is None:
+            unmatched.append(path)
         else:
-            answers.append(answer)
-    if answers and not rest:
-        return answers
+            errors.append(nested_error)
+    if errors and not unmatched:
+        return errors
 
+    # The rest of the section as one error.
+    message = f"`{error.path}` is not a known section"
     foreign = FOREIGN_SECTIONS.get(error.path)
     if foreign is not None:
-        hint = f"; {foreign.project} has it, here it is {foreign.name}"
-    elif whole is not None:
-        hint = f"; it is called `{whole.ours}` here, with other names below it"
-    else:
-        hint = ""
-    answers.append(
+        message += f"; {foreign.project} has it, here it is {foreign.name}"
+    elif counterpart is not None:
+        message += f"; it is called `{counterpart.ours}` here, with other names below it"
+    got = ", ".join(f"`{path}`" for path in unmatched[:_MAX_LISTED]) or "an empty section"
+    if len(unmatched) > _MAX_LISTED:
+        got += " ..."
+    errors.append(
         UserError(
-            f"`{error.path}` is not a known section{hint}",
+            message,
             where=error.where,
             expected=error.expected if error.section else "a section of the configuration",
-            got=", ".join(f"`{path}`" for path in rest[:8]) + (" ..." if len(rest) > 8 else "")
-            or "an empty section",
+            got=got,
             fix=f"remove the section; {REFERENCE}",
         )
     )
-    return answers
+    return errors
 
 
-def _answer_below(unknown: _Unknown) -> UserError | None:
-    """Return the answer to a name below an unknown section; None where nothing here is like it.
+def _nested_error(entry: _UnknownEntry) -> UserError | None:
+    """Return the error of a name below an unknown section; None where no known name is like it.
 
-    Its spelling is no sign of a slip, since the section is another project's.
+    The section is another project's, so a similar spelling is no sign of a slip.
     """
-    other = _other_name(unknown)
-    if other is not None and other.ours is None:
-        return _absent(unknown, other.reason)
-    if other is not None:
-        return _called(unknown, other)
-    valid = _valid(unknown, (*_passed_through(unknown), *_elsewhere(unknown, slips=False)))
-    return _suggested(unknown, valid) if valid else None
+    counterpart = _counterpart(entry)
+    if counterpart is not None:
+        if counterpart.ours is None:
+            return _absent_error(entry, counterpart.reason)
+        return _renamed_error(entry, counterpart, counterpart.ours)
+    candidates = (*_pass_through_keys(entry), *_keys_elsewhere(entry, slips=False))
+    replacements = _valid_replacements(entry, candidates)
+    if not replacements:
+        return None
+    return _guess(entry, replacements)
 
 
-def _called(unknown: _Unknown, other: OtherName) -> UserError:
-    """Return the error of a name that another project, or an older configuration of ours, has."""
-    assert other.ours is not None
-    message = f"`{unknown.path}` is called `{other.ours}` here"
-    expected = f"`{other.ours}`"
-    mapped = _mapped(other, unknown.value)
-    if mapped == REMOVED:
-        return unknown.answer(
-            f"{message}, and {_short(unknown.value)} asks for nothing",
-            "no line",
-            "remove the line",
-            other.source,
-        )
+def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -> UserError:
+    """Return the error of a name of another project, or of our former name; ``our_key`` is the name here."""
+    message = f"`{entry.path}` is called `{our_key}` here"
+    expected = f"`{our_key}`"
+    value = _mapped_value(counterpart, entry.value)
+    if value == REMOVED:
+        message += f", and {_short(entry.value)} has no effect"
+        return entry.as_error(message, "no line", "remove the line", counterpart.source)
 
-    applied = _apply(unknown, other.ours, mapped, other.piece)
-    stated = None if unknown.error.overrides else _stated(unknown, other.ours)
-    if other.conversion and mapped is unknown.value:
-        fix = f"write `{other.ours}` ({other.conversion})"
-    elif stated is not None and stated == mapped:
-        fix = f"remove the line: `{other.ours}` is {_short(stated)} already"
-    elif stated is not None:
-        fix = f"write `{other.ours}: {_short(mapped)}` instead of {_short(stated)}, or remove the line"
-    elif applied.problems:
-        problem = applied.problems[0]
-        fix = f"write `{other.ours}`, and correct it: {problem.message}, expected {problem.expected}"
+    replacement = _replace(entry, our_key, value, counterpart.piece)
+    # An override may set a value that the file has; two lines of a file contradict each other.
+    current = None if entry.error.overrides else _written_value(entry, our_key)
+
+    # The fix is a line to write, or the reason why no line is needed.
+    if counterpart.conversion and value is entry.value:
+        fix = f"write `{our_key}` ({counterpart.conversion})"
+    elif current is not None and current == value:
+        fix = f"remove the line: `{our_key}` is {_short(current)} already"
+    elif current is not None:
+        fix = f"write `{our_key}: {_short(value)}` instead of {_short(current)}, or remove the line"
+    elif replacement.problems:
+        problem = replacement.problems[0]
+        fix = f"write `{our_key}`, and correct it: {problem.message}, expected {problem.expected}"
     else:
-        fix = f"write `{applied.written}`"
-    return unknown.answer(message, expected, fix, other.source)
+        fix = f"write `{replacement.line}`"
+    return entry.as_error(message, expected, fix, counterpart.source)
 
 
-def _guessed(unknown: _Unknown) -> UserError | None:
-    """Return the answer to a slip, or to a name in the wrong section; None where nothing is that close."""
-    for candidates in (_siblings(unknown), _elsewhere(unknown), _passed_through(unknown)):
-        valid = _valid(unknown, candidates)
-        if valid:
-            return _suggested(unknown, valid)
+def _guess_error(entry: _UnknownEntry) -> UserError | None:
+    """Return the error of a slip, or of a name in the wrong section; None where no known name is close."""
+    # The nearest places first.
+    for candidates in (_sibling_keys(entry), _keys_elsewhere(entry), _pass_through_keys(entry)):
+        replacements = _valid_replacements(entry, candidates)
+        if replacements:
+            return _guess(entry, replacements)
 
-    # A field of vLLM's or Megatron's that the run refuses, or sets itself: its own check says why.
-    for target in _passed_through(unknown):
-        (problem, *_) = _apply(unknown, target, unknown.value).problems
-        return _absent(unknown, problem.message)
+    # A field of vLLM or Megatron that the run sets itself, or refuses: its own rule has the reason.
+    for key in _pass_through_keys(entry):
+        problem = _replace(entry, key, entry.value).problems[0]
+        return _absent_error(entry, problem.message)
     return None
 
 
-def _valid(unknown: _Unknown, candidates: Iterable[str]) -> dict[str, _Applied]:
-    """Return those of some settings that take the value of the unknown name, each tried."""
-    tried = {target: _apply(unknown, target, unknown.value) for target in candidates}
-    return {target: applied for target, applied in tried.items() if not applied.problems}
+def _valid_replacements(entry: _UnknownEntry, candidates: Iterable[str]) -> dict[str, _Replacement]:
+    """Return the replacements without problems, by the key of ours that replaces the unknown name."""
+    replacements = {key: _replace(entry, key, entry.value) for key in candidates}
+    return {key: replacement for key, replacement in replacements.items() if not replacement.problems}
 
 
-def _suggested(unknown: _Unknown, valid: Mapping[str, _Applied]) -> UserError:
-    kind = "section" if isinstance(unknown.value, dict) else "name"
-    named = " or ".join(f"`{target}`" for target in valid)
-    siblings = unknown.error.expected or ""
-    if len(valid) == 1:
-        (applied,) = valid.values()
-        fix = f"write `{applied.written}`, or remove the line"
-    else:
-        fix = f"write {named}, whichever is meant"
-    return unknown.answer(
-        f"`{unknown.path}` is not a known {kind}; did you mean {named}?",
-        siblings if unknown.error.section else f"a {kind} of the configuration",
-        fix,
-    )
+def _guess(entry: _UnknownEntry, replacements: Mapping[str, _Replacement]) -> UserError:
+    """Return the error that suggests one of ``replacements``, by key."""
+    suggestions = " or ".join(f"`{key}`" for key in replacements)
+    fix = f"write {suggestions}, whichever is meant"
+
+    if len(replacements) == 1:
+        (replacement,) = replacements.values()
+        fix = f"write `{replacement.line}`, or remove the line"
+    expected = f"a {entry.kind} of the configuration"
+    if entry.error.section:
+        expected = entry.error.expected or ""
+    message = f"`{entry.path}` is not a known {entry.kind}; did you mean {suggestions}?"
+    return entry.as_error(message, expected, fix)
 
 
-def _absent(unknown: _Unknown, reason: str = "") -> UserError:
-    """Return the error of a name that has no counterpart."""
-    kind = "section" if isinstance(unknown.value, dict) else "name"
-    message = f"`{unknown.path}` is not a known {kind}: there is no setting for it"
-    siblings = unknown.error.expected if unknown.error.section else None
-    return unknown.answer(
-        f"{message}; {reason}" if reason else message,
-        siblings or "a name of the configuration",
-        "remove the line" if reason else f"remove the line; {REFERENCE}",
-    )
+def _absent_error(entry: _UnknownEntry, reason: str = "") -> UserError:
+    """Return the error of a name without a counterpart here."""
+    message = f"`{entry.path}` is not a known {entry.kind}: there is no setting for it"
+    fix = f"remove the line; {REFERENCE}"
+    if reason:
+        message += f"; {reason}"
+        fix = "remove the line"
+
+    expected = "a name of the configuration"
+    if entry.error.section and entry.error.expected:
+        expected = entry.error.expected
+    return entry.as_error(message, expected, fix)
 
 
-def _other_name(unknown: _Unknown) -> OtherName | None:
-    """Return our name of what another project has, in the section or the role where it was written."""
-    other = other_name(unknown.path) or _own_path(unknown.path)
-    if other is None or other.ours is None:
-        return other
+def _counterpart(entry: _UnknownEntry) -> OtherName | None:
+    """Return our name of another project's name, in the section or role where it was written."""
+    counterpart = other_name(entry.path) or _own_suffix(entry.path)
+    if counterpart is None or counterpart.ours is None:
+        return counterpart
 
     # In a section of ours that has the same setting, that one is meant.
-    in_section = name_in_section(unknown.path, unknown.error.section, unknown.error.below)
+    in_section = name_in_section(entry.path, entry.error.section, entry.error.below)
     if in_section is not None:
         return in_section
 
-    # Another project's section of a role means the setting of that role here.
-    head, _, rest = other.ours.partition(".")
-    for word in unknown.path.split("."):
-        target = f"{_ROLE_NAMES.get(word)}.{rest}"
-        if head == "actor" and target in known_paths(RunConfig):
-            return replace(other, ours=target)
-    return other
+    # In another project's section of a role, the setting of that role is meant.
+    section, _, setting = counterpart.ours.partition(".")
+    for name in entry.path.split("."):
+        key = f"{_FOREIGN_ROLES.get(name)}.{setting}"
+        if section == "actor" and key in known_paths(RunConfig):
+            return replace(counterpart, ours=key)
+    return counterpart
 
 
-def _own_path(path: str) -> OtherName | None:
-    """Return the setting of ours that a name ends with, such as that of `x.rollout.temperature`."""
-    paths = set(known_paths(RunConfig))
-    words = path.split(".")
-    ends = [".".join(words[start:]) for start in range(1, len(words) - 1)]
-    return next((OtherName("common", end) for end in ends if end in paths), None)
+def _own_suffix(path: str) -> OtherName | None:
+    """Return the longest key of ours at the end of a path, such as `rollout.top_k` of `x.rollout.top_k`."""
+    keys = set(known_paths(RunConfig))
+    names = path.split(".")
+    for start in range(1, len(names) - 1):
+        suffix = ".".join(names[start:])
+        if suffix in keys:
+            return OtherName("common", suffix)
+    return None
 
 
-def _siblings(unknown: _Unknown) -> list[str]:
-    section = unknown.error.section
-    close = nearest(unknown.error.key, {name.partition(".")[0] for name in unknown.error.below})
-    if close is None:
+def _sibling_keys(entry: _UnknownEntry) -> list[str]:
+    """Return the key in the same section that the name is a slip of, if any."""
+    section = entry.error.section
+    siblings = {name.partition(".")[0] for name in entry.error.below}
+    sibling = nearest(entry.error.key, siblings)
+    if sibling is None:
         return []
-    return [f"{section}.{close}" if section else close]
+    return [f"{section}.{sibling}" if section else sibling]
 
 
-def _elsewhere(unknown: _Unknown, *, slips: bool = True) -> list[str]:
-    """Return the settings of other sections that have the name, those of the actor for all roles.
+def _keys_elsewhere(entry: _UnknownEntry, *, slips: bool = True) -> list[str]:
+    """Return the keys of other sections with this name; of roles' keys, the actor's.
 
-    With ``slips`` also those of which the name is a slip.
+    ``slips`` also searches for a name that this one is a slip of.
     """
-    key = unknown.names[-1]
-    if key.lower() in _GENERAL or isinstance(unknown.value, dict):
+    name = entry.names[-1]
+    if name.lower() in _GENERIC_NAMES or isinstance(entry.value, dict):
         return []
 
-    by_name: dict[str, list[str]] = {}
+    # Exact names win over slips.
+    keys_by_name: dict[str, list[str]] = {}
     for path in (*known_paths(RunConfig), *piece_paths()):
-        by_name.setdefault(path.rpartition(".")[2], []).append(path)
-    close = key if key in by_name else None
-    if close is None and slips and len(key) >= _SHORTEST:
-        close = nearest(key, by_name)
-    if close is None or close in _GENERAL:
+        keys_by_name.setdefault(path.rpartition(".")[2], []).append(path)
+    match = None
+    if name in keys_by_name:
+        match = name
+    elif slips and len(name) >= _MIN_SLIP_LETTERS:
+        match = nearest(name, keys_by_name)
+    if match is None or match in _GENERIC_NAMES:
         return []
 
-    paths = by_name[close]
-    roles = [path for path in paths if path.partition(".")[0] in _ROLES]
-    if len(roles) == len(paths):
-        return [next((path for path in paths if path.startswith("actor.")), paths[0])]
-    shallowest = min(path.count(".") for path in paths)
-    return [path for path in paths if path.count(".") == shallowest]
+    # A name of every role means the actor's; else the key nearest to the root is meant.
+    keys = keys_by_name[match]
+    if all(key.partition(".")[0] in _ROLE_SECTIONS for key in keys):
+        actor_keys = [key for key in keys if key.startswith("actor.")]
+        return [*actor_keys, keys[0]][:1]
+    depth = min(key.count(".") for key in keys)
+    return [key for key in keys if key.count(".") == depth]
 
 
 def piece_paths() -> list[str]:
-    """Return the path of every setting of the named pieces of algorithms."""
-    paths = [
-        f"algorithm.{key}.{item.name}"
-        for key, kind in KINDS.items()
-        for piece in kind.named.values()
-        for item in fields(piece)
-        if is_setting(item)
-    ]
-    return list(dict.fromkeys(paths))
+    """Return the key of every setting of the named pieces of algorithms."""
+    keys: list[str] = []
+    for section, kind in KINDS.items():
+        for piece in kind.named.values():
+            keys.extend(f"algorithm.{section}.{item.name}" for item in fields(piece) if is_setting(item))
+    return list(dict.fromkeys(keys))
 
 
-_PASSED_THROUGH = (
-    ("rollout.vllm", ("rollout", "vllm", "engine", "generation"), (ENGINE_ARGUMENTS,)),
-    ("actor.megatron", ("", "actor", "model", "megatron", "policy"), TRANSFORMER_CONFIG),
-    ("actor.ddp", ("", "actor", "ddp", "megatron", "policy"), DDP_CONFIG),
-    ("actor.optimizer.megatron", ("actor", "optimizer", "optim", "megatron"), OPTIMIZER_CONFIG),
-)
-"""Our key of fields of vLLM or Megatron, the sections in which people write them, and the classes."""
-
-
-def _passed_through(unknown: _Unknown) -> Iterator[str]:
-    """Yield where a field of the installed vLLM or Megatron belongs."""
-    key = unknown.names[-1]
-    sections = set(unknown.path.split(".")[:-1]) or {""}
-    for target, written_in, classes in _PASSED_THROUGH:
-        if "_" in key and sections & set(written_in) and key in (class_fields(*classes) or {}):
-            yield f"{target}.{key}"
+def _pass_through_keys(entry: _UnknownEntry) -> Iterator[str]:
+    """Yield the key of the section that passes this name to the installed vLLM or Megatron, if one does."""
+    name = entry.names[-1]
+    sections = set(entry.path.split(".")[:-1]) or {""}
+    for key, written_in, classes in _PASSED_THROUGH:
+        if "_" in name and sections & set(written_in) and name in (class_fields(*classes) or {}):
+            yield f"{key}.{name}"
             return
 
 
-def _mapped(other: OtherName, value: Any) -> Any:
-    """Return our value of another project's, the value itself where nothing is said of it."""
-    for theirs, ours in other.values.items():
-        if isinstance(theirs, bool) == isinstance(value, bool) and theirs == value:
-            return ours
+def _mapped_value(counterpart: OtherName, value: Any) -> Any:
+    """Return our value of another project's value, the same value where the table has no other."""
+    for their_value, our_value in counterpart.values.items():
+        if isinstance(their_value, bool) == isinstance(value, bool) and their_value == value:  # True == 1
+            return our_value
     return value
 
 
-def _apply(unknown: _Unknown, target: str, value: Any, piece: str = "") -> _Applied:
-    """Try a configuration with ``target: value`` in place of the unknown name.
+def _replace(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Replacement:
+    """Try the configuration with ``key: value`` in place of the unknown name.
 
-    ``piece`` is named too where the algorithm's own piece has no such setting.
+    Where the algorithm's own piece has no such setting, the ``piece`` that has it is named as well.
     """
-    without = copy.deepcopy(unknown.tree)
-    _remove(without, unknown.names)
-    before = {str(error) for error in _errors(without, target)}
+    # Errors that the configuration has without the unknown name are no fault of the suggestion.
+    base = copy.deepcopy(entry.tree)
+    _remove(base, entry.names)
+    errors_before = {str(error) for error in _errors(base, key)}
 
-    parent, _, _ = target.rpartition(".")
-    text_above = isinstance(_node(without, parent.split(".")), Leaf) if parent else False
-    applied = copy.deepcopy(without)
-    put(applied, target.split("."), _tree(value))
-    problems = [error for error in _errors(applied, target) if str(error) not in before]
-    written = target if value is unknown.value else f"{target}: {one_line(value)}"
+    parent, _, _ = key.rpartition(".")
+    parent_names = parent.split(".")
+    # `policy_loss: gspo` is short for a section; with a setting below it the whole section is shown.
+    shows_section = bool(parent) and isinstance(_node(base, parent_names), Leaf)
+    replaced = copy.deepcopy(base)
+    put(replaced, key.split("."), _tree(value))
+    problems = [error for error in _errors(replaced, key) if str(error) not in errors_before]
     if problems and piece:
-        put(applied, parent.split("."), Section({"name": Leaf(piece, DEFAULT)}))
-        put(applied, target.split("."), _tree(value))
-        problems = [error for error in _errors(applied, target) if str(error) not in before]
-        text_above = True
-    if text_above:
-        section = _node(applied, parent.split("."))
-        if isinstance(section, Section):
-            written = f"{parent}: {one_line(section.plain())}"
-    return _Applied(written, problems)
+        put(replaced, parent_names, Section({"name": Leaf(piece, DEFAULT)}))
+        put(replaced, key.split("."), _tree(value))
+        problems = [error for error in _errors(replaced, key) if str(error) not in errors_before]
+        shows_section = True
+
+    # The line to write is the key alone where the value stays.
+    line = key
+    if value is not entry.value:
+        line = f"{key}: {one_line(value)}"
+    section = _node(replaced, parent_names)
+    if shows_section and isinstance(section, Section):
+        line = f"{parent}: {one_line(section.plain())}"
+    return _Replacement(line, problems)
 
 
-def _errors(tree: Section, target: str) -> list[UserError]:
-    """Return what is wrong with a whole configuration, as far as it needs no files and no other process."""
+def _errors(tree: Section, key: str) -> list[UserError]:
+    """Return the errors of a configuration that rules about ``key`` find without files or processes."""
     errors: list[UserError] = []
     config, _ = parse_tree(tree, errors)
     errors.extend(check_values(config))
-    if target.startswith("algorithm"):
+
+    # Rules about the section of the key, which may refuse its value.
+    if key.startswith("algorithm"):
         errors.extend(check_algorithm(config)[1])
-    if target.startswith("rollout.vllm"):
+    if key.startswith("rollout.vllm"):
         errors.extend(check_engine_arguments(config.rollout.vllm))
-    if target.startswith("actor.megatron"):
+    if key.startswith("actor.megatron"):
         errors.extend(check_model_settings(config.actor.megatron))
-    if target.startswith(("actor.optimizer", "actor.ddp")):
+    if key.startswith(("actor.optimizer", "actor.ddp")):
         errors.extend(check_optimizer(config.actor.optimizer, "actor.optimizer", config.actor.ddp))
     return errors
 
 
-def _stated(unknown: _Unknown, target: str) -> Any:
-    """Return the value that the configuration itself gives a setting, None where it gives none."""
-    node = _node(unknown.tree, target.split("."))
+def _written_value(entry: _UnknownEntry, key: str) -> Any:
+    """Return the value that the configuration itself gives a key, None where it gives none."""
+    node = _node(entry.tree, key.split("."))
     return node.value if isinstance(node, Leaf) else None
 
 
 def _node(tree: Section, names: Sequence[str]) -> Leaf | Section | None:
+    """Return the node that ``names`` lead to, None without one."""
     node: Leaf | Section | None = tree
     for name in names:
         if not isinstance(node, Section):
@@ -435,7 +476,7 @@ def _node(tree: Section, names: Sequence[str]) -> Leaf | Section | None:
 
 
 def _remove(tree: Section, names: Sequence[str]) -> None:
-    """Take a name out of a tree, and the sections above it that are empty then."""
+    """Remove a name from a tree, and the sections above it that are then empty."""
     section = _node(tree, names[:-1])
     if isinstance(section, Section):
         section.children.pop(names[-1], None)
@@ -443,19 +484,20 @@ def _remove(tree: Section, names: Sequence[str]) -> None:
             _remove(tree, names[:-1])
 
 
-def _names_of(tree: Section, path: str) -> list[str]:
-    """Return the names that lead to a section; a name of the user's own may have dots in it."""
+def _section_names(tree: Section, path: str) -> list[str]:
+    """Return the names that lead to the section at ``path``; a name that the user chose may contain dots."""
     if not path:
         return []
     for name, child in tree.children.items():
         if path == name:
             return [name]
         if path.startswith(f"{name}.") and isinstance(child, Section):
-            return [name, *_names_of(child, path.removeprefix(f"{name}."))]
+            return [name, *_section_names(child, path.removeprefix(f"{name}."))]
     return path.split(".")
 
 
 def _leaves(value: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the names that lead to each single value in nested mappings, and the value."""
     for name, inner in value.items():
         if isinstance(inner, dict):
             yield from _leaves(inner, (*names, name))
@@ -464,11 +506,17 @@ def _leaves(value: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[tuple[
 
 
 def _tree(value: Any) -> Leaf | Section:
+    """Return a plain value as a node of the configuration's tree."""
     if isinstance(value, dict):
         return Section({name: _tree(inner) for name, inner in value.items()})
     return Leaf(value, DEFAULT)
 
 
 def _short(value: Any) -> str:
-    text = "null" if value is None else one_line(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+    """Return a value as YAML on one line, cut after `_MAX_VALUE_CHARACTERS`."""
+    text = "null"
+    if value is not None:
+        text = one_line(value)
+    if len(text) <= _MAX_VALUE_CHARACTERS:
+        return text
+    return text[: _MAX_VALUE_CHARACTERS - 3] + "..."

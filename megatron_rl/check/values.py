@@ -1,9 +1,15 @@
-"""Rules that hold for single values and pairs of values, without a model, files or a world size."""
+"""Rules that need only the configuration: single values, pairs of values and the pieces of the algorithm.
+
+No model, file or world size is read here, so these rules also run on every suggestion for an unknown name
+(see `check.unknown_names`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_rl.algorithms.algorithm import ALGORITHMS, Algorithm
+from megatron_rl.algorithms.lookup import algorithm_of
 from megatron_rl.check.stages import check_stages
 from megatron_rl.config.sampling_profiles import profile_errors
 from megatron_rl.config.schema import TRAIN, RunConfig
@@ -12,47 +18,82 @@ from megatron_rl.config.sections.data import fields_of
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.sections.rewards import FUNCTION
 from megatron_rl.config.setting import sections_of, value_errors
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, each
 
 
 def check_values(config: RunConfig) -> list[UserError]:
-    """Return what is wrong with single values and with pairs of values."""
+    """Return the errors of single values and of pairs of values."""
     return [
         *value_errors(config),
         *profile_errors(config.rollout),
-        *_reward_models(config),
+        *_reward_model_errors(config),
+        *_no_reward_errors(config),
         *check_stages(config),
-        *_optimizers(config),
-        *_pairs(config),
+        *_learning_rate_errors(config),
+        *_pair_errors(config),
+        *_field_errors(config),
     ]
 
 
-def _reward_models(config: RunConfig) -> Iterator[UserError]:
-    # An environment's rewards have the function's name, too.
-    taken = list(dict.fromkeys([FUNCTION, *config.reward.scorers]))
+def check_algorithm(config: RunConfig) -> tuple[Algorithm | None, list[UserError]]:
+    """Construct the run's algorithm; return it with every error in its name, pieces and settings.
+
+    With errors, the returned algorithm is the named one with its default pieces, None for an unknown name.
+    """
+    try:
+        algorithm = algorithm_of(config)
+    except UserError as error:
+        return ALGORITHMS.get(config.algorithm.name), list(each(error))
+    return algorithm, _overlong_errors(config, algorithm)
+
+
+def _overlong_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]:
+    """Return the errors of an overlong buffer that exceeds the response limit of a sampling profile."""
+    if algorithm.overlong.limit is not None:
+        return []
+
+    # A buffer without a limit of its own counts from the limit of each sampling profile.
+    limits = {
+        f"rollout.sampling_profiles.{task}.max_response_tokens": profile["max_response_tokens"]
+        for task, profile in config.rollout.sampling_profiles.items()
+        if isinstance(profile.get("max_response_tokens"), int)
+    }
+    return list(algorithm.overlong.buffer_errors("algorithm.overlong", limits))
+
+
+def _reward_model_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the errors of reward models: an invalid name, or neither weights nor training."""
+    # Each scorer reports its reward under its own name; FUNCTION also names the rewards of an environment.
+    reserved = list(dict.fromkeys([FUNCTION, *config.reward.scorers]))
     for name, model in config.reward.models.items():
-        where = f"reward.models.{name}"
-        if not name.isidentifier() or name in taken or len(name) > LONGEST_NAME:
+        path = f"reward.models.{name}"
+        if not name.isidentifier() or name in reserved or len(name) > LONGEST_NAME:
             yield UserError(
-                "the name of a reward model cannot name its metric",
-                where=where,
-                expected=f"letters, digits and _, {LONGEST_NAME} at most, "
-                f"but not {', '.join(taken)}, which judges beside it",
+                "invalid name of a reward model: it is part of a metric's name",
+                where=path,
+                expected=f"letters, digits and _, {LONGEST_NAME} at most; not the name of another reward: "
+                + ", ".join(reserved),
                 got=repr(name[: LONGEST_NAME + 1]),
                 fix="give it another name",
             )
+
         if model.path is None and model.training is None:
             yield UserError(
-                "a reward model is neither given nor trained",
-                where=f"{where}.path",
+                f"`{path}` has neither `path` nor `training`",
+                where=f"{path}.path",
                 expected="a *ForSequenceClassification checkpoint, or a training section",
                 got="neither",
-                fix=f"set {where}.path, or {where}.training to train one from the starting model",
+                fix=f"set {path}.path, or {path}.training to train one from the starting model",
             )
-    judges = config.reward.scorers, config.reward.models, config.rollout.environment
-    if config.job == TRAIN and not any(judges):
+
+
+def _no_reward_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the error of reinforcement learning without any reward."""
+    # An environment returns rewards itself.
+    has_reward = bool(config.reward.scorers or config.reward.models or config.rollout.environment)
+    if config.job == TRAIN and not has_reward:
         yield UserError(
-            "nothing judges the responses",
+            "no reward is configured",
             where="reward.function",
             expected="reward.function, reward.code, reward.http, reward.judge, reward.models, or an "
             "environment that returns rewards",
@@ -61,47 +102,57 @@ def _reward_models(config: RunConfig) -> Iterator[UserError]:
         )
 
 
-def _optimizers(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of learning-rate schedules that do not fit in what they are for."""
+def _learning_rate_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the errors of schedules whose last learning rate is above the first."""
     for path, optimizer in sections_of(config, OptimizerConfig):
-        minimum, rate = optimizer.minimum_learning_rate, optimizer.learning_rate
-        if minimum is not None and minimum > rate:
+        minimum = optimizer.minimum_learning_rate
+        if minimum is not None and minimum > optimizer.learning_rate:
             yield UserError(
-                "the learning rate would end above where it starts",
+                f"`{path}.minimum_learning_rate` is above the learning rate",
                 where=f"{path}.minimum_learning_rate",
-                expected=f"at most learning_rate ({rate:g})",
+                expected=f"at most learning_rate ({optimizer.learning_rate:g})",
                 got=f"{minimum:g}",
                 fix="lower minimum_learning_rate, or raise learning_rate",
             )
 
 
-def _pairs(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of values that contradict one another."""
-    warn, stop = config.mismatch.warn, config.mismatch.stop
+def _pair_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the errors of values that contradict each other."""
+    # Thresholds of the log-prob mismatch.
+    warn = config.mismatch.warn
+    stop = config.mismatch.stop
     if warn is not None and stop is not None and stop < warn:
         yield UserError(
-            "the run would stop before it warns",
+            "`mismatch.stop` is below `mismatch.warn`",
             where="mismatch.stop",
             expected=f"at least mismatch.warn ({warn:g})",
             got=f"{stop:g}",
             fix="exchange the two values",
         )
-    prompts, steps = config.batch.prompts_per_step, config.batch.optimizer_steps
-    if 0 < prompts < steps:
+
+    # Mini-batches share a step's prompts.
+    prompts = config.batch.prompts_per_step
+    optimizer_steps = config.batch.optimizer_steps
+    if 0 < prompts < optimizer_steps:
         yield UserError(
-            "there are more optimizer steps than prompts to share among them",
+            "`batch.optimizer_steps` exceeds the number of prompts per step",
             where="batch.optimizer_steps",
-            expected=f"at most prompts_per_step ({prompts}): samples of one prompt stay together",
-            got=str(steps),
+            expected=f"at most prompts_per_step ({prompts}): samples of one prompt stay in one mini-batch",
+            got=str(optimizer_steps),
             fix=f"lower batch.optimizer_steps to {prompts} or less, "
-            f"or raise batch.prompts_per_step to {steps}",
+            f"or raise batch.prompts_per_step to {optimizer_steps}",
         )
-    sets = (
-        fields_of(config.data, described, f"evaluation.sets.{name}")
-        for name, described in config.evaluation.sets.items()
-        if described.prompt_field or described.ground_truth_field
-    )
-    for data in (config.data, *sets):
+
+
+def _field_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the errors of data sets that read prompt and ground truth from one field."""
+    sections = [config.data]
+    for name, evaluation_set in config.evaluation.sets.items():
+        # A set without fields of its own has those of `data`, whose error is enough.
+        if evaluation_set.prompt_field or evaluation_set.ground_truth_field:
+            sections.append(fields_of(config.data, evaluation_set, f"evaluation.sets.{name}"))
+
+    for data in sections:
         if data.prompt_field == data.ground_truth_field:
             yield UserError(
                 "prompt and ground truth are read from the same field",

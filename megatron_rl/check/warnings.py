@@ -1,18 +1,19 @@
-"""What is allowed but rarely meant."""
+"""Warnings: settings that are valid and rarely meant, or that no run of this project has tried."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.algorithms.returns import Vapo
-from megatron_rl.check.model.untried import untried_settings
+from megatron_rl.check.model.megatron_settings import is_off
 from megatron_rl.check.stages import unused_settings
 from megatron_rl.config.derive import BatchPlan
+from megatron_rl.config.placement import megatron_sections
 from megatron_rl.config.ranges import format_ranges
-from megatron_rl.config.roles import MODEL_ROLES
+from megatron_rl.config.roles import MODEL_ROLES, learner_sections
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.setting import sections_of
@@ -23,15 +24,27 @@ from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.memory import rollout_parameters
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
 
-_HIGH_RATE = 1e-3
+_HIGH_LEARNING_RATE = 1e-3
+"""Learning rate above which reinforcement learning gets a warning; 1e-6 to 1e-4 are usual."""
 
-
-@dataclass
-class _Warnings:
-    found: list[UserError] = field(default_factory=list)
-
-    def add(self, message: str, where: str, got: str, fix: str, expected: str | None = None) -> None:
-        self.found.append(UserError(message, where=where, expected=expected, got=got, fix=fix))
+_TRIED_MEGATRON = """
+    apply_rope_fusion attention_dropout attention_softmax_in_fp32 bias_activation_fusion bias_dropout_fusion
+    gradient_accumulation_fusion hidden_dropout moe_grouped_gemm moe_input_jitter_eps moe_router_dtype
+    moe_token_dispatcher_type num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
+    recompute_method"""
+_TRIED_DDP = "bucket_size check_for_nan_in_grad grad_reduce_in_fp32 overlap_grad_reduce overlap_param_gather"
+_TRIED_OPTIMIZER = "adam_eps decoupled_weight_decay sgd_momentum use_precision_aware_optimizer"
+_TRIED_VLLM = """
+    async_scheduling block_size disable_log_stats enable_chunked_prefill enable_expert_parallel
+    enable_prefix_caching enforce_eager kv_cache_memory_bytes max_num_batched_tokens max_num_seqs
+    scheduling_policy"""
+TRIED: Mapping[str, frozenset[str]] = {
+    "megatron": frozenset(_TRIED_MEGATRON.split()),
+    "ddp": frozenset(_TRIED_DDP.split()),
+    "optimizer.megatron": frozenset(_TRIED_OPTIMIZER.split()),
+    "rollout.vllm": frozenset(_TRIED_VLLM.split()),
+}
+"""Kind of section -> the fields that tests or campaigns have run with other values than their defaults."""
 
 
 def check_warnings(
@@ -43,231 +56,307 @@ def check_warnings(
     algorithm: Algorithm | None,
     records: int | None,
 ) -> list[UserError]:
-    """Return warnings for a configuration without errors; ``records`` is the number of training records.
+    """Return the warnings of a configuration without errors.
 
-    ``batch`` is None for a job without reinforcement learning.
+    ``batch`` is for reinforcement learning alone. ``records`` is the number of training records, ``shape``
+    the shape of the actor's model; warnings that need one are skipped for None.
     """
-    warnings = _Warnings()
+    warnings: list[UserError] = []
+
+    # Warnings of reinforcement learning.
     if batch is not None:
-        _sampling(config, algorithm, warnings)
-        _batch(config, batch, records, warnings)
-        _learning(config, warnings)
-        _waits(config, warnings)
-        if algorithm is not None and config.actor.routing_replay == "update":
-            _replay(config, algorithm, warnings)
-    _schedule(config, warnings)
-    warnings.found.extend(unused_settings(config))
-    _placement(config, world_size, layouts, shape, warnings)
+        warnings += _sampling_warnings(config, algorithm)
+        warnings += _batch_warnings(config, batch, records)
+        warnings += _learning_warnings(config)
+        warnings += _timeout_warnings(config)
+        if algorithm is not None:
+            warnings += _replay_warnings(config, algorithm)
+
+    # Warnings of every job.
+    warnings += _schedule_warnings(config)
+    warnings += unused_settings(config)
+    warnings += _idle_rank_warnings(world_size, layouts)
+    warnings += _network_warnings(config, layouts, shape)
     if algorithm is not None:
-        _unneeded_roles(config, algorithm, warnings)
-    warnings.found.extend(untried_settings(config))
-    return warnings.found
+        warnings += _unneeded_role_warnings(config, algorithm)
+    warnings += untried_settings(config)
+    return warnings
 
 
-def _unneeded_roles(config: RunConfig, algorithm: Algorithm, warnings: _Warnings) -> None:
-    """Warn of each role that the configuration has and the algorithm does not need."""
-    for spec in MODEL_ROLES:
-        if spec.need is None or spec.needed(algorithm):
-            continue
-
-        for path in spec.sections(config):
-            lacks = spec.need.lacks.format(advantage=type(algorithm.advantage).__name__)
-            warnings.add(
-                spec.need.unused,
-                path,
-                f"algorithm {config.algorithm.name} {lacks}",
-                f"remove `{path}`, or {spec.need.choice}",
-            )
-
-
-def _sampling(config: RunConfig, algorithm: Algorithm | None, warnings: _Warnings) -> None:
-    rollout = config.rollout
-    alone = config.batch.samples_per_prompt == 1
-    if alone and algorithm is not None and algorithm.advantage.compares_samples:
-        warnings.add(
+def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterator[UserError]:
+    """Yield warnings of samples that an advantage, or an evaluation, does not learn anything from."""
+    # Group baselines need several samples of a prompt.
+    advantage = None if algorithm is None else algorithm.advantage
+    single_sample = config.batch.samples_per_prompt == 1
+    if single_sample and advantage is not None and advantage.compares_samples:
+        yield UserError(
             f"{config.algorithm.name} compares samples of one prompt, and there is only one",
-            "batch.samples_per_prompt",
-            "1",
-            "set it to 8 or more, or choose an algorithm without groups",
-            "2 or more",
+            where="batch.samples_per_prompt",
+            expected="2 or more",
+            got="1",
+            fix="set it to 8 or more, or choose an algorithm without groups",
         )
-    advantage, longest = algorithm and algorithm.advantage, rollout.max_response_tokens
-    if isinstance(advantage, Vapo) and advantage.alpha * longest <= 1:
-        warnings.add(
+
+    # VAPO's lambda of a response with l tokens is 1 - 1 / (alpha l), and 0 for alpha l <= 1.
+    max_tokens = config.rollout.max_response_tokens
+    if isinstance(advantage, Vapo) and advantage.alpha * max_tokens <= 1:
+        yield UserError(
             "VAPO's lambda is 0 for every response: the policy learns from the critic's errors alone",
-            "algorithm.advantage",
-            f"alpha {advantage.alpha:g} with responses of at most {longest} tokens",
-            f"set algorithm.advantage={{alpha: {20 / longest:.2g}}}",
-            f"alpha above {1 / longest:.3g}: lambda is 1 - 1 / (alpha * response length)",
+            where="algorithm.advantage",
+            expected=f"alpha above {1 / max_tokens:.3g}: lambda is 1 - 1 / (alpha * response length)",
+            got=f"alpha {advantage.alpha:g} with responses of at most {max_tokens} tokens",
+            fix=f"set algorithm.advantage={{alpha: {20 / max_tokens:.2g}}}",
         )
-    for name, described in config.evaluation.sets.items():
-        where = f"evaluation.sets.{name}"
-        if described.samples > 1 and described.temperature == 0:
-            warnings.add(
+
+    # Greedy samples of one prompt are equal.
+    for name, evaluation_set in config.evaluation.sets.items():
+        if evaluation_set.samples > 1 and evaluation_set.temperature == 0:
+            path = f"evaluation.sets.{name}"
+            yield UserError(
                 "greedy evaluation gives the same answer every time",
-                f"{where}.samples",
-                f"{described.samples} samples at temperature 0",
-                f"set {where}.samples=1, or a temperature above 0",
+                where=f"{path}.samples",
+                got=f"{evaluation_set.samples} samples at temperature 0",
+                fix=f"set {path}.samples=1, or a temperature above 0",
             )
 
 
-def _batch(config: RunConfig, batch: BatchPlan, records: int | None, warnings: _Warnings) -> None:
-    if batch.prompts_per_minibatch[0] != batch.prompts_per_minibatch[1]:
-        low, high = batch.prompts_per_minibatch
-        warnings.add(
+def _batch_warnings(config: RunConfig, batch: BatchPlan, records: int | None) -> Iterator[UserError]:
+    """Yield warnings of a batch that leaves ranks without work, or that is larger than the data."""
+    # Mini-batches of unequal size.
+    min_prompts, max_prompts = batch.prompts_per_minibatch
+    if min_prompts != max_prompts:
+        yield UserError(
             "optimizer steps get different numbers of prompts",
-            "batch.optimizer_steps",
-            f"{batch.prompts} prompts over {batch.optimizer_steps} optimizer steps: {low} or {high} each",
-            "choose a divisor of prompts_per_step",
-            f"a divisor of {batch.prompts}",
+            where="batch.optimizer_steps",
+            expected=f"a divisor of {batch.prompts}",
+            got=f"{batch.prompts} prompts over {batch.optimizer_steps} optimizer steps: {min_prompts} or "
+            f"{max_prompts} each",
+            fix="choose a divisor of prompts_per_step",
         )
-    if batch.rows_per_minibatch[0] < batch.actor_data:
-        warnings.add(
+
+    # Ranks without work.
+    min_rows = batch.rows_per_minibatch[0]
+    if min_rows < batch.actor_data:
+        yield UserError(
             "some data-parallel ranks have no row in a mini-batch and wait",
-            "batch.prompts_per_step",
-            f"{batch.rows_per_minibatch[0]} rows over {batch.actor_data} data-parallel copies",
-            "raise prompts_per_step, lower optimizer_steps, or use more tensor or pipeline parallelism",
-            f"{batch.actor_data} rows or more in a mini-batch",
+            where="batch.prompts_per_step",
+            expected=f"{batch.actor_data} rows or more in a mini-batch",
+            got=f"{min_rows} rows over {batch.actor_data} data-parallel copies",
+            fix="raise prompts_per_step, lower optimizer_steps, or use more tensor or pipeline parallelism",
         )
     if batch.rows < batch.replicas:
-        warnings.add(
+        yield UserError(
             "some rollout replicas have nothing to generate",
-            "batch.prompts_per_step",
-            f"{batch.rows} rows for {batch.replicas} replicas",
-            "raise prompts_per_step or samples_per_prompt, or raise rollout.tensor",
+            where="batch.prompts_per_step",
+            got=f"{batch.rows} rows for {batch.replicas} replicas",
+            fix="raise prompts_per_step or samples_per_prompt, or raise rollout.tensor",
         )
+
+    # Prompts would repeat within the step.
     if records is not None and records < config.batch.prompts_per_step:
-        warnings.add(
+        yield UserError(
             "a step takes more prompts than the training data has",
-            "batch.prompts_per_step",
-            f"{config.batch.prompts_per_step} prompts per step, {records} records",
-            "lower prompts_per_step, or add data: prompts would repeat within a step",
+            where="batch.prompts_per_step",
+            got=f"{config.batch.prompts_per_step} prompts per step, {records} records",
+            fix="lower prompts_per_step, or add data: prompts would repeat within a step",
         )
 
 
-def _schedule(config: RunConfig, warnings: _Warnings) -> None:
+def _schedule_warnings(config: RunConfig) -> Iterator[UserError]:
+    """Yield warnings of learning rates that never finish warming up, or that do not decay."""
+    # A stage that is stated in epochs has steps of None: its length depends on the data.
     updates = config.steps * config.batch.optimizer_steps * config.batch.epochs
-    lengths = {f"{plan.where}.optimizer": plan.settings.steps for plan in stage_plans(config)}
+    stage_steps = {f"{plan.where}.optimizer": plan.settings.steps for plan in stage_plans(config)}
     for path, optimizer in sections_of(config, OptimizerConfig):
-        length = lengths.get(path, updates)  # None: a stage that is stated in epochs
+        length = stage_steps.get(path, updates)
         if length is not None and optimizer.warmup_steps > length > 0:
-            warnings.add(
+            yield UserError(
                 "the learning rate is still warming up when the run ends",
-                f"{path}.warmup_steps",
-                str(optimizer.warmup_steps),
-                "lower warmup_steps or raise steps; a short first try may stay as it is",
-                f"at most the {length} optimizer steps of the run",
+                where=f"{path}.warmup_steps",
+                expected=f"at most the {length} optimizer steps of the run",
+                got=str(optimizer.warmup_steps),
+                fix="lower warmup_steps or raise steps; a short first try may stay as it is",
             )
-        ends = (None, optimizer.learning_rate)
-        if optimizer.decay != "constant" and optimizer.minimum_learning_rate in ends:
-            warnings.add(
+
+        rate = optimizer.learning_rate
+        if optimizer.decay != "constant" and optimizer.minimum_learning_rate in (None, rate):
+            yield UserError(
                 "the learning rate is to decay, but ends where it starts",
-                f"{path}.minimum_learning_rate",
-                f"decay {optimizer.decay} from {optimizer.learning_rate:g} to {optimizer.learning_rate:g}",
-                f"set {path}.minimum_learning_rate=0, or {path}.decay=constant",
+                where=f"{path}.minimum_learning_rate",
+                got=f"decay {optimizer.decay} from {rate:g} to {rate:g}",
+                fix=f"set {path}.minimum_learning_rate=0, or {path}.decay=constant",
             )
 
 
-def _replay(config: RunConfig, algorithm: Algorithm, warnings: _Warnings) -> None:
-    if scoring_reason(config, algorithm) is None:
-        warnings.add(
-            "there is no pass whose experts could be repeated: the one update has the old policy's weights",
-            "actor.routing_replay",
-            "update, with one optimizer step per batch",
-            "remove it, or set actor.routing_replay=rollout",
-            "several optimizer steps per batch",
+def _replay_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
+    """Yield the warning of a routing replay of a forward pass that the step does not have."""
+    if config.actor.routing_replay == "update" and scoring_reason(config, algorithm) is None:
+        yield UserError(
+            "`actor.routing_replay: update` has no effect: the only update has the old policy's weights",
+            where="actor.routing_replay",
+            expected="several optimizer steps per batch",
+            got="update, with one optimizer step per batch",
+            fix="remove it, or set actor.routing_replay=rollout",
         )
 
 
-def _learning(config: RunConfig, warnings: _Warnings) -> None:
-    if config.actor.optimizer.learning_rate > _HIGH_RATE:
-        warnings.add(
+def _learning_warnings(config: RunConfig) -> Iterator[UserError]:
+    """Yield warnings of a high learning rate, an unknown GPU, and a run without evaluation."""
+    learning_rate = config.actor.optimizer.learning_rate
+    if learning_rate > _HIGH_LEARNING_RATE:
+        yield UserError(
             "the learning rate is high for reinforcement learning",
-            "actor.optimizer.learning_rate",
-            f"{config.actor.optimizer.learning_rate:g}",
-            "1e-6 is usual for billions of parameters, up to 1e-4 for very small models",
+            where="actor.optimizer.learning_rate",
+            got=f"{learning_rate:g}",
+            fix="1e-6 is usual for billions of parameters, up to 1e-4 for very small models",
         )
+
+    # A GPU without constants: the planner has nothing to compute with.
     if config.gpu is not None:
         try:
             load_constants().gpu(config.gpu)
         except UserError as error:
-            warnings.add(
-                f"`plan` does not know the GPU {config.gpu!r} by itself",
-                "gpu",
-                config.gpu,
-                error.fix or "name another",
-                error.expected,
+            yield UserError(
+                f"`plan` has no constants of the GPU {config.gpu!r}",
+                where="gpu",
+                expected=error.expected,
+                got=config.gpu,
+                fix=error.fix or "name another",
             )
+
+    # Without evaluation, overfitting to the reward goes unnoticed.
     if not config.evaluation.sets:
-        warnings.add(
+        yield UserError(
             "nothing is evaluated: there is no held-out data",
-            "evaluation.sets",
-            "nothing",
-            "set evaluation.sets.held_out to a data set that is not trained on",
+            where="evaluation.sets",
+            got="nothing",
+            fix="set evaluation.sets.held_out to a data set that is not trained on",
         )
 
 
-def _waits(config: RunConfig, warnings: _Warnings) -> None:
-    """Warn of waits for a reward that the hang detector would take for a hang."""
+def _timeout_warnings(config: RunConfig) -> Iterator[UserError]:
+    """Yield warnings of waits for rewards that the hang detector would take for a hang."""
     reward = config.reward
-    waits: dict[str, float] = {}
+    seconds_by_key: dict[str, float] = {}
+
+    # Waits of each source of rewards, in seconds.
     if reward.function is not None:
-        waits["reward.timeout"] = reward.timeout
+        seconds_by_key["reward.timeout"] = reward.timeout
     if reward.code is not None:
-        waits["reward.code.timeout"] = reward.code.timeout
+        seconds_by_key["reward.code.timeout"] = reward.code.timeout
     for name, server in (("http", reward.http), ("judge", reward.judge)):
         if server is not None:
-            waits[f"reward.{name}.timeout"] = server.timeout
-            waits[f"reward.{name}.longest_wait"] = server.longest_wait
-            waits[f"reward.{name}.rate"] = 0.0 if server.rate is None else 1 / server.rate
-    for path, seconds in waits.items():
-        if seconds >= config.rank_timeout:
-            warnings.add(
-                f"{path} allows a wait that ends the job: no rank makes progress meanwhile",
-                path,
-                f"{seconds:g} s between two requests" if path.endswith("rate") else f"{seconds:g} s",
-                f"raise {path}" if path.endswith("rate") else f"lower {path}, or set rank_timeout above it",
-                f"less than rank_timeout, {config.rank_timeout:g} s",
-            )
+            seconds_by_key[f"reward.{name}.timeout"] = server.timeout
+            seconds_by_key[f"reward.{name}.longest_wait"] = server.longest_wait
+            if server.rate is not None:
+                seconds_by_key[f"reward.{name}.rate"] = 1 / server.rate
 
-
-def _placement(
-    config: RunConfig,
-    world_size: int,
-    layouts: Mapping[str, ParallelLayout],
-    shape: ModelShape | None,
-    warnings: _Warnings,
-) -> None:
-    used = {rank for layout in layouts.values() for rank in layout.ranks}
-    idle = tuple(rank for rank in range(world_size) if rank not in used)
-    if idle:
-        warnings.add(
-            f"{len(idle)} of {world_size} ranks have no role and do nothing",
-            "world_size",
-            f"idle: {format_ranges(idle)}",
-            "give these ranks to a role, or start fewer processes",
+    # A rate is a wait between two requests: raising it shortens the wait.
+    for path, seconds in seconds_by_key.items():
+        if seconds < config.rank_timeout:
+            continue
+        got = f"{seconds:g} s"
+        fix = f"lower {path}, or set rank_timeout above it"
+        if path.endswith("rate"):
+            got += " between two requests"
+            fix = f"raise {path}"
+        yield UserError(
+            f"{path} allows a wait that ends the job: no rank makes progress meanwhile",
+            where=path,
+            expected=f"less than rank_timeout, {config.rank_timeout:g} s",
+            got=got,
+            fix=fix,
         )
+
+
+def _idle_rank_warnings(world_size: int, layouts: Mapping[str, ParallelLayout]) -> Iterator[UserError]:
+    """Yield the warning of ranks without a role."""
+    occupied = {rank for layout in layouts.values() for rank in layout.ranks}
+    idle = tuple(rank for rank in range(world_size) if rank not in occupied)
+    if idle:
+        yield UserError(
+            f"{len(idle)} of {world_size} ranks have no role and do nothing",
+            where="world_size",
+            got=f"idle: {format_ranges(idle)}",
+            fix="give these ranks to a role, or start fewer processes",
+        )
+
+
+def _network_warnings(
+    config: RunConfig, layouts: Mapping[str, ParallelLayout], shape: ModelShape | None
+) -> Iterator[UserError]:
+    """Yield warnings of tensor-parallel groups that span nodes."""
     for role, layout in layouts.items():
         if layout.tensor <= config.gpus_per_node:
             continue
+
         fix = "keep tensor within a node and use pipeline parallelism between nodes"
         if role == "rollout":
-            if _needs_nodes(config, shape):
+            if _replica_exceeds_node(config, shape):
                 continue
-            # A replica has no pipeline: its tensor size is all that there is to choose.
+            # A replica has no pipeline, so its tensor size is the only one to choose.
             fix = f"set {layout.path}.tensor={config.gpus_per_node} where one node holds the model's weights"
-        warnings.add(
-            f"tensor parallelism of the {role} reaches over nodes, where the network is slow",
-            f"{layout.path}.tensor",
-            f"tensor {layout.tensor} on nodes of {config.gpus_per_node} GPUs",
-            fix,
-            f"at most {config.gpus_per_node}",
+        yield UserError(
+            f"tensor parallelism of the {role} spans nodes, between which the network is slow",
+            where=f"{layout.path}.tensor",
+            expected=f"at most {config.gpus_per_node}",
+            got=f"tensor {layout.tensor} on nodes of {config.gpus_per_node} GPUs",
+            fix=fix,
         )
 
 
-def _needs_nodes(config: RunConfig, shape: ModelShape | None) -> bool:
-    """Say whether the weights of a rollout replica are known not to fit in the GPUs of one node."""
+def _replica_exceeds_node(config: RunConfig, shape: ModelShape | None) -> bool:
+    """Return whether a rollout replica's weights do not fit in the GPUs of one node; False if unknown."""
     if shape is None or config.gpu_memory_gib is None:
         return False
-    weights = rollout_parameters(shape, config.gpus_per_node) * DTYPE_BYTES[config.model.dtype]
-    return weights > config.rollout.memory_fraction * config.gpu_memory_gib * 2**30
+    weight_bytes = rollout_parameters(shape, config.gpus_per_node) * DTYPE_BYTES[config.model.dtype]
+    return weight_bytes > config.rollout.memory_fraction * config.gpu_memory_gib * 2**30
+
+
+def _unneeded_role_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
+    """Yield a warning for each role that the configuration has and the algorithm does not need."""
+    for spec in MODEL_ROLES:
+        if spec.need is None or spec.needed(algorithm):
+            continue
+        reason = spec.need.lacks.format(advantage=type(algorithm.advantage).__name__)
+        for path in spec.sections(config):
+            yield UserError(
+                spec.need.unused,
+                where=path,
+                got=f"algorithm {config.algorithm.name} {reason}",
+                fix=f"remove `{path}`, or {spec.need.choice}",
+            )
+
+
+def untried_settings(config: RunConfig) -> Iterator[UserError]:
+    """Yield a warning for each section with pass-through fields that no run of this project has tried.
+
+    A section such as ``actor.megatron`` accepts every field of the installed version that the run does not
+    set and that has an effect. Most of them were never run here.
+    """
+    # Kind and settings of each section that passes fields through.
+    sections: dict[str, tuple[str, Mapping[str, Any] | None]] = {
+        path: ("megatron", settings) for path, settings in megatron_sections(config).items()
+    }
+    for path, section in learner_sections(config).items():
+        sections[f"{path}.ddp"] = "ddp", section.ddp
+        sections[f"{path}.optimizer.megatron"] = "optimizer.megatron", section.optimizer.megatron
+    sections["rollout.vllm"] = "rollout.vllm", config.rollout.vllm
+
+    for path, (kind, settings) in sections.items():
+        untried = {
+            name: value
+            for name, value in (settings or {}).items()
+            if name not in TRIED[kind] and not is_off(value)
+        }
+        if not untried:
+            continue
+
+        package = "vLLM" if kind == "rollout.vllm" else "Megatron-Core"
+        yield UserError(
+            f"{', '.join(untried)} of `{path}` passes to {package} as it is, and was never tried here",
+            where=f"{path}.{next(iter(untried))}",
+            expected=f"fields that runs of this project have had: {', '.join(sorted(TRIED[kind]))}",
+            got=", ".join(f"{name}: {value}" for name, value in untried.items()),
+            fix="compare a few steps with and without it: kl/rollout, policy/grad_norm and seconds",
+        )

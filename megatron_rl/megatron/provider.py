@@ -17,7 +17,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.check.model.provider import ARGUMENTS
+from megatron_rl.check.model.megatron_lm import ARGUMENTS
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
 from megatron_rl.interop.megatron_lm.arguments import ABSENT

@@ -96,9 +96,9 @@ def test_an_engine_in_the_ranks_is_a_folder_and_a_line(material: Path, tmp_path:
     assert "READY: no errors" in check(tree, file)
     lacking = ("rollout.tensor=2", "rollout.top_p=0.9", "actor.lora.rank=4", "actor.lora.sync=adapter")
     refused = check(tree, file, *lacking)
-    assert "the prefix engine does not cut the model" in refused
+    assert "the prefix engine does not shard the model" in refused
     assert "must know, with rollout.engine=prefix" in refused
-    assert "cannot keep these adapters apart" in refused
+    assert "`actor.lora.sync: adapter` requires" in refused
     assert_learned_on_policy(train(tree, file, ranks=2))
 
 

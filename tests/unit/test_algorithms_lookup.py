@@ -21,7 +21,7 @@ from megatron_rl.algorithms.lookup import algorithm_of
 from megatron_rl.algorithms.losses import PpoClip
 from megatron_rl.algorithms.returns import Vapo
 from megatron_rl.algorithms.sequence_losses import Gspo
-from megatron_rl.check.unknown_names import answered
+from megatron_rl.check.unknown_names import with_suggestions
 from megatron_rl.config.load import load_config, load_text
 from megatron_rl.config.other_names import RENAMED
 from megatron_rl.config.sections.algorithm import AlgorithmConfig
@@ -323,7 +323,7 @@ def test_former_keys_lead_to_settings_that_exist():
     for old, new in former.items():
         assert new in settings or new.removeprefix("algorithm.") in KINDS, old
         loaded = load_text(CONFIG, [f"{old}=1"])
-        (error,) = answered(loaded.errors, loaded.tree)
+        (error,) = with_suggestions(loaded.errors, loaded.tree)
         assert error.message == f"`{old}` is called `{new}` here"
         assert (error.fix or "").startswith(f"write `{new}`")
 

@@ -12,10 +12,9 @@ import pytest
 from config_workspace import CONFIG, write_workspace
 from transformers import AutoTokenizer
 
+from megatron_rl.check import data as data_rules
 from megatron_rl.check.configuration import CheckReport, check_config
-from megatron_rl.check.data import lengths as data_lengths
-from megatron_rl.check.data import sets as data_sets
-from megatron_rl.check.model.template import folder_renderer
+from megatron_rl.check.model.tokenizer import folder_renderer
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.load import load_text
 from megatron_rl.config.sections.data import fields_of
@@ -85,7 +84,7 @@ def test_data_of_messages_may_stand_beside_data_of_text() -> None:
     assert config.sft is not None and config.sft.chat_template is True
     environment = "rollout.environment={name: 'megatron_rl:AgentEnvironment', program: 'true'}"
     assert any(
-        "goes on with all conversations in one way" in error.message for error in check(environment).errors
+        "continues all conversations in one way" in error.message for error in check(environment).errors
     )
 
 
@@ -95,7 +94,7 @@ def test_every_record_is_read_where_there_are_not_too_many(monkeypatch: pytest.M
     write("train.jsonl", [good] * 500 + [{"prompt": "1+1="}] + [good] * 99)
     (error,) = check().errors
     assert (error.message, error.where) == ("a record has no `ground_truth`", "train.jsonl:501 (data.train)")
-    monkeypatch.setattr(data_sets, "WHOLE_BYTES", 300 * len(json.dumps(good)))
+    monkeypatch.setattr(data_rules, "WHOLE_BYTES", 300 * len(json.dumps(good)))
     report = check()
     assert not report.errors
     assert re.search(r"read the first 29\d of 600 records, counted", report_text(report, "run.yaml"))
@@ -107,7 +106,7 @@ def test_records_that_are_too_long_are_found_before_the_job(monkeypatch: pytest.
     good, long = ({"prompt": text, "ground_truth": "2"} for text in ("1+1=", "1+1+1+1+1="))
     write("train.jsonl", [long] * 20)
     (error,) = check().errors
-    assert error.message == "20 of 20 records that were looked at are longer than the limit"
+    assert error.message == "20 of 20 tokenised records are longer than the limit"
     assert (error.expected, error.fix) == ("at most 8 tokens", "raise data.max_prompt_tokens")
     write("train.jsonl", [long] * 2 + [good] * 600)
     report = check()
@@ -127,7 +126,7 @@ def test_records_that_are_too_long_are_found_before_the_job(monkeypatch: pytest.
     write("sft.jsonl", [{"prompt": "1+1=", "response": "2" * 20}])
     (error,) = check("sft={data: sft.jsonl, steps: 1}").errors
     assert (error.expected, error.fix) == ("at most 16 tokens", "raise sft.max_row_tokens")
-    monkeypatch.setattr(data_lengths, "CHARACTERS", 0)
+    monkeypatch.setattr(data_rules, "CHARACTERS", 0)
     report = check()
     assert report.looked[0].tokenised == 1
 

@@ -8,10 +8,10 @@ import pytest
 from config_workspace import write_model, write_workspace
 
 from megatron_rl.check.configuration import CheckReport, check_config
-from megatron_rl.check.engine import host
-from megatron_rl.check.memory import TRUST, check_memory
+from megatron_rl.check.engine import arguments as engine_arguments
 from megatron_rl.check.model.megatron_settings import DROPPED, TRANSFORMER_CONFIG, check_model_settings
-from megatron_rl.check.model.untried import TRIED
+from megatron_rl.check.sizes import TRUST, check_memory
+from megatron_rl.check.warnings import TRIED
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.budget import MemoryItem, RankMemory
 from megatron_rl.config.engines import ENGINES
@@ -77,7 +77,7 @@ def test_head_sizes_without_a_kernel_are_refused_on_a_host(monkeypatch: pytest.M
 
     sizes = ENGINES["vllm"].capabilities.host_head_sizes
     assert list(sizes) == CPUAttentionBackend.get_supported_head_sizes()
-    monkeypatch.setattr(host, "has_host_build", lambda: True)
+    monkeypatch.setattr(engine_arguments, "has_host_build", lambda: True)
     for model in ("small_heads", "odd_heads"):
         (error,) = check(f"model.path={model}", "rollout.engine=vllm").errors
         assert "no kernel for this model" in error.message and str(error.where).startswith("rollout.engine")
@@ -86,7 +86,7 @@ def test_head_sizes_without_a_kernel_are_refused_on_a_host(monkeypatch: pytest.M
         assert check_config(load("config.yaml", [f"model.path={model}", "gpu=h100"]), training=True).errors
     (error,) = check("rollout.vllm.enable_chunked_prefill=true").errors
     assert str(error.where).startswith("rollout.vllm.enable_chunked_prefill")
-    monkeypatch.setattr(host, "has_host_build", lambda: False)
+    monkeypatch.setattr(engine_arguments, "has_host_build", lambda: False)
     assert not check("model.path=small_heads", "rollout.engine=vllm").errors
 
 
@@ -108,9 +108,9 @@ def test_a_first_try_is_shorter_than_the_warm_up() -> None:
 def test_a_rollout_is_not_told_to_have_a_pipeline() -> None:
     # Its weights need more than the GPUs of a node.
     warnings = shipped("bench/deepseek-v3-1024gpu.yaml").warnings
-    assert not [warning for warning in warnings if "reaches over nodes" in warning.message]
+    assert not [warning for warning in warnings if "spans nodes" in warning.message]
     report = shipped("qwen2.5-7b-8gpu.yaml", "gpus_per_node=2", "rollout.tensor=4")
-    (warning,) = [warning for warning in report.warnings if "reaches over nodes" in warning.message]
+    (warning,) = [warning for warning in report.warnings if "spans nodes" in warning.message]
     assert "pipeline" not in str(warning.fix) and "rollout.tensor=2" in str(warning.fix)
 
 

@@ -173,6 +173,15 @@ def test_weights(model: Path, damage: Callable[[Path], None], message: str, fix:
     assert message in error.message and fix in (error.fix or "")
 
 
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "generation_config.json", "model.safetensors"])
+def test_json_that_is_nested_too_deeply_is_one_error_of_its_file(model: Path, file: str) -> None:
+    nested = b"[" * 100_000
+    header_length = len(nested).to_bytes(8, "little") if file.endswith("safetensors") else b""
+    (model / file).write_bytes(header_length + nested)
+    error = one_error(model)
+    assert file in (error.where or "") and "recursion" in (error.got or "")
+
+
 def test_files_beside_the_weights_are_not_the_models(model: Path) -> None:
     for other in ("adapter_model", "consolidated", "consolidated-00001-of-00002"):
         write_safetensors(model / f"{other}.safetensors", {"base_model.lora_A.weight": (2, 2)})
@@ -206,8 +215,8 @@ def test_an_output_layer_beside_a_tied_embedding_equals_it(model: Path, values: 
 @pytest.mark.parametrize(
     ("file", "values", "message"),
     [
-        ("generation_config.json", {"eos_token_id": 21}, "ends responses at what is no token"),
-        ("generation_config.json", {"eos_token_id": [1, "x"]}, "ends responses at what is no token"),
+        ("generation_config.json", {"eos_token_id": 21}, "ends responses at an id that is not a token"),
+        ("generation_config.json", {"eos_token_id": [1, "x"]}, "ends responses at an id that is not a token"),
         ("tokenizer_config.json", {"eos_token": "<end>"}, "which the tokenizer does not have"),
         ("tokenizer_config.json", {"eos_token": {"content": 5}}, "which the tokenizer does not have"),
         ("tokenizer.json", {"model": {**BPE, "vocab": {"a": 30, "<eos>": 1}}}, "more tokens than"),
@@ -238,7 +247,7 @@ def test_stop_strings_of_a_profile_are_one_token(model: Path) -> None:
 
 def test_a_judge_has_a_head_and_a_policy_has_none(model: Path) -> None:
     error = one_error(model, f"reward.models.judge.path={model}")
-    assert "is a policy, which gives no scores" in error.message
+    assert "is a policy, which has no reward head" in error.message
     assert error.where is not None and error.where.startswith("reward.models.judge.path")
 
 

@@ -104,8 +104,8 @@ def test_megatron_fields_that_the_run_sets_exist() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("quantization", "fp8", "quantized tensors are others"),
-        ("pipeline_parallel_size", 2, "cut by rollout.tensor alone"),
+        ("quantization", "fp8", "which quantized tensors do not have"),
+        ("pipeline_parallel_size", 2, "sharded by rollout.tensor alone"),
         ("data_parallel_size", 2, "make further replicas"),
         ("enable_lora", True, "called `actor.lora.sync` here"),
         ("max_loras", 4, "are the only ones"),
@@ -192,7 +192,7 @@ def test_what_megatron_takes_passes(workspace: Path, monkeypatch: pytest.MonkeyP
             "a kernel of their own",
             "actor.megatron.moe_router_fusion",
         ),
-        (["rollout.engine=torch"], "does not say which experts", "actor.routing_replay"),
+        (["rollout.engine=torch"], "returns the experts of each token", "actor.routing_replay"),
         ([], "", ""),
     ],
 )

@@ -92,7 +92,7 @@ def test_check_shows_the_command_of_the_first_server_and_which_are_not_there(
     urls = "rollout.server.urls=[http://127.0.0.1:8, http://127.0.0.1:9]"
     main(["check", "config.yaml", *ALONE, "rollout.engine=server", urls])
     shown = capsys.readouterr().out
-    assert "--port 8 " in shown and "of 2 servers that are to sample, 2 do not answer now" in shown
+    assert "--port 8 " in shown and "2 of 2 servers of the rollout engine do not answer now" in shown
 
 
 def test_check_for_machines(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,7 +136,7 @@ def test_missing_required_values_are_all_named() -> None:
     errors = load("nothing.yaml").errors
     named = {error.where for error in errors}
     assert named == {"model.path", "data.train", "run_dir", "steps"}
-    assert "nothing judges the responses" in [error.message for error in check("reward.function=null").errors]
+    assert "no reward is configured" in [error.message for error in check("reward.function=null").errors]
 
 
 def bomb(twice: str) -> str:
@@ -184,8 +184,8 @@ WARNINGS = [
     (("evaluation.sets.held_out.samples=4",), "greedy evaluation gives the same answer"),
     (("batch.prompts_per_step=64",), "a step takes more prompts than the training data has"),
     (("actor.layout.ranks=0-3", "rollout.ranks=0-3", "world_size=5"), "1 of 5 ranks have no role"),
-    (("gpus_per_node=1",), "reaches over nodes"),
-    (("gpu=h1000",), "does not know the GPU"),
+    (("gpus_per_node=1",), "spans nodes"),
+    (("gpu=h1000",), "has no constants of the GPU"),
     (("data.tools_field=tools",), "first record of data.train has no tools"),
     (("reference={}",), "the algorithm does not use it"),
     (("actor.optimizer.warmup_steps=11",), "still warming up when the run ends"),
@@ -210,7 +210,7 @@ def test_material_that_a_command_makes() -> None:
     waiting = check(*overrides)
     assert not waiting.errors and waiting.files_missing
     assert waiting.warnings[0].fix == "run: make it"
-    assert "made is not there yet" in check(*overrides, training=True).errors[0].message
+    assert "made does not exist yet" in check(*overrides, training=True).errors[0].message
 
 
 def test_a_file_missing_beside_made_material_is_an_error() -> None:
@@ -239,7 +239,11 @@ def test_a_run_that_has_taken_more_steps_than_it_is_to_take_is_an_error() -> Non
         folder.mkdir(parents=True)
         write_meta(folder, {"model": {}, "step": step})
     (error,) = check().errors
-    assert "more steps" in error.message and error.expected.startswith("12 or more") and error.got == "10"
+    assert (
+        "beyond the last step" in error.message
+        and error.expected.startswith("12 or more")
+        and error.got == "10"
+    )
     assert not check("steps=12").errors and not check("checkpoint.resume=run/checkpoints/step_8").errors
 
 

@@ -117,17 +117,17 @@ def test_a_stage_alone_without_its_section_is_an_error(job: str) -> None:
 
 def test_reinforcement_learning_needs_more() -> None:
     missing = {error.message for error in check(ALONE + SECTIONS["sft"]).errors}
-    assert {"`data.train` is missing", "`steps` is missing", "nothing judges the responses"} <= missing
+    assert {"`data.train` is missing", "`steps` is missing", "no reward is configured"} <= missing
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("sft.steps=3", "a number of steps or a number of epochs"),
-        ("checkpoint.resume=runs/other/checkpoints/step_3", "goes on from its own checkpoints"),
+        ("checkpoint.resume=runs/other/checkpoints/step_3", "resumes from its own checkpoints"),
         ("sft.max_row_tokens=100000", "rows may be longer than the model's positions"),
         ("sft.held_out=gone.jsonl", "does not exist"),
-        ("sft.until_loss=0.2", "there is none"),
+        ("sft.until_loss=0.2", "requires held-out data"),
         ("batch.tokens_per_microbatch=8", "rows may be longer than batch.tokens_per_microbatch"),
     ],
 )

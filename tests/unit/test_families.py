@@ -11,7 +11,7 @@ import torch
 from config_workspace import TOKENS, write_workspace
 
 from megatron_rl.check.configuration import check_config
-from megatron_rl.check.engine import host
+from megatron_rl.check.engine import arguments as engine_arguments
 from megatron_rl.config.load import load
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
@@ -54,7 +54,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_workspace(tmp_path)
     monkeypatch.chdir(tmp_path)
     # vLLM's build for hosts has no attention kernels for the head sizes of these tiny models.
-    monkeypatch.setattr(host, "has_host_build", lambda: False)
+    monkeypatch.setattr(engine_arguments, "has_host_build", lambda: False)
     return tmp_path
 
 

@@ -358,30 +358,30 @@ def test_settings_of_servers_are_checked_and_no_secret_is_shown(monkeypatch) -> 
     monkeypatch.setenv("TWO_LINES_TOKEN", "x\ny")
     good = "http://127.0.0.1:1/x"
     bad: list[tuple[dict[str, Any], str]] = [
-        ({"url": "ftp://h/x"}, "the address of a server is none"),
-        ({"url": "http://"}, "the address of a server is none"),
-        ({"url": "http://h:99999/"}, "the address of a server is none"),
-        ({"url": f"http://u:{SECRET}@h/"}, "holds a secret"),
-        ({"url": f"http://h/?api_key={SECRET}"}, "holds a secret"),
+        ({"url": "ftp://h/x"}, "invalid server URL"),
+        ({"url": "http://"}, "invalid server URL"),
+        ({"url": "http://h:99999/"}, "invalid server URL"),
+        ({"url": f"http://u:{SECRET}@h/"}, "contains a secret"),
+        ({"url": f"http://h/?api_key={SECRET}"}, "contains a secret"),
         (
             {"url": good, "headers": {"Authorization": f"Bearer {SECRET}"}},
-            "not named by an environment variable",
+            "has to be named by an environment variable",
         ),
-        ({"url": good, "headers": {"Authorization": "HOME"}}, "not named by an environment variable"),
+        ({"url": good, "headers": {"Authorization": "HOME"}}, "has to be named by an environment variable"),
         ({"url": good, "headers": {"Authorization": "NOT_SET_TOKEN"}}, "holds no secret"),
         ({"url": good, "headers": {"Authorization": "TWO_LINES_TOKEN"}}, "holds no secret"),
-        ({"url": good, "headers": {"A:B": "GOOD_TOKEN"}}, "HTTP does not know"),
-        ({"url": good, "sends": ("respons",)}, "what no sample has"),
-        ({"url": good, "sends": ()}, "nothing"),
+        ({"url": good, "headers": {"A:B": "GOOD_TOKEN"}}, "invalid name of an HTTP header"),
+        ({"url": good, "sends": ("respons",)}, "is 'respons', which is not a choice"),
+        ({"url": good, "sends": ()}, "is empty"),
     ]
     for settings, message in bad:
         (error,) = check_servers(RewardConfig(http=HttpRewardConfig(**settings)))
         assert message in error.message and error.fix and error.expected and error.where
         assert SECRET not in str(error)
     judges: list[tuple[dict[str, Any], str]] = [
-        ({"template": "judge it"}, "not shown what it is to judge"),
-        ({"parameters": {"stream": True}}, "is not free"),
-        ({"key_from": SECRET}, "not named by an environment variable"),
+        ({"template": "judge it"}, "does not contain the response"),
+        ({"parameters": {"stream": True}}, "is set by the run itself"),
+        ({"key_from": SECRET}, "has to be named by an environment variable"),
     ]
     for settings, message in judges:
         (error,) = check_servers(RewardConfig(judge=JudgeConfig(url=good, model="m", **settings)))

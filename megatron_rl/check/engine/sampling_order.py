@@ -1,4 +1,4 @@
-"""Rules of servers that sample, of sampling ahead, and of responses that are carried into later steps."""
+"""Rules on when a run samples: ahead of training, in the open order, over-sampled, with partial responses."""
 
 from __future__ import annotations
 
@@ -19,87 +19,102 @@ from megatron_rl.shapes.layout import ParallelLayout
 def check_asynchrony(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], algorithm: Algorithm | None = None
 ) -> list[UserError]:
-    """Return the errors of where and in which order a run samples and learns."""
+    """Return the errors of servers, and of the order in which a run samples and trains."""
     return [
         *check_engine_servers(config.rollout),
-        *_check_open(config),
-        *_check_kept(config),
-        *_check_ahead(config, layouts),
-        *_check_staleness(config),
-        *_check_oversample(config, algorithm),
+        *_open_order_errors(config),
+        *_kept_cache_errors(config),
+        *_rank_errors(config, layouts),
+        *_staleness_errors(config),
+        *_partial_errors(config),
+        *_oversample_errors(config, algorithm),
     ]
 
 
-def _check_open(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of an open order without what it rests on."""
+def _open_order_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the error of the open order without the settings that it requires."""
     if config.rollout.order == CLOSED:
         return
-    needs = {
+
+    # Responses of later steps are in flight while a step is trained on.
+    requirements = {
         "asynchrony.steps_ahead=1": config.asynchrony.steps_ahead > 0,
         "rollout.partial=true": config.rollout.partial,
         "rollout.oversample=1": config.rollout.oversample > 0,
     }
+
     error = UserError(
-        "nothing can be complete before the rest of its step, and the rest go on",
+        "the open order requires more groups in flight than a step takes, and responses that continue",
         where="rollout.order",
-        expected="with open: rollout ranks of their own that sample ahead, more groups in flight than a "
-        "step takes, and responses that go on",
+        expected="with open: rollout ranks of their own that sample ahead, over-sampling, and partial "
+        "responses",
         got=OPEN,
         fix="rollout.order=closed",
     )
-    yield from _lacking(needs, error)
+
+    yield from _unmet_requirements(requirements, error)
 
 
-def _check_kept(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of a cache that would be kept where no request stays in the engine."""
+def _kept_cache_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the error of ``on_update: keep`` where no request stays in the engine during a weight sync."""
     rollout = config.rollout
     if rollout.on_update != KEEP:
         return
-    needs = {
+
+    # Requests stay in the engine in the open order alone, and only between two of the engine's steps.
+    requirements = {
         "rollout.order=open": rollout.order == OPEN,
         engines_with(keeps_cache=True): rollout.capabilities.keeps_cache,
         "rollout.environment=null": rollout.environment is None,
         "rollout.vllm.async_scheduling=false": not rollout.vllm.get("async_scheduling"),
     }
+
     error = UserError(
-        "no request can stay in the engine with its cache while weights arrive",
+        "requests cannot keep their cache in the engine while weights are updated",
         where="rollout.on_update",
         expected="with keep: vLLM in the open order, one step at a time, and no environment",
         got=KEEP,
         fix="rollout.on_update=recompute",
     )
-    yield from _lacking(needs, error)
+
+    yield from _unmet_requirements(requirements, error)
 
 
-def _lacking(needs: Mapping[str, bool], error: UserError) -> Iterator[UserError]:
-    """Yield the error of a choice with the settings that it lacks, none where it has all that it needs."""
-    lacks = [setting for setting, met in needs.items() if not met]
-    if lacks:
-        got, fix = f"{error.got} without {', '.join(lacks)}", f"set {' '.join(lacks)}, or {error.fix}"
+def _unmet_requirements(requirements: Mapping[str, bool], error: UserError) -> Iterator[UserError]:
+    """Yield ``error`` with the requirements that are not met, if any.
+
+    ``requirements`` maps the setting that meets each one to whether it is met; the error's ``got`` is the
+    choice, its ``fix`` the alternative to meeting them.
+    """
+    unmet = [setting for setting, is_met in requirements.items() if not is_met]
+    if unmet:
+        got = f"{error.got} without {', '.join(unmet)}"
+        fix = f"set {' '.join(unmet)}, or {error.fix}"
         yield replace(error, got=got, fix=fix)
 
 
-def _check_ahead(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Iterator[UserError]:
-    """Yield the errors of ranks that would both sample ahead and learn."""
+def _rank_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Iterator[UserError]:
+    """Yield the errors of a rollout that samples ahead on the ranks of other roles, or on rank 0."""
     rollout = layouts.get("rollout")
     if config.asynchrony.steps_ahead < 1 or rollout is None:
         return
-    shared = {
-        role: tuple(rank for rank in layout.ranks if rank in rollout.ranks)
-        for role, layout in layouts.items()
-        if role != "rollout"
-    }
-    if any(shared.values()):
-        words = [f"{role} has {format_ranges(ranks)} too" for role, ranks in shared.items() if ranks]
+
+    # The rollout generates while the other roles train.
+    overlaps: list[str] = []
+    for role, layout in layouts.items():
+        ranks = tuple(rank for rank in layout.ranks if rank in rollout.ranks)
+        if role != "rollout" and ranks:
+            overlaps.append(f"{role} has {format_ranges(ranks)} too")
+
+    if overlaps:
         yield UserError(
             "the rollout cannot sample ahead on ranks that other roles use",
             where="asynchrony.steps_ahead",
             expected="0, or rollout ranks that no other role has",
-            got="; ".join(words),
-            fix="set placement=standalone, or name rollout.ranks and the layouts' ranks apart",
+            got="; ".join(overlaps),
+            fix="set placement=standalone, or disjoint rollout.ranks and layout ranks",
         )
-        return
-    if 0 in rollout.ranks:
+    elif 0 in rollout.ranks:
         yield UserError(
             "rank 0, which writes the run folder, would only sample",
             where="rollout.ranks",
@@ -109,48 +124,64 @@ def _check_ahead(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> It
         )
 
 
-def _check_staleness(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of a bound that the order of the steps breaks."""
-    bound, ahead = config.asynchrony.max_staleness, config.asynchrony.steps_ahead
-    least = ahead + 1 if config.rollout.partial else ahead
-    if bound is None or bound >= least:
-        return
-    yield UserError(
-        "every response would be older than allowed",
-        where="asynchrony.max_staleness",
-        expected=f"at least {least}: asynchrony.steps_ahead"
-        + (", and one more for rollout.partial to carry any" if config.rollout.partial else ""),
-        got=str(bound),
-        fix=f"set asynchrony.max_staleness={least} or more, or remove it",
-    )
+def _staleness_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the error of a ``max_staleness`` (policy versions) that every response would exceed."""
+    # A response is as old as the steps that it was sampled ahead.
+    bound = config.asynchrony.max_staleness
+    minimum = config.asynchrony.steps_ahead
+    expected = f"at least {minimum}: asynchrony.steps_ahead"
+    if config.rollout.partial:
+        # A carried response is one step older than the others of its step.
+        minimum += 1
+        expected = (
+            f"at least {minimum}: asynchrony.steps_ahead, and one more for rollout.partial to carry any"
+        )
+
+    if bound is not None and bound < minimum:
+        yield UserError(
+            "every response would be older than allowed",
+            where="asynchrony.max_staleness",
+            expected=expected,
+            got=str(bound),
+            fix=f"set asynchrony.max_staleness={minimum} or more, or remove it",
+        )
 
 
-def _check_oversample(config: RunConfig, algorithm: Algorithm | None) -> Iterator[UserError]:
-    """Yield the errors of settings that over-sampling needs or cannot have beside it."""
+def _partial_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the error of partial responses in the closed order where no response remains unfinished."""
     rollout = config.rollout
     if rollout.order == CLOSED and rollout.partial and rollout.oversample == 0:
         yield UserError(
-            "no response would be left to continue: a step without over-sampling waits for all it began",
+            "`rollout.partial` has no effect: a step without over-sampling waits for all of its responses",
             where="rollout.partial",
             expected="rollout.oversample above 0",
             got="true with rollout.oversample=0",
             fix="set rollout.oversample=0.25, or rollout.partial=false",
         )
+
+
+def _oversample_errors(config: RunConfig, algorithm: Algorithm | None) -> Iterator[UserError]:
+    """Yield the errors of settings that over-sampling excludes."""
+    rollout = config.rollout
     if rollout.oversample == 0:
         return
-    rounds = rollout.round_tokens if rollout.order == CLOSED else None
-    longest = rollout.max_response_tokens
-    if rounds is not None and rounds >= longest:
+
+    # Over-sampling gains from responses that a round leaves unfinished.
+    max_tokens = rollout.max_response_tokens
+    round_tokens = rollout.round_tokens
+
+    if rollout.order == CLOSED and round_tokens is not None and round_tokens >= max_tokens:
         yield UserError(
-            "every response would end in its first round, and nothing be gained by over-sampling",
+            "every response would end in its first round, so that over-sampling has no effect",
             where="rollout.round_tokens",
-            expected=f"less than rollout.max_response_tokens ({longest})",
-            got=str(rounds),
-            fix=f"set rollout.round_tokens={max(1, longest // ROUNDS_PER_RESPONSE)}, or remove it",
+            expected=f"less than rollout.max_response_tokens ({max_tokens})",
+            got=str(round_tokens),
+            fix=f"set rollout.round_tokens={max(1, max_tokens // ROUNDS_PER_RESPONSE)}, or remove it",
         )
+
     if algorithm is not None and algorithm.needs_greedy_baseline:
         yield UserError(
-            "a greedy response to each prompt is not sampled beside over-sampled ones",
+            "over-sampled prompts have no greedy response, which the algorithm's baseline needs",
             where="rollout.oversample",
             expected=f"0 with algorithm {config.algorithm.name}",
             got=f"{rollout.oversample:g}",

@@ -1,4 +1,4 @@
-"""vLLM's API servers as rollout engine: what their command says, and which settings do not go with them."""
+"""Rules on rollout servers (`rollout.engine: server`), and the command that starts one for a run."""
 
 from __future__ import annotations
 
@@ -7,85 +7,65 @@ import shlex
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from megatron_rl.check.engine.arguments import host_arguments, sampling_arguments
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import CLOSED, OPEN, RolloutConfig
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.pretrained import PretrainedModel, read_pretrained
+from megatron_rl.shapes.pretrained import read_pretrained
 
 EXTENSION = "megatron_rl.hybrid_engine.worker_extension.HybridWorker"
-BACKEND = "megatron_rl"
-HOST_BATCHED_TOKENS = 4096
-"""vLLM's own default on the host for one step, per tensor-parallel rank."""
+"""Class that vLLM's workers inherit from, which receives weights."""
 
-_OF_FILES = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "head_dtype", "architectures")
-"""Settings of a model's config.json that say nothing of what the model computes."""
+BACKEND = "megatron_rl"
+"""Name of our backend in vLLM's registry of weight transfers."""
+
+_HOST_CACHE_BYTES = 2**30
+"""Bytes of the key-value cache in the command for a host."""
+
+_FILE_SETTINGS = (
+    "_name_or_path",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "head_dtype",
+    "architectures",
+)
+"""Keys of config.json that describe the checkpoint's files and change nothing that the model computes."""
 
 
 def plain_settings(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Return those of a model's settings that a server of the same model has, too.
+    """Return the settings of a config.json that a server with the same model reports equally.
 
-    They are the plain ones, and the numbers of those of positions, whose names vLLM changes in part.
+    These are the plain values, and of rotary positions the numbers alone, flattened to keys such as
+    ``rope_scaling.factor``: vLLM renames some of the others. ``section`` is the prefix of flattened keys.
     """
-    plain = dict[str, Any]()
+    plain: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            of_positions = section or name.startswith("rope")
-            plain |= plain_settings(value, f"{section}{name}.") if of_positions else {}
-        elif isinstance(value, int | float) if section else name not in _OF_FILES:
+            # Positions are the one nested setting that changes what is computed.
+            if section or name.startswith("rope"):
+                plain |= plain_settings(value, f"{section}{name}.")
+            continue
+        is_number = isinstance(value, int | float)
+        if (section and is_number) or (not section and name not in _FILE_SETTINGS):
+            # Through JSON, as a server's answer: tuples become lists, other objects their text.
             plain[f"{section}{name}"] = json.loads(json.dumps(value, default=str))
     return plain
 
 
-def sampling_arguments(
-    model: PretrainedModel, *, float32_head: bool, dtype: str, max_model_len: int
-) -> dict[str, Any]:
-    """Return the engine arguments with which vLLM samples as the trainer computes, wherever it runs."""
-    head = {"head_dtype": "float32"} if float32_head else {}
-    return {
-        "hf_overrides": dict(model.family.engine_keys) | head,
-        "skip_tokenizer_init": True,  # tokens in, tokens out
-        "generation_config": "vllm",  # no sampling defaults from the checkpoint
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "logprobs_mode": "processed_logprobs",
-    }
-
-
-def host_arguments(max_model_len: int, tensor: int = 1) -> dict[str, Any]:
-    """Return the engine arguments that vLLM needs beside them on a host without accelerator."""
-    return {
-        "enforce_eager": True,
-        # A generator on the host cannot be set back, which vLLM does where a prompt is read in parts.
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(HOST_BATCHED_TOKENS * tensor, max_model_len),
-    }
-
-
-def host_errors(values: Mapping[str, Any]) -> list[UserError]:
-    """Return the error of ``rollout.vllm`` on a host without accelerator that `host_arguments` avoids."""
-    where, value = "rollout.vllm.enable_chunked_prefill", values.get("enable_chunked_prefill")
-    if not value:
-        return []
-    return [
-        UserError(
-            "prompts are to be read in parts, on a host without accelerator",
-            where=where,
-            expected="no value: a generator on the host cannot be set back, which vLLM does after each part",
-            got=str(value).lower(),
-            fix=f"remove {where}, which is false on a host, and true on an accelerator",
-        )
-    ]
-
-
 def server_commands(config: RunConfig) -> list[str]:
-    """Return the lines of the command that starts a server for this run, and what a bare host adds."""
+    """Return the lines of the command that starts a server for this run, with further flags for a host."""
     model = read_pretrained(Path(config.model.path) / "config.json")
-    rollout, longest = config.rollout, longest_row(config)
-    ports = [urllib.parse.urlsplit(url).port for url in rollout.server.urls if _is_address(url)]
+
+    rollout = config.rollout
+    max_model_len = longest_row(config)
+
+    # The first server's port, as an example for the others.
+    ports = [urllib.parse.urlsplit(url).port for url in rollout.server.urls if _is_server_url(url)]
     arguments = {
         "model": config.model.path,
         "port": ports[0] if ports else 8000,
@@ -94,110 +74,148 @@ def server_commands(config: RunConfig) -> list[str]:
         "weight_transfer_config": {"backend": BACKEND},
         "load_format": "dummy",  # the job brings the weights
         **sampling_arguments(
-            model, float32_head=rollout.float32_head, dtype=config.model.dtype, max_model_len=longest
+            model,
+            float32_head=rollout.float32_head,
+            dtype=config.model.dtype,
+            max_model_len=max_model_len,
         ),
     }
     if model.shape.experts:
+        # Other kernels for experts store weights in an order that a weight sync does not write.
         arguments["moe_backend"] = "triton"
-    start = "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server"
-    host = {**host_arguments(longest), "kv_cache_memory_bytes": 2**30}
-    *words, last = [start, *_flags(arguments)]
+
+    # The development mode has the endpoints through which weights arrive.
+    command = "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server"
+
+    lines = [command, *_flags(arguments)]
+
+    # On a host the size of the cache is given in bytes.
+    host = {**host_arguments(max_model_len), "kv_cache_memory_bytes": _HOST_CACHE_BYTES}
     return [
-        *(f"{word} \\" for word in words),
-        last,
+        *(f"{line} \\" for line in lines[:-1]),
+        lines[-1],
         "on a host without accelerator also, behind VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1:",
         " ".join(_flags(host)),
     ]
 
 
 def _flags(arguments: Mapping[str, Any]) -> list[str]:
+    """Return engine arguments as command-line flags, without empty dicts."""
     return [_flag(name.replace("_", "-"), value) for name, value in arguments.items() if value != {}]
 
 
 def _flag(name: str, value: Any) -> str:
+    """Return one flag: ``--name``, ``--no-name``, or ``--name VALUE`` quoted for a shell."""
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
-    return f"--{name} {shlex.quote(json.dumps(value) if isinstance(value, dict) else str(value))}"
+
+    text = json.dumps(value) if isinstance(value, dict) else str(value)
+    return f"--{name} {shlex.quote(text)}"
+
+
+class _CapabilityRule(NamedTuple):
+    """Setting that is refused where the rollout engine lacks a capability.
+
+    ``reason`` continues a sentence about the engine; ``engines`` chooses one with the capability.
+    """
+
+    refused: bool
+    setting: str
+    reason: str
+    expected: str
+    engines: str
 
 
 def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors of servers, and of settings that need a capability that the engine lacks.
+    """Yield the errors of server URLs, and of settings that the rollout engine has no capability for.
 
-    No server is asked.
+    No request is sent.
     """
     capabilities = rollout.capabilities
-    yield from _check_addresses(rollout)
+    yield from _server_url_errors(rollout)
 
-    lacking = {
-        "rollout.vllm": (
-            bool(rollout.vllm) and not capabilities.in_process,
-            "a server's settings stand in its own command",
-            "{}",
-            engines_with(in_process=True, tensor_parallel=True),
+    # Each rule: a setting, the capability that it needs, and engines that have it.
+    rules = (
+        _CapabilityRule(
+            refused=bool(rollout.vllm) and not capabilities.in_process,
+            setting="rollout.vllm",
+            reason="has the settings of the servers' own command",
+            expected="{}",
+            engines=engines_with(in_process=True, tensor_parallel=True),
         ),
-        "rollout.top_p, top_k or min_p": (
-            rollout.truncates and not capabilities.sampling_masks,
-            "the engine does not say which tokens a filter left, which the trainer must know,",
-            "1, 0 and 0, in sampling profiles too",
-            engines_with(sampling_masks=True),
+        _CapabilityRule(
+            refused=rollout.truncates and not capabilities.sampling_masks,
+            setting="rollout.top_p, top_k or min_p",
+            reason="does not return the tokens that a filter keeps, which the trainer needs",
+            expected="1, 0 and 0, in sampling profiles too",
+            engines=engines_with(sampling_masks=True),
         ),
-        "rollout.order": (
-            rollout.order == OPEN and not capabilities.partial,
-            "the engine answers whole requests, and the open order cuts them,",
-            CLOSED,
-            engines_with(partial=True),
+        _CapabilityRule(
+            refused=rollout.order == OPEN and not capabilities.partial,
+            setting="rollout.order",
+            reason="answers whole requests, which the open order interrupts",
+            expected=CLOSED,
+            engines=engines_with(partial=True),
         ),
-    }
-    for where, (wrong, reason, expected, engines) in lacking.items():
-        if wrong:
+    )
+
+    for rule in rules:
+        if rule.refused:
             yield UserError(
-                f"{reason} with rollout.engine={rollout.engine}",
-                where=where.partition(",")[0],
-                expected=expected,
-                got=f"{where} is set",
-                fix=f"remove {where}, or set {engines}",
+                f"rollout.engine={rollout.engine} {rule.reason}",
+                where=rule.setting.partition(",")[0],
+                expected=rule.expected,
+                got=f"{rule.setting} is set",
+                fix=f"remove {rule.setting}, or set {rule.engines}",
             )
 
 
-def _check_addresses(rollout: RolloutConfig) -> Iterator[UserError]:
+def _server_url_errors(rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield the errors of `rollout.server.urls`: a server engine needs them, and no other takes them."""
     urls = rollout.server.urls
     if rollout.capabilities.in_process:
         if urls:
+            server_engines = engines_with(in_process=False)
             yield UserError(
-                "servers are named, and another engine is to generate",
+                f"`rollout.server.urls` requires {server_engines}",
                 where="rollout.server.urls",
-                expected=f"{engines_with(in_process=False)}, or no servers",
+                expected=f"{server_engines}, or no servers",
                 got=f"rollout.engine={rollout.engine}",
-                fix=f"set {engines_with(in_process=False)}, or remove rollout.server",
+                fix=f"set {server_engines}, or remove rollout.server",
             )
         return
 
-    yield from (_bad_address(url) for url in urls if not _is_address(url))
-    if not urls or len({url.rstrip("/").lower() for url in urls}) < len(urls):
+    # A server engine: every URL is valid, and each server is listed once.
+    for url in urls:
+        if not _is_server_url(url):
+            yield UserError(
+                "invalid server URL",
+                where="rollout.server.urls",
+                expected="http://HOST:PORT",
+                # A user and password are secrets, which are not shown.
+                got=repr(url) if "@" not in url else "a URL with a user or a password",
+                fix="correct it",
+            )
+
+    # One server under two spellings would receive every weight twice.
+    distinct = {url.rstrip("/").lower() for url in urls}
+    if not urls or len(distinct) < len(urls):
         yield UserError(
-            "servers are to generate, and none is named, or one of them twice",
+            "`rollout.server.urls` is empty or names a server twice",
             where="rollout.server.urls",
-            expected="the address of each server once",
+            expected="the URL of each server once",
             got=f"[{', '.join(urls)}]",
             fix="set rollout.server.urls=[http://host:8000]",
         )
 
 
-def _is_address(url: str) -> bool:
+def _is_server_url(url: str) -> bool:
+    """Return whether a URL is ``http://HOST:PORT`` alone."""
     try:
-        parts = urllib.parse.urlsplit(url)
-        bare = not (parts.path.strip("/") or parts.query or parts.fragment or parts.username)
-        return parts.scheme == "http" and bool(parts.hostname) and bool(parts.port) and bare
+        address = urllib.parse.urlsplit(url)
+        has_address = address.scheme == "http" and bool(address.hostname) and bool(address.port)
     except ValueError:
         return False
 
-
-def _bad_address(url: str) -> UserError:
-    return UserError(
-        "invalid server URL",
-        where="rollout.server.urls",
-        expected="http://HOST:PORT",
-        got=repr(url) if "@" not in url else "an address with a user or a password",
-        fix="correct it",
-    )
+    has_more = bool(address.path.strip("/") or address.query or address.fragment or address.username)
+    return has_address and not has_more

@@ -1,4 +1,4 @@
-"""Rules of adapters: layers that can have one, and the file that they start from."""
+"""Rules on LoRA adapters: their layers, their sync with the rollout engine, and PEFT files to start from."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.check.files import read_json_object
 from megatron_rl.check.model.weights import read_header
 from megatron_rl.config.engines import engine_capabilities, engines_with
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import LoraConfig
+from megatron_rl.error_forms import requires, unknown_choice
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.shapes.lora import (
     ENGINE_RANKS,
@@ -28,173 +30,207 @@ from megatron_rl.shapes.lora import (
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel
 
-_PLAIN = {
-    "bias": "none", "use_dora": False, "use_rslora": False, "modules_to_save": None, "fan_in_fan_out": False,
-    "rank_pattern": {}, "alpha_pattern": {}, "target_parameters": None,
-}  # fmt: skip
-"""Settings of PEFT that make something else of an adapter than two matrices -> their value without it."""
+_PLAIN_PEFT = {
+    "bias": "none",
+    "use_dora": False,
+    "use_rslora": False,
+    "modules_to_save": None,
+    "fan_in_fan_out": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "target_parameters": None,
+}
+"""PEFT settings that make an adapter more than two matrices A and B -> their value for a plain adapter."""
+
 CHECKPOINT_LAYERS = {
-    "q_proj": "linear_qkv", "k_proj": "linear_qkv", "v_proj": "linear_qkv", "o_proj": "linear_proj",
-    "gate_proj": "linear_fc1", "up_proj": "linear_fc1", "down_proj": "linear_fc2",
-}  # fmt: skip
-"""Names of layers in most checkpoints, which PEFT's users write -> Megatron's layer that holds them."""
+    "q_proj": "linear_qkv",
+    "k_proj": "linear_qkv",
+    "v_proj": "linear_qkv",
+    "o_proj": "linear_proj",
+    "gate_proj": "linear_fc1",
+    "up_proj": "linear_fc1",
+    "down_proj": "linear_fc2",
+}
+"""Layer names of most checkpoints, which PEFT's users write -> the Megatron layer that contains them."""
 
 
-def check_lora(lora: LoraConfig, engine: str | None, where: str = "actor.lora") -> Iterator[UserError]:
-    """Yield the errors of adapters at ``where`` that no model can have, or that the rollout engine cannot.
+def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") -> Iterator[UserError]:
+    """Yield the errors of adapters that no model can have, or that the rollout engine cannot sync.
 
-    ``engine`` is None for a role that no engine samples with.
+    ``key`` names their section; ``engine`` is that of the rollout, for the actor only.
     """
+    path = f"{key}.targets"
     for name in lora.targets or ():
         if name not in TARGETS:
-            yield UserError(
-                f"there is no linear layer {name!r}",
-                where=f"{where}.targets",
-                expected="some of " + ", ".join(TARGETS),
-                got=repr(name),
-                fix=f"write {CHECKPOINT_LAYERS.get(name) or nearest(name, TARGETS) or ' or '.join(TARGETS)}",
-            )
+            layer = CHECKPOINT_LAYERS.get(name) or nearest(name, TARGETS) or " or ".join(TARGETS)
+            yield unknown_choice(path, name, TARGETS, fix=f"write {layer}")
+
+    # Each layer once.
     if lora.targets is not None and (not lora.targets or len(set(lora.targets)) < len(lora.targets)):
         yield UserError(
-            "the layers with adapters are none, or one of them twice",
-            where=f"{where}.targets",
+            f"`{path}` is empty or names a layer twice",
+            where=path,
             expected="some of " + ", ".join(TARGETS) + ", each once",
             got=f"[{', '.join(lora.targets)}]",
-            fix=f"remove {where}.targets to have all",
+            fix=f"remove {path} to have all",
         )
+
+    # Adapters beside the engine's weights need storage of their own, of a rank that vLLM allocates.
+    if lora.sync != "adapter":
+        return
+    max_rank = ENGINE_RANKS[-1]
     separate = engine is not None and engine_capabilities(engine).adapter_sync
-    if lora.sync == "adapter" and (not separate or lora.rank > ENGINE_RANKS[-1]):
-        yield UserError(
-            "the rollout engine cannot keep these adapters apart from its weights",
-            where=f"{where}.sync",
-            expected=f"merged, or {engines_with(adapter_sync=True)} and a rank of at most {ENGINE_RANKS[-1]}",
-            got=f"{lora.sync} with rollout.engine={engine} and rank {lora.rank}"
-            if engine
-            else f"{lora.sync}, for a role that no engine samples with",
-            fix=f"set {where}.sync=merged",
-        )
+    if not separate or lora.rank > max_rank:
+        got = "a role that no engine samples with"
+        if engine is not None:
+            got = f"rollout.engine={engine} and rank {lora.rank}"
+        condition = f"{engines_with(adapter_sync=True)} and a rank of at most {max_rank}"
+        yield requires(f"{key}.sync", lora.sync, condition, got=got, fix=f"set {key}.sync=merged")
 
 
 def idle_adapters(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of adapters of reward models that learn nothing."""
+    """Yield the errors of adapters of reward models that are not trained."""
     for name, model in config.reward.models.items():
+        path = f"reward.models.{name}"
         if model.lora is not None and model.training is None:
             yield UserError(
-                "nothing trains the adapters of a reward model that only scores",
-                where=f"reward.models.{name}.lora",
-                expected=f"reward.models.{name}.training beside it",
+                f"`{path}.lora` has no effect: the reward model is not trained",
+                where=f"{path}.lora",
+                expected=f"{path}.training beside it",
                 got="no training",
-                fix=f"remove reward.models.{name}.lora, or say what trains it",
+                fix=f"remove {path}.lora, or add {path}.training",
             )
 
 
 def check_adapted_model(
     lora: LoraConfig,
     model: PretrainedModel,
-    where: str = "actor.lora",
+    key: str = "actor.lora",
     settings: Mapping[str, Any] | None = None,
 ) -> Iterator[UserError]:
-    """Yield what is wrong between adapters at ``where`` and a model, and with the file they start from.
+    """Yield the errors of adapters on a model, and of the PEFT adapter that they start from.
 
-    ``settings`` are Megatron's for the model.
+    ``key`` is the key of the adapters' section; ``settings`` are Megatron's for the model.
     """
     targets = Lora.of(model.shape, lora.rank, lora.targets).targets
-    errors = target_problems(model.shape, targets, f"{where}.targets")
+    errors = target_problems(model.shape, targets, f"{key}.targets")
+
     if adapts_experts(model.shape, targets):
-        errors += _expert_problems(lora, model.shape, where, settings or {})
+        errors += _expert_errors(lora, model.shape, key, settings or {})
     yield from errors
     if errors or lora.path is None:
         return
-    path = Path(lora.path) / PEFT_CONFIG
+
+    # The adapter to start from: its settings first, then its tensors.
+    file = Path(lora.path) / PEFT_CONFIG
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        found = list(_file_problems(lora, model, targets, stored, where))  # all, or that it is damaged
-        yield from found or list(_tensor_problems(lora, model, targets, where))
+        # A list, so that a file that fails halfway is one error: that it cannot be read.
+        problems = list(_peft_config_errors(lora, model, targets, read_json_object(file), key))
+        problems = problems or list(_peft_tensor_errors(lora, model, targets, key))
     except (OSError, ValueError, AttributeError, TypeError) as error:
         yield UserError(
             "the adapter to start from cannot be read",
-            where=f"{where}.path",
-            expected=f"a directory with {PEFT_CONFIG} and adapter_model.safetensors, as PEFT writes them",
-            got=f"{path}: {error}",
-            fix=f"correct {where}.path, or remove it to start from new adapters",
+            where=f"{key}.path",
+            expected=f"a directory with {PEFT_CONFIG} and {PEFT_WEIGHTS}, as PEFT writes them",
+            got=f"{file}: {error}",
+            fix=f"correct {key}.path, or remove it to start from new adapters",
         )
+        return
+
+    yield from problems
 
 
-def _expert_problems(
-    lora: LoraConfig, shape: ModelShape, where: str, settings: Mapping[str, Any]
+def _expert_errors(
+    lora: LoraConfig, shape: ModelShape, key: str, settings: Mapping[str, Any]
 ) -> Iterator[UserError]:
-    """Yield what goes with adapters of attention alone, not with those of experts."""
+    """Yield the errors of settings that adapters of experts exclude, and adapters of attention do not."""
+    targets = ", ".join(lora.targets or ())
     if lora.sync == "adapter":
         yield UserError(
-            "adapters of experts cannot be kept apart from the rollout engine's weights: vLLM's kernels of "
-            "experts have none on hosts, and elsewhere keep the weights in an order of their own",
-            where=f"{where}.sync",
+            "adapters of experts cannot be synced apart from the weights: vLLM has no kernel for them on "
+            "hosts, and elsewhere its kernels store the weights in an order of their own",
+            where=f"{key}.sync",
             expected="merged, or targets of attention alone",
-            got=f"adapter, with {', '.join(lora.targets or ())}",
-            fix=f"set {where}.sync=merged",
+            got=f"adapter, with {targets}",
+            fix=f"set {key}.sync=merged",
         )
     overlap = "moe_shared_expert_overlap"
     if shape.shared_width and settings.get(overlap):
         yield UserError(
-            "adapters of shared experts exchange tokens in the layers they are on, and overlapping has none",
-            where=f"{where}.targets",
+            f"adapters of shared experts do not work with Megatron's {overlap}: they communicate inside the "
+            "layers that it overlaps",
+            where=f"{key}.targets",
             expected=f"targets without {' and '.join(MLP)}, or Megatron's {overlap}: false",
-            got=f"{', '.join(lora.targets or ())}, and {overlap}: true",
+            got=f"{targets}, and {overlap}: true",
             fix=f"remove {overlap}",
         )
 
 
-def _file_problems(
-    lora: LoraConfig, model: PretrainedModel, targets: tuple[str, ...], stored: dict[str, Any], where: str
+def _peft_config_errors(
+    lora: LoraConfig, model: PretrainedModel, targets: tuple[str, ...], peft: Mapping[str, Any], key: str
 ) -> Iterator[UserError]:
-    place = f"{lora.path}/{PEFT_CONFIG}"
-    for name, stated, value in (
-        ("rank", lora.rank, stored.get("r")),
-        ("alpha", lora.alpha or float(lora.rank), stored.get("lora_alpha")),
-    ):
-        if not isinstance(value, int | float) or not math.isclose(value, stated):
+    """Yield the differences between the configured adapters and PEFT's adapter_config.json (``peft``)."""
+    # Rank and alpha have to be the saved ones: they scale the product of A and B.
+    file = f"{lora.path}/{PEFT_CONFIG}"
+
+    numbers = {"rank": (lora.rank, peft.get("r")), "alpha": (lora.alpha or lora.rank, peft.get("lora_alpha"))}
+    for name, (configured, saved) in numbers.items():
+        if not isinstance(saved, int | float) or not math.isclose(saved, configured):
             yield UserError(
                 f"the adapter to start from has another {name}",
-                where=f"{where}.{name}",
-                expected=f"{value}, of {place}",
-                got=f"{stated:g}",
-                fix=f"set {where}.{name} to {value}",
+                where=f"{key}.{name}",
+                expected=f"{saved}, of {file}",
+                got=f"{configured:g}",
+                fix=f"set {key}.{name} to {saved}",
             )
-    modules, named = adapted(model, lora.rank, lora.alpha, targets).modules(), stored.get("target_modules")
-    missing = sorted(set(named) - set(modules)) if isinstance(named, list) else [str(named)]
-    if missing:
+
+    # Every saved layer needs an adapter to be loaded into; further layers start new.
+    modules = adapted(model, lora.rank, lora.alpha, targets).modules()
+
+    saved_modules = peft.get("target_modules")
+    if isinstance(saved_modules, list):
+        uncovered = sorted(set(saved_modules) - set(modules))
+    else:  # PEFT also takes a regular expression
+        uncovered = [str(saved_modules)]
+    if uncovered:
         yield UserError(
-            "the adapter to start from is of other layers too",
-            where=f"{where}.targets",
-            expected="layers that hold " + ", ".join(missing),
+            "the adapter to start from also adapts other layers",
+            where=f"{key}.targets",
+            expected="layers that hold " + ", ".join(uncovered),
             got=", ".join(targets) + ": " + ", ".join(modules),
-            fix=f"name the layer in {where}.targets, or train an adapter without it",
+            fix=f"name the layer in {key}.targets, or train an adapter without it",
         )
-    for name, plain in _PLAIN.items():
-        if stored.get(name, plain) not in (plain, None, [], {}):
+
+    # Variants of LoRA compute something else from the same two matrices.
+    for name, plain in _PLAIN_PEFT.items():
+        if peft.get(name, plain) not in (plain, None, [], {}):
             yield UserError(
                 f"the adapter to start from uses PEFT's {name}",
-                where=f"{where}.path",
-                expected=f"{name}: {json.dumps(plain)} in {place}",
-                got=json.dumps(stored[name]),
+                where=f"{key}.path",
+                expected=f"{name}: {json.dumps(plain)} in {file}",
+                got=json.dumps(peft[name]),
                 fix="start from an adapter of two plain matrices",
             )
 
 
-def _tensor_problems(
-    lora: LoraConfig, model: PretrainedModel, targets: tuple[str, ...], where: str
+def _peft_tensor_errors(
+    lora: LoraConfig, model: PretrainedModel, targets: tuple[str, ...], key: str
 ) -> Iterator[UserError]:
-    """Yield the error of a file with tensors that no adapter of the model takes; those it lacks are new."""
+    """Yield the error of tensors that no adapter of the model has; adapters without a tensor start new."""
     assert lora.path is not None
-    path = Path(lora.path) / PEFT_WEIGHTS
+    file = Path(lora.path) / PEFT_WEIGHTS
+
     shapes = adapted(model, lora.rank, lora.alpha, targets).tensor_shapes()
-    stored = {name.removeprefix(PEFT_PREFIX): tensor.shape for name, tensor in read_header(path).items()}
-    wrong = sorted(name for name, shape in stored.items() if shapes.get(name) != tuple(shape))
-    if wrong:
+
+    stored = {name.removeprefix(PEFT_PREFIX): tensor.shape for name, tensor in read_header(file).items()}
+
+    unexpected = sorted(name for name, shape in stored.items() if shapes.get(name) != tuple(shape))
+    if unexpected:
+        first = unexpected[0]
         yield UserError(
             "the adapter to start from has tensors that no layer of the model takes",
-            where=f"{where}.path",
+            where=f"{key}.path",
             expected=f"A and B of layers as the model's checkpoint names them, such as {list(shapes)[-1]}",
-            got=f"{len(wrong)} others in {path}, {wrong[0]} {list(stored[wrong[0]])} among them",
-            fix="start from an adapter of this model; experts that lie in one tensor have to be taken apart",
+            got=f"{len(unexpected)} others in {file}, {first} {list(stored[first])} among them",
+            fix="start from an adapter of this model; experts stored in one tensor have to be split",
         )

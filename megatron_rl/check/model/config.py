@@ -1,6 +1,7 @@
-"""Rules on a checkpoint's config.json: what trainer, transformers and vLLM would refuse at their start.
+"""Rules on a checkpoint's config.json: values that the trainer, transformers or vLLM refuse at their start.
 
-Types are those of transformers' own configuration class, read from the installed source.
+Types are compared with the fields of transformers' configuration class, read from the installed source
+(see `check.installed_source`).
 """
 
 from __future__ import annotations
@@ -18,152 +19,209 @@ from megatron_rl.shapes.pretrained import FAMILIES, PretrainedModel, family_of, 
 from megatron_rl.shapes.published import read_trainable
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_MOST = {"num_hidden_layers": 10_000, "num_experts": 1 << 16, "n_routed_experts": 1 << 16}
-"""Upper bounds of counts: a larger one is a slip, and every layer and expert is listed."""
+
+_MAX_COUNTS = {"num_hidden_layers": 10_000, "num_experts": 1 << 16, "n_routed_experts": 1 << 16}
+"""Upper bounds of counts. A larger one is a slip, and later rules list every layer and expert."""
+
 _ROPE_NUMBERS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-"""What each scaling of rotary angles needs beside ``rope_theta``."""
+"""Type of rotary scaling -> the numbers that it needs beside ``rope_theta``."""
 
 
 def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
-    """Return the model of a config.json that can be trained; else add what is wrong to ``files``."""
+    """Return the model of a config.json, None where it cannot be trained; errors are added to ``files``."""
     try:
-        raw = read_json(file)
-        family = family_of(raw, str(file))
+        config = read_json(file)
+        family = family_of(config, str(file))
     except UserError:
-        family, raw = None, {}  # reading it as a model to train says so
-    errors = [] if family is None else list(_type_errors(raw, family, file))
-    if family is not None and not errors:
-        errors = list(_value_errors(raw, family, file))
+        return read_trainable(file, files.errors)  # reports the file, or its architecture
+
+    errors = list(_type_errors(config, family, file))
+    if not errors:  # values of a wrong type cannot be compared
+        errors = list(_value_errors(config, family, file))
     if errors:
         files.errors.extend(errors)
         return None
-    if raw.get("auto_map"):
+
+    # Custom code is never run: without it the model may be another one.
+    if config.get("auto_map"):
         files.warnings.append(
             UserError(
                 "the model comes with Python code, which no part of a run executes",
                 where=f"{file}: auto_map",
-                expected=f"a {family.title if family else ''} model as transformers and vLLM have it",
-                got=str(raw["auto_map"])[:200],
+                expected=f"a {family.title} model as transformers and vLLM have it",
+                got=str(config["auto_map"])[:200],
                 fix="remove auto_map if the model computes nothing else",
             )
         )
     return read_trainable(file, files.errors)
 
 
-def _type_errors(raw: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
-    """Yield what is of another type than the field of transformers' configuration class."""
-    folder, text = family.model_type.removesuffix("_text"), family.model_type.endswith("_text")
-    name = family.architecture.removesuffix("ForCausalLM") + ("TextConfig" if text else "Config")
-    fields = class_fields((f"transformers.models.{folder}.configuration_{folder}", name)) or {}
-    for key, value in raw.items():
+def _type_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
+    """Yield the errors of values of another type than the field of transformers' configuration class."""
+    # Multi-modal families have their text model's settings in a class of their own.
+    folder = family.model_type.removesuffix("_text")
+    class_name = family.architecture.removesuffix("ForCausalLM")
+    if family.model_type.endswith("_text"):
+        class_name += "Text"
+    class_name += "Config"
+    fields = class_fields((f"transformers.models.{folder}.configuration_{folder}", class_name)) or {}
+
+    for key, value in config.items():
         field = fields.get(key)
         if field is None:
             continue
-        words = field.words()
-        # transformers takes an integer for a number only where it says so.
-        whole = type(value) is int and "float" in words and not re.search(r"\bint\b", words)
-        if whole or not field.accepts(value):
-            yield _error(file, key, words, value, f"write {key} as {words}, or copy config.json again")
+        annotation = field.annotation_text()
+        # transformers validates strictly (seen in 5.19): a float field takes an integer only if `int` is in
+        # its annotation, too.
+        refused_integer = (
+            type(value) is int and "float" in annotation and not re.search(r"\bint\b", annotation)
+        )
+        if refused_integer or not field.accepts(value):
+            fix = f"write {key} as {annotation}, or copy config.json again"
+            yield _error(file, key, annotation, value, fix)
 
 
-def _value_errors(raw: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
-    kind, dtype = raw.get("model_type"), raw.get("dtype", raw.get("torch_dtype"))
-    if kind != family.model_type:
+def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
+    """Yield the errors of values that have the right type."""
+    # Kind of the checkpoint.
+    model_type = config.get("model_type")
+    if model_type != family.model_type:
         expected = f"{family.model_type}, as {family.architecture} has"
-        yield _error(file, "model_type", expected, kind, _model_type_fix(kind, family))
-    if raw.get("quantization_config"):
+        yield _error(file, "model_type", expected, model_type, _model_type_fix(model_type, family))
+    if config.get("quantization_config"):
         fix = "use the checkpoint that was quantised, in bfloat16 or float32"
-        yield _error(file, "quantization_config", "nothing: quantised weights cannot be trained", "one", fix)
+        expected = "nothing: quantised weights cannot be trained"
+        yield _error(file, "quantization_config", expected, "one", fix)
+    dtype = config.get("dtype", config.get("torch_dtype"))
     if dtype is not None and dtype not in _DTYPES:
         yield _error(file, "dtype", f"one of {', '.join(_DTYPES)}", dtype)
-    for key, most in _MOST.items():
-        if isinstance(raw.get(key), int) and raw[key] > most:
-            yield _error(file, key, f"at most {most}", raw[key])
-    yield from _head_errors(raw, file)
-    yield from _layer_errors(raw, file)
-    yield from _rope_errors(raw, file)
-    epsilon = raw.get("rms_norm_eps", 1e-6)
-    if epsilon is None or not _is_number(epsilon) or not 0 <= epsilon < 1:
+
+    # Sizes, layers and positions.
+    for key, maximum in _MAX_COUNTS.items():
+        if isinstance(config.get(key), int) and config[key] > maximum:
+            yield _error(file, key, f"at most {maximum}", config[key])
+    yield from _head_errors(config, file)
+    yield from _layer_type_errors(config, file)
+    yield from _rope_errors(config, file)
+
+    # Other values that transformers validates.
+    epsilon = config.get("rms_norm_eps", 1e-6)
+    if not _is_number(epsilon) or not 0 <= epsilon < 1:
         yield _error(file, "rms_norm_eps", "a number from 0 to below 1", epsilon)
     for key in ("id2label", "label2id"):
-        if raw.get(key) is not None and not isinstance(raw[key], dict):
-            yield _error(file, key, "an object", raw[key])
-    vocabulary = raw.get("vocab_size")
+        if config.get(key) is not None and not isinstance(config[key], dict):
+            yield _error(file, key, "an object", config[key])
+    yield from _token_id_errors(config, file)
+
+
+def _token_id_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
+    """Yield the errors of token ids outside the vocabulary."""
+    vocabulary = config.get("vocab_size")
     if not isinstance(vocabulary, int):
         return
-    for key, least in (("pad_token_id", -1), ("eos_token_id", 0)):  # old checkpoints pad with -1
-        stated = raw[key] if isinstance(raw.get(key), list) else [raw.get(key)]
-        if any(isinstance(token, int) and not least <= token < vocabulary for token in stated):
-            yield _error(file, key, f"a token below vocab_size ({vocabulary}), or null", raw[key])
+
+    minimums = {"pad_token_id": -1, "eos_token_id": 0}  # checkpoints of transformers 4 and before pad with -1
+    for key, minimum in minimums.items():
+        value = config.get(key)
+        ids = value if isinstance(value, list) else [value]
+        if any(isinstance(token_id, int) and not minimum <= token_id < vocabulary for token_id in ids):
+            yield _error(file, key, f"a token below vocab_size ({vocabulary}), or null", value)
 
 
-def _model_type_fix(kind: Any, family: Family) -> str:
-    """Return what to do about a model_type that is not the architecture's."""
-    if kind is None or kind in FAMILIES:
-        return f"write model_type: {family.model_type}, or the architecture of {kind}"
+def _model_type_fix(model_type: Any, family: Family) -> str:
+    """Return the fix of a model_type that does not belong to the architecture."""
+    if model_type is None or model_type in FAMILIES:
+        return f"write model_type: {family.model_type}, or the architecture of {model_type}"
     return (
         f"in a copy of the folder write model_type: {family.model_type}, if its layers are those of "
-        f"{family.architecture} unchanged; what is missing for {kind} is code that comes with the "
+        f"{family.architecture} unchanged; what is missing for {model_type} is code that comes with the "
         "checkpoint, of the model or of its tokenizer, which is not run"
     )
 
 
-def _head_errors(raw: Mapping[str, Any], file: Path) -> Iterator[UserError]:
-    keys = ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
-    heads, groups, hidden, size = (raw[key] if _is_size(raw.get(key)) else None for key in keys)
+def _head_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
+    """Yield the errors of attention heads that do not divide, or whose size rotary angles cannot use."""
+    heads = _size(config, "num_attention_heads")
+    groups = _size(config, "num_key_value_heads")
+    hidden_size = _size(config, "hidden_size")
+    head_size = _size(config, "head_dim")
     if heads is None:
-        return  # reading the model's shape says so
+        return  # reading the model's shape reports it
+
+    # Each key-value head serves the same number of query heads.
     if groups is not None and heads % groups:
         yield _error(file, "num_key_value_heads", f"a divisor of num_attention_heads ({heads})", groups)
-    if raw.get("kv_lora_rank"):
+    if config.get("kv_lora_rank"):
+        return  # latent attention has head sizes of its own
+
+    # Without head_dim the heads divide the hidden size.
+    if head_size is None and hidden_size is not None and hidden_size % heads:
+        expected = f"a divisor of hidden_size ({hidden_size}), or head_dim"
+        yield _error(file, "num_attention_heads", expected, heads)
+    if head_size is None:
+        head_size = (hidden_size or 0) // heads
+
+    if head_size % 2:
+        yield _error(file, "head_dim", "an even size: rotary angles turn pairs", head_size)
+
+
+def _layer_type_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
+    """Yield the errors of ``layer_types``: one known type of attention for each layer."""
+    layer_types = config.get("layer_types")
+    layers = config.get("num_hidden_layers")
+    if not isinstance(layer_types, list):
         return
-    if size is None and hidden is not None and hidden % heads:
-        yield _error(file, "num_attention_heads", f"a divisor of hidden_size ({hidden}), or head_dim", heads)
-    size = size or (hidden or 0) // heads
-    if size % 2:
-        yield _error(file, "head_dim", "an even size: rotary angles turn pairs", size)
+
+    if len(layer_types) != layers:
+        expected = f"num_hidden_layers ({layers}) entries"
+        yield _error(file, "layer_types", expected, f"{len(layer_types)} entries")
+    elif any(layer_type not in _LAYER_TYPES for layer_type in layer_types):
+        yield _error(file, "layer_types", f"entries among {', '.join(_LAYER_TYPES)}", layer_types)
 
 
-def _layer_errors(raw: Mapping[str, Any], file: Path) -> Iterator[UserError]:
-    kinds, layers = raw.get("layer_types"), raw.get("num_hidden_layers")
-    if not isinstance(kinds, list):
+def _rope_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
+    """Yield the errors of rotary positions, given for all layers or for each type of layer."""
+    # transformers 5 writes rope_parameters, 4 and before rope_scaling.
+    key = "rope_scaling"
+    if config.get("rope_parameters") is not None:
+        key = "rope_parameters"
+    parameters = config.get(key)
+    if parameters is not None and not isinstance(parameters, dict):
+        yield _error(file, key, "an object with rope_type and its numbers", parameters)
         return
-    if len(kinds) != layers:
-        yield _error(file, "layer_types", f"num_hidden_layers ({layers}) entries", f"{len(kinds)} entries")
-    elif any(kind not in _LAYER_TYPES for kind in kinds):
-        yield _error(file, "layer_types", f"entries among {', '.join(_LAYER_TYPES)}", kinds)
 
-
-def _rope_errors(raw: Mapping[str, Any], file: Path) -> Iterator[UserError]:
-    key = "rope_parameters" if raw.get("rope_parameters") is not None else "rope_scaling"
-    stated = raw.get(key)
-    if stated is not None and not isinstance(stated, dict):
-        yield _error(file, key, "an object with rope_type and its numbers", stated)
-        return
-    kinds = [stated[kind] for kind in _LAYER_TYPES if kind in stated] if stated else []
-    for rope in kinds or [stated or {}]:
+    # Models with sliding windows give positions for each type of layer.
+    parameters = parameters or {}
+    by_layer_type = [parameters[layer_type] for layer_type in _LAYER_TYPES if layer_type in parameters]
+    for rope in by_layer_type or [parameters]:
         if not isinstance(rope, dict):
             yield _error(file, key, "an object for each kind of layer", rope)
             continue
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in ROPE_TYPES:
-            yield _error(file, key, f"a rope_type among {', '.join(ROPE_TYPES)}", kind)
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type not in ROPE_TYPES:
+            yield _error(file, key, f"a rope_type among {', '.join(ROPE_TYPES)}", rope_type)
             continue
-        theta = {"rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10000.0))}
-        numbers = theta | {name: rope.get(name) for name in _ROPE_NUMBERS.get(kind, ())}
+
+        numbers = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}
+        numbers |= {name: rope.get(name) for name in _ROPE_NUMBERS.get(rope_type, ())}
         for name, value in numbers.items():
-            if value is None or not _is_number(value) or not 0 < value < 1e12:
-                shown = "nothing" if value is None else value
-                yield _error(file, f"{key}.{name}", f"a positive number, with rope_type {kind}", shown)
+            if not _is_number(value) or not 0 < value < 1e12:
+                got = "nothing" if value is None else value
+                yield _error(file, f"{key}.{name}", f"a positive number, with rope_type {rope_type}", got)
 
 
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _size(config: Mapping[str, Any], key: str) -> int | None:
+    """Return a positive integer of the config, None for any other value."""
+    value = config.get(key)
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    return None
 
 
 def _is_number(value: Any) -> bool:
@@ -171,10 +229,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _error(file: Path, key: str, expected: str, got: Any, fix: str | None = None) -> UserError:
+    """Return the error of one key of a config.json."""
+    if not isinstance(got, str):
+        got = repr(got)
     return UserError(
         f"the model's config.json has a `{key}` that transformers, vLLM or the trainer refuses",
         where=f"{file}: {key}",
         expected=expected,
-        got=(got if isinstance(got, str) else repr(got))[:200],
+        got=got[:200],
         fix=fix or f"correct {key} if the file was edited; else the checkpoint cannot be used here",
     )

@@ -1,23 +1,27 @@
-"""Models whose weights lie in a Megatron-LM checkpoint: what does not fit, and the folder that points there.
+"""Models from Megatron-LM: weights in one of its checkpoints, and the user's model provider.
 
-The folder has what transformers and vLLM need, config.json and the tokenizer, and in the place of weights the
-name of the Megatron checkpoint. It takes the place of the model's path in the configuration.
+For a Megatron checkpoint a folder is written that transformers and vLLM can load: config.json, the tokenizer,
+and in place of weights a pointer to the checkpoint. The folder becomes the model's path in the configuration,
+so nothing after this module treats such a model differently.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.check.model.tokenizer import vocabulary_of
+from megatron_rl.check.rewards.functions import FunctionRef, check_function
 from megatron_rl.config.roles import role_of, stated_models, with_role_sections
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.starting_model import ModelConfig
 from megatron_rl.config.source import Origin
+from megatron_rl.error_forms import requires
 from megatron_rl.errors import UserError, UserErrors, each
 from megatron_rl.interop.megatron_lm.arguments import arguments_of, contradictions, derived
 from megatron_rl.interop.megatron_lm.checkpoint import (
@@ -27,58 +31,148 @@ from megatron_rl.interop.megatron_lm.checkpoint import (
     pointer,
     read_checkpoint,
 )
-from megatron_rl.shapes.pretrained import TOKENIZER_FILES, describe, read_json, tokenizer_files
+from megatron_rl.shapes.pretrained import (
+    TOKENIZER_FILES,
+    PretrainedModel,
+    describe,
+    read_json,
+    tokenizer_files,
+)
 
-Refused = dict[str, list[UserError]]
-"""Errors by the path of the setting that is then known to be wrong."""
+ErrorsByKey = dict[str, list[UserError]]
+"""Errors by the key whose value they make invalid."""
+
+REQUIRED_ARGUMENTS = ("pre_process", "post_process")
+"""Arguments that a model provider must take: whether this stage embeds, and whether it computes logits."""
+
+ARGUMENTS = (*REQUIRED_ARGUMENTS, "vp_stage", "config", "pg_collection", "args")
+"""Arguments that a model provider is called with, the optional ones only where it names them."""
 
 
 def with_megatron_models(
-    config: RunConfig, broken: Collection[str] = (), *, absent: bool = False
-) -> tuple[RunConfig, Mapping[str, Origin], Refused]:
-    """Return the configuration with a folder to load for every model that is a Megatron checkpoint.
+    config: RunConfig, broken: Collection[str] = (), *, allow_missing: bool = False
+) -> tuple[RunConfig, Mapping[str, Origin], ErrorsByKey]:
+    """Point every model that is a Megatron checkpoint to a folder that transformers and vLLM can load.
 
-    The folders are written below ``run_dir`` where they are not there yet. Also returns where the changed
-    paths come from, and what does not fit, by the setting that it makes wrong. With ``absent`` a checkpoint
-    that is not on this machine is left to the rules on missing files.
+    Writes the folders below ``run_dir`` unless they are complete. ``broken`` are keys with errors already;
+    with ``allow_missing``, checkpoints that do not exist are left to the rules on missing files.
+
+    Returns:
+        The configuration with the folders' paths, the origins of the paths that changed, and the errors.
     """
-    refused, origins = {}, {}
-    if config.model.hf_path is not None and config.model.megatron is None and "model.megatron" not in broken:
-        refused["model.hf_path"] = [_without_checkpoint("model.hf_path", config.model.hf_path)]
-    if config.model.resume_optimizer and "model.megatron" not in broken:
-        refused["model.resume_optimizer"] = _optimizer_errors(config)
-    named = {"model": config.model.megatron, **_megatron_paths(config)}
+    errors: ErrorsByKey = {}
+
+    # Settings that need a Megatron checkpoint.
+    if "model.megatron" not in broken:
+        if config.model.hf_path is not None and config.model.megatron is None:
+            errors["model.hf_path"] = [_needs_checkpoint("model.hf_path", config.model.hf_path)]
+        if config.model.resume_optimizer:
+            errors["model.resume_optimizer"] = _resume_optimizer_errors(config)
+
+    origins: dict[str, Origin] = {}
     folders: dict[str, Path] = {}
-    for section, path in named.items():
-        if path is None or (absent and not Path(path).exists()) or f"{section}.path" in broken:
+    for section, path in _megatron_checkpoints(config).items():
+        if (allow_missing and not Path(path).exists()) or f"{section}.path" in broken:
             continue
-        where = "model.megatron" if section == "model" else f"{section}.path"
-        role = "actor" if section == "model" else role_of(section)
-        folder = RunFolder(config.run_dir).megatron_model(role)
-        folder = Path(config.model.path) if section == "model" else folder
+
+        # The actor's folder is model.path, those of other roles are named by the run.
+        is_actor = section == "model"
+        if is_actor:
+            key = "model.megatron"
+            folder = Path(config.model.path)
+        else:
+            key = f"{section}.path"
+            folder = RunFolder(config.run_dir).megatron_model(role_of(section))
         try:
-            checkpoint = _write(config, Path(path), where, folder)
+            checkpoint = _write_model_folder(config, Path(path), key, folder)
         except UserError as error:
-            refused[f"{section}.path"] = list(each(error))
+            errors[f"{section}.path"] = list(each(error))
             continue
+
         folders[section] = folder
-        words = f"written for {checkpoint.path}"
-        if section == "model" and config.model.resume_optimizer:
-            words += f"; {checkpoint.optimizer_words()}"
-        origins[f"{section}.path"] = Origin("derived", words)
-    problem = _target_error(config, folders)
-    if problem is not None:
-        refused["checkpoint.megatron"] = [problem]
-    return _with_paths(config, folders), origins, refused
+        reason = f"written for {checkpoint.path}"
+        if is_actor and config.model.resume_optimizer:
+            reason += f"; {checkpoint.optimizer_words()}"
+        origins[f"{section}.path"] = Origin("derived", reason)
+
+    # The other direction: checkpoints that the run writes in Megatron-LM's format.
+    export_error = _export_error(config, folders)
+    if export_error is not None:
+        errors["checkpoint.megatron"] = [export_error]
+    return _with_paths(config, folders), origins, errors
 
 
-def _target_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError | None:
-    """Return the error of a folder that is to take what the run writes for Megatron-LM."""
+def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Iterator[UserError]:
+    """Yield the errors of ``model.provider`` and ``model.weights``, the user's own model code.
+
+    ``model`` is described by config.json; rules that need it are skipped for None.
+    """
+    if settings.provider is None:
+        if settings.weights is not None:
+            fix = "set model.provider, or remove model.weights"
+            yield requires("model.weights", settings.weights, "model.provider", got="no value", fix=fix)
+        return
+
+    # The parameters of the provider must fit its call; `model.weights` is a table, which has to exist.
+    optional = ARGUMENTS[len(REQUIRED_ARGUMENTS) :]
+    provider = FunctionRef(
+        settings.provider,
+        "model.provider",
+        accepts_group=False,
+        arguments=REQUIRED_ARGUMENTS,
+        optional=optional,
+        passes_all=True,
+    )
+    yield from check_function(provider)
+    if settings.weights is not None:
+        names = FunctionRef(
+            settings.weights,
+            "model.weights",
+            accepts_group=False,
+            arguments=(),
+            optional=(),
+            passes_all=True,
+        )
+        yield from check_function(names)
+
+    if model is None:
+        return
+    try:
+        arguments_of(model)
+    except UserError as error:
+        fix = "remove model.provider: Megatron's own GPTModel is built"
+        yield replace(error, where="model.provider", fix=fix)
+
+
+def _megatron_checkpoints(config: RunConfig) -> dict[str, str]:
+    """Return section -> Megatron checkpoint: ``model`` for the actor's, and roles whose path is one."""
+    paths = {section: path for section, path in stated_models(config).items() if path is not None}
+    checkpoints = {section: path for section, path in paths.items() if is_megatron(path)}
+    if config.model.megatron is not None:
+        checkpoints = {"model": config.model.megatron, **checkpoints}
+    return checkpoints
+
+
+def _with_paths(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
+    """Set the ``path`` of each section in ``folders``."""
+
+    def at_folder(name: str, section: Any) -> Any:
+        if name not in folders:
+            return section
+        return replace(section, path=str(folders[name]))
+
+    return with_role_sections(config, at_folder)
+
+
+def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError | None:
+    """Return the error of ``checkpoint.megatron``, the folder for checkpoints in Megatron-LM's format."""
     target = config.checkpoint.megatron
     if target is None:
         return None
-    begun = RunFolder(config.run_dir).has_begun() and config.checkpoint.resume != "never"
-    if is_megatron(target) and not begun:
+
+    # A resumed run finds its own checkpoints there.
+    resumes = RunFolder(config.run_dir).has_begun() and config.checkpoint.resume != "never"
+    if is_megatron(target) and not resumes:
         return UserError(
             "checkpoint.megatron holds checkpoints of another run",
             where="checkpoint.megatron",
@@ -86,11 +180,13 @@ def _target_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError |
             got=target,
             fix="choose another folder: older iterations in it are removed, as checkpoint.keep says",
         )
+
+    # Not every architecture can be described by Megatron-LM's arguments.
     file = folders.get("model", Path(config.model.path)) / "config.json"
     try:
         model = describe(read_json(file), str(file))
     except UserError:
-        return None  # the model's own check says so
+        return None  # an error of the model's own rules
     try:
         arguments_of(model)
     except UserError as error:
@@ -98,81 +194,93 @@ def _target_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError |
     return None
 
 
-def _megatron_paths(config: RunConfig) -> dict[str, str]:
-    """Return the Megatron checkpoints that roles beside the actor name as their path, by section."""
-    paths = stated_models(config).items()
-    return {name: path for name, path in paths if path is not None and is_megatron(path)}
+def _write_model_folder(config: RunConfig, path: Path, key: str, folder: Path) -> MegatronCheckpoint:
+    """Write the folder of the Megatron checkpoint at ``path``, and return the checkpoint.
 
+    ``key`` names the checkpoint. Raises UserError or UserErrors for a folder with other files, and for a
+    checkpoint that does not fit its model.
+    """
+    is_actor = key == "model.megatron"
+    _require_free_folder(folder, "model.path" if is_actor else key)
+    checkpoint = read_checkpoint(_starting_iteration(config, path, folder), key)
 
-def _with_paths(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
-    def at_folder(name: str, section: Any) -> Any:
-        return replace(section, path=str(folders[name])) if name in folders else section
+    # config.json comes with the tokenizer, else it is derived from the checkpoint's arguments.
+    tokenizer = _tokenizer_folder(config, checkpoint, key)
+    hf_config: Mapping[str, Any] | None = None
+    errors: list[UserError] = []
+    if tokenizer is not None and (tokenizer / "config.json").is_file():
+        config_file = tokenizer / "config.json"
+        hf_config = read_json(config_file)
+        model = describe(hf_config, str(config_file))
+        errors = contradictions(checkpoint.arguments, model, key, str(config_file))
+    if hf_config is None or (errors and not is_actor):  # another role's model may be of another size
+        hf_config = derived(checkpoint.arguments, key, _vocabulary(config, is_actor, tokenizer))
+        errors = []
 
-    return with_role_sections(config, at_folder)
-
-
-def _write(config: RunConfig, path: Path, where: str, folder: Path) -> MegatronCheckpoint:
-    """Write the folder of a model; raises UserError or UserErrors for what does not fit."""
-    policy = where == "model.megatron"
-    if (
-        not (folder / POINTER).is_file()
-        and folder.is_dir()
-        and any(file.suffix != ".part" for file in folder.iterdir())
-    ):
-        raise UserError(
-            "the folder that is to be written for the Megatron checkpoint holds something else",
-            where="model.path" if policy else where,
-            expected="a folder that is new or empty, or was written before for a Megatron checkpoint",
-            got=str(folder),
-            fix="remove model.path; name a folder with tokenizer and config.json in model.hf_path",
-        )
-    checkpoint = read_checkpoint(_begun_with(config, path, folder), where)
-    tokenizer = _tokenizer(config, checkpoint, where)
-    stated = tokenizer / "config.json" if tokenizer is not None else None
-    raw, errors = None, []
-    if stated is not None and stated.is_file():
-        raw = read_json(stated)
-        errors = contradictions(checkpoint.arguments, describe(raw, str(stated)), where, str(stated))
-    if raw is None or (errors and not policy):  # another role's model may be of another size
-        vocabulary = _vocabulary(config, policy, tokenizer)
-        raw, errors = derived(checkpoint.arguments, where, vocabulary), []
-    shape = describe(raw, where).shape
-    errors += checkpoint.parameters(shape)[1] if not errors else []
-    if policy and config.model.resume_optimizer and not errors:
+    # Everything that the checkpoint has to fit: parameters, optimizer state, complete files.
+    shape = describe(hf_config, key).shape
+    if not errors:
+        errors += checkpoint.parameters(shape)[1]
+    if is_actor and config.model.resume_optimizer and not errors:
         errors += checkpoint.optimizer_errors(shape, "model.resume_optimizer")
     errors += checkpoint.file_errors()
     if errors:
         raise UserErrors(errors)
+
+    # The folder's files.
     facts = {"checkpoint": str(checkpoint.path.resolve()), "iteration": checkpoint.iteration}
-    contents = {  # the pointer first: it says whose folder it is
+    contents = {
+        # The pointer first: a folder that was interrupted is then recognised as ours.
         POINTER: _json({**facts, "arguments": dict(checkpoint.arguments)}),
-        "config.json": _json(raw),
+        "config.json": _json(hf_config),
     }
     if tokenizer is not None:
         contents |= {name: (tokenizer / name).read_bytes() for name in tokenizer_files(tokenizer)}
     try:
-        _fill(folder, contents)
+        _write_files(folder, contents)
     except OSError as error:
         raise UserError(
             "the folder of the Megatron model cannot be written",
-            where="run_dir" if policy else where,
+            where="run_dir" if is_actor else key,
             expected="a directory that can be made and written",
             got=str(error),
-            fix="choose another run_dir, or state model.path",
+            fix="choose another run_dir, or set model.path",
         ) from error
     return checkpoint
 
 
-def _begun_with(config: RunConfig, path: Path, folder: Path) -> Path:
-    """Return the iteration that a run which goes on began with, though there may be newer ones now."""
+def _require_free_folder(folder: Path, key: str) -> None:
+    """Raise UserError for a folder with files that were not written for a Megatron checkpoint."""
+    if (folder / POINTER).is_file() or not folder.is_dir():
+        return
+    # Another rank may be writing the first file at this moment.
+    if all(file.suffix == ".part" for file in folder.iterdir()):
+        return
+    raise UserError(
+        "the folder for the Megatron checkpoint's model contains other files",
+        where=key,
+        expected="a folder that is new or empty, or was written before for a Megatron checkpoint",
+        got=str(folder),
+        fix="remove model.path; name a folder with tokenizer and config.json in model.hf_path",
+    )
+
+
+def _starting_iteration(config: RunConfig, path: Path, folder: Path) -> Path:
+    """Return the checkpoint to start from; a resumed run keeps its iteration though newer ones may exist."""
     if config.checkpoint.resume == "never" or not RunFolder(config.run_dir).has_begun():
         return path
-    before = Path(str((pointer(folder) or {}).get("checkpoint", "")))
-    return before if before.parent == path.resolve() and before.is_dir() else path
+    recorded = Path(str((pointer(folder) or {}).get("checkpoint", "")))
+    if recorded.parent == path.resolve() and recorded.is_dir():
+        return recorded
+    return path
 
 
-def _tokenizer(config: RunConfig, checkpoint: MegatronCheckpoint, where: str) -> Path | None:
-    """Return the folder of the tokenizer; for roles that read the actor's tokens it may be the actor's."""
+def _tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: str) -> Path | None:
+    """Return the folder with the model's tokenizer; raises UserError where the actor has none.
+
+    The first of ``model.hf_path``, for other roles the actor's folder (they read its tokens), and for the
+    actor the tokenizer that the checkpoint was trained with.
+    """
     if config.model.hf_path is not None:
         folder = Path(config.model.hf_path)
         if folder.is_dir():
@@ -184,76 +292,91 @@ def _tokenizer(config: RunConfig, checkpoint: MegatronCheckpoint, where: str) ->
             got=f"no directory {folder}",
             fix="correct the path",
         )
-    if where != "model.megatron":
-        return Path(config.model.path) if Path(config.model.path).is_dir() else None
-    named = checkpoint.arguments.get("tokenizer_model")
-    if checkpoint.arguments.get("tokenizer_type") == "HuggingFaceTokenizer" and Path(str(named)).is_dir():
-        return Path(str(named))
-    kind = checkpoint.arguments.get("tokenizer_type")
+
+    if key != "model.megatron":
+        actor = Path(config.model.path)
+        return actor if actor.is_dir() else None
+
+    tokenizer_type = checkpoint.arguments.get("tokenizer_type")
+    tokenizer_model = checkpoint.arguments.get("tokenizer_model")
+    if tokenizer_type == "HuggingFaceTokenizer" and Path(str(tokenizer_model)).is_dir():
+        return Path(str(tokenizer_model))
+    got = f"nothing; the checkpoint was trained with {tokenizer_type}"
+    if tokenizer_model:
+        got += f" of {tokenizer_model}"
     raise UserError(
         "the Megatron checkpoint comes without a tokenizer",
         where="model.hf_path",
         expected="a directory with the tokenizer's files, as transformers reads them",
-        got=f"nothing; the checkpoint was trained with {kind}" + (f" of {named}" if named else ""),
+        got=got,
         fix="set model.hf_path",
     )
 
 
-def _vocabulary(config: RunConfig, policy: bool, tokenizer: Path | None) -> int | None:
-    """Return the tokens that a model has, where its checkpoint's arguments do not say it."""
-    actor = Path(config.model.path) / "config.json"
-    if not policy and actor.is_file():
-        return read_json(actor).get("vocab_size")
-    return None if tokenizer is None else vocabulary_of(tokenizer)
+def _vocabulary(config: RunConfig, is_actor: bool, tokenizer: Path | None) -> int | None:
+    """Return the vocabulary size for a checkpoint whose arguments lack it, None where no file has it."""
+    actor_config = Path(config.model.path) / "config.json"
+    if not is_actor and actor_config.is_file():
+        return read_json(actor_config).get("vocab_size")
+    if tokenizer is None:
+        return None
+    return vocabulary_of(tokenizer)
 
 
 def _json(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=2) + "\n").encode()
 
 
-def _fill(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Have a folder hold these files; every rank of a job may do the same at the same time."""
+def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Write files by name into a folder, and remove the files of another tokenizer.
+
+    Every rank of a job may do so at the same time: each file is written under a name of the process and then
+    renamed, which is atomic.
+    """
+    # Files of another tokenizer would be read together with the new ones.
     folder.mkdir(parents=True, exist_ok=True)
-    for name in {*TOKENIZER_FILES} - {*contents}:  # of another tokenizer, before
+    for name in {*TOKENIZER_FILES} - {*contents}:
         (folder / name).unlink(missing_ok=True)
     for name, content in contents.items():
+        # Unchanged files stay: another rank may be reading them.
         file = folder / name
-        if not file.is_file() or file.read_bytes() != content:
-            file.parent.mkdir(exist_ok=True)
-            aside = folder / f"{name}.{os.getpid()}.part"
-            aside.write_bytes(content)
-            os.replace(aside, file)
+        if file.is_file() and file.read_bytes() == content:
+            continue
+        file.parent.mkdir(exist_ok=True)
+
+        temporary = folder / f"{name}.{os.getpid()}.part"
+        temporary.write_bytes(content)
+        os.replace(temporary, file)
 
 
-def _without_checkpoint(where: str, got: str) -> UserError:
-    return UserError(
-        f"{where} belongs to model.megatron, which is not set",
-        where=where,
-        expected="model.megatron, the checkpoint with the weights",
-        got=got,
-        fix="set model.megatron, or name a Hugging Face model in model.path alone",
-    )
+def _needs_checkpoint(key: str, value: str) -> UserError:
+    fix = "set model.megatron, or name a Hugging Face model in model.path alone"
+    return requires(key, value, "model.megatron, the checkpoint with the weights", got="no value", fix=fix)
 
 
-def _optimizer_errors(config: RunConfig) -> list[UserError]:
-    """Return why the actor's optimizer is not one that the checkpoint's Adam could go on in."""
-    where, actor = "model.resume_optimizer", config.actor
+def _resume_optimizer_errors(config: RunConfig) -> list[UserError]:
+    """Return the errors of settings with which the actor cannot resume the checkpoint's Adam moments."""
+    key = "model.resume_optimizer"
     if config.model.megatron is None:
-        return [_without_checkpoint(where, "true")]
-    others = {
-        "actor.optimizer.name": actor.optimizer.name if actor.optimizer.name != "adam" else None,
-        "actor.lora": "adapters" if actor.lora is not None else None,
-        "sft": "a stage before" if config.sft is not None else None,
-        "preference": "a stage before" if config.preference is not None else None,
-    }
+        return [_needs_checkpoint(key, "true")]
+
+    # The moments belong to Adam on all weights, from exactly the checkpoint's weights.
+    conflicts: dict[str, str] = {}
+    if config.actor.optimizer.name != "adam":
+        conflicts["actor.optimizer.name"] = config.actor.optimizer.name
+    if config.actor.lora is not None:
+        conflicts["actor.lora"] = "adapters"
+    if config.sft is not None:
+        conflicts["sft"] = "a stage before"
+    if config.preference is not None:
+        conflicts["preference"] = "a stage before"
     return [
         UserError(
-            f"{path} has the actor learn otherwise than the checkpoint's moments are for",
-            where=where,
+            f"{path} does not go with the checkpoint's optimizer state",
+            where=key,
             expected="Adam on all of the weights, from those of the checkpoint",
             got=f"{path}: {got}",
-            fix=f"remove {where} or {path}",
+            fix=f"remove {key} or {path}",
         )
-        for path, got in others.items()
-        if got is not None
+        for path, got in conflicts.items()
     ]

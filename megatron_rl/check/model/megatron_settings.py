@@ -1,7 +1,9 @@
-"""Which fields of Megatron's TransformerConfig the roles' ``megatron`` may set, and what it refuses.
+"""Rules on Megatron's own settings: ``megatron``, ``ddp`` and ``optimizer.megatron`` of each role.
 
-Names and types are compared with the installed sources. Then a process of its own makes the TransformerConfig
-of every role, while the other rules run: see `megatron.trial`.
+A field is set by the run (from a key of ours, or to the one value that works), has no effect and is refused,
+or passes through. Names and types of the last kind are compared with the installed sources. Then Megatron
+itself makes the configuration of every role, in a process of its own (`megatron_rl.megatron.trial`) that is
+started first and awaited last: importing torch and Megatron takes longer than the other rules together.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.check.installed_source import class_fields, field_error
-from megatron_rl.check.model.untried import is_off
 from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
+from megatron_rl.error_forms import requires
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
@@ -31,8 +33,21 @@ TRANSFORMER_CONFIG = (
     ("megatron.core.transformer.transformer_config", "TransformerConfig"),
     ("megatron.core.transformer.transformer_config", "MLATransformerConfig"),
 )
-PATIENCE, LONG_PATIENCE = 30.0, 120.0
-"""Seconds after the start of a check at which it stops waiting for Megatron: alone, and before a run."""
+"""Module and name of the classes whose fields ``megatron`` sets; each inherits from the one before."""
+
+OPTIMIZER_CONFIG = (("megatron.core.optimizer.optimizer_config", "OptimizerConfig"),)
+"""Module and name of the class whose fields ``optimizer.megatron`` sets."""
+
+DDP_CONFIG = (
+    ("megatron.core.distributed.distributed_data_parallel_config", "DistributedDataParallelConfig"),
+)
+"""Module and name of the class whose fields ``ddp`` sets."""
+
+PATIENCE = 30.0
+"""Seconds after the start of a check at which it stops waiting for Megatron's trial."""
+
+LONG_PATIENCE = 120.0
+"""The same before a run: all ranks of a host start at once and share its cores."""
 
 DERIVED: Mapping[str, str] = {
     "tensor_model_parallel_size": "actor.layout.tensor",
@@ -62,27 +77,28 @@ DERIVED: Mapping[str, str] = {
 }
 """Fields that follow from the checkpoint and the layout, and the key that sets them."""
 
-_AUXILIARY = (
+_AUXILIARY_LOSSES = (
     "Megatron multiplies auxiliary losses by the tokens of a micro-batch, to divide all gradients by those "
-    "of the batch, which losses here do without"
+    "of the batch; losses here have their denominators already"
 )
 SET_BY_RUN: Mapping[str, str] = {
-    "moe_aux_loss_coeff": _AUXILIARY,
-    "moe_z_loss_coeff": _AUXILIARY,
+    "moe_aux_loss_coeff": _AUXILIARY_LOSSES,
+    "moe_z_loss_coeff": _AUXILIARY_LOSSES,
     "calculate_per_token_loss": "losses are sums with global weights, whose denominators are known before",
     "variable_seq_lengths": "packed micro-batches differ in length",
     "overlap_p2p_comm": "interleaved schedules give wrong results without it",
     "batch_p2p_comm": "interleaved schedules give wrong results with it",
-    "deallocate_pipeline_outputs": "interleaved schedules free with it what they are still sending",
+    "deallocate_pipeline_outputs": "interleaved schedules would free tensors that are still being sent",
     "pipeline_model_parallel_layout": "pipeline stages are stated by their ends, "
     "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage, which weight syncs follow",
 }
 """Further fields that the run sets, and why."""
-_DROPPED: Mapping[str, str] = {
+
+_DROPPED_BY_REASON: Mapping[str, str] = {
     "context parallelism gathers keys and values around attention, in one way": """
         cp_comm_type hierarchical_context_parallel_sizes hybrid_context_parallel
         max_seqlen_per_dp_cp_rank""",
-    "layers that predict further tokens are exported as they were and not built": """
+    "layers for multi-token prediction are not built, and exported unchanged": """
         mtp_num_layers mtp_loss_scaling_factor mtp_standalone""",
     "the buffers for it are made by Megatron-LM's own training script": """
         tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad
@@ -96,7 +112,7 @@ _DROPPED: Mapping[str, str] = {
         inference_sampling_seed use_inference_optimized_layers symmetric_ar_type mlp_chunks_for_prefill""",
     "log-probs come from kernels of the project's own, and no cross entropy is computed": """
         cross_entropy_loss_fusion cross_entropy_fusion_impl""",
-    "routers repeat what actor.routing_replay says": "moe_enable_routing_replay",
+    "actor.routing_replay decides what routers replay": "moe_enable_routing_replay",
     "weights come from a checkpoint": """
         init_method output_layer_init_method embedding_init_method embedding_init_method_std
         perform_initialization use_cpu_initialization init_model_with_meta_device""",
@@ -104,9 +120,11 @@ _DROPPED: Mapping[str, str] = {
         grad_scale_func no_sync_func grad_sync_func param_sync_func finalize_model_grads_func timers
         barrier_with_L1_time""",
 }
-DROPPED: Mapping[str, str] = {name: reason for reason, names in _DROPPED.items() for name in names.split()}
+DROPPED: Mapping[str, str] = {
+    name: reason for reason, names in _DROPPED_BY_REASON.items() for name in names.split()
+}
 """Field -> why it would have no effect, and so is refused."""
-OPTIMIZER_CONFIG = (("megatron.core.optimizer.optimizer_config", "OptimizerConfig"),)
+
 OPTIMIZER_KEYS: Mapping[str, str] = {
     "optimizer": "name",
     "lr": "learning_rate",
@@ -119,135 +137,51 @@ OPTIMIZER_KEYS: Mapping[str, str] = {
     "use_distributed_optimizer": "distributed",
     "optimizer_cpu_offload": "offload",
 }
-"""Fields that a key of the section sets."""
+"""Field of Megatron's OptimizerConfig -> the key of the section ``optimizer`` that sets it."""
+
 OPTIMIZER_SET: Mapping[str, str] = {
     **dict.fromkeys(("bf16", "fp16", "params_dtype"), "it follows from `model.dtype`"),
     "overlap_param_gather": "it follows from the role's `ddp`",
     "overlap_param_gather_with_optimizer_step": "weights are read as soon as a step is done",
     "optimizer_offload_fraction": "with `offload` all states are on the host, without it none",
 }
-_DDP_MODULE = "megatron.core.distributed.distributed_data_parallel_config"
-DDP_CONFIG = ((_DDP_MODULE, "DistributedDataParallelConfig"),)
-_EIGHT_BITS = "weights of 8 bits are not synced"
-_FSDP = "Megatron-FSDP keeps weights in buffers of its own, which weight syncs and checkpoints do not read"
+"""Field of Megatron's OptimizerConfig -> why the run sets it."""
+
+_NO_FP8 = "weights of 8 bits are not synced"
+_NO_FSDP = "Megatron-FSDP keeps weights in buffers of its own, which weight syncs and checkpoints do not read"
 DDP_SET: Mapping[str, str] = {
     "use_distributed_optimizer": "it follows from `optimizer.distributed`",
     "average_in_collective": "loss weights are global already, and gradients are sums",
     "align_param_gather": "the forward pass of each stage gathers its own",
     "num_distributed_optimizer_instances": "a layout has one group of data-parallel ranks",
-    "fp8_param_gather": _EIGHT_BITS,
-    "reuse_grad_buf_for_mxfp8_param_ag": _EIGHT_BITS,
-    "use_megatron_fsdp": _FSDP,
-    "use_custom_fsdp": _FSDP,
-    "data_parallel_sharding_strategy": _FSDP,
-    "outer_dp_sharding_strategy": _FSDP,
+    "fp8_param_gather": _NO_FP8,
+    "reuse_grad_buf_for_mxfp8_param_ag": _NO_FP8,
+    "use_megatron_fsdp": _NO_FSDP,
+    "use_custom_fsdp": _NO_FSDP,
+    "data_parallel_sharding_strategy": _NO_FSDP,
+    "outer_dp_sharding_strategy": _NO_FSDP,
 }
+"""Field of Megatron's DistributedDataParallelConfig -> why the run sets it."""
 
 
-def check_optimizer(optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yield the errors of the optimizer at ``path``, and of its role's ``ddp``."""
-    where = f"{path.removesuffix('.optimizer')}.ddp"
-    keys = {name: f"{path}.{key}" for name, key in OPTIMIZER_KEYS.items()}
-    yield from _errors(optimizer.megatron, f"{path}.megatron", OPTIMIZER_CONFIG, keys, OPTIMIZER_SET)
-    yield from _errors(ddp, where, DDP_CONFIG, {}, DDP_SET)
-    if optimizer.offload:
-        yield from _host_errors(optimizer, path)
-    elif optimizer.name == "sgd" and optimizer.distributed:
-        yield UserError(
-            "Megatron-Core's distributed optimizer saves the state of Adam alone",
-            where=f"{path}.distributed",
-            expected="false with name: sgd",
-            got="true",
-            fix=f"set {path}.distributed to false",
-        )
-    precise = optimizer.megatron.get("use_precision_aware_optimizer") and not optimizer.offload
-    if precise and find_module("transformer_engine")[1]:
-        yield UserError(
-            "only Transformer Engine's FusedAdam keeps its state in fewer bits",
-            where=f"{path}.megatron.use_precision_aware_optimizer",
-            expected="an installed transformer_engine",
-            got="none",
-            fix="install it, or remove the setting",
-        )
-    reduces = optimizer.distributed and ddp.get("overlap_grad_reduce", True)
-    if ddp.get("overlap_param_gather") and not reduces:
-        yield UserError(
-            "weights are gathered in the forward pass where gradients are reduced in the backward pass",
-            where=f"{where}.overlap_param_gather",
-            expected="a distributed optimizer, and overlap_grad_reduce",
-            got="true without them",
-            fix=f"remove `{where}.overlap_param_gather`",
-        )
-
-
-def _host_errors(optimizer: OptimizerConfig, path: str) -> Iterator[UserError]:
-    """Yield what cannot be said of an optimizer that steps on the host."""
-    stated = optimizer.megatron
-    refused = (
-        ("name", optimizer.name, "adam", optimizer.name != "adam"),
-        ("distributed", "false", "true, also with one data-parallel rank", not optimizer.distributed),
-        *(
-            (f"megatron.{name}", stated.get(name), "no value", stated.get(name) is value)
-            for name, value in (("use_precision_aware_optimizer", True), ("decoupled_weight_decay", False))
-        ),
-    )
-    for key, got, expected, wrong in refused:
-        if wrong:
-            yield UserError(
-                "the optimizer that steps on the host is the distributed one, AdamW with float32 states",
-                where=f"{path}.{key}",
-                expected=f"{expected}, with {path}.offload",
-                got=str(got),
-                fix=f"remove `{path}.{key}`, or set {path}.offload=false",
-            )
-
-
-def check_routing(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
-    """Yield the errors of what is said of a mixture's routers."""
-    actor, where = config.actor, "actor.routing_replay"
-    replay = actor.routing_replay
-    stated = {where: replay} if replay != "none" else {}
-    stated |= {"actor.freeze_router": "true"} if actor.freeze_router else {}
-    if not shape.experts:
-        for path, value in stated.items():
-            yield UserError(
-                "a model without experts has no routers",
-                where=path,
-                expected="a mixture of experts",
-                got=f"{value}, and {shape.name} without experts",
-                fix=f"remove `{path}`",
-            )
-        return
-    fused = bool(actor.megatron.get("moe_router_fusion"))
-    sinkhorn = actor.megatron.get("moe_router_load_balancing_type") == "sinkhorn"
-    if replay != "none" and (fused or sinkhorn):
-        name = "moe_router_fusion" if fused else "moe_router_load_balancing_type"
-        yield UserError(
-            "routers that choose in a kernel of their own cannot be told what to choose",
-            where=f"actor.megatron.{name}",
-            expected=f"no fused or Sinkhorn routers with {where}",
-            got=f"{actor.megatron[name]} with {where}: {replay}",
-            fix=f"remove one of the two, or set {where}=none",
-        )
-    elif replay == "rollout" and not config.rollout.capabilities.routing_replay:
-        yield UserError(
-            "this rollout engine does not say which experts its tokens went to",
-            where=where,
-            expected=f"{engines_with(routing_replay=True)}, or another replay",
-            got=f"rollout with rollout.engine={config.rollout.engine}",
-            fix=f"set {engines_with(routing_replay=True)}, or actor.routing_replay=update",
-        )
+def is_off(value: Any) -> bool:
+    """Return whether a value switches its feature off: null, false, 0, "none", "auto", or no items."""
+    return value is None or value in (False, "none", "auto", [], {})
 
 
 def check_model_settings(values: Mapping[str, Any], path: str = "actor.megatron") -> list[UserError]:
-    """Return the errors of a role's settings at ``path``, compared with the installed version's fields."""
-    role = path.removesuffix("megatron")
-    keys = {name: key.replace("actor.layout", f"{role}layout") for name, key in DERIVED.items()}
+    """Return the errors of a role's settings of Megatron's TransformerConfig, which the key ``path`` has."""
+    # Keys of ours that set a field, in the role's own section.
+    role_prefix = path.removesuffix("megatron")
+    keys = {name: key.replace("actor.layout", f"{role_prefix}layout") for name, key in DERIVED.items()}
     keys["pipeline_model_parallel_layout"] = f"{path}.num_layers_in_first_pipeline_stage"
     keys["recompute_granularity"] = "actor.recompute"
+
     dropped = {name for name, value in values.items() if name in DROPPED and not is_off(value)}
-    others = {name: value for name, value in values.items() if name not in dropped}
-    errors = _errors(others, path, TRANSFORMER_CONFIG, keys, SET_BY_RUN)
+    effective = {name: value for name, value in values.items() if name not in dropped}
+    errors = _pass_through_errors(effective, path, TRANSFORMER_CONFIG, keys, SET_BY_RUN)
+
+    # Fields that Megatron would accept and our layers ignore.
     for name in sorted(dropped):
         errors.append(
             UserError(
@@ -261,37 +195,179 @@ def check_model_settings(values: Mapping[str, Any], path: str = "actor.megatron"
     return errors
 
 
-def _errors(
+def check_optimizer(optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any]) -> Iterator[UserError]:
+    """Yield the errors of the optimizer at the key ``path``, and of its role's ``ddp``."""
+    ddp_path = f"{path.removesuffix('.optimizer')}.ddp"
+    keys = {name: f"{path}.{key}" for name, key in OPTIMIZER_KEYS.items()}
+    optimizer_path = f"{path}.megatron"
+    yield from _pass_through_errors(optimizer.megatron, optimizer_path, OPTIMIZER_CONFIG, keys, OPTIMIZER_SET)
+    yield from _pass_through_errors(ddp, ddp_path, DDP_CONFIG, {}, DDP_SET)
+
+    # Kinds of optimizers that do not work together.
+    if optimizer.offload:
+        yield from _host_optimizer_errors(optimizer, path)
+    elif optimizer.name == "sgd" and optimizer.distributed:
+        yield UserError(
+            "Megatron-Core's distributed optimizer saves the state of Adam alone",
+            where=f"{path}.distributed",
+            expected="false with name: sgd",
+            got="true",
+            fix=f"set {path}.distributed to false",
+        )
+
+    # Features that need a package, or another setting.
+    precision_aware = "use_precision_aware_optimizer"
+    wants_fused_adam = optimizer.megatron.get(precision_aware) and not optimizer.offload
+    if wants_fused_adam and find_module("transformer_engine")[1]:
+        yield requires(
+            f"{optimizer_path}.{precision_aware}",
+            "true",
+            "Transformer Engine's FusedAdam, whose state has fewer bits",
+            got="no installed transformer_engine",
+            fix="install it, or remove the setting",
+        )
+
+    reduces_in_backward = optimizer.distributed and ddp.get("overlap_grad_reduce", True)
+    if ddp.get("overlap_param_gather") and not reduces_in_backward:
+        yield requires(
+            f"{ddp_path}.overlap_param_gather",
+            "true",
+            "a distributed optimizer whose gradients are reduced in the backward pass (overlap_grad_reduce)",
+            got="gradients that are reduced after it",
+            fix=f"remove `{ddp_path}.overlap_param_gather`",
+        )
+
+
+def _host_optimizer_errors(optimizer: OptimizerConfig, path: str) -> Iterator[UserError]:
+    """Yield the errors of settings that an optimizer on the host (``offload``) excludes.
+
+    `megatron_rl.megatron.host_optimizer` steps as AdamW with float32 states, for the distributed optimizer.
+    """
+    conflicts: list[tuple[str, Any, str]] = []  # setting, its value, the expected one
+    if optimizer.name != "adam":
+        conflicts.append(("name", optimizer.name, "adam"))
+    if not optimizer.distributed:
+        conflicts.append(("distributed", "false", "true, also with one data-parallel rank"))
+    for name, refused in (("use_precision_aware_optimizer", True), ("decoupled_weight_decay", False)):
+        if optimizer.megatron.get(name) is refused:
+            conflicts.append((f"megatron.{name}", refused, "no value"))
+
+    for setting, value, expected in conflicts:
+        yield UserError(
+            "the optimizer that steps on the host is the distributed one, AdamW with float32 states",
+            where=f"{path}.{setting}",
+            expected=f"{expected}, with {path}.offload",
+            got=str(value),
+            fix=f"remove `{path}.{setting}`, or set {path}.offload=false",
+        )
+
+
+def check_routing(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
+    """Yield the errors of settings of a mixture's routers: for a model without one, and of routing replay."""
+    actor = config.actor
+    key = "actor.routing_replay"
+    replay = actor.routing_replay
+
+    # A dense model.
+    if not shape.experts:
+        router_settings: dict[str, str] = {}
+        if replay != "none":
+            router_settings[key] = replay
+        if actor.freeze_router:
+            router_settings["actor.freeze_router"] = "true"
+        for path, value in router_settings.items():
+            yield UserError(
+                "a model without experts has no routers",
+                where=path,
+                expected="a mixture of experts",
+                got=f"{value}, and {shape.name} without experts",
+                fix=f"remove `{path}`",
+            )
+        return
+    if replay == "none":
+        return
+
+    # These routers compute scores and choices in one kernel, which takes no choices as input.
+    fixed_router = None
+    if actor.megatron.get("moe_router_fusion"):
+        fixed_router = "moe_router_fusion"
+    elif actor.megatron.get("moe_router_load_balancing_type") == "sinkhorn":
+        fixed_router = "moe_router_load_balancing_type"
+    if fixed_router is not None:
+        yield UserError(
+            "fused and Sinkhorn routers cannot replay choices: they choose in a kernel of their own",
+            where=f"actor.megatron.{fixed_router}",
+            expected=f"no fused or Sinkhorn routers with {key}",
+            got=f"{actor.megatron[fixed_router]} with {key}: {replay}",
+            fix=f"remove one of the two, or set {key}=none",
+        )
+    elif replay == "rollout" and not config.rollout.capabilities.routing_replay:
+        engines = engines_with(routing_replay=True)
+        yield requires(
+            key,
+            replay,
+            f"{engines}, which returns the experts of each token",
+            got=f"rollout.engine={config.rollout.engine}",
+            fix=f"set {engines}, or {key}=update",
+        )
+
+
+def _pass_through_errors(
     values: Mapping[str, Any],
     path: str,
     classes: Sequence[tuple[str, str]],
     keys: Mapping[str, str],
     reasons: Mapping[str, str],
 ) -> list[UserError]:
-    """Return the errors of fields that the run sets, by a key of its own or not, or that no class has."""
+    """Return the errors of the fields at the key ``path`` that the run sets, or that no class has.
+
+    ``classes`` are (module, name), the last one the most derived. ``keys`` maps a field to the key of ours
+    that sets it, ``reasons`` a field to why the run sets it.
+    """
+    # Reading the sources takes a moment, and most sections are empty.
     installed = class_fields(*classes) if values else None
-    errors = []
+    owner = f"Megatron-Core's {classes[-1][1].removeprefix('MLA')}"
+
+    errors: list[UserError] = []
     for name, value in values.items():
-        where, key = f"{path}.{name}", keys.get(name)
-        reason = reasons.get(name) or (f"it is called `{key}` here" if key else None)
+        key = keys.get(name)
+        reason = reasons.get(name)
+        if reason is None and key is not None:
+            reason = f"it is called `{key}` here"
         if reason is not None:
-            error = UserError(
-                f"`{where}` is set by the run itself: {reason}",
-                where=where,
-                expected=f"`{key}`" if key else "no value",
-                got=f"`{name}: {value}`",
-                fix=f"write `{key}`" if key else f"remove `{where}`",
-            )
-        else:
-            owner = f"Megatron-Core's {classes[-1][1].removeprefix('MLA')}"
-            error = None if installed is None else field_error(path, name, value, installed, owner)
-        errors += [] if error is None else [error]
+            errors.append(_set_by_run_error(f"{path}.{name}", name, value, reason, key))
+        elif installed is not None:
+            error = field_error(path, name, value, installed, owner)
+            if error is not None:
+                errors.append(error)
     return errors
 
 
+def _set_by_run_error(path: str, name: str, value: Any, reason: str, key: str | None) -> UserError:
+    expected = "no value"
+    fix = f"remove `{path}`"
+    if key is not None:
+        expected = f"`{key}`"
+        fix = f"write `{key}`"
+    message = f"`{path}` is set by the run itself: {reason}"
+    return UserError(message, where=path, expected=expected, got=f"`{name}: {value}`", fix=fix)
+
+
 @dataclass(frozen=True)
-class TriedRole:
-    """Say what a role's model is made of: ``model`` is a config.json."""
+class TrialRole:
+    """Role whose Megatron configuration is tried.
+
+    Attributes:
+        role: Name of the role.
+        model: The config.json of its model.
+        layout: Its layout.
+        scalar_head: Whether the model has a head of one number instead of logits over tokens.
+        recompute: Its ``recompute`` setting.
+        fused: Whether its layers are Transformer Engine's.
+        settings_key: The key of its Megatron settings.
+        settings: Its Megatron settings.
+        optimizer: Its optimizer, None for a role that does not learn.
+    """
 
     role: str
     model: Path
@@ -299,19 +375,59 @@ class TriedRole:
     scalar_head: bool
     recompute: str
     fused: bool
-    """Its layers are Transformer Engine's."""
-    where: str
-    """The path at which its settings stand."""
+    settings_key: str
     settings: Mapping[str, Any]
     optimizer: OptimizerConfig | None
 
+    def request(self, dtype: str) -> dict[str, Any]:
+        """Return the role's part of the request to `megatron_rl.megatron.trial`."""
+        optimizer = None
+        if self.optimizer is not None:
+            optimizer = dataclasses.asdict(self.optimizer)
+        return {
+            "role": self.role,
+            "model": str(self.model),
+            "layout": dataclasses.asdict(self.layout),
+            "scalar_head": self.scalar_head,
+            "recompute": self.recompute,
+            "fused": self.fused,
+            "dtype": dtype,
+            "overrides": dict(self.settings),
+            "optimizer": optimizer,
+        }
+
+    def refusal_errors(self, refusals: Mapping[str, str]) -> Iterator[UserError]:
+        """Yield the errors of this role's refused settings; ``refusals`` is the trial's answer."""
+        if self.role in refusals:
+            yield self._refusal("model", refusals[self.role], self.settings_key, self.settings)
+        optimizer_part = f"{self.role} optimizer"
+        if self.optimizer is not None and optimizer_part in refusals:
+            path = f"{self.layout.path.removesuffix('layout')}optimizer.megatron"
+            yield self._refusal("optimizer", refusals[optimizer_part], path, self.optimizer.megatron)
+
+    def _refusal(self, component: str, message: str, path: str, values: Mapping[str, Any]) -> UserError:
+        """Return the error of Megatron's ``message`` about one of the ``values`` at the key ``path``."""
+        # Megatron's message usually names the field.
+        field = next((name for name in values if name in message or len(values) == 1), None)
+        key = path
+        fix = f"correct or remove one of {', '.join(values)}"
+        if field is not None:
+            key = f"{path}.{field}"
+            fix = f"correct or remove `{key}`"
+        return UserError(
+            f"Megatron refuses the settings of the {self.role}'s {component}",
+            where=key,
+            expected=f"values that fit the model and {self.layout.path}: {self.layout.words()}",
+            got=message,
+            fix=fix,
+        )
+
 
 class Trial:
-    """Have Megatron make the configurations of every role in a process that is started at once.
+    """Process in which Megatron makes the configurations of all roles, started when this is created.
 
-    ``paths`` are those of all settings: where there are none nothing is tried. ``missing`` is the package
-    that trying needs and that is not installed, if any. ``patience`` in seconds counts from the start of the
-    process.
+    ``paths`` are the keys of all settings: without any, nothing is tried. ``patience``, in seconds, counts
+    from the start of the process.
     """
 
     def __init__(self, paths: list[str], patience: float) -> None:
@@ -319,8 +435,16 @@ class Trial:
         self._patience = patience
         self._start = time.monotonic()
         self._process: subprocess.Popen[str] | None = None
-        self.missing = next((name for name in ("torch", "megatron.core") if find_module(name)[1]), None)
-        if paths and self.missing is None:
+
+        # Without torch or Megatron nothing can be tried; the package is named in the warning.
+        self._missing_package: str | None = None
+        for package in ("torch", "megatron.core"):
+            if find_module(package)[1]:
+                self._missing_package = package
+                break
+
+        # Started now, so that its imports overlap with the other rules.
+        if paths and self._missing_package is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_rl.megatron.trial"],
                 stdin=subprocess.PIPE,
@@ -329,54 +453,42 @@ class Trial:
                 text=True,
             )
 
-    def result(self, roles: list[TriedRole], dtype: str) -> tuple[list[UserError], list[UserError]]:
-        """Return errors and warnings: what Megatron refuses, and that it could not be asked."""
+    def result(self, roles: list[TrialRole], dtype: str) -> tuple[list[UserError], list[UserError]]:
+        """Return what Megatron refuses (errors), or that it could not be asked (a warning)."""
         if not self._paths:
             return [], []
         if self._process is None:
-            return [], [self._untried(f"{self.missing} is not installed here")]
-        request = [
-            {
-                "role": role.role,
-                "model": str(role.model),
-                "layout": dataclasses.asdict(role.layout),
-                "scalar_head": role.scalar_head,
-                "recompute": role.recompute,
-                "fused": role.fused,
-                "dtype": dtype,
-                "overrides": dict(role.settings),
-                "optimizer": None if role.optimizer is None else dataclasses.asdict(role.optimizer),
-            }
-            for role in roles
-        ]
-        left = max(0.1, self._patience - (time.monotonic() - self._start))
+            return [], [self._not_tried(f"{self._missing_package} is not installed here")]
+
+        request = json.dumps([role.request(dtype) for role in roles])
+        elapsed = time.monotonic() - self._start
         try:
-            answer, problem = self._process.communicate(json.dumps(request), timeout=left)
+            answer, stderr = self._process.communicate(request, timeout=max(0.1, self._patience - elapsed))
         except subprocess.TimeoutExpired:
             self.stop()
-            return [], [self._untried(f"Megatron did not answer within {self._patience:g} seconds")]
+            return [], [self._not_tried(f"Megatron did not answer within {self._patience:g} seconds")]
+
+        # Any failure of the process is a warning: `train` makes the same test.
         if self._process.returncode != 0:
-            return [], [self._untried(problem.strip().rpartition("\n")[2] or "the process died")]
+            last_line = stderr.strip().rpartition("\n")[2]
+            return [], [self._not_tried(last_line or "the process died")]
         try:
-            refused = json.loads(answer)
+            refusals = json.loads(answer)
         except ValueError:  # a package of the user's environment that prints when it is imported
-            return [], [self._untried(f"what is no answer: {answer[:80]!r}")]
-        errors = []
+            return [], [self._not_tried(f"malformed answer: {answer[:80]!r}")]
+
+        errors: list[UserError] = []
         for role in roles:
-            tried = {role.role: (role.where, role.settings)}
-            if role.optimizer is not None:
-                path = f"{role.layout.path.removesuffix('layout')}optimizer.megatron"
-                tried[f"{role.role} optimizer"] = path, role.optimizer.megatron
-            errors += [_refusal(role, refused[key], *tried[key]) for key in tried if key in refused]
+            errors.extend(role.refusal_errors(refusals))
         return errors, []
 
     def stop(self) -> None:
-        """End the process, if it is still there."""
+        """End the process, if it still runs."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.communicate()
 
-    def _untried(self, reason: str) -> UserError:
+    def _not_tried(self, reason: str) -> UserError:
         return UserError(
             f"the values of {', '.join(self._paths)} were not tried",
             where=self._paths[0],
@@ -384,15 +496,3 @@ class Trial:
             got=reason,
             fix="check again where the run will be, or with more time; `train` makes the same test",
         )
-
-
-def _refusal(role: TriedRole, message: str, path: str, values: Mapping[str, Any]) -> UserError:
-    named = next((name for name in values if name in message or len(values) == 1), None)
-    what = "optimizer" if path.endswith("optimizer.megatron") else "model"
-    return UserError(
-        f"Megatron refuses the settings of the {role.role}'s {what}",
-        where=f"{path}.{named}" if named else path,
-        expected=f"values that fit the model and {role.layout.path}: {role.layout.words()}",
-        got=message,
-        fix="correct or remove " + (f"`{path}.{named}`" if named else "one of " + ", ".join(values)),
-    )

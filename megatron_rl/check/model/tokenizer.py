@@ -1,185 +1,340 @@
-"""Rules on a checkpoint's tokenizer: there, whole, and with no token that the model has no embedding for."""
+"""Rules on a checkpoint's tokenizer and chat template, read without importing transformers.
+
+transformers takes seconds to import; the library `tokenizers` and the checkpoint's JSON files are enough to
+find a tokenizer that is missing, damaged, or of another model.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.check.files import Files
+from megatron_rl.check.files import Files, read_json_object
 from megatron_rl.config.sampling_profiles import stop_error, stop_strings
 from megatron_rl.config.sections.rollout import RolloutConfig
+from megatron_rl.data.template_process import DEFAULT
+from megatron_rl.data.template_renderer import TemplateRenderer, can_render
+from megatron_rl.data.visible_text import listed_end_ids
+from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError
 
-_KINDS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
-_COPY = "copy the tokenizer files of the model into its directory again"
+_TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+"""Sets of files, each of which is a whole tokenizer for transformers."""
+
+_COPY_AGAIN = "copy the tokenizer files of the model into its directory again"
+
+_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+_MALFORMED_VOCABULARY = (ValueError, KeyError, TypeError, IndexError, AttributeError)
+"""Exceptions of reading token ids from JSON that is valid and not a tokenizer's."""
 
 
-def check_tokenizer(path: Path, where: str, files: Files, vocabulary: int | None) -> None:
-    """Check the tokenizer against the rows of the embedding, None where they are not known."""
-    if not any(all((path / name).is_file() for name in names) for names in _KINDS):
+def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) -> None:
+    """Check the tokenizer of the model at ``path``, which ``key`` names.
+
+    ``vocabulary`` is the number of rows of the model's embedding, None if not available.
+    """
+    # Files.
+    if not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
         files.miss(
             path / "tokenizer.json",
             "the model has no tokenizer",
-            where,
+            key,
             "tokenizer.json, tokenizer.model, or vocab.json with merges.txt",
             "copy the tokenizer files of the model into its directory",
         )
-    settings = _read(path / "tokenizer_config.json", files)
-    generation = _read(path / "generation_config.json", files)
-    words = _read(path / "tokenizer.json", files)
-    if words is not None:
+
+    # Each file that cannot be read is an error of its own; the rules on ids need the readable ones only.
+    settings = _read_or_report(path / "tokenizer_config.json", files) or {}
+    generation = _read_or_report(path / "generation_config.json", files) or {}
+    tokenizer = _read_or_report(path / "tokenizer.json", files)
+    if tokenizer is not None:
         try:
             _load(path)
-        except Exception as error:  # the library raises nothing more exact
-            files.errors.append(_broken(path / "tokenizer.json", str(error)))
+        except Exception as error:  # `tokenizers` raises bare Exceptions (seen in 0.23)
+            files.errors.append(_unreadable(path / "tokenizer.json", error))
             return
+
+    vocab_file = _read_or_report(path / "vocab.json", files)
     try:
-        ids, special = _token_ids(words or {}, _read(path / "vocab.json", files), settings or {})
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        files.errors.append(_broken(path / "tokenizer.json", f"{type(error).__name__}: {error}"))
+        ids, special = _token_ids(tokenizer or {}, vocab_file, settings)
+    except _MALFORMED_VOCABULARY as error:
+        files.errors.append(_unreadable(path / "tokenizer.json", error))
         return
-    files.errors.extend(_end_errors(path, generation or {}, vocabulary))
+
+    # Ids, against the rows of the embedding.
+    files.errors.extend(_generation_end_errors(path, generation, vocabulary))
     if vocabulary is not None and ids:
         files.errors.extend(_vocabulary_errors(path, ids, special, vocabulary))
-        files.errors.extend(_end_token_errors(path, settings or {}, ids, vocabulary))
+        files.errors.extend(_end_token_errors(path, settings, ids, vocabulary))
 
 
 def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors of stop strings that are not one token of the tokenizer, where it can be read."""
+    """Yield the errors of stop strings that the tokenizer at ``path`` does not encode as one token."""
     stops = stop_strings(rollout)
     if not any(stops.values()):
         return
-    tokenizer = tokenizer_of(path)
+    tokenizer = read_tokenizer(path)
     if tokenizer is None:
         return
-    unknown = getattr(tokenizer.model, "unk_token", None)
+
+    # Text of unknown characters becomes one token that stands for all of them.
+    unknown_token = getattr(tokenizer.model, "unk_token", None)
     for setting, texts in stops.items():
         for text in texts:
             tokens = tokenizer.encode(text, add_special_tokens=False).tokens
-            if len(tokens) != 1 or tokens[0] == unknown:
+            if len(tokens) != 1 or tokens[0] == unknown_token:
                 yield stop_error(setting, text, tokens)
 
 
-def tokenizer_of(path: Path) -> Any:
-    """Return a folder's tokenizer, None where it cannot be read, which `check_tokenizer` says."""
+def read_tokenizer(path: Path) -> Any:
+    """Return the tokenizer in a folder, None where it cannot be read: an error of `check_tokenizer`."""
     try:
         return _load(path)
     except Exception:
         return None
 
 
+def vocabulary_of(path: Path) -> int | None:
+    """Return the number of token ids that a tokenizer's files list, None where they list none."""
+    files = Files()
+    tokenizer = _read_or_report(path / "tokenizer.json", files) or {}
+    settings = _read_or_report(path / "tokenizer_config.json", files) or {}
+    vocab_file = _read_or_report(path / "vocab.json", files)
+    try:
+        ids, _ = _token_ids(tokenizer, vocab_file, settings)
+    except _MALFORMED_VOCABULARY:
+        return None  # an error of `check_tokenizer`
+    if not ids:
+        return None
+    return 1 + max(ids.values())
+
+
 def _load(path: Path) -> Any:
-    """Return a folder's tokenizer, None without one or without the library; raises what that raises."""
+    """Return the tokenizer in a folder; None without tokenizer.json, or without the library `tokenizers`."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
         return None
     file = path / "tokenizer.json"
-    return Tokenizer.from_file(str(file)) if file.is_file() else None
-
-
-def _read(file: Path, files: Files) -> dict[str, Any] | None:
-    """Return the object of a JSON file, None where there is none; add what cannot be read to ``files``."""
     if not file.is_file():
-        if os.path.lexists(file):  # transformers would read on and on, or not at all
-            files.errors.append(_broken(file, "a folder, a pipe, a device or a link that leads to nothing"))
+        return None
+    return Tokenizer.from_file(str(file))
+
+
+def _read_or_report(file: Path, files: Files) -> dict[str, Any] | None:
+    """Return the object in a JSON file, None without one; a file that cannot be read is an error."""
+    if not file.is_file():
+        if os.path.lexists(file):  # transformers would block on a pipe, or fail on a folder
+            error = ValueError("a folder, a pipe, a device or a link to a missing file")
+            files.errors.append(_unreadable(file, error))
         return None
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        problem = None if isinstance(values, dict) else type(values).__name__
-    except (OSError, ValueError, RecursionError) as error:
-        values, problem = None, str(error)
-    if problem is not None:
-        files.errors.append(_broken(file, problem))
+        return read_json_object(file)
+    except (OSError, ValueError) as error:
+        files.errors.append(_unreadable(file, error))
         return None
-    return values
 
 
-def _broken(file: Path, problem: str) -> UserError:
-    return UserError(
-        f"the model's {file.name} cannot be read",
-        where=str(file),
+def _unreadable(file: Path, error: Exception) -> UserError:
+    return unreadable_file(
+        f"the model's {file.name}",
+        file,
+        error,
         expected="a JSON object, as save_pretrained writes it",
-        got=problem,
         fix="copy the file again from the checkpoint",
     )
 
 
 def _token_ids(
-    words: Mapping[str, Any], plain: Mapping[str, Any] | None, settings: Mapping[str, Any]
+    tokenizer: Mapping[str, Any], vocab_file: Mapping[str, Any] | None, settings: Mapping[str, Any]
 ) -> tuple[dict[str, int], set[str]]:
-    """Return the id of each token by its text, and which of them stand for no text."""
-    stated = words.get("model", {}).get("vocab") or plain or {}
-    # A unigram model lists its tokens with their scores, in the order of their ids.
-    ids = {item[0]: place for place, item in enumerate(stated)} if isinstance(stated, list) else dict(stated)
-    added = [*(words.get("added_tokens") or ())]
-    added += [{**item, "id": int(key)} for key, item in (settings.get("added_tokens_decoder") or {}).items()]
-    special = {item["content"] for item in added if item.get("special")}
-    ids |= {item["content"]: item["id"] for item in added}
-    if not all(isinstance(number, int) for number in ids.values()):
-        raise ValueError("a token whose id is no integer")
+    """Return the id of each token by its text, and the texts of special tokens.
+
+    ``tokenizer`` is the content of tokenizer.json, ``vocab_file`` of vocab.json and ``settings`` of
+    tokenizer_config.json. Raises one of `_MALFORMED_VOCABULARY` for content of another form.
+    """
+    vocab = tokenizer.get("model", {}).get("vocab") or vocab_file or {}
+    if isinstance(vocab, list):
+        # A unigram model lists [token, score] in the order of the ids.
+        ids = {entry[0]: index for index, entry in enumerate(vocab)}
+    else:
+        ids = dict(vocab)
+
+    # Added tokens extend the vocabulary, in tokenizer.json or, formerly, in tokenizer_config.json.
+    added_tokens = [*(tokenizer.get("added_tokens") or ())]
+    for key, token in (settings.get("added_tokens_decoder") or {}).items():
+        added_tokens.append({**token, "id": int(key)})
+    ids |= {token["content"]: token["id"] for token in added_tokens}
+    if not all(isinstance(token_id, int) for token_id in ids.values()):
+        raise ValueError("a token whose id is not an integer")
+
+    special = {token["content"] for token in added_tokens if token.get("special")}
     return ids, special
 
 
 def _vocabulary_errors(
     path: Path, ids: Mapping[str, int], special: set[str], vocabulary: int
 ) -> Iterator[UserError]:
-    """Yield the error of tokens of text beyond the embedding; control tokens there are common, and unused."""
-    beyond = {text: number for text, number in ids.items() if number >= vocabulary and text not in special}
-    if beyond:
-        text, number = max(beyond.items(), key=lambda item: item[1])
+    """Yield the error of text tokens without a row in the embedding.
+
+    Special tokens beyond it are common in published checkpoints, and no text contains them.
+    """
+    out_of_vocabulary = {
+        text: number for text, number in ids.items() if number >= vocabulary and text not in special
+    }
+    if out_of_vocabulary:
+        text, number = max(out_of_vocabulary.items(), key=lambda item: item[1])
         yield UserError(
             "the tokenizer has more tokens than the model has embeddings",
             where=str(path),
             expected=f"ids below vocab_size ({vocabulary}) in config.json",
-            got=f"{len(beyond)} tokens beyond, up to {number} ({text!r})",
-            fix=_COPY,
+            got=f"{len(out_of_vocabulary)} tokens beyond, up to {number} ({text!r})",
+            fix=_COPY_AGAIN,
         )
 
 
 def _end_token_errors(
     path: Path, settings: Mapping[str, Any], ids: Mapping[str, int], vocabulary: int
 ) -> Iterator[UserError]:
-    stated = settings.get("eos_token")
-    text = stated.get("content") if isinstance(stated, dict) else stated
+    """Yield the error of an ``eos_token`` that the tokenizer or the embedding lacks."""
+    # A text, or an object with one.
+    text = _token_text(settings.get("eos_token"))
     if text is None:
         return
-    number = ids.get(text) if isinstance(text, str) else None
-    if number is None or number >= vocabulary:
-        yield UserError(
-            "the token that ends a response is none of the model's",
-            where=f"{path / 'tokenizer_config.json'}: eos_token",
-            expected=f"a token of the tokenizer with an id below vocab_size ({vocabulary})",
-            got=f"{text!r}, " + ("which the tokenizer does not have" if number is None else f"id {number}"),
-            fix="correct eos_token, or copy the tokenizer files again",
-        )
+    token_id = ids.get(text) if isinstance(text, str) else None
+    if token_id is not None and token_id < vocabulary:
+        return
+    problem = f"id {token_id}"
+    if token_id is None:
+        problem = "which the tokenizer does not have"
+    yield UserError(
+        "the eos_token is not a token of the model",
+        where=f"{path / 'tokenizer_config.json'}: eos_token",
+        expected=f"a token of the tokenizer with an id below vocab_size ({vocabulary})",
+        got=f"{text!r}, {problem}",
+        fix="correct eos_token, or copy the tokenizer files again",
+    )
 
 
-def _end_errors(path: Path, generation: Mapping[str, Any], vocabulary: int | None) -> Iterator[UserError]:
-    stated = generation.get("eos_token_id")
-    listed = stated if isinstance(stated, list) else [] if stated is None else [stated]
-    most = vocabulary if vocabulary is not None else 1 << 62
-    wrong = [item for item in listed if type(item) is not int or not 0 <= item < most]
-    if wrong:
-        yield UserError(
-            "the generation config ends responses at what is no token of the model",
-            where=f"{path / 'generation_config.json'}: eos_token_id",
-            expected="a token id, or a list of ids"
-            + (f", below vocab_size ({vocabulary})" if vocabulary else ""),
-            got=repr(stated)[:200],
-            fix="correct eos_token_id, or copy generation_config.json again from the checkpoint",
-        )
+def _generation_end_errors(
+    path: Path, generation: Mapping[str, Any], vocabulary: int | None
+) -> Iterator[UserError]:
+    """Yield the error of an ``eos_token_id`` in generation_config.json that is not a token id."""
+    eos = generation.get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [eos]
+    if eos is None or all(_is_token_id(item, vocabulary) for item in ids):
+        return
+    expected = "a token id, or a list of ids"
+    if vocabulary is not None:
+        expected += f", below vocab_size ({vocabulary})"
+    yield UserError(
+        "the generation config ends responses at an id that is not a token of the model",
+        where=f"{path / 'generation_config.json'}: eos_token_id",
+        expected=expected,
+        got=repr(eos)[:200],
+        fix="correct eos_token_id, or copy generation_config.json again from the checkpoint",
+    )
 
 
-def vocabulary_of(path: Path) -> int | None:
-    """Return how many token ids a tokenizer's files list, None where they do not say it."""
-    files = Files()
-    words, settings = _read(path / "tokenizer.json", files), _read(path / "tokenizer_config.json", files)
+def _is_token_id(value: Any, vocabulary: int | None) -> bool:
+    """Return whether a value is an integer (not a bool) from 0 to below ``vocabulary``, None for no bound."""
+    return type(value) is int and value >= 0 and (vocabulary is None or value < vocabulary)
+
+
+def has_chat_template(path: Path) -> bool:
+    """Return whether a checkpoint directory comes with a chat template."""
+    return bool(chat_templates(path))
+
+
+def folder_renderer(path: Path) -> TemplateRenderer | None:
+    """Return the renderer of a checkpoint's chat templates, None without a template."""
+    templates = chat_templates(path)
+    if not templates or not can_render():
+        return None
+    return TemplateRenderer(templates, special_token_texts(path))
+
+
+def chat_templates(path: Path) -> dict[str, str]:
+    """Return a checkpoint's chat templates by name, from the files in which transformers looks for them."""
+    # Files have precedence over the tokenizer's settings.
+    templates: dict[str, str] = {}
+    for file in sorted(path.glob("additional_chat_templates/*.jinja")):
+        templates[file.stem] = _text_or_empty(file)
+    if (path / "chat_template.jinja").is_file():
+        templates[DEFAULT] = _text_or_empty(path / "chat_template.jinja")
+    if templates:
+        return {name: text for name, text in templates.items() if text}
+
+    # Older checkpoints have one template, or a list of named ones, in the tokenizer's settings.
+    setting = _object_or_empty(path / "tokenizer_config.json").get("chat_template")
+    if isinstance(setting, list):
+        entries = [entry for entry in setting if isinstance(entry, Mapping)]
+        setting = {entry.get("name"): entry.get("template") for entry in entries}
+    if isinstance(setting, str):
+        setting = {DEFAULT: setting}
+    if not isinstance(setting, Mapping):
+        return {}
+    return {str(name): text for name, text in setting.items() if isinstance(text, str) and text}
+
+
+def special_token_texts(path: Path) -> dict[str, str]:
+    """Return the texts of a checkpoint's special tokens, such as ``eos_token``, by their role."""
+    settings = {
+        **_object_or_empty(path / "special_tokens_map.json"),
+        **_object_or_empty(path / "tokenizer_config.json"),
+    }
+    texts: dict[str, str] = {}
+    for name in _SPECIAL_TOKENS:
+        # A text, or an object with one.
+        text = _token_text(settings.get(name))
+        if isinstance(text, str):
+            texts[name] = text
+    return texts
+
+
+def _token_text(token: Any) -> Any:
+    """Return the text of a special token, which settings give as a text or as an object with one."""
+    return token.get("content") if isinstance(token, Mapping) else token
+
+
+def added_token_ids(tokenizer: Any) -> dict[int, str]:
+    """Return the texts of a `tokenizers.Tokenizer`'s added tokens by their ids."""
+    return {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+
+
+def end_token_texts(path: Path, tokenizer: Any) -> dict[int, str]:
+    """Return the texts of the tokens that a checkpoint's files list as ends of responses, by their ids."""
+    eos = special_token_texts(path).get("eos_token")
+    ids: list[int] = []
+    if eos is not None and tokenizer.token_to_id(eos) is not None:
+        ids.append(tokenizer.token_to_id(eos))
+    ids += listed_end_ids(path, added_token_ids(tokenizer))
+    texts = {token_id: tokenizer.id_to_token(token_id) for token_id in ids}
+    return {token_id: text for token_id, text in texts.items() if text is not None}
+
+
+def _text_or_empty(file: Path) -> str:
+    """Return the text of a file, empty where it cannot be read."""
     try:
-        ids, _ = _token_ids(words or {}, _read(path / "vocab.json", files), settings or {})
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return None  # the tokenizer's own check says so
-    return 1 + max(ids.values()) if ids else None
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+
+
+def _object_or_empty(file: Path) -> Mapping[str, Any]:
+    """Return the object in a JSON file, empty where it cannot be read: an error of `check_tokenizer`."""
+    try:
+        return read_json_object(file)
+    except (OSError, ValueError):
+        return {}

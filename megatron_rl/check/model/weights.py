@@ -1,30 +1,54 @@
-"""Rules on a checkpoint's weights, read from the headers of its safetensors files."""
+"""Rules on a checkpoint's weights, read from the headers of its safetensors files.
+
+A header lists name, dtype, shape and offsets of every tensor: enough to find a file that is cut short, and
+tensors of another model, without reading the weights.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from megatron_rl.check.files import Files
+from megatron_rl.check.files import Files, parse_json_object, read_json_object
+from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError, some_of
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, SCALAR
 from megatron_rl.shapes.pretrained import INDEX, PretrainedModel, separate_head_error, weight_files
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_LARGEST_HEADER = 100_000_000
-"""Bytes; safetensors refuses longer ones."""
+
+_MAX_HEADER_BYTES = 100_000_000
+"""Bytes of a header; safetensors itself refuses longer ones."""
+
+_LENGTH_BYTES = 8
+"""Bytes at the start of a file that hold the length of its header, little-endian."""
+
+_POINTER_BYTES = 1024
+"""A smaller file may be the text that Git LFS leaves in the place of one that was not downloaded."""
+
 _COMPARED_BYTES = 2**24
-"""Bytes of two tensors that are compared at a time."""
-_SHOWN = 4
+"""Bytes of two tensors that are compared at a time: the largest embeddings do not fit in memory twice."""
+
+_MAX_SHOWN = 4
+"""Tensor names in an error's text."""
+
+_MALFORMED_HEADER = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""Exceptions of reading a header or index that is damaged, or JSON of another form."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Header entry of a tensor, whose ``size`` bytes lie at the offset ``begin`` of its ``file``."""
+    """Header entry of a tensor.
+
+    Attributes:
+        shape: Shape of the tensor.
+        dtype: Its dtype in safetensors' spelling, such as ``BF16``.
+        file: The file that holds it.
+        begin: Offset of its first byte in the file.
+        size: Number of its bytes.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -33,201 +57,231 @@ class StoredTensor:
     size: int = 0
 
 
-def check_weights(path: Path, where: str, files: Files, model: PretrainedModel | None) -> None:
-    """Check that every weight file is whole and that the tensors are those of ``model``, if it is known."""
+def check_weights(path: Path, key: str, files: Files, model: PretrainedModel | None) -> None:
+    """Check that every weight file is complete and, where ``model`` is available, that its tensors match.
+
+    ``path`` is the checkpoint's folder, and ``key`` the key that names it.
+    """
     if (path / POINTER).is_file():
-        return  # what it points to was checked when it was written
-    errors = len(files.errors), len(files.missing), len(files.to_be_made)
-    shards, place = weight_files(path), {}
-    if shards is None:
-        place = _index(path, files)
-        if place is None:
+        return  # a Megatron-LM checkpoint, which was checked when the pointer was written
+
+    # The list of files: an index, or the safetensors files in the folder.
+    findings = _count_findings(files)
+    shards = weight_files(path)
+    weight_map: dict[str, str] = {}
+    if shards is None:  # the checkpoint has an index
+        index = _read_index(path, files)
+        if index is None:
             return
-        shards = sorted({path / name for name in place.values()})
+        weight_map = index
+        shards = sorted({path / name for name in weight_map.values()})
     if not shards:
-        _no_weights(path, where, files)
+        _report_no_weights(path, key, files)
+
+    # The header of each file.
     stored: dict[str, StoredTensor] = {}
     for shard in shards:
         if shard.is_file():
-            stored |= _stored(shard, files)
-        else:
-            files.miss(
-                shard,
-                f"a weight file is missing: {shard.name}",
-                where,
-                f"every file that {INDEX} names" if place else f"a file {shard.name}",
-                "download the checkpoint again",
-            )
-    if errors != (len(files.errors), len(files.missing), len(files.to_be_made)):
+            stored |= _read_shard(shard, files)
+            continue
+        expected = f"every file that {INDEX} names" if weight_map else f"a file {shard.name}"
+        message = f"a weight file is missing: {shard.name}"
+        files.miss(shard, message, key, expected, "download the checkpoint again")
+
+    # Without every file, tensors of the others would be reported as missing, too.
+    if _count_findings(files) != findings:
         return
-    misplaced = sorted(
-        name for name, file in place.items() if name not in stored or stored[name].file != path / file
-    )
+
+    # Tensors in other files than listed, or else other tensors than the model's.
+    misplaced = [
+        name
+        for name, file in sorted(weight_map.items())
+        if name not in stored or stored[name].file != path / file
+    ]
     if misplaced:
-        files.errors.append(_misplaced(path, place, misplaced))
+        files.errors.append(_misplaced_error(path, weight_map, misplaced))
     elif model is not None:
         files.errors.extend(_tensor_errors(path, stored, model))
 
 
-def _index(path: Path, files: Files) -> dict[str, str] | None:
-    """Return the file of each tensor as the index says, None for a broken one."""
-    index = path / INDEX
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = {Path(name).name == name for name in weight_map.values()}
-        problem = None if names == {True} else "weight_map names no files of this directory"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        weight_map, problem = None, f"{type(error).__name__}: {error}"
-    if problem is None:
-        return weight_map
-    files.errors.append(
-        UserError(
-            "the model's list of weight files cannot be read",
-            where=str(index),
-            expected='a JSON object with "weight_map": tensor -> file name',
-            got=problem,
-            fix="copy the file again from the checkpoint",
-        )
-    )
-    return None
-
-
-def _no_weights(path: Path, where: str, files: Files) -> None:
-    files.miss(
-        path / "model.safetensors",
-        "the model has no weights",
-        where,
-        "one or more .safetensors files",
-        "convert the .bin files: load with transformers and save_pretrained(safe_serialization=True)"
-        if any(path.glob("*.bin"))
-        else "copy the weight files into the directory",
-    )
-
-
-def _stored(path: Path, files: Files) -> dict[str, StoredTensor]:
-    """Return the tensors of a file by name, after comparing its size with what its header says."""
-    try:
-        return read_header(path)
-    except ValueError as error:
-        problem = str(error)
-    except (OSError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        problem = f"{type(error).__name__}: {error}"
-    files.errors.append(
-        UserError(
-            "a weight file is broken",
-            where=str(path),
-            expected="a complete safetensors file",
-            got=problem,
-            fix="download or copy the file again",
-        )
-    )
-    return {}
-
-
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file by name; raises OSError, or ValueError where it is damaged."""
+    """Return the tensors of a safetensors file by name; raises OSError, or ValueError for a damaged file."""
     size = path.stat().st_size
+
+    # The header: its length, then JSON.
     with path.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 1024 and b"git-lfs" in path.read_bytes():
+        header_length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        if size < _POINTER_BYTES and b"git-lfs" in path.read_bytes():
             raise ValueError("a Git LFS pointer instead of the weights")
-        if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+        if size < _LENGTH_BYTES or header_length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
             raise ValueError(f"{size} bytes, which do not hold its header")
-        header: Mapping[str, Any] = json.loads(stream.read(length))
-    stored, end = {}, 0
+        header = parse_json_object(stream.read(header_length))
+
+    # Offsets count from the end of the header.
+    data_start = _LENGTH_BYTES + header_length
+    data_end = 0
+    stored: dict[str, StoredTensor] = {}
     for name, entry in header.items():
-        if name != "__metadata__":
-            begin, stop = entry["data_offsets"]
-            stored[name] = StoredTensor(
-                shape=tuple(entry["shape"]),
-                dtype=str(entry["dtype"]),
-                file=path,
-                begin=8 + length + begin,
-                size=stop - begin,
-            )
-            end = max(end, begin, stop)
-    if 8 + length + end != size:
-        raise ValueError(f"{size} bytes where its header says {8 + length + end}")
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        stored[name] = StoredTensor(
+            shape=tuple(entry["shape"]),
+            dtype=str(entry["dtype"]),
+            file=path,
+            begin=data_start + begin,
+            size=end - begin,
+        )
+        data_end = max(data_end, begin, end)
+
+    # A download that was cut short has fewer bytes than its header lists.
+    if data_start + data_end != size:
+        raise ValueError(f"{size} bytes where its header has {data_start + data_end}")
     return stored
 
 
-def _misplaced(path: Path, place: Mapping[str, str], names: list[str]) -> UserError:
+def _count_findings(files: Files) -> tuple[int, int, int]:
+    return len(files.errors), len(files.missing), len(files.to_be_made)
+
+
+def _read_index(path: Path, files: Files) -> dict[str, str] | None:
+    """Return tensor name -> file name from the checkpoint's index; None for a broken one, an error."""
+    index = path / INDEX
+    try:
+        weight_map = read_json_object(index)["weight_map"]
+        if not weight_map or any(Path(name).name != name for name in weight_map.values()):
+            raise ValueError("weight_map names no files of this directory")
+        return weight_map
+    except _MALFORMED_HEADER as error:
+        expected = 'a JSON object with "weight_map": tensor -> file name'
+        fix = "copy the file again from the checkpoint"
+        noun = "the model's list of weight files"
+        files.errors.append(unreadable_file(noun, index, error, expected=expected, fix=fix))
+        return None
+
+
+def _report_no_weights(path: Path, key: str, files: Files) -> None:
+    """Report a checkpoint without any safetensors file."""
+    fix = "copy the weight files into the directory"
+
+    # Pickled weights are not read: they could run code.
+    if any(path.glob("*.bin")):
+        fix = "convert the .bin files: load with transformers and save_pretrained(safe_serialization=True)"
+    file = path / "model.safetensors"
+    files.miss(file, "the model has no weights", key, "one or more .safetensors files", fix)
+
+
+def _read_shard(path: Path, files: Files) -> dict[str, StoredTensor]:
+    """Return the tensors of a weight file by name, none for a broken one, which is an error."""
+    try:
+        return read_header(path)
+    except _MALFORMED_HEADER as error:
+        # A ValueError of `read_header` is a sentence of ours; other exceptions need their type's name.
+        got = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        files.errors.append(
+            UserError(
+                "a weight file is broken",
+                where=str(path),
+                expected="a complete safetensors file",
+                got=got,
+                fix="download or copy the file again",
+            )
+        )
+        return {}
+
+
+def _misplaced_error(path: Path, weight_map: Mapping[str, str], names: list[str]) -> UserError:
     return UserError(
         "the model's list of weight files names tensors that the files do not hold",
         where=str(path / INDEX),
-        expected=some_of([f"{name} in {place[name]}" for name in names], _SHOWN),
-        got=f"{len(names)} of {len(place)} tensors that are not where it says",
+        expected=some_of([f"{name} in {weight_map[name]}" for name in names], _MAX_SHOWN),
+        got=f"{len(names)} of {len(weight_map)} tensors that are not in the listed file",
         fix="download the checkpoint again, index and weight files together",
     )
 
 
 def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: PretrainedModel) -> list[UserError]:
-    """Return how the stored tensors differ from those of the model in its config.json."""
+    """Return the error of stored tensors that do not match the model in config.json.
+
+    At most one error: quantised tensors, other names, an output layer of its own, or the first other shape.
+    """
+    # Integers and 8-bit numbers cannot be trained.
     quantised = [name for name, tensor in stored.items() if tensor.dtype not in _FLOATS]
     if quantised:
-        return [_quantised(path, quantised, stored[quantised[0]].dtype)]
-    expected = model.tensor_shapes()
-    missing = [name for name in expected if name not in stored]
-    unexpected = [name for name in stored if name not in expected and not model.is_ignorable(name)]
-    if missing or unexpected:
-        return [_other_tensors(path, missing, unexpected)]
+        return [_quantised_error(path, quantised, stored[quantised[0]].dtype)]
+
+    # Names of tensors.
+    shapes = model.tensor_shapes()
+    missing_tensors = [name for name in shapes if name not in stored]
+    unexpected = [name for name in stored if name not in shapes and not model.is_ignorable(name)]
+    if missing_tensors or unexpected:
+        return [_other_tensors_error(path, missing_tensors, unexpected)]
+
+    # A tied model may store its output layer as a copy of the embedding, but not as another tensor.
     if model.has_separate_head(stored) and not _equal_values(stored[OUTPUT], stored[EMBEDDING]):
-        shapes = {name: stored[name].shape for name in (OUTPUT, EMBEDDING)}
-        return [separate_head_error(path, shapes, "other values")]
-    return [
-        UserError(
-            f"the tensor {name} has another shape than config.json says",
-            where=str(stored[name].file),
-            expected=f"{list(shape)}, by the sizes in {path / 'config.json'}",
-            got=str(list(stored[name].shape)),
-            fix="use the config.json that belongs to these weights",
-        )
-        for name, shape in expected.items()
-        if stored[name].shape != shape
-    ][:1]
+        stored_shapes = {name: stored[name].shape for name in (OUTPUT, EMBEDDING)}
+        return [separate_head_error(path, stored_shapes, "other values")]
+
+    # Shapes: one wrong size in config.json changes many, so the first is enough.
+    for name, shape in shapes.items():
+        if stored[name].shape != shape:
+            return [
+                UserError(
+                    f"the tensor {name} has another shape than in config.json",
+                    where=str(stored[name].file),
+                    expected=f"{list(shape)}, by the sizes in {path / 'config.json'}",
+                    got=str(list(stored[name].shape)),
+                    fix="use the config.json that belongs to these weights",
+                )
+            ]
+    return []
 
 
 def _equal_values(first: StoredTensor, second: StoredTensor) -> bool:
-    """Say whether two tensors are stored as the same bytes, read piece by piece."""
-    if (first.shape, first.dtype, first.size) != (second.shape, second.dtype, second.size):
+    """Return whether two tensors are stored as the same bytes, compared in pieces of bounded size."""
+    if first.shape != second.shape or first.dtype != second.dtype or first.size != second.size:
         return False
-    with first.file.open("rb") as one, second.file.open("rb") as other:
-        one.seek(first.begin)
-        other.seek(second.begin)
-        for done in range(0, first.size, _COMPARED_BYTES):
-            count = min(_COMPARED_BYTES, first.size - done)
-            if one.read(count) != other.read(count):
+    with first.file.open("rb") as first_stream, second.file.open("rb") as second_stream:
+        first_stream.seek(first.begin)
+        second_stream.seek(second.begin)
+
+        for offset in range(0, first.size, _COMPARED_BYTES):
+            count = min(_COMPARED_BYTES, first.size - offset)
+            if first_stream.read(count) != second_stream.read(count):
                 return False
     return True
 
 
-def _quantised(path: Path, names: list[str], dtype: str) -> UserError:
+def _quantised_error(path: Path, names: list[str], dtype: str) -> UserError:
     return UserError(
         "the weights are quantised, which cannot be trained",
         where=str(path),
         expected=f"tensors in one of {', '.join(_FLOATS)}",
-        got=f"{some_of(names, _SHOWN)} in {dtype}",
+        got=f"{some_of(names, _MAX_SHOWN)} in {dtype}",
         fix="use the checkpoint that was quantised, in bfloat16 or float32",
     )
 
 
-def _other_tensors(path: Path, missing: list[str], unexpected: list[str]) -> UserError:
+def _other_tensors_error(path: Path, missing_tensors: list[str], unexpected: list[str]) -> UserError:
+    """Return the error of a checkpoint that lacks tensors of its model, or has tensors of another one."""
     fix = "use a checkpoint saved from this architecture and number of layers"
-    if missing == [OUTPUT]:
+    if missing_tensors == [OUTPUT]:
         fix = "set tie_word_embeddings to true in config.json if the output layer shares the embedding"
-    elif missing == [SCALAR]:
+    elif missing_tensors == [SCALAR]:
         fix = "name a checkpoint of a reward model, or correct `architectures` in config.json"
+
+    differences: list[str] = []
+    if missing_tensors:
+        differences.append(f"missing {len(missing_tensors)}")
+    if unexpected:
+        differences.append(f"unexpected {some_of(unexpected, _MAX_SHOWN)}")
+    expected = "no tensors but the model's"
+    if missing_tensors:
+        expected = some_of(missing_tensors, _MAX_SHOWN)
     return UserError(
         "the weights are not those of the model in its config.json",
         where=str(path),
-        expected=some_of(missing, _SHOWN) if missing else "no tensors but the model's",
-        got="; ".join(
-            words
-            for words in (
-                f"missing {len(missing)}" if missing else "",
-                f"unexpected {some_of(unexpected, _SHOWN)}" if unexpected else "",
-            )
-            if words
-        ),
+        expected=expected,
+        got="; ".join(differences),
         fix=fix,
     )

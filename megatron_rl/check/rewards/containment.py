@@ -1,4 +1,4 @@
-"""Rules on the limits of contained code: what they name is there, and what this kernel does not enforce."""
+"""Rules on the limits of contained code: the files they name, and what this kernel cannot enforce."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from megatron_rl.config.sections.limits import LimitsConfig
 from megatron_rl.contained.process import LoadFailed, not_enforced
 from megatron_rl.errors import UserError
 
-_NEVER = ("/", "/proc", "/dev", "/sys")
+_FORBIDDEN_FOLDERS = ("/", "/proc", "/dev", "/sys")
+"""Folders that contained code may never read as a whole: they expose other processes and every device."""
 
 
 def contained_sections(config: RunConfig) -> dict[str, LimitsConfig]:
-    """Return the limits of the code that a run contains, by the path of their section."""
+    """Return the limits of the code that a run contains, by the key of their section."""
     if config.job != TRAIN:
         return {}
+
+    # Functions of evaluation sets run under the limits of the reward function.
     reward = config.reward
     sections: dict[str, LimitsConfig] = {}
     if reward.function is not None or config.evaluation.sets:
@@ -30,29 +33,35 @@ def contained_sections(config: RunConfig) -> dict[str, LimitsConfig]:
         sections["reward.judge.limits"] = reward.judge.limits
     if config.rollout.environment is not None:
         sections["rollout.environment.limits"] = config.rollout.environment.limits
+
     return sections
 
 
-def check_limits(where: str, limits: LimitsConfig, files: Files) -> Iterator[UserError]:
-    """Yield what is wrong with paths and variables that limits name; ``files`` collects what is missing."""
+def check_limits(section: str, limits: LimitsConfig, files: Files) -> Iterator[UserError]:
+    """Yield the errors of the paths and variables that a section's limits name.
+
+    Paths that do not exist are added to ``files``.
+    """
     for entry in limits.read:
+        # A link may lead to a forbidden folder, so compare the real path.
         path = Path(os.path.expanduser(entry))
-        if os.path.realpath(path) in _NEVER:
+        if os.path.realpath(path) in _FORBIDDEN_FOLDERS:
             yield UserError(
-                f"contained code cannot have all of {entry}",
-                where=f"{where}.read",
+                f"contained code cannot read all of {entry}",
+                where=f"{section}.read",
                 expected="files and folders that it reads, or devices by name",
                 got=entry,
-                fix="name what it reads there",
+                fix="name the files in it that the code reads",
             )
         elif not path.exists():
-            message = f"what contained code is to see does not exist: {entry}"
-            files.miss(path, message, f"{where}.read", "existing files and folders")
+            message = f"a path for contained code does not exist: {entry}"
+            files.miss(path, message, f"{section}.read", "existing files and folders")
+
     for name in limits.environment:
         if not name or "=" in name:
             yield UserError(
-                "the name of an environment variable cannot be one",
-                where=f"{where}.environment",
+                "invalid name of an environment variable",
+                where=f"{section}.environment",
                 expected="names of variables, without values",
                 got=repr(name),
                 fix="name the variable, and set it where the run is started",
@@ -60,24 +69,31 @@ def check_limits(where: str, limits: LimitsConfig, files: Files) -> Iterator[Use
 
 
 def check_enforced(sections: Mapping[str, LimitsConfig]) -> Iterator[UserError]:
-    """Yield warnings of what this machine's kernel does not enforce.
+    """Yield warnings of limits that this machine's kernel does not enforce.
 
-    A contained process is started for each section, and reports it; the same report is made once.
+    A contained process is started with the limits of each section and reports which of them are not in force;
+    sections with the same report get one warning.
     """
     reports: set[str] = set()
-    for where, limits in sections.items():
+    for section, limits in sections.items():
+        # Environments talk to the engine over loopback.
+        settings = asdict(limits) | {"loopback": section.startswith("rollout.environment")}
         try:
-            missing = not_enforced(asdict(limits) | {"loopback": where.startswith("rollout.environment")})
+            unenforced = not_enforced(settings)
         except LoadFailed as error:
-            missing = [f"no contained process can be started ({error.reason})"]
-        report = "\n".join(missing)
-        if report and report not in reports:
-            reports.add(report)
-            yield UserError(
-                "the code of the run is not contained in full on this machine",
-                where=where,
-                expected="a kernel that gives a process namespaces, Landlock and seccomp",
-                got=report,
-                fix="see the table of containment in docs/limits.md; in a container, allow namespaces "
-                "(docker run --security-opt seccomp=unconfined --security-opt systempaths=unconfined)",
-            )
+            unenforced = [f"no contained process can be started ({error.reason})"]
+
+        # One warning for sections with the same report.
+        report = "\n".join(unenforced)
+        if not report or report in reports:
+            continue
+
+        reports.add(report)
+        yield UserError(
+            "the code of the run is not contained in full on this machine",
+            where=section,
+            expected="a kernel that gives a process namespaces, Landlock and seccomp",
+            got=report,
+            fix="see the table of containment in docs/limits.md; in a container, allow namespaces "
+            "(docker run --security-opt seccomp=unconfined --security-opt systempaths=unconfined)",
+        )

@@ -1,4 +1,4 @@
-"""Rules on servers that judge: where they are, what they are told, and whether they and samplers answer."""
+"""Rules on reward servers: their URLs, headers and requests, and whether servers answer now."""
 
 from __future__ import annotations
 
@@ -12,162 +12,200 @@ import urllib.parse
 from collections.abc import Iterator, Sequence
 
 from megatron_rl.config.sections.rewards import SENDS, JudgeConfig, RewardConfig, RewardServerConfig
+from megatron_rl.error_forms import unknown_choice
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.redaction import is_secret
 from megatron_rl.rewards.judgement import is_function
 
 PATIENCE = 2.0
-"""Seconds that all servers together have to answer."""
-_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+"""Seconds within which all servers together have to answer: `check` is to stay below five."""
+
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+"""A token of RFC 9110, section 5.6.2."""
+
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+_SET_BY_JUDGE = ("model", "messages", "stream", "n")
+"""Parameters of a judge's request that the run sets itself."""
 
 
 def servers(reward: RewardConfig) -> Iterator[tuple[str, RewardServerConfig]]:
-    """Yield the section and the settings of every server that judges."""
+    """Yield the key and the settings of every reward server: ``reward.http`` and ``reward.judge``."""
     for name, config in (("http", reward.http), ("judge", reward.judge)):
         if config is not None:
             yield f"reward.{name}", config
 
 
 def check_servers(reward: RewardConfig) -> Iterator[UserError]:
-    """Yield what is wrong with servers as far as that can be known without asking them."""
-    for where, config in servers(reward):
-        yield from _check_url(f"{where}.url", config.url)
-        for header, name in config.headers.items():
-            yield from _check_header(f"{where}.headers", header)
-            yield from _check_variable(f"{where}.headers", name)
+    """Yield the errors of the servers' settings, without sending a request."""
+    for section, config in servers(reward):
+        yield from _url_errors(f"{section}.url", config.url)
+        for header, variable in config.headers.items():
+            yield from _header_errors(f"{section}.headers", header)
+            yield from _variable_errors(f"{section}.headers", variable)
+
+    # Requests.
     if reward.http is not None:
-        yield from _check_sends(reward.http.sends)
+        yield from _sends_errors(reward.http.sends)
     if reward.judge is not None:
-        yield from _check_judge(reward.judge)
+        yield from _judge_errors(reward.judge)
 
 
-def _check_url(where: str, url: str) -> Iterator[UserError]:
-    problem = None
+def _url_errors(path: str, url: str) -> Iterator[UserError]:
+    """Yield the error of an invalid URL, or of one with a secret, which is not shown."""
+    # Any part may be missing or malformed; urlsplit itself accepts almost everything.
     try:
-        parts = urllib.parse.urlsplit(url)
-        names = [name for name, _ in urllib.parse.parse_qsl(parts.query)]
-        if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"[\s\x00-\x1f]", url):
-            problem = repr(url)
-        elif parts.username is not None or parts.password is not None or any(map(is_secret, names)):
-            # What is wrong with it must not be shown.
+        address = urllib.parse.urlsplit(url)
+        parameters = [name for name, _ in urllib.parse.parse_qsl(address.query)]
+        valid = (
+            address.scheme in ("http", "https") and address.hostname and not re.search(r"[\s\x00-\x1f]", url)
+        )
+        has_login = address.username is not None or address.password is not None
+
+        # The URL is not shown: the secret would be in the report.
+        if valid and (has_login or any(map(is_secret, parameters))):
             yield UserError(
-                "the address of a server holds a secret, and a run writes its settings down",
-                where=where,
-                expected="an address without user, password or key",
-                got=f"an address at {parts.hostname} with one",
+                "the server URL contains a secret, and a run writes its settings to files",
+                where=path,
+                expected="a URL without user, password or key",
+                got=f"a URL of {address.hostname} with one",
                 fix="name an environment variable that holds it in headers: Authorization: SERVER_TOKEN",
             )
             return
-        elif parts.port == 0:
-            problem = repr(url)
-    except ValueError as error:
+
+        # Port 0 is valid for urlsplit and no server's.
+        problem = None if valid and address.port != 0 else repr(url)
+    except ValueError as error:  # brackets or a port that urlsplit refuses
         problem = f"{url!r}: {error}"
     if problem is not None:
         yield UserError(
-            "the address of a server is none",
-            where=where,
+            "invalid server URL",
+            where=path,
             expected="http://HOST:PORT/PATH or https://HOST/PATH",
             got=problem,
             fix="correct it",
         )
 
 
-def _check_header(where: str, header: str) -> Iterator[UserError]:
-    if not _HEADER.fullmatch(header):
+def _header_errors(path: str, header: str) -> Iterator[UserError]:
+    if not _HEADER_NAME.fullmatch(header):
         yield UserError(
-            "a header has a name that HTTP does not know",
-            where=where,
+            "invalid name of an HTTP header",
+            where=path,
             expected="letters, digits and -",
             got=repr(header),
             fix="correct the name",
         )
 
 
-def _check_variable(where: str, name: str) -> Iterator[UserError]:
-    """Yield the error of an environment variable; what may be a secret itself is not shown."""
-    expected = "the name of an environment variable that looks like a secret's, as SERVER_TOKEN or MY_API_KEY"
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or not is_secret(name):
+def _variable_errors(path: str, name: str) -> Iterator[UserError]:
+    """Yield the error of an environment variable for a secret: its name, or its value on this machine.
+
+    A name that is refused may be the secret itself, so it is not shown.
+    """
+    if not _VARIABLE_NAME.fullmatch(name) or not is_secret(name):
         yield UserError(
-            "a secret is not named by an environment variable that user code is kept from",
-            where=where,
-            expected=expected,
+            "a secret has to be named by an environment variable that user code cannot read",
+            where=path,
+            expected="the name of an environment variable that looks like a secret's, as SERVER_TOKEN or "
+            "MY_API_KEY",
             got=f"{len(name)} characters that are no such name",
             fix="put the secret into such a variable, and write its name here",
         )
         return
+
+    # The run reads the variable on this machine.
     value = os.environ.get(name, "")
     if value.strip() and value.isprintable() and value.isascii():
         return
     yield UserError(
         f"the environment variable {name} holds no secret",
-        where=where,
+        where=path,
         expected="one line of printable characters",
         got="text that no header can hold" if value.strip() else "nothing",
         fix=f"export {name}=... where the run is started",
     )
 
 
-def _check_sends(sends: tuple[str, ...]) -> Iterator[UserError]:
-    wrong = [name for name in sends if name not in SENDS]
-    if not wrong and sends:
-        return
-    close = nearest(wrong[0], SENDS) if wrong else None
-    yield UserError(
-        "the server would be sent what no sample has" if wrong else "the server would be sent nothing",
-        where="reward.http.sends",
-        expected=f"some of {', '.join(SENDS)}",
-        got=", ".join(map(repr, wrong)) or "nothing",
-        fix=f"write {close}" if close else "remove it" if wrong else "remove the setting",
-    )
+def _sends_errors(sends: tuple[str, ...]) -> Iterator[UserError]:
+    """Yield the errors of ``reward.http.sends``, the fields of a sample in a request."""
+    # An empty list, or names that a sample does not have.
+    if not sends:
+        yield UserError(
+            "`reward.http.sends` is empty: a request would have no sample",
+            where="reward.http.sends",
+            expected=f"some of {', '.join(SENDS)}",
+            got="nothing",
+            fix="remove the setting",
+        )
+    for name in sends:
+        if name not in SENDS:
+            suggestion = nearest(name, SENDS)
+            fix = f"write {suggestion}" if suggestion else "remove it"
+            yield unknown_choice("reward.http.sends", name, list(SENDS), fix=fix)
 
 
-def _check_judge(judge: JudgeConfig) -> Iterator[UserError]:
+def _judge_errors(judge: JudgeConfig) -> Iterator[UserError]:
+    """Yield the errors of an LLM judge: its key, its template and its request's parameters."""
     if judge.key_from is not None:
-        yield from _check_variable("reward.judge.key_from", judge.key_from)
+        yield from _variable_errors("reward.judge.key_from", judge.key_from)
     if not is_function(judge.template) and "{response}" not in judge.template:
         yield UserError(
-            "the judge is not shown what it is to judge",
+            "the judge's template does not contain the response",
             where="reward.judge.template",
             expected="text with {response}, or path/to/file.py:function",
             got=f"{judge.template!r:.80}",
             fix="write {response} where the response is to stand",
         )
-    for name in [name for name in ("model", "messages", "stream", "n") if name in judge.parameters]:
-        yield UserError(
-            "a parameter of the judge's request is not free",
-            where=f"reward.judge.parameters.{name}",
-            expected="parameters other than model, messages, stream and n",
-            got=repr(name),
-            fix="set reward.judge.model" if name == "model" else "remove it",
-        )
+
+    # Parameters that would change how the answer is read.
+    for name in _SET_BY_JUDGE:
+        if name in judge.parameters:
+            yield UserError(
+                f"`reward.judge.parameters.{name}` is set by the run itself",
+                where=f"reward.judge.parameters.{name}",
+                expected=f"parameters other than {', '.join(_SET_BY_JUDGE)}",
+                got=repr(name),
+                fix="set reward.judge.model" if name == "model" else "remove it",
+            )
 
 
 def silent_servers(
     reward: RewardConfig, samplers: Sequence[str] = (), health_path: str | None = None
 ) -> Iterator[UserError]:
-    """Yield warnings of servers that do not answer now; they may be there when the run starts.
+    """Yield warnings of servers that do not answer now; they may be up when the run starts.
 
-    ``samplers`` are the addresses of a run's engine: each must answer at ``health_path``, if there is one.
+    ``samplers`` are the URLs of the rollout engine's servers; each must answer at ``health_path``, if
+    their engine has one.
     """
-    judges = {where: config.url for where, config in servers(reward)}
-    problems = _problems([*judges.values(), *samplers], [None] * len(judges) + [health_path] * len(samplers))
-    for (where, _), problem in zip(judges.items(), problems, strict=False):
+    # Reward servers answer any request, the engine's servers have a health endpoint.
+    reward_urls = {section: config.url for section, config in servers(reward)}
+
+    requests: list[tuple[str, str | None]] = [(url, None) for url in reward_urls.values()]
+    requests += [(url, health_path) for url in samplers]
+
+    problems = _request_all(requests)
+
+    reward_problems = problems[: len(reward_urls)]
+    for section, problem in zip(reward_urls, reward_problems, strict=True):
         if problem is not None:
             yield UserError(
-                "the server that is to judge does not answer now",
-                where=f"{where}.url",
+                "the reward server does not answer now",
+                where=f"{section}.url",
                 expected="an answer of any kind",
                 got=problem,
                 fix="start it before the run, or correct the address",
             )
+
+    sampler_problems = problems[len(reward_urls) :]
     silent = [
         f"{url}: {problem}"
-        for url, problem in zip(samplers, problems[len(judges) :], strict=True)
+        for url, problem in zip(samplers, sampler_problems, strict=True)
         if problem is not None
     ]
     if silent:
         yield UserError(
-            f"of {len(samplers)} servers that are to sample, {len(silent)} do not answer now",
+            f"{len(silent)} of {len(samplers)} servers of the rollout engine do not answer now",
             where="rollout.server.urls",
             expected="a server of rollout.engine at each address, started as SERVERS shows",
             got="\n".join(silent),
@@ -175,43 +213,53 @@ def silent_servers(
         )
 
 
-def _problems(urls: Sequence[str], health_paths: Sequence[str | None]) -> list[str | None]:
-    """Ask at all addresses at once; return why nobody answers there, None where someone does.
+def _request_all(requests: Sequence[tuple[str, str | None]]) -> list[str | None]:
+    """Send a request to each (URL, health path) at once; return the problem of each, None for an answer.
 
-    See `_problem` for ``health_paths``, one for each address.
+    Daemon threads, not a pool: a name server that does not answer blocks longer than `check` waits, and a
+    pool would wait for it at exit.
     """
-    problems: list[str | None] = [f"no answer within {PATIENCE:g} s"] * len(urls)
+    problems: list[str | None] = [f"no answer within {PATIENCE:g} s"] * len(requests)
 
-    def ask(place: int) -> None:
-        problems[place] = _problem(urls[place], health_paths[place])
+    def send(index: int) -> None:
+        problems[index] = _request(*requests[index])
 
-    threads = [threading.Thread(target=ask, args=(place,), daemon=True) for place in range(len(urls))]
-    until = time.monotonic() + PATIENCE
+    threads = [threading.Thread(target=send, args=(index,), daemon=True) for index in range(len(requests))]
+    deadline = time.monotonic() + PATIENCE
     for thread in threads:
         thread.start()
+
+    # All threads share one deadline.
     for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
-    return list(problems)
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return list(problems)  # a copy, which late threads do not change
 
 
-def _problem(url: str, health_path: str | None) -> str | None:
-    """Return why nobody answers at ``url``; with a ``health_path`` only status 200 there is an answer."""
-    parts = urllib.parse.urlsplit(url)
+def _request(url: str, health_path: str | None) -> str | None:
+    """Send one request; return the problem, None for an answer.
+
+    Any status is an answer, but with a ``health_path`` only 200 at that path.
+    """
+    address = urllib.parse.urlsplit(url)
+    connection: http.client.HTTPConnection
     try:
-        if parts.scheme == "https":
-            connection = http.client.HTTPSConnection(
-                parts.netloc, timeout=PATIENCE, context=ssl.create_default_context()
-            )
+        if address.scheme == "https":
+            context = ssl.create_default_context()
+            connection = http.client.HTTPSConnection(address.netloc, timeout=PATIENCE, context=context)
         else:
-            connection = http.client.HTTPConnection(parts.netloc, timeout=PATIENCE)
+            connection = http.client.HTTPConnection(address.netloc, timeout=PATIENCE)
+
+        # A HEAD request starts no computation on a reward server; any answer shows that it is up.
         if health_path is not None:
             connection.request("GET", health_path)
         else:
-            connection.request("HEAD", parts.path or "/")
+            connection.request("HEAD", address.path or "/")
+
         status = connection.getresponse().status
         connection.close()
     except (OSError, http.client.HTTPException) as error:
         return f"{type(error).__name__}: {error}"
+
     if health_path is not None and status != 200:
         return f"HTTP status {status} at {health_path}"
     return None

@@ -11,8 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_rl.check.engine.arguments import check_engine_arguments
-from megatron_rl.check.engine.servers import host_arguments, host_errors, sampling_arguments
+from megatron_rl.check.engine.arguments import (
+    check_engine_arguments,
+    host_arguments,
+    host_errors,
+    sampling_arguments,
+)
 from megatron_rl.config.sections.rollout import KEEP, RolloutConfig
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, UserErrors

@@ -1,0 +1,691 @@
+"""Rules on data sets: files that can be read, records that are valid, and rows that fit their token limits.
+
+`check` has seconds, so it samples: small data sets are read to the end, of larger ones the first records.
+Some of the records that were read become tokens, without torch and transformers: the longest, the shortest,
+and others spread evenly. Counts exclude the tokens that a tokenizer adds around a text, so a record that is
+reported as too long is too long in the run.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.check.files import Files
+from megatron_rl.check.model.tokenizer import (
+    added_token_ids,
+    end_token_texts,
+    folder_renderer,
+    read_tokenizer,
+)
+from megatron_rl.config.sections.data import DataConfig
+from megatron_rl.data.chat_format import ConversationText, TurnEnd, find_turn_end, turn_end_problem
+from megatron_rl.data.forms import RecordReader
+from megatron_rl.data.messages import (
+    asked_messages,
+    end_of_thoughts,
+    no_tokens_error,
+    said_texts,
+    templated,
+    unended_thoughts,
+)
+from megatron_rl.data.records import (
+    Record,
+    empty_error,
+    nothing_taught,
+    read_table,
+    teaches_nothing,
+    values_of,
+)
+from megatron_rl.data.rendered_text import (
+    LOOKED_AT,
+    odd_prompts,
+    odd_responses,
+    rendered_prompts,
+    response_pieces,
+)
+from megatron_rl.data.shards import (
+    KINDS,
+    DataPath,
+    data_files,
+    missing_error,
+    partial_warning,
+    unreadable_error,
+)
+from megatron_rl.data.template_renderer import TemplateRenderer
+from megatron_rl.data.visible_text import framing_marks
+from megatron_rl.errors import UserError
+
+MIN_RECORDS = 200
+"""Records at the start of a data set that are read, however large it is."""
+
+WHOLE_BYTES = 16 << 20
+"""Bytes of JSON lines, over all data sets, up to which they are read to the end: about a second's work."""
+
+WHOLE_TABLE_BYTES = 4 << 20
+"""Bytes of Parquet and Arrow tables that take as long: they are compressed."""
+
+MAX_LINE_BYTES = 64 << 20
+"""Bytes of a line that no record has: without this bound a device such as /dev/zero fills the memory."""
+
+COUNTED_BYTES = 256 << 20
+"""Bytes of a file up to which its lines are counted: `check` is to stay below five seconds."""
+
+MAX_BROKEN = 5
+"""Different errors of records after which a data set is not read further."""
+
+TOKENISED_RECORDS = 256
+"""Records of a data set that become tokens."""
+
+EXTREME_RECORDS = 32
+"""How many of the tokenised records are the longest, and how many the shortest."""
+
+CHARACTERS = 1 << 20
+"""Characters, over all data sets, that become tokens; two records of each data set do in any case."""
+
+_MIN_TOKENISED_CHARACTERS = 1 << 16
+"""Characters of a text that become tokens at least; more where the limit (tokens) is high."""
+
+_EMPTY_PROMPT_CHARACTERS = 256
+"""Characters of a prompt that may become no token, where a tokenizer has no token for any of them."""
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A data set to check.
+
+    Attributes:
+        source: File, folder, pattern or list of these, as in the configuration.
+        reader: Reader of its records; it has the key that names the data set, and its fields.
+        limit: Most tokens of a prompt with its response, if there is one; None where that is not available.
+        limited_by: The key that sets ``limit``.
+    """
+
+    source: DataPath
+    reader: RecordReader
+    limit: int | None = None
+    limited_by: str = "data.max_prompt_tokens"
+
+    @property
+    def path(self) -> str:
+        """Return the key that names the data set, such as ``data.train``."""
+        return self.reader.setting
+
+    @property
+    def data(self) -> DataConfig:
+        """Return the settings of its fields."""
+        return self.reader.data
+
+    @property
+    def responses(self) -> Mapping[str, str]:
+        """Return the fields of responses with the settings that name them."""
+        return self.reader.responses
+
+
+@dataclass(frozen=True)
+class DataPreview:
+    """Records that were read of a data set.
+
+    Attributes:
+        first: Values of the first valid record in the one form; of the first record as written if none is
+            valid, None for tables that cannot be read here.
+        count: Number of records of the whole data set, None where they were not counted.
+        records: The valid records that were read, in the one form.
+    """
+
+    first: Mapping[str, Any] | None
+    count: int | None
+    records: Sequence[Record] = ()
+
+
+@dataclass(frozen=True)
+class DatasetStats:
+    """Records and tokens of one data set, as the report of `check` shows them.
+
+    Attributes:
+        where: The key that names the data set.
+        records: Number of records that were read.
+        total: Number of records of the whole data set, None where they were not counted.
+        tokenised: How many of the records that were read became tokens.
+        longest: Most tokens of a tokenised record.
+        over: How many of the tokenised records have more tokens than ``limit``.
+        limit: Most tokens that a record may have, None where that is not available.
+
+    Example:
+        >>> DatasetStats("data.train", 200, None, 64, 512, 1, 256).line()
+        'read the first 200 of more records, counted the tokens of 64: longest 512 of 256; 1 are longer'
+    """
+
+    where: str
+    records: int
+    total: int | None
+    tokenised: int
+    longest: int
+    over: int
+    limit: int | None
+
+    def line(self) -> str:
+        """Return the statistics as one sentence."""
+        records = f"the first {self.records:,} of more"
+        if self.records == self.total:
+            records = f"all {self.total:,}"
+        elif self.total is not None:
+            records = f"the first {self.records:,} of {self.total:,}"
+        if not self.tokenised:
+            return f"read {records} records, counted the tokens of none"
+
+        tokenised = "all" if self.tokenised == self.records else f"{self.tokenised:,}"
+        text = f"read {records} records, counted the tokens of {tokenised}: longest {self.longest:,}"
+
+        if self.limit is not None:
+            text += f" of {self.limit:,}"
+            if self.over:
+                text += f"; {self.over:,} are longer"
+        return text
+
+
+def _bytes_on_disk(path: Path) -> int:
+    """Return the bytes of a file, or of all files in a folder, such as a table's Arrow files."""
+    files = [path]
+    if path.is_dir():
+        files = [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
+@dataclass
+class ReadBudget:
+    """Bytes of data sets that are still read to their ends; with 0 only first records are read."""
+
+    remaining: int = field(default_factory=lambda: WHOLE_BYTES)
+
+    def reserve(self, files: Sequence[Path]) -> int | None:
+        """Reserve a data set's bytes in the budget; return the number to read, None for all."""
+        size = 0
+        for path in files:
+            bytes_on_disk = _bytes_on_disk(path)
+            if path.suffix != ".jsonl":
+                bytes_on_disk *= WHOLE_BYTES // WHOLE_TABLE_BYTES
+            size += bytes_on_disk
+
+        complete = size <= self.remaining
+        reserved = min(size, self.remaining)
+        self.remaining -= reserved
+        return None if complete else reserved
+
+
+def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPreview | None:
+    """Check the files and records of a data set; return the records, None if it cannot be read."""
+    missing_path = _first_missing(data_set.source)
+    if missing_path is not None:
+        error = missing_error(missing_path, data_set.path)
+        files.miss(missing_path, error.message, data_set.path, KINDS, error.fix or "")
+        return None
+
+    try:
+        # A table that was cut short is found by its ends; pyarrow's error names neither file nor fix.
+        paths = data_files(data_set.source, data_set.path)
+        for path in paths:
+            if path.is_file() and path.suffix == ".parquet":
+                _require_parquet(path, data_set.path)
+
+        partial = partial_warning(data_set.source, paths, data_set.path)
+        if partial is not None:
+            files.warnings.append(partial)
+
+        return _check_records(data_set, paths, files, budget.reserve(paths))
+    except OSError as problem:
+        first = _source_paths(data_set.source)[0]
+        fix = "check the rights of the file and of its folders"
+        files.errors.append(unreadable_error(first, data_set.path, str(problem), fix))
+    except ImportError:  # a machine that only checks may lack the packages that read tables
+        return DataPreview(None, None)
+    except UserError as problem:
+        files.errors.append(problem)
+    return None
+
+
+def _source_paths(source: DataPath) -> list[Path]:
+    """Return the paths and patterns of a source."""
+    if isinstance(source, str | Path):
+        return [Path(source)]
+    return [Path(item) for item in source]
+
+
+def _first_missing(source: DataPath) -> Path | None:
+    """Return the first path of a source that does not exist, None where all do."""
+    for path in _source_paths(source):
+        matches = glob.has_magic(str(path)) and glob.glob(str(path), recursive=True)
+        if not path.exists() and not matches:
+            return path
+    return None
+
+
+def _check_records(
+    data_set: DataSet, paths: Sequence[Path], files: Files, max_bytes: int | None
+) -> DataPreview | None:
+    """Read the records of a data set; return the preview, None for an empty data set.
+
+    ``max_bytes`` bounds the bytes of JSON lines that are read; None reads all records.
+    """
+    first: Mapping[str, Any] | None = None
+    total = 0
+    records: list[Record] = []
+    # The same mistake in many records is one error: that of the first.
+    broken: dict[tuple[str, str | None], UserError] = {}
+    for item in _read_records(paths, data_set.path, max_bytes):
+        if len(broken) >= MAX_BROKEN:
+            break
+        try:
+            total += 1
+            if isinstance(item, UserError):
+                raise item
+            first = first or item.values
+            records.append(data_set.reader.read(item))
+        except UserError as problem:
+            broken.setdefault((problem.message, problem.got), problem)
+
+    files.errors.extend(broken.values())
+    if not broken:  # a record that is read with wrong fields leaves right ones unread
+        files.warnings.extend(data_set.reader.remarks())
+    files.warnings.extend(_uninstructive(data_set, records))
+    if first is None and not broken:
+        files.errors.append(empty_error(data_set.source, data_set.path))
+        return None
+
+    # The first record in the one form; a record as it was written only where none is valid.
+    if records:
+        first = records[0].values
+
+    # Records that were read to the end are counted; else the lines are, which is quick.
+    count: int | None = None
+    if max_bytes is not None:
+        count = _count_records(paths)
+    elif not broken:
+        count = total
+    return DataPreview(first, count, records)
+
+
+def _read_records(paths: Sequence[Path], setting: str, max_bytes: int | None) -> Iterator[Record | UserError]:
+    """Yield the records of files, and an error for each invalid line.
+
+    ``max_bytes`` is the number of bytes of JSON lines that are read, shared evenly by the files; tables then
+    yield their first records only. None reads every file to its end.
+    """
+    bytes_per_file = None
+    if max_bytes is not None:
+        bytes_per_file = max_bytes // len(paths)
+    min_records = max(1, MIN_RECORDS // len(paths))
+    for path in paths:
+        if path.is_file() and path.suffix == ".jsonl":
+            yield from _read_lines(path, setting, bytes_per_file, min_records)
+        elif max_bytes is None:
+            yield from read_table(path)
+        else:
+            yield from islice(read_table(path), min_records)
+
+
+def _read_lines(
+    path: Path, setting: str, max_bytes: int | None, min_lines: int
+) -> Iterator[Record | UserError]:
+    """Yield each line's record, or the error of an invalid line.
+
+    Stops after ``max_bytes``, but not before ``min_lines``. Raises UserError for a line that is too long to
+    be a record: the file may be endless.
+    """
+    bytes_read = 0
+    with path.open("rb") as stream:
+        lines = iter(lambda: stream.readline(MAX_LINE_BYTES), b"")
+        for number, line in enumerate(lines, start=1):
+            bytes_read += len(line)
+            if max_bytes is not None and bytes_read > max_bytes and number > min_lines:
+                return
+
+            if len(line) == MAX_LINE_BYTES:
+                problem = f"line {number} has {MAX_LINE_BYTES >> 20} MiB or more"
+                raise unreadable_error(path, setting, problem, "name a file of records")
+
+            if not line.strip():
+                continue
+            location = f"{path}:{number}"
+            try:
+                yield Record(values_of(line, f"{location} ({setting})"), location)
+            except UserError as error:
+                yield error
+
+
+def _uninstructive(data_set: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
+    """Yield the warning of records whose responses have nothing to learn from."""
+    fields = data_set.responses
+    if not fields:
+        return
+    locations = [
+        record.where for record in records if teaches_nothing(*(record.values[name] for name in fields))
+    ]
+    if locations:
+        yield UserError(
+            nothing_taught(locations, len(records), len(fields) > 1),
+            where=data_set.path,
+            got=f"{', '.join(fields)} of {len(records)} records that were read",
+            fix="correct or remove the records",
+        )
+
+
+def _require_parquet(path: Path, setting: str) -> None:
+    """Raise UserError unless a file starts and ends as Parquet does; OSError where it cannot be read."""
+    with path.open("rb") as stream:
+        head = stream.read(4)
+        size = path.stat().st_size
+        stream.seek(max(0, size - 4))
+        tail = stream.read(4)
+
+    if size == 0:
+        raise empty_error(path, setting)
+    if head != b"PAR1" or tail != b"PAR1":
+        raise UserError(
+            f"{path} is not a whole Parquet file",
+            where=setting,
+            expected="a file that begins and ends with PAR1",
+            got=f"{head!r} ... {tail!r}, {size} bytes",
+            fix="write or download the file again",
+        )
+
+
+def _count_records(paths: Sequence[Path]) -> int | None:
+    """Return the number of lines of all files, None where one is a table or too large to count."""
+    total = 0
+    for path in paths:
+        if path.suffix != ".jsonl" or path.stat().st_size > COUNTED_BYTES:
+            return None
+        total += _count_lines(path)
+    return total
+
+
+def _count_lines(path: Path) -> int:
+    """Return the number of lines of a file; the last one need not end with a newline."""
+    count = 0
+    tail = b"\n"
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            count += block.count(b"\n")
+            tail = block[-1:]
+    if tail != b"\n":
+        count += 1
+    return count
+
+
+@dataclass
+class TokenCounter:
+    """Token counts and rendered texts of data sets, with the tokenizer and chat template of one model.
+
+    Attributes:
+        model: Folder of the model.
+        remaining: Characters that may still become tokens, over all data sets.
+        stats: Statistics of the data sets that were counted, in their order.
+    """
+
+    model: Path
+    remaining: int = field(default_factory=lambda: CHARACTERS)
+    stats: list[DatasetStats] = field(default_factory=list[DatasetStats])
+    _turn_end_reported: bool = False
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Return the tokenizer, None where it cannot be read."""
+        return read_tokenizer(self.model) if self.model.is_dir() else None
+
+    @cached_property
+    def renderer(self) -> TemplateRenderer | None:
+        """Return the renderer of the chat template, None without a template."""
+        return folder_renderer(self.model) if self.model.is_dir() else None
+
+    @cached_property
+    def end_tokens(self) -> dict[int, str]:
+        """Return the texts of the tokens that the model's files list as ends of responses, by id."""
+        return {} if self.tokenizer is None else end_token_texts(self.model, self.tokenizer)
+
+    @cached_property
+    def turn_end(self) -> TurnEnd | None:
+        """Return the tokens with which the template ends turns, None where it cannot be rendered."""
+        if self.renderer is None or self.tokenizer is None:
+            return None
+
+        def encode(text: str) -> list[int]:
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+        added_tokens = added_token_ids(self.tokenizer)
+        bos = self.renderer.special.get("bos_token")
+        return find_turn_end(ConversationText(self.renderer), encode, added_tokens, bos)
+
+    @cached_property
+    def chat(self) -> ConversationText | None:
+        """Return the texts that the template renders of conversations, None where it cannot be rendered."""
+        if self.renderer is None or self.tokenizer is None:
+            return None
+        end_texts = [*self.end_tokens.values()]
+
+        # A turn may end with another token than a response, such as <|im_end|> beside <|endoftext|>.
+        if self.turn_end is not None and self.turn_end.token is not None:
+            end_texts.append(self.tokenizer.id_to_token(self.turn_end.token))
+        return ConversationText(self.renderer, end_texts)
+
+    @cached_property
+    def framing_tokens(self) -> set[str]:
+        """Return the added tokens that the template renders around messages."""
+        if self.tokenizer is None:
+            return set()
+        return framing_marks(self.renderer, added_token_ids(self.tokenizer).values())
+
+    @cached_property
+    def thoughts_end(self) -> str | None:
+        """Return the tag that closes the thoughts which rendered prompts open; None where they open none."""
+        if self.chat is None:
+            return None
+        with suppress(UserError):
+            return end_of_thoughts(self.chat.opening)
+        return None
+
+    def close(self) -> None:
+        """End the process that renders the template."""
+        if self.renderer is not None:
+            self.renderer.close()
+
+    def check(self, data_set: DataSet, preview: DataPreview, over_long: str, files: Files) -> None:
+        """Count the tokens of a data set's records; errors of lengths and texts are added to ``files``.
+
+        ``over_long`` is ``data.over_long``: with ``error`` a single record above the limit is an error.
+        """
+        # Count the tokens of a sample of the records.
+        records = preview.records
+        counts: dict[int, int] = {}
+        if self.tokenizer is not None:
+            counts = self._token_counts(data_set, records, files)
+
+        too_long = sorted(
+            index for index, count in counts.items() if data_set.limit is not None and count > data_set.limit
+        )
+        stats = DatasetStats(
+            where=data_set.path,
+            records=len(records),
+            total=preview.count,
+            tokenised=len(counts),
+            longest=max(counts.values(), default=0),
+            over=len(too_long),
+            limit=data_set.limit,
+        )
+        self.stats.append(stats)
+
+        # With `over_long: error` one record is enough; else it is an error only if no record would remain.
+        if too_long:
+            first = too_long[0]
+            location = f"{records[first].where} ({data_set.path})"
+            error = _too_long_error(data_set, stats, location, counts[first], over_long)
+            all_counted = len(counts) == len(records) == preview.count
+            if over_long == "error" or (all_counted and len(too_long) == len(records)):
+                files.errors.append(error)
+            elif 2 * len(too_long) > len(counts):  # dropping a few is expected, dropping half is not
+                files.warnings.append(error)
+
+        if not data_set.path.endswith(".held_out"):  # a stage's training data has the same form
+            files.warnings.extend(self._text_warnings(data_set, records[:LOOKED_AT]))
+
+    def _text_warnings(self, data_set: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
+        """Yield the warnings of the first records' rendered texts, and of the template that renders them."""
+        if self.tokenizer is None or not records:
+            return
+
+        data = data_set.data
+        through_template = any(templated(record, data) for record in records)
+        end_texts = [*self.end_tokens.values()]
+
+        # The template's own problems, once for all data sets.
+        if through_template:
+            if self.chat is None:
+                return
+            end_list = ", ".join(end_texts)
+            problem = turn_end_problem(self.turn_end, [*self.end_tokens], end_list, str(self.model))
+            if problem is not None and not self._turn_end_reported:
+                self._turn_end_reported = True
+                yield problem
+            end_texts = self.chat.ends
+
+        # Reasoning models: a prompt that opens thoughts needs responses that close them.
+        if data_set.responses and through_template and self.thoughts_end is not None:
+            unended = unended_thoughts(records, data_set.responses, data, self.thoughts_end, data_set.path)
+            if unended is not None:
+                yield unended
+
+        with suppress(UserError):  # a record that the template refuses is an error of `_token_counts`
+            texts = rendered_prompts(records, data, data_set.path, self.renderer)
+            yield from odd_prompts(records, texts, data, data_set.path, end_texts, self.framing_tokens)
+            if data_set.responses:
+                yield from odd_responses(
+                    records, data_set.responses, data, data_set.path, self.chat, end_texts
+                )
+
+    def _token_counts(self, data_set: DataSet, records: Sequence[Record], files: Files) -> dict[int, int]:
+        """Return the number of tokens of some records, by their index in ``records``.
+
+        A record with several responses counts with its longest. The first record that cannot be rendered, or
+        whose prompt has no tokens, is an error in ``files`` and ends the counting.
+        """
+        # A record's rows, each a list of texts: the prompt and, where there is one, a response.
+        rows_of: dict[int, list[list[str]]] = {}
+
+        sizes = [_characters(record, data_set) for record in records]
+        for index in _sampled_indices(sizes):
+            if len(rows_of) > 1 and self.remaining < sizes[index]:
+                continue
+
+            self.remaining -= sizes[index]
+            record = records[index]
+            try:
+                rows_of[index] = self._rows(record, data_set)
+                # A broken tokenizer, an error already, has no tokens for valid prompts either.
+                if not record.values[data_set.data.prompt_field] or not files.errors:
+                    self._require_tokens(rows_of[index][0][0], record, data_set)
+            except UserError as error:
+                files.errors.append(error)
+                break
+
+        # One batch: the tokenizer encodes its texts in parallel. A text is cut where it is surely too long.
+        max_characters = max(_MIN_TOKENISED_CHARACTERS, 16 * (data_set.limit or 0))
+        texts: list[str] = []
+        for rows in rows_of.values():
+            for row in rows:
+                texts.extend(text[:max_characters] for text in row)
+        encoded = iter(self.tokenizer.encode_batch(texts, add_special_tokens=False))
+
+        counts: dict[int, int] = {}
+        for index, rows in rows_of.items():
+            row_counts = [sum(len(next(encoded).ids) for _ in row) for row in rows]
+            counts[index] = max(row_counts)
+        return counts
+
+    def _require_tokens(self, prompt: str, record: Record, data_set: DataSet) -> None:
+        """Raise UserError for a prompt without tokens: there is nothing to sample from."""
+        if len(prompt) > _EMPTY_PROMPT_CHARACTERS and prompt.strip():
+            return
+        # As in training: a rendered prompt has its special tokens already.
+        add_special_tokens = not templated(record, data_set.data)
+        if not self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids:
+            raise no_tokens_error(prompt, f"{record.where} ({data_set.path})")
+
+    def _rows(self, record: Record, data_set: DataSet) -> list[list[str]]:
+        """Return the texts of a record's rows; raises UserError where the template cannot render it.
+
+        Each row is the prompt followed by one response; without responses it is the prompt alone. Without a
+        template, the texts are the contents of the messages.
+        """
+        data = data_set.data
+        if self.renderer is None and templated(record, data):
+            prompt = said_texts(asked_messages(record, data))
+            responses = [said_texts(record.values[name]) for name in data_set.responses]
+        else:
+            prompt = rendered_prompts([record], data, data_set.path, self.renderer)
+            alternative = None
+            if data_set.reader.every_turn:
+                alternative = "set sft.turns=last"
+            end_texts = [*self.end_tokens.values()]
+            responses = [
+                response_pieces(record, name, data, data_set.path, self.chat, end_texts, alternative)
+                for name in data_set.responses
+            ]
+
+        if not responses:
+            return [prompt]
+        return [prompt + response for response in responses]
+
+
+def _characters(record: Record, data_set: DataSet) -> int:
+    """Return the characters of a record's prompt and responses together."""
+    total = 0
+    for name in (data_set.data.prompt_field, *data_set.responses):
+        total += sum(len(text) for text in said_texts(record.values[name]))
+    return total
+
+
+def _sampled_indices(sizes: Sequence[int]) -> Iterator[int]:
+    """Yield the records to tokenise, each once: longest and shortest in turn, then others spread evenly.
+
+    ``sizes`` are the records' characters. The order matters where the budget of characters ends early.
+    """
+    # A small data set is tokenised whole, longest record first.
+    by_size = sorted(range(len(sizes)), key=sizes.__getitem__)
+    if len(sizes) <= TOKENISED_RECORDS:
+        yield from reversed(by_size)
+        return
+
+    # A dict keeps the order and drops repeated indices.
+    selected: dict[int, None] = {}
+    for long_record, short_record in zip(
+        reversed(by_size[-EXTREME_RECORDS:]), by_size[:EXTREME_RECORDS], strict=True
+    ):
+        selected[long_record] = None
+        selected[short_record] = None
+
+    spread = TOKENISED_RECORDS - 2 * EXTREME_RECORDS
+    for step in range(spread):
+        selected[step * len(sizes) // spread] = None
+    yield from selected
+
+
+def _too_long_error(
+    data_set: DataSet, stats: DatasetStats, location: str, tokens: int, over_long: str
+) -> UserError:
+    """Return the error of records above the limit; ``location`` and ``tokens`` are of the first of them."""
+    fix = f"raise {data_set.limited_by}"
+    if over_long == "error":
+        fix += ", or set data.over_long=drop"
+    return UserError(
+        f"{stats.over} of {stats.tokenised} tokenised records are longer than the limit",
+        where=location,
+        expected=f"at most {stats.limit} tokens",
+        got=f"{tokens} tokens there; the longest has {stats.longest}",
+        fix=fix,
+    )

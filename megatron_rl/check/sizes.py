@@ -1,0 +1,194 @@
+"""Rules on what must fit: processes, layouts, the tokens of a row, and the memory of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megatron_rl.config.budget import PHASES, RankMemory
+from megatron_rl.config.derive import longest_row, smallest_world
+from megatron_rl.config.engines import engines_with
+from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.config.sections.bounds import MAX_WORLD
+from megatron_rl.errors import UserError
+from megatron_rl.shapes.hardware import load_constants
+from megatron_rl.shapes.layout import ParallelLayout, problems
+from megatron_rl.shapes.model import ModelShape
+
+TRUST = 0.2
+"""Share of a GPU's memory by which an estimate may be too high: beyond it a run cannot fit.
+
+Estimates count the tensors that a rank is known to allocate; a constant stands for kernels' workspaces and
+for fragmentation.
+"""
+
+_GIB = 2**30
+
+
+def check_launched(launched: int) -> Iterator[UserError]:
+    """Yield the error of a number of started processes that no run can have."""
+    if not 1 <= launched <= MAX_WORLD:
+        yield UserError(
+            "the number of processes is out of range",
+            where="world size",
+            expected=f"1 to {MAX_WORLD}",
+            got=str(launched),
+            fix="start at least one process",
+        )
+
+
+def check_world(config: RunConfig, launched: int | None) -> Iterator[UserError]:
+    """Yield the error of a number of started processes that differs from ``world_size``."""
+    if launched is None or config.world_size is None or launched == config.world_size:
+        return
+    processes = "1 process" if launched == 1 else f"{launched} processes"
+    yield UserError(
+        "the number of processes is not the stated world size",
+        where="world_size",
+        expected=f"{config.world_size} processes, as in world_size",
+        got=processes,
+        fix=f"torchrun --nproc-per-node {config.world_size} -m megatron_rl train ..., set "
+        f"world_size={launched}, or remove world_size",
+    )
+
+
+def smallest_valid_world(config: RunConfig) -> int | None:
+    """Return the smallest number of processes that every role's sizes divide, None beyond ``MAX_WORLD``.
+
+    The one bound on products of parallel sizes: layouts with more ranks are never built.
+    """
+    world = smallest_world(config)
+    return world if world <= MAX_WORLD else None
+
+
+def oversized_world_error() -> UserError:
+    """Return the error of parallel sizes whose smallest common world is above ``MAX_WORLD``."""
+    return UserError(
+        "the parallel sizes need more processes than there can be",
+        where="actor.layout",
+        expected=f"at most {MAX_WORLD} processes",
+        got=f"sizes that divide no number of processes up to {MAX_WORLD}",
+        fix="lower the parallel sizes of actor, reference and rollout",
+    )
+
+
+def check_layout(
+    role: str, layout: ParallelLayout, world_size: int, config: RunConfig
+) -> Iterator[UserError]:
+    """Yield the errors of a role's layout: its sizes, its ranks, and tensor parallelism of the engine."""
+    # Sizes and ranks.
+    yield from problems(layout, world_size, smallest_valid_world(config))
+
+    # Tensor parallelism of the engine.
+    engine = config.rollout.engine
+    capabilities = config.rollout.capabilities
+    if role == "rollout" and not capabilities.tensor_parallel and layout.tensor > 1:
+        reason = f"the {engine} engine does not shard the model over ranks"
+        if not capabilities.in_process:
+            reason = "ranks only send requests; each server shards the model as its own command requests"
+        yield UserError(
+            reason,
+            where="rollout.tensor",
+            expected=f"1 with rollout.engine={engine}",
+            got=str(layout.tensor),
+            fix=f"set rollout.tensor=1, or {engines_with(tensor_parallel=True)}",
+        )
+
+
+def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
+    """Yield the error of rows (prompt and response) with more tokens than the model has positions."""
+    # Prompt and response of the longest sampling profile.
+    row_tokens = longest_row(config)
+    excess = row_tokens - shape.max_positions
+    if config.job == TRAIN and excess > 0:
+        prompt_tokens = config.data.max_prompt_tokens
+        yield UserError(
+            "prompt and response together are longer than the model's positions",
+            where="rollout.max_response_tokens",
+            expected=f"data.max_prompt_tokens + max_response_tokens <= {shape.max_positions} "
+            "(max_position_embeddings of the model)",
+            got=f"{prompt_tokens} + {row_tokens - prompt_tokens} = {row_tokens}",
+            fix=f"lower them by {excess} tokens together",
+        )
+
+
+def check_budget(config: RunConfig) -> Iterator[UserError]:
+    """Yield the error of a micro-batch budget (tokens) below the longest row."""
+    budget = config.batch.tokens_per_microbatch
+    row_tokens = longest_row(config)
+    if config.job == TRAIN and budget is not None and budget < row_tokens:
+        yield UserError(
+            "`batch.tokens_per_microbatch` is below the length of the longest row",
+            where="batch.tokens_per_microbatch",
+            expected=f"at least data.max_prompt_tokens + rollout.max_response_tokens = {row_tokens}",
+            got=str(budget),
+            fix=f"raise it to {row_tokens} or more, or remove it to have it derived",
+        )
+
+
+def with_gpu_memory(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
+    """Fill in ``gpu_memory_gib`` from the named ``gpu``; return the reason by the key that was filled in."""
+    # An explicit memory wins over the GPU's.
+    if config.gpu is None or config.gpu_memory_gib is not None:
+        return config, {}
+    try:
+        gpu = load_constants().gpu(config.gpu)
+    except UserError:
+        return config, {}  # an unknown GPU is a warning of `check_warnings`
+    gib = round(gpu.memory / _GIB, 1)
+    return replace(config, gpu_memory_gib=gib), {"gpu_memory_gib": f"a GPU of gpu={config.gpu}"}
+
+
+def check_memory(
+    config: RunConfig, ranks: Sequence[RankMemory], key: str
+) -> tuple[list[UserError], list[UserError]]:
+    """Return the errors and the warnings of phases in which a rank is estimated not to fit in a GPU.
+
+    An estimate above the limit by more than `TRUST` is an error, else a warning. ``key`` is the one that
+    gives the memory of a GPU.
+    """
+    errors: list[UserError] = []
+    warnings: list[UserError] = []
+    limit = config.gpu_memory_gib
+    if limit is None or not ranks:
+        return errors, warnings
+
+    # Each phase has its own peak: what is resident differs.
+    for phase in PHASES:
+        fullest = max(ranks, key=lambda memory: memory.total(phase))
+        total = fullest.total(phase) / _GIB
+        if total <= limit:
+            continue
+
+        # Name the three largest contributors.
+        items = [item for item in fullest.items if phase in item.phases]
+        items.sort(key=lambda item: item.bytes, reverse=True)
+        top_items = ", ".join(f"{item.name} {item.bytes / _GIB:.1f}" for item in items[:3])
+        error = UserError(
+            f"rank {fullest.rank} is estimated to need more memory than a GPU has in the phase {phase}",
+            where=key,
+            expected=f"at most {limit:g} GiB; up to {limit * (1 + TRUST):.1f} may fit, since the estimate is "
+            f"trusted within {TRUST:.0%}",
+            got=f"{total:.1f} GiB of {limit:g} GiB; largest: {top_items}",
+            fix=_memory_fix(config),
+        )
+
+        if total > limit * (1 + TRUST):
+            errors.append(error)
+        else:
+            warnings.append(error)
+    return errors, warnings
+
+
+def _memory_fix(config: RunConfig) -> str:
+    """Return the settings that lower the memory of a rank and that the run does not have yet."""
+    steps = ["raise tensor or pipeline", "use more GPUs"]
+    if config.job == TRAIN:
+        if config.actor.recompute != "full":
+            steps.append("set actor.recompute=full")
+        if not config.actor.offload:
+            steps.append("set actor.offload=true")
+        if not config.actor.optimizer.offload:
+            steps.append("set actor.optimizer.offload=true")
+    steps.append("lower batch.tokens_per_microbatch")
+    return ", ".join(steps[:-1]) + f", or {steps[-1]}"
