@@ -16,7 +16,7 @@ from megatron_rl.config.sections.bounds import ENDLESS, MANY, POSITIVE, RANKS, S
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.evaluation import NEVER, EvaluationConfig
 from megatron_rl.config.sections.logging import LoggingConfig
-from megatron_rl.config.sections.models import ActorConfig, CriticConfig, ReferenceConfig
+from megatron_rl.config.sections.models import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.config.sections.rollout import (
     AsynchronyConfig,
@@ -25,7 +25,6 @@ from megatron_rl.config.sections.rollout import (
     RolloutConfig,
 )
 from megatron_rl.config.sections.stages import PreferenceConfig, SftConfig
-from megatron_rl.config.sections.starting_model import ModelConfig
 from megatron_rl.config.setting import required, setting
 
 _OPTIMIZER_STEPS = "ours counts optimizer steps per batch: batch size / mini-batch size"

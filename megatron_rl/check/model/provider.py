@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_rl.check.rewards.function import Called, check_function
-from megatron_rl.config.sections.starting_model import ModelConfig
+from megatron_rl.config.sections.models import ModelConfig
 from megatron_rl.errors import UserError
 from megatron_rl.interop.megatron_lm.arguments import arguments_of
 from megatron_rl.shapes.pretrained import PretrainedModel

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.check.files import Files
-from megatron_rl.config.sampling_profiles import stop_error, stop_strings
-from megatron_rl.config.sections.rollout import RolloutConfig
+from megatron_rl.config.sections.rollout import RolloutConfig, stop_error, stop_strings
 from megatron_rl.errors import UserError
 
 _KINDS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))

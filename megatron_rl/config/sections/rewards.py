@@ -16,8 +16,8 @@ from megatron_rl.config.sections.bounds import (
     STEPS,
     TOKENS,
     WEIGHT,
+    LimitsConfig,
 )
-from megatron_rl.config.sections.limits import LimitsConfig
 from megatron_rl.config.sections.models import LIKE_ACTOR, OWN_MEGATRON, LayoutConfig, LoraConfig
 from megatron_rl.config.sections.stages import PairsConfig
 from megatron_rl.config.setting import required, setting
