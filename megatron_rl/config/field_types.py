@@ -134,7 +134,7 @@ def _is_plain(raw: Any) -> bool:
 
 
 def _is_utf8(text: str) -> bool:
-    r"""Return whether UTF-8 can encode a text: YAML's escapes can write half of a character, such as \ud800."""
+    r"""Return whether UTF-8 can encode a text; YAML escapes such as \ud800 write half of a character."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -63,7 +63,7 @@ class LoadedConfig:
 def load(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig:
     """Load a YAML file and ``key.path=value`` overrides, and collect mistakes instead of raising.
 
-    ``base: other.yaml`` in the file puts its values over those of another file; see `read_with_base`.
+    ``base: other.yaml`` in the file overrides the values of another file; see `read_with_base`.
     """
     errors: list[UserError] = []
     tree, files = read_with_base(Path(path), errors)
@@ -108,7 +108,7 @@ def parse_tree(tree: Section, errors: list[UserError]) -> tuple[RunConfig, Parse
 
 
 def _name_megatron_model(tree: Section) -> None:
-    """Set ``model.path`` to the folder in run_dir that takes the config.json and tokenizer of ``model.megatron``.
+    """Set ``model.path`` to the folder in run_dir for the config.json and tokenizer of ``model.megatron``.
 
     Nothing is set where ``model.path`` is written, or ``model.megatron`` is not.
     """

@@ -1,12 +1,12 @@
 """Names that are not keys: names in other projects, former names of ours, and errors for unknown names.
 
-The one idea: other projects' names of a key are written on its field (see `setting`), so that this module only
-turns the fields around. A name may be written with as many of its sections as tell it from another, as in
-``checkpointing.metric_name``; the longest match wins.
+The one idea: other projects' names of a key are written on its field (see `setting`), so that this module
+only turns the fields around. A name may be written with as many of its sections as tell it from another, as
+in ``checkpointing.metric_name``; the longest match wins.
 
-`note_unknown` records the facts: the name, its value, and the names that its section has. What the name may
-have been meant for is decided by `check.unknown_names`, which can test whether a run would accept the guess. A
-user's own class and a piece of an algorithm have no other sections: there the guess is made at once.
+`note_unknown` records the facts: the name, its value, and the names that its section has. The meaning of
+the name is decided by `check.unknown_names`, which can test whether a run would accept the guess.
+A user's own class and a piece of an algorithm have no other sections: there the guess is made at once.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def foreign_names() -> Mapping[str, OtherName]:
     """
     names: dict[str, OtherName] = {}
     for path, name in stated_names():
-        other = OtherName(name.project, path, name.conversion, name.values, name.piece)
-        names.setdefault(name.name, other)
+        counterpart = OtherName(name.project, path, name.conversion, name.values, name.piece)
+        names.setdefault(name.name, counterpart)
     for name, reason in NO_COUNTERPART.items():
         names[name] = OtherName("common", None, reason=reason)
     return names
@@ -212,9 +212,9 @@ def foreign_names() -> Mapping[str, OtherName]:
 def other_name(path: str) -> OtherName | None:
     """Return the counterpart of a dotted name that is not a key; None where no project has the name."""
     path = path.replace("-", "_")
-    for former, ours in RENAMED.items():
+    for former, key in RENAMED.items():
         if path == former or path.startswith(f"{former}."):
-            return OtherName("", ours + path.removeprefix(former))
+            return OtherName("", key + path.removeprefix(former))
 
     # From the longest end to the shortest, since a name with its section is more specific.
     names = path.split(".")
@@ -231,15 +231,15 @@ def name_in_section(path: str, section: str, below: Iterable[str]) -> OtherName 
     ``below`` are the paths of the section's own values, relative to it. None where the section does not have
     the counterpart: ``eval_temperature`` in ``evaluation.sets.NAME`` is its ``temperature``.
     """
-    other = other_name(path)
-    if other is None or other.ours is None or not section:
+    counterpart = other_name(path)
+    if counterpart is None or counterpart.ours is None or not section:
         return None
 
-    names = other.ours.split(".")
+    names = counterpart.ours.split(".")
     for start in range(len(names)):
         end = ".".join(names[start:])
         if end in below:
-            return dataclasses.replace(other, ours=f"{section}.{end}")
+            return dataclasses.replace(counterpart, ours=f"{section}.{end}")
     return None
 
 
@@ -267,7 +267,8 @@ def _names_below(cls: type, prefix: str) -> Iterator[tuple[str, ForeignName]]:
 class UnknownName(UserError):
     """Error of a name that its section does not have.
 
-    Example: ``actor: {optimiser: {}}`` has the key ``optimiser`` in the section ``actor`` with the value ``{}``.
+    Example: ``actor: {optimiser: {}}`` has the key ``optimiser`` in the section ``actor`` with the value
+    ``{}``.
     """
 
     key: str = ""
@@ -312,11 +313,11 @@ def note_unknown(key: str, node: Leaf | Section, path: str, below: list[str], no
     kind = "section" if isinstance(node, Section) else "name"
     message = f"`{full_name}` is not a known {kind}"
     fix = "remove the line"
-    other = name_in_section(full_name, path, below)
+    counterpart = name_in_section(full_name, path, below)
     close = nearest(key, siblings)
-    if other is not None:
-        message = f"`{full_name}` is called `{other.ours}` here"
-        fix = f"write `{other.ours}`"
+    if counterpart is not None:
+        message = f"`{full_name}` is called `{counterpart.ours}` here"
+        fix = f"write `{counterpart.ours}`"
     elif close is not None:
         guess = f"{path}.{close}" if path else close
         message += f"; did you mean `{guess}`?"

@@ -110,14 +110,14 @@ def _missing_value(item: dataclasses.Field, hint: Any, key: str, path: str, pars
     return None
 
 
-def parse_settings(cls: type, settings: Mapping[str, Any], where: str, defaults: Any = None) -> Any:
-    """Return an instance of a user's own class made from ``settings``; see `parse_section`.
+def parse_settings(cls: type, settings: Mapping[str, Any], path: str, defaults: Any = None) -> Any:
+    """Return an instance of a user's own class made from ``settings`` at ``path``; see `parse_section`.
 
     Raises UserErrors. Any other exception of the class itself passes through.
     """
     parse = Parse()
     section = Section({name: Leaf(value, DEFAULT) for name, value in settings.items()})
-    instance = parse_section(cls, section, parse, where, defaults)
+    instance = parse_section(cls, section, parse, path, defaults)
     if parse.errors:
         raise UserErrors(parse.errors)
     return instance
@@ -129,14 +129,14 @@ def _with_rest(items: dict[str, dataclasses.Field], section: Section) -> Section
     ``environment: {name: my_env.py:Calculator, digits: 3}`` thus gives ``digits`` to the user's class.
     """
     rest_key = next((name for name, item in items.items() if setting_of(item).takes_rest), None)
-    unknown = {key: node for key, node in section.children.items() if key not in items}
-    if rest_key is None or not unknown:
+    class_settings = {key: node for key, node in section.children.items() if key not in items}
+    if rest_key is None or not class_settings:
         return section
 
     explicit = section.children.get(rest_key)
     settings = explicit.children if isinstance(explicit, Section) else {}
     children = {key: node for key, node in section.children.items() if key in items}
-    children[rest_key] = Section(settings | unknown, section.origin)
+    children[rest_key] = Section(settings | class_settings, section.origin)
     return Section(children, section.origin)
 
 
@@ -148,7 +148,7 @@ def _unsets(node: Leaf | Section | None) -> bool:
 def _value(
     hint: Any, node: Leaf | Section | None, default: Any, path: str, parse: Parse, number_means: str = ""
 ) -> Any:
-    """Return the typed value of the key at ``path``, of any type; ``node`` is None where nothing is set."""
+    """Return the typed value of the key at ``path``, of any type; ``node`` is None if it is not written."""
     entry = entry_class(hint)
     if entry is not None and isinstance(node, Section) and node.children:
         entries = {}

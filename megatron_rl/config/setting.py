@@ -1,6 +1,6 @@
 """Description of one key of a configuration: meaning, unit, bounds, choices, and names in other projects.
 
-A field of a configuration's dataclass is written with `setting`, or with `required` where it has no
+A field of a configuration's dataclass is written with `setting`, or with `required` for a key without
 default::
 
     prompts_per_step: int = setting(
@@ -13,8 +13,8 @@ default::
 
 Units and bounds of common kinds of numbers have names in `sections.bounds`.
 
-The one idea: everything about the key is read from its field, that is parsing and its errors, the check of the
-value (`value_errors`), the reference in the documentation, and the answer to a name of another project. A
+The one idea: everything about the key is read from its field, that is parsing and its errors, the check of
+the value (`value_errors`), the reference in the documentation, and the answer to a name of another project. A
 section is a field whose type is such a dataclass; its fields are the same in every section that has the type.
 """
 
@@ -59,13 +59,13 @@ class ForeignName:
 
     def difference(self) -> str:
         """Return in one sentence how the value differs, empty where it does not."""
-        parts = [self.conversion] if self.conversion else []
-        for theirs, ours in self.values.items():
-            target = "no line" if ours == REMOVED else f"`{_value_text(ours)}`"
-            parts.append(f"{_value_text(theirs)} is {target}")
+        clauses = [self.conversion] if self.conversion else []
+        for foreign, value in self.values.items():
+            target = "no line" if value == REMOVED else f"`{_value_text(value)}`"
+            clauses.append(f"{_value_text(foreign)} is {target}")
         if self.piece:
-            parts.append(f"with `name: {self.piece}`")
-        return "; ".join(parts)
+            clauses.append(f"with `name: {self.piece}`")
+        return "; ".join(clauses)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Text of a configuration, as a tree of plain values with the origin of each.
 
 The one idea: every value keeps the file and line, or the override, that wrote it, so that any later error can
-name the place. `read_file` is also the border at which oversized text is refused: behind it, no text is longer
-than `MAX_TEXT`, no tree has more than `MAX_VALUES` values or `MAX_DEPTH` levels, and no integer more than 64 bits.
+name the place. `read_file` is also the border at which oversized text is refused: behind it, no text is
+longer than `MAX_TEXT`, no tree has more than `MAX_VALUES` values or `MAX_DEPTH` levels, and no integer more
+than 64 bits.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Leaf:
 class Section:
     """Mapping of names to leaves and further sections.
 
-    Example: ``actor: {recompute: full}`` is ``Section({"actor": Section({"recompute": Leaf("full", ...)})})``.
+    Example: ``actor: {recompute: full}`` is ``Section({"actor": Section({"recompute": Leaf("full",
+    ...)})})``.
     """
 
     children: dict[str, Leaf | Section] = field(default_factory=dict)
@@ -93,8 +95,9 @@ class Section:
                 yield path, node
 
 
-# Limits of a configuration. A resolved one with every key has about 3,000 characters, so that a text beyond them
-# is the wrong file, or has aliases that multiply one another. Later functions need no guards of their own.
+# Limits of a configuration. A resolved one with every key has about 3,000 characters, so that a text beyond
+# them is the wrong file, or has aliases that multiply one another. Later functions need no guards of their
+# own.
 MAX_TEXT = 1 << 18
 """Characters."""
 MAX_VALUES = 100_000
@@ -114,8 +117,8 @@ class _TooLarge(yaml.MarkedYAMLError):
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 loader of PyYAML within the limits, with three differences.
 
-    ``1e-6`` is a number (PyYAML requires ``1.0e-6``), a date stays text, and `repeated` collects the names that
-    one mapping has twice, of which PyYAML takes the last.
+    ``1e-6`` is a number (PyYAML requires ``1.0e-6``), a date stays text, and `repeated` collects the names
+    that one mapping has twice; PyYAML would take the last.
     """
 
     def __init__(self, text: str) -> None:
@@ -136,6 +139,7 @@ class _Loader(yaml.SafeLoader):
         self._depth += 1
         self._require_depth(self._depth, mark)
         node = super().compose_node(parent, index)
+        assert node is not None
         self._depth -= 1
 
         if not is_alias:
@@ -272,6 +276,7 @@ def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
                 return tree
             errors.append(_not_a_mapping(name, node))
     except _TooLarge as error:
+        assert error.problem_mark is not None
         errors.append(_too_large(error, f"{name}:{error.problem_mark.line + 1}"))
     except yaml.YAMLError as error:
         errors.append(_syntax_error(error, name))
@@ -325,8 +330,8 @@ def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None,
 
     ``base`` is relative to the folder of the file that has it. Sections are merged name by name; any other
     value, also a list, replaces the base's, and null restores the default. Every value keeps the origin of
-    the file that wrote it. Return the tree and the files that were read, ``path`` first; the tree is None
-    where a file cannot be read. Mistakes are appended to ``errors``.
+    the file that wrote it. Return the tree and the files that were read, ``path`` first; the tree is None if
+    a file cannot be read. Mistakes are appended to ``errors``.
     """
     files = [path]
     trees: list[Section] = []
@@ -415,7 +420,7 @@ def _base_file(node: Leaf | Section, files: list[Path], errors: list[UserError])
 
 
 def _merge(tree: Section, upper: Section, path: tuple[str, ...] = ()) -> None:
-    """Put the values of ``upper``, the section at ``path`` of a file, over those of its base's ``tree``."""
+    """Put the values of a file's section ``upper`` at ``path`` over the section ``tree`` of its base."""
     for key, node in upper.children.items():
         lower = tree.children.get(key)
         if not isinstance(node, Section):
@@ -461,14 +466,16 @@ def apply_overrides(tree: Section, overrides: Iterable[str], errors: list[UserEr
 
 
 def _override_value(value: str, origin: Origin, errors: list[UserError]) -> Leaf | Section | None:
-    """Return the node of an override's value; append an error and return None where it is not YAML."""
+    """Return the node of an override's value; append an error and return None for invalid YAML."""
     try:
         with _reading(value) as (loader, node):
             if node is None:
                 return Leaf(None, origin)
             return _root(loader, node, lambda line: origin, errors)
+
     except _TooLarge as error:
         errors.append(_too_large(error, origin.detail))
+
     except (yaml.YAMLError, ValueError, ArithmeticError) as error:
         problem = getattr(error, "problem", None) or str(error)
         errors.append(
