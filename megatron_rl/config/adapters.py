@@ -55,6 +55,7 @@ def own_base_reason(config: RunConfig, path: str) -> str | None:
     """
     actor = config.actor
     section: Any = role_sections(config)[path]
+    # In the order in which a user would look: is it set at all, then what differs.
     conditions = {
         f"{path}.lora is not set": section.lora is None,
         "actor.lora is not set": actor.lora is None,
@@ -76,6 +77,7 @@ def separate_adapters(config: RunConfig) -> AdaptedModel | None:
     lora = lora_apart(config)
     if lora is None:
         return None
+    # vLLM needs the names of the layers, which depend on the model's family.
     model = read_pretrained(Path(config.model.path) / "config.json")
     return adapted(model, lora.rank, lora.alpha, lora.targets)
 

@@ -46,10 +46,11 @@ from megatron_rl.shapes.memory import (
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
 from megatron_rl.shapes.pipeline_stages import default_stage_layers, stage_layers
 
+# Phases of a step, as the table of `check` prints them.
 PHASES = ("generate", "score", "learn")
 
+# Type of a moment or a master weight, as Megatron's settings name it -> bytes.
 _STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
-"""Type of a moment or a master weight, as Megatron's settings name it -> bytes."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,8 @@ def memory_plan(
     None for the job of one stage, which only trains.
     """
     asleep = sleeping_ranks(layouts) if "rollout" in layouts else frozenset[int]()
+
+    # A job has thousands of ranks and few kinds of them, such as one for each pipeline stage.
     first_rank: dict[tuple[MemoryItem, ...], int] = {}
     for rank in sorted({rank for layout in layouts.values() for rank in layout.ranks}):
         first_rank.setdefault(rank_memory(config, layouts, shapes, batch, rank, asleep).items, rank)
@@ -175,8 +178,12 @@ def rank_memory(
     asleep: frozenset[int] = frozenset(),
 ) -> RankMemory:
     """Return the memory of one rank; arguments as in `memory_plan`. Engines of the ranks ``asleep`` sleep."""
-    learners = _stage_learners(config, layouts) if batch is None else _learners(config, batch)
     items: list[MemoryItem] = []
+    if batch is None:
+        learners = _stage_learners(config, layouts)
+    else:
+        learners = _learners(config, batch)
+
     for role, layout in layouts.items():
         if rank not in layout.ranks:
             continue
@@ -242,6 +249,7 @@ def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) ->
         role = role_of(plan.role)
         settings = plan.settings
         assert settings.max_row_tokens is not None
+        # A record has a row for each of its responses.
         rows = spread(settings.per_step * len(settings.RESPONSES), layouts[role].data)[1]
         rows_per_microbatch = max(1, tokens // settings.max_row_tokens)
         learners[role] = _Learner(
@@ -281,9 +289,13 @@ def state_bytes(optimizer: OptimizerConfig, weight_bytes: int) -> int:
         dtype = str(optimizer.megatron.get(name, "float32")).removeprefix("torch.")
         return _STATE_BYTES.get(dtype, 4)
 
-    moments = ("exp_avg_dtype", "exp_avg_sq_dtype") if optimizer.name == "adam" else ("momentum",)
-    master = 0 if weight_bytes == 4 else bytes_of("main_params_dtype")
-    return master + sum(bytes_of(moment) for moment in moments)
+    total = bytes_of("momentum")
+    if optimizer.name == "adam":
+        total = bytes_of("exp_avg_dtype") + bytes_of("exp_avg_sq_dtype")
+    # Weights of 4 bytes are their own master weights.
+    if weight_bytes != 4:
+        total += bytes_of("main_params_dtype")
+    return total
 
 
 def saved_bytes(state_total: int, optimizer: OptimizerConfig, weight_bytes: int) -> int:
@@ -293,8 +305,10 @@ def saved_bytes(state_total: int, optimizer: OptimizerConfig, weight_bytes: int)
         # Gradients, 4 of the 16 bytes, are not saved.
         return state_total * 12 // states
     # A distributed optimizer saves float32 weights, also those that are the model's and not its own.
-    added_weights = 4 if optimizer.distributed and weight_bytes == 4 else 0
-    return state_total * (states + added_weights) // states
+    saved_states = states
+    if optimizer.distributed and weight_bytes == 4:
+        saved_states += 4
+    return state_total * saved_states // states
 
 
 def _trained(
@@ -330,26 +344,19 @@ def _trained(
     )
     scoring = scoring_memory(shape, layout, stages, stage, layers, tokens)
 
-    # Weights are needed to score too; gradients and optimizer only to train.
-    weight_phases = PHASES
+    # Gradients and optimizer state are needed only to train.
     training_phases = PHASES
     turn = None
     if learner.offload:
-        weight_phases = ("score", "learn")
         training_phases = ("learn",)
         turn = role
 
-    # The actor's weights stay while another role computes with them in its own turn.
-    weights_turn = None if role == "actor" and _is_base(config) else turn
-    count = f"{memory.weights / layers.dtype_bytes / 1e6:,.1f}M parameters"
-    detail = f"{count} x {layers.dtype_bytes} B"
-    weights = MemoryItem(f"{role} weights", int(memory.weights), weight_phases, detail, weights_turn)
-    trained_count = count
+    trained_count = f"{memory.weights / layers.dtype_bytes / 1e6:,.1f}M parameters"
     if adapters is not None:
         trained_count = f"{sum(adapters) / 1e6:,.1f}M parameters of adapters"
-        if spec.shares == ADAPTED:
-            adapter_bytes = layers.dtype_bytes * sum(adapters)
-            weights = _with_base(config, path, weights, adapter_bytes, trained_count)
+    weights = _trained_weights(config, role, int(memory.weights), layers, learner.offload)
+    if adapters is not None and spec.shares == ADAPTED:
+        weights = _with_base(config, path, weights, layers.dtype_bytes * sum(adapters), trained_count)
     items = [weights]
 
     detail = f"{trained_count} x 4 B (float32)"
@@ -358,9 +365,14 @@ def _trained(
         detail = "with the adapters added in, while weights move"
         items.append(MemoryItem("merged weights", merged_bytes, ("generate",), detail))
 
-    sharing = f"shared by {layout.data * layout.context}" if optimizer.distributed else "not shared"
+    sharing = "not shared"
+    if optimizer.distributed:
+        sharing = f"shared by {layout.data * layout.context}"
     detail = f"{states} B per parameter, {sharing}"
-    optimizer_phases = () if learner.optimizer.offload else training_phases
+    # An optimizer on the host has no phases.
+    optimizer_phases = training_phases
+    if learner.optimizer.offload:
+        optimizer_phases = ()
     items.append(MemoryItem(item_name("optimizer"), int(memory.optimizer), optimizer_phases, detail, turn))
 
     tokens_per_rank = f"{tokens // layout.context} tokens"
@@ -379,6 +391,22 @@ def _trained(
     return device_items + [item for item in items if not item.phases]
 
 
+def _trained_weights(
+    config: RunConfig, role: str, weight_bytes: int, layers: Layers, offload: bool
+) -> MemoryItem:
+    """Return the weights of a role that trains, which it needs to score too."""
+    phases = PHASES
+    turn = None
+    if offload:
+        phases = ("score", "learn")
+        turn = role
+    # The actor's weights stay while another role computes with them in its own turn.
+    if role == "actor" and _is_base(config):
+        turn = None
+    detail = f"{weight_bytes / layers.dtype_bytes / 1e6:,.1f}M parameters x {layers.dtype_bytes} B"
+    return MemoryItem(f"{role} weights", weight_bytes, phases, detail, turn)
+
+
 def _adapter_counts(
     lora: LoraConfig, shape: ModelShape, layout: ParallelLayout, stages: Sequence[Sequence[int]], stage: int
 ) -> tuple[tuple[int, int], int]:
@@ -388,6 +416,7 @@ def _adapter_counts(
     """
     adapter = Lora.of(shape, lora.rank, lora.targets)
     dense, experts = adapter_parameter_count(shape, layout, stages[stage], adapter)
+    # A head of one number is new and trained in full, beside the adapters.
     if shape.scalar_head and stage == len(stages) - 1:
         dense += shape.hidden
     return (dense, experts), adapted_parameter_count(shape, layout, stages[stage], adapter.targets)
@@ -451,6 +480,7 @@ def _frozen(
         turn = role
     detail = f"{memory.weights / layers.dtype_bytes / 1e6:,.1f}M parameters x {layers.dtype_bytes} B"
     weights = MemoryItem(f"{role} weights", int(memory.weights), phases, detail, turn)
+    # No bytes of its own, but a line of the table: the user sees why.
     if is_initial_actor(config, path):
         weights = MemoryItem(f"{role} weights", 0, PHASES, "the actor's own, its adapters off")
 
@@ -467,7 +497,9 @@ def episodes_in_flight(config: RunConfig, batch: BatchPlan) -> int:
     rows = batch.rows_per_replica[1]
     limit = config.rollout.most_in_flight
     # The samples of a prompt are begun together.
-    return rows if limit is None else min(rows, max(limit, batch.samples))
+    if limit is None:
+        return rows
+    return min(rows, max(limit, batch.samples))
 
 
 def _rollout(
@@ -477,6 +509,7 @@ def _rollout(
     size = DTYPE_BYTES[config.model.dtype]
     parameters = rollout_parameters(shape, layout.tensor)
     weights = size * parameters
+    # No more than the weights themselves, as sent and as received.
     staging = min(config.hybrid_engine.staging_bytes, 2 * weights)
 
     bytes_per_token = int(shape.kv_bytes_per_gpu(layout.tensor, size))

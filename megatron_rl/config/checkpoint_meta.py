@@ -20,6 +20,7 @@ from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.pretrained import PretrainedModel
 
+# Written last, so that a directory with it is a complete checkpoint.
 META = "meta.json"
 
 # Layouts of distributed optimizers in a checkpoint: complete parameters, which every layout reads, or the
@@ -30,6 +31,7 @@ SAME = "same"
 # Parallel sizes that the shards of an optimizer depend on.
 _SHARD_SIZES = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
 
+# Property of a role that its state depends on beside its model -> how to restore it.
 _BUILD_FIXES = {
     "layers": "set model.attention to the value it was trained with",
     "adapters": "set rank, alpha and targets in the lora of this role as they were",
@@ -37,7 +39,6 @@ _BUILD_FIXES = {
     "optimizer": "set the name of the optimizer, and whether it is distributed, as they were",
     "dtype": "set model.dtype as it was",
 }
-"""Property of a role that its state depends on beside its model -> how to restore it."""
 
 # Format of the state that a run resumes from, raised when an older state would be misread. Models are read
 # from checkpoints of every number; a checkpoint without one has 0.
@@ -67,8 +68,10 @@ def named_checkpoints(folder: Path) -> list[Path]:
 
     A checkpoint counts, too, whose replacement was killed between its two renames: it is ``step_N.old``.
     """
+    if not folder.is_dir():
+        return []
     steps: list[tuple[int, Path]] = []
-    for path in folder.iterdir() if folder.is_dir() else ():
+    for path in folder.iterdir():
         match = _STEP.fullmatch(path.name)
         if match:
             steps.append((int(match.group(1)), path))
@@ -121,6 +124,7 @@ def model_identity(model: PretrainedModel) -> dict[str, Any]:
 
     The longest row is not one of them, since the same weights can be run with another.
     """
+    # Through JSON, since the saved one has lists where the shape has tuples.
     sizes = asdict(model.shape)
     del sizes["name"]
     del sizes["max_positions"]
@@ -146,8 +150,10 @@ def read_meta(directory: str | Path) -> dict[str, Any]:
             "the checkpoint's meta.json", path, error, expected="a JSON object", fix=fix
         ) from error
 
-    if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
-        got = meta.get("format") if isinstance(meta, dict) else type(meta).__name__
+    got = type(meta).__name__
+    if isinstance(meta, dict):
+        got = meta.get("format")
+    if got != _FORMAT:
         raise UserError(
             "the checkpoint was written by another version",
             where=str(path),
@@ -233,7 +239,9 @@ def optimizer_kind(name: str, distributed: bool) -> str:
         ('distributed', 'replicated sgd')
     """
     kind = "distributed" if distributed else "replicated"
-    return kind if name == "adam" else f"{kind} {name}"
+    if name == "adam":
+        return kind
+    return f"{kind} {name}"
 
 
 def require_same_build(

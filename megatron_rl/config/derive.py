@@ -129,6 +129,7 @@ def spread(total: int, count: int) -> tuple[int, int]:
 def smallest_world(config: RunConfig) -> int:
     """Return the smallest number of processes that every role's parallel sizes divide."""
     sizes = []
+
     # Ranks 0 to n - 1 make a world of n, so that an explicit rank needs one more than its number.
     explicit_worlds = [0]
     for layout in layout_sections(config).values():
@@ -137,6 +138,7 @@ def smallest_world(config: RunConfig) -> int:
         if layout.ranks is not None:
             explicit_worlds.extend(rank + 1 for rank in layout.ranks)
             continue
+        # Dense layers and experts divide the ranks in two ways, each of which must come out even.
         sizes.append(layout.tensor * layout.pipeline * layout.context)
         sizes.append(layout.expert * (layout.expert_tensor or 1) * layout.pipeline)
 
@@ -187,6 +189,7 @@ def token_budget(config: RunConfig, layout: ParallelLayout) -> tuple[int, str]:
     # Without a pipeline, fewer and larger micro-batches are faster.
     stages = layout.pipeline
     microbatches = MICROBATCHES_PER_STAGE * stages if stages > 1 else 1
+    # From the rows at their limits: the budget must hold for every step.
     share = -(-spread(rows, layout.data)[1] * row_tokens // microbatches)
     budget = max(row_tokens, min(share, MICROBATCH_TOKENS))
 
@@ -267,6 +270,7 @@ def resolve(
     config = _with_training_settings(config, reasons)
     config = with_adapters(config, shape, reasons)
 
+    # By this machine: a plan for another one has to set it.
     model = config.model
     if model.attention is None:
         attention, reasons["model.attention"] = default_attention()
@@ -313,7 +317,9 @@ def _with_starting_models(config: RunConfig, reasons: dict[str, str]) -> RunConf
             reason += ", with a new head"
         # A role that the algorithm needs has the reason of the role itself already.
         key = f"{path}.path"
-        reasons[key] = f"{reasons[key]}; {reason}" if key in reasons else reason
+        if key in reasons:
+            reason = f"{reasons[key]}; {reason}"
+        reasons[key] = reason
         return replace(section, path=model)
 
     return with_role_sections(config, fill)
@@ -345,8 +351,9 @@ def _with_placement(
         layout = section.layout
         explicit = explicit_layouts[path]
         if explicit is None:
-            is_actors = layout.ranks == actor_ranks
-            reasons[path] = "the actor's" if is_actors else f"the actor's sizes; {reason}"
+            reasons[path] = f"the actor's sizes; {reason}"
+            if layout.ranks == actor_ranks:
+                reasons[path] = "the actor's"
             explicit = layout
         elif explicit.ranks is None:
             reasons[f"{path}.ranks"] = reason
@@ -412,8 +419,9 @@ def has_transformer_engine() -> bool:
     ``pip install transformer_engine`` alone leaves the extension out.
     """
     package = find_spec("transformer_engine")
-    locations = package.submodule_search_locations if package is not None else None
-    folders = [Path(location) for location in locations or ()]
+    if package is None:
+        return False
+    folders = [Path(location) for location in package.submodule_search_locations or ()]
 
     # Wheels put the extension into wheel_lib, builds from source beside the package.
     has_extension = False
@@ -446,8 +454,10 @@ def _mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]) -> 
     warn, stop, reason = MISMATCH.get(dtype, MISMATCH["bfloat16"])
     if mismatch.warn is None:
         # An explicit stop below the usual warning must not make the two contradict each other.
+        if mismatch.stop is not None:
+            warn = min(warn, mismatch.stop)
         reasons["mismatch.warn"] = reason
-        mismatch = replace(mismatch, warn=warn if mismatch.stop is None else min(warn, mismatch.stop))
+        mismatch = replace(mismatch, warn=warn)
     if mismatch.stop is None:
         assert mismatch.warn is not None
         reasons["mismatch.stop"] = reason

@@ -72,6 +72,7 @@ class EngineSpec:
     """URL path that every server of this kind answers with status 200; None: any response is healthy."""
 
 
+# Engines by their name in `rollout.engine`.
 ENGINES: dict[str, EngineSpec] = {
     "vllm": EngineSpec(
         "megatron_rl.rollout.engines.vllm",
@@ -83,6 +84,7 @@ ENGINES: dict[str, EngineSpec] = {
             routing_replay=True,
             adapter_sync=True,
             keeps_cache=True,
+            # vLLM's attention on a CPU has kernels for these sizes alone.
             host_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
             host_latent_size=576,
         ),
@@ -100,7 +102,6 @@ ENGINES: dict[str, EngineSpec] = {
         health_path="/weight_info",
     ),
 }
-"""Engines by their name in `rollout.engine`."""
 
 # Capabilities of an engine that a user names by path: its class is not imported before a run starts, so that
 # every capability with an interface of its own is taken to be there.

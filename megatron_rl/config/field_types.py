@@ -21,6 +21,7 @@ from megatron_rl.config.sections.bounds import MAX_WORLD
 @functools.cache
 def hints(cls: type) -> dict[str, Any]:
     """Return the evaluated type of each field of a dataclass."""
+    # Annotations are texts under `from __future__ import annotations`.
     evaluated = typing.get_type_hints(cls)
     return {item.name: evaluated[item.name] for item in dataclasses.fields(cls)}
 
@@ -81,6 +82,7 @@ def convert(hint: Any, raw: Any) -> tuple[bool, Any]:
         >>> convert(int | None, 1e3), convert(int, "64")
         ((True, 1000), (False, '64'))
     """
+    # In the order of the union: `str | tuple[str, ...]` reads a text as one path, never as its letters.
     for option in options(hint):
         accepted, value = _convert(option, raw)
         if accepted:
@@ -204,6 +206,7 @@ def type_fix(hint: Any, raw: Any, path: str) -> str:
     accepted = options(hint)
     takes_number = int in accepted or float in accepted
 
+    # From the likeliest mistake to the least likely one.
     if str in accepted and is_mapping(hint) and not isinstance(raw, str):
         return f"write a name, or names and values below `{name}:`"
     if str in accepted and isinstance(raw, bool | int | float):

@@ -16,7 +16,7 @@ from megatron_rl.config.field_types import format_ranges
 from megatron_rl.config.parse import Parse, parse_section
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import JOBS, RunConfig
-from megatron_rl.config.setting import is_section, settings
+from megatron_rl.config.setting import is_section, key_path, settings
 from megatron_rl.config.source import (
     Leaf,
     Origin,
@@ -91,6 +91,8 @@ def _finish(
 ) -> LoadedConfig:
     """Apply the overrides to a tree and parse it."""
     apply_overrides(tree, overrides, errors)
+
+    # After the overrides, since `base=other.yaml` on the command line would be ignored.
     refuse_base(tree, errors)
     _name_megatron_model(tree)
     config, parse = parse_tree(tree, errors)
@@ -131,6 +133,7 @@ def to_plain(value: Any, name: str = "") -> Any:
     if isinstance(value, dict):
         return {key: to_plain(inner, key) for key, inner in value.items()}
     if isinstance(value, tuple):
+        # Ranks of a large job in one line; an empty list has no ranges.
         return format_ranges(value) if name == "ranks" and value else list(value)
     return value
 
@@ -155,6 +158,8 @@ def changes(saved: str, config: RunConfig) -> list[str]:
 
     ``saved`` is the text of its `dump`. Settings that do not change the numbers of a run are left out.
     """
+    # Read as a configuration, and not compared as text: a newer version may have more keys, at their
+    # defaults.
     loaded = load_text(saved, name="config.yaml")
     if loaded.errors or loaded.config is None:
         return [f"the settings that the run began with cannot be read: {loaded.errors[0].message}"]
@@ -207,7 +212,7 @@ def _dump(section: Any, depth: int, prefix: str, origins: Mapping[str, Origin], 
     """Append the lines of a section that is ``depth`` levels deep."""
     indent = "  " * depth
     for name, inner in _entries(section):
-        path = f"{prefix}.{name}" if prefix else name
+        path = key_path(prefix, name)
         if is_section(inner):
             lines.append(f"{indent}{name}:")
             _dump(inner, depth + 1, path, origins, lines)

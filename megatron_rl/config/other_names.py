@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from megatron_rl.config.field_types import hints, section_class
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.algorithm import FORMER_SETTINGS
-from megatron_rl.config.setting import ForeignName, setting_of
+from megatron_rl.config.setting import ForeignName, key_path, setting_of
 from megatron_rl.config.source import Leaf, Section
 from megatron_rl.errors import UserError, nearest
 
@@ -36,6 +36,7 @@ RENAMED: Mapping[str, str] = {
 
 # Names of other projects by the reason why there is no counterpart, which is the answer to all of them.
 _NO_COUNTERPART: Mapping[str, str] = {
+    # Sampling.
     (
         "a penalty changes the distribution token by token, and log-probs would be of another one "
         "than was sampled from"
@@ -56,10 +57,12 @@ _NO_COUNTERPART: Mapping[str, str] = {
         chat_template_kwargs apply_chat_template_kwargs enable_thinking""",
     "the tokenizer's own chat template is used": """
         custom_chat_template chat_template_path system_prompt""",
+    # Features that are not there, or are elsewhere.
     "no model teaches another": """
         teacher teacher_model teacher_path distillation""",
     "metrics.jsonl and `report` have the time of each phase of a step": """
         profile profiler enable_profiling nsys_profile use_nsys global_profiler torch_profiler""",
+    # Choices that are always made one way.
     "rows are always packed into micro-batches by their tokens, see batch.tokens_per_microbatch": """
         use_dynamic_batching dynamic_batching use_dynamic_bsz log_prob_use_dynamic_bsz
         use_dynamic_batch_size use_remove_padding remove_padding sequence_packing packing_samples packing
@@ -70,6 +73,7 @@ _NO_COUNTERPART: Mapping[str, str] = {
         enable_resharding reshard_interval weight_sync_interval update_weights_interval sync_every""",
     "gradients are reduced beside the backward pass wherever that works, see actor.ddp": """
         overlap_comm overlap_communication""",
+    # The rollout engine.
     "the number of replicas follows from the ranks of the rollout and rollout.tensor": """
         num_rollout_workers rollout_workers num_engines vllm_num_workers""",
     "the engine runs in the ranks of the job, which wait for no utilization": """
@@ -81,6 +85,7 @@ _NO_COUNTERPART: Mapping[str, str] = {
         "sample is invalid then"
     ): """
         add_postprocess_filter postprocess_filter rollout_sample_filter_path""",
+    # Backends and launchers.
     (
         "there is no ZeRO and no FSDP: actor.layout cuts the model, and the optimizer is distributed "
         "over data-parallel ranks"
@@ -104,6 +109,7 @@ _NO_COUNTERPART: Mapping[str, str] = {
     "log-probs of the rollout always come with the tokens": """
         calculate_log_probs get_log_probs return_logprob""",
     (
+        # Checkpoints and evaluation.
         "checkpoints hold everything that a run resumes from; `checkpoint.export` writes the Hugging "
         "Face model"
     ): """
@@ -113,6 +119,7 @@ _NO_COUNTERPART: Mapping[str, str] = {
         val_only eval_only""",
     "the samples of every step are in the run's folder": """
         rollout_data_dir validation_data_dir log_completions dump_details""",
+    # The user's code, rewards and data.
     "each module of the user is imported from its path alone": """
         external_lib""",
     "`reward` names what judges: a function, tests, a server, a judge or models": """
@@ -130,6 +137,7 @@ _NO_COUNTERPART: Mapping[str, str] = {
         train_max_samples""",
     "rows of a step are dealt into mini-batches by their work": """
         actor.shuffle ppo_shuffle""",
+    # Training.
     "quantized weights are not synced": """
         quantization load_in_8bit load_in_4bit quant_method fp8 use_qlora""",
     "the decay lasts until the end of the run": """
@@ -204,6 +212,7 @@ def foreign_names() -> Mapping[str, OtherName]:
     for path, name in stated_names():
         counterpart = OtherName(name.project, path, name.conversion, name.values, name.piece)
         names.setdefault(name.name, counterpart)
+    # Last: a name with a reason has none of the keys that happen to have it.
     for name, reason in NO_COUNTERPART.items():
         names[name] = OtherName("common", None, reason=reason)
     return names
@@ -211,6 +220,7 @@ def foreign_names() -> Mapping[str, OtherName]:
 
 def other_name(path: str) -> OtherName | None:
     """Return the counterpart of a dotted name that is not a key; None where no project has the name."""
+    # Command-line options of other projects have hyphens.
     path = path.replace("-", "_")
     for former, key in RENAMED.items():
         if path == former or path.startswith(f"{former}."):
@@ -285,7 +295,7 @@ class UnknownName(UserError):
     @property
     def path(self) -> str:
         """Return the dotted path of the name."""
-        return f"{self.section}.{self.key}" if self.section else self.key
+        return key_path(self.section, self.key)
 
 
 class Notes(Protocol):
@@ -304,11 +314,12 @@ class Notes(Protocol):
 
 def note_unknown(key: str, node: Leaf | Section, path: str, below: list[str], notes: Notes) -> None:
     """Record an unknown name of the section at ``path``; ``below`` are the paths of that section's values."""
-    full_name = f"{path}.{key}" if path else key
+    full_name = key_path(path, key)
     is_former_section = any(name.startswith(f"{full_name}.") for name in RENAMED)
     if is_former_section and isinstance(node, Section) and not node.children:
         return  # older versions wrote the section into each run's folder, also with nothing in it
 
+    # `below` has each key of an inner section; the names beside the unknown one are the sections themselves.
     siblings = list(dict.fromkeys(name.partition(".")[0] for name in below))
     kind = "section" if isinstance(node, Section) else "name"
     message = f"`{full_name}` is not a known {kind}"
@@ -319,20 +330,23 @@ def note_unknown(key: str, node: Leaf | Section, path: str, below: list[str], no
         message = f"`{full_name}` is called `{counterpart.ours}` here"
         fix = f"write `{counterpart.ours}`"
     elif close is not None:
-        guess = f"{path}.{close}" if path else close
+        guess = key_path(path, close)
         message += f"; did you mean `{guess}`?"
         fix = f"write `{guess}`, or remove the line"
 
+    expected = "no names: it has no settings"
+    if siblings:
+        expected = f"one of {', '.join(siblings)}"
     notes.errors.append(
         UnknownName(
             message,
             where=notes.located(full_name, node),
-            expected=f"one of {', '.join(siblings)}" if siblings else "no names: it has no settings",
+            expected=expected,
             got=_written_names(key, node),
             fix=fix,
             key=key,
             section=path,
-            value=node.plain() if isinstance(node, Section) else node.value,
+            value=node.plain(),
             overrides=node.origin.kind == "override",
             below=tuple(below),
         )

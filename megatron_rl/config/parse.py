@@ -25,7 +25,7 @@ from megatron_rl.config.field_types import (
 )
 from megatron_rl.config.other_names import note_unknown
 from megatron_rl.config.schema import TRAIN
-from megatron_rl.config.setting import is_setting, setting_of
+from megatron_rl.config.setting import is_setting, key_path, setting_of
 from megatron_rl.config.source import DEFAULT, Leaf, Origin, Section, describe, named_section, one_line
 from megatron_rl.errors import UserError, UserErrors
 
@@ -66,6 +66,8 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
     default of the class: its values fill the gaps of ``section``.
     """
     items = {item.name: item for item in dataclasses.fields(cls) if is_setting(item)}
+
+    # Unknown names first: a misspelled one explains the missing key that is reported after it.
     section = _with_rest(items, section)
     for key, node in section.children.items():
         if key not in items:
@@ -75,7 +77,7 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
     # Fields that no configuration can set are copied from the defaults.
     values = {item.name: _default(item, defaults) for item in dataclasses.fields(cls) if not is_setting(item)}
     for name, item in items.items():
-        key = f"{path}.{name}" if path else name
+        key = key_path(path, name)
         hint = hints(cls)[name]
         default = _default(item, defaults)
         node = section.children.get(name)
@@ -115,6 +117,7 @@ def parse_settings(cls: type, settings: Mapping[str, Any], path: str, defaults: 
 
     Raises UserErrors. Any other exception of the class itself passes through.
     """
+    # Without origins: the error names the key of the section that has the settings.
     parse = Parse()
     section = Section({name: Leaf(value, DEFAULT) for name, value in settings.items()})
     instance = parse_section(cls, section, parse, path, defaults)
@@ -165,6 +168,7 @@ def _value(
         _note_defaults(default, path, parse)
         return default
 
+    # A section that may be written as text: `policy_loss: gspo`.
     node = named_section(node, path.split(".")) or node
     if isinstance(node, Leaf):
         is_null = node.value is None or node.value == "None"
@@ -174,6 +178,7 @@ def _value(
         if is_null:
             node = Section(origin=node.origin)
         else:
+            # The defaults stand in, so that later rules have a complete configuration.
             _fail_single_value(section, node, path, parse)
             node = Section()
     return parse_section(section, node, parse, path, None if default is dataclasses.MISSING else default)
@@ -217,8 +222,9 @@ def _plain(
         parse.origins[path] = DEFAULT
         return fallback
 
+    # Also for a value that turns out to be broken: `check` prints where the user wrote it.
     parse.origins[path] = node.origin
-    raw = node.plain() if isinstance(node, Section) else node.value
+    raw = node.plain()
     # Users of Python write None where YAML has null.
     if raw == "None" and optional(hint):
         return None

@@ -20,8 +20,8 @@ from megatron_rl.shapes.pipeline_stages import STAGE_SETTINGS
 from megatron_rl.shapes.rank_order import best_rank_order
 from megatron_rl.shapes.traffic import SharedBytes, byte_words, shared_bytes
 
+# Presets that give the second half of the ranks to the roles whose `RoleSpec.placement` is the preset.
 APART = tuple(dict.fromkeys(spec.placement for spec in ROLES if spec.placement is not None))
-"""Presets that give the second half of the ranks to the roles whose `RoleSpec.placement` is the preset."""
 
 
 def placed(config: RunConfig, world_size: int) -> RunConfig:
@@ -177,6 +177,7 @@ def with_best_rank_order(config: RunConfig, shape: ModelShape) -> tuple[RunConfi
     ranks = config.rollout.ranks
     assert ranks is not None
     common = shared_weights(config, shape)
+    # Ranks of one node exchange faster than ranks of different nodes.
     order = best_rank_order(common, ranks, config.gpus_per_node)
 
     best_bytes = common.traffic(order).received_most

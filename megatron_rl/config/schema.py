@@ -42,6 +42,7 @@ JOBS = (TRAIN, *STAGE_JOBS)
 class BatchConfig:
     """Batch sizes of a step, in prompts; rows, mini-batches and micro-batches follow from them."""
 
+    # Rows of a step: prompts x samples.
     prompts_per_step: int = setting(
         64,
         "Number of prompts of a training step.",
@@ -76,6 +77,7 @@ class BatchConfig:
             "ROLL": "num_return_sequences_in_group",
         },
     )
+    # Updates of a step. One by default: the policy is then the one that sampled, up to the engine's rounding.
     optimizer_steps: int = setting(
         1,
         "Number of mini-batches, each with one optimizer step, that the rows of a step are divided into.",
@@ -98,6 +100,7 @@ class BatchConfig:
         at_most=10_000,
         also_called={"verl": "ppo_epochs", "TRL": "num_iterations, num_ppo_epochs", "OpenRLHF": "max_epochs"},
     )
+    # In tokens and not in rows, since rows have different lengths and memory depends on tokens.
     tokens_per_microbatch: int | None = setting(
         None,
         "Largest number of tokens of a micro-batch, up to which rows are packed.",
@@ -162,6 +165,7 @@ class CheckpointConfig:
             "OpenRLHF": "max_ckpt_num",
         },
     )
+    # Retention of the best, beside the newest.
     best: str | None = setting(
         None,
         "Metric of an evaluation set, such as eval/NAME/accuracy. A checkpoint is saved when its value is "
@@ -186,6 +190,7 @@ class CheckpointConfig:
         },
     )
     keep_best: int = setting(1, "Number of best checkpoints that are retained beside the newest.", **ENDLESS)
+    # How checkpoints are written.
     optimizer_layout: str = setting(
         ANY,
         "Layout of distributed optimizers in checkpoints. `any` gathers complete parameters, which every "
@@ -200,6 +205,7 @@ class CheckpointConfig:
         "end of the job, wait until it is complete.",
         also_called={"Megatron-LM": "async_save"},
     )
+    # How a run starts again.
     resume: str = setting(
         "auto",
         "Checkpoint to resume from: the newest one of the run folder, if any (auto), none (never), or a "
@@ -225,6 +231,7 @@ class CheckpointConfig:
         "got the signal itself.",
         **WAIT,
     )
+    # Models for other programs.
     export: bool = setting(
         True,
         "Write a Hugging Face checkpoint at the end of the run.",
@@ -246,6 +253,7 @@ class RunConfig:
     Example: ``load_config("configs/quickstart.yaml").actor.layout.tensor``.
     """
 
+    # The run: its inputs, its folder and its length.
     model: ModelConfig = required("The model that every role starts from.")
     data: DataConfig = required("Data sets.")
     reward: RewardConfig = required("Rewards of responses.")
@@ -303,6 +311,7 @@ class RunConfig:
         at_most=2**32 - 1,
         also_called={"common": "random_seed", "slime": "rollout_seed"},
     )
+    # The machine.
     world_size: int | None = setting(
         None,
         "Number of processes (GPUs) of the job.",
@@ -350,6 +359,7 @@ class RunConfig:
         also_called={"OpenRLHF": "colocate_all_models"},
         their_values={"colocate_all_models": {True: "colocate"}},
     )
+    # Training.
     algorithm: AlgorithmConfig = setting(AlgorithmConfig(), "Algorithm that trains the actor on rewards.")
     batch: BatchConfig = setting(BatchConfig(), "Batch sizes of a step.")
     actor: ActorConfig = setting(ActorConfig(), "The trained policy.")
@@ -357,6 +367,7 @@ class RunConfig:
     reference: ReferenceConfig | None = setting(
         None, "The reference policy.", unset="one if the algorithm needs it"
     )
+    # Generation, and its connection with training.
     rollout: RolloutConfig = setting(RolloutConfig(), "Generation of responses.")
     hybrid_engine: HybridEngineConfig = setting(
         HybridEngineConfig(), "Weight sync from the actor to the engine."
@@ -365,11 +376,14 @@ class RunConfig:
         MismatchConfig(), "Thresholds for the difference between the log-probs of trainer and engine."
     )
     asynchrony: AsynchronyConfig = setting(AsynchronyConfig(), "Sampling ahead of training.")
+    # Everything around the steps.
     evaluation: EvaluationConfig = setting(EvaluationConfig(), "Evaluation on held-out prompts.")
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), "Saving and resuming.")
     logging: LoggingConfig = setting(LoggingConfig(), "Experiment trackers.")
+    # Stages before reinforcement learning.
     sft: SftConfig | None = setting(None, "Supervised warm-up.", unset="none")
     preference: PreferenceConfig | None = setting(None, "Training on preferences.", unset="none")
+    # Longer than any phase of a usual step takes.
     rank_timeout: float = setting(
         600.0,
         "Time without progress of any rank after which the job stops. A rank may wait longer for a rank that "

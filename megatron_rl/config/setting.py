@@ -59,9 +59,13 @@ class ForeignName:
 
     def difference(self) -> str:
         """Return in one sentence how the value differs, empty where it does not."""
-        clauses = [self.conversion] if self.conversion else []
+        clauses = []
+        if self.conversion:
+            clauses.append(self.conversion)
         for foreign, value in self.values.items():
-            target = "no line" if value == REMOVED else f"`{_value_text(value)}`"
+            target = f"`{_value_text(value)}`"
+            if value == REMOVED:
+                target = "no line"
             clauses.append(f"{_value_text(foreign)} is {target}")
         if self.piece:
             clauses.append(f"with `name: {self.piece}`")
@@ -144,10 +148,13 @@ class Setting:
 
     def error(self, path: str, value: Any) -> UserError | None:
         """Return the error of a value of the right type at ``path``; None for a valid one."""
+        # A path of the user's own class is not opened here: `check` imports it.
         if isinstance(value, str):
             if self.choices:
                 is_path = self.or_path and ":" in value
-                return None if value in self.choices or is_path else self._choice_error(path, value)
+                if value in self.choices or is_path:
+                    return None
+                return self._choice_error(path, value)
             if not value.strip():
                 return UserError(
                     f"`{path}` is empty", where=path, expected="text", got="''", fix="give a value"
@@ -162,6 +169,7 @@ class Setting:
 
     def _choice_error(self, path: str, value: str) -> UserError:
         """Return the error of a text that is not a choice, with the nearest spelling and the reason."""
+        # Known spellings first: `fp32` is far from `float32` by its letters.
         close = self.spelled.get(value.lower()) or nearest(value.lower(), self.choices)
         reason = self.refused.get(value)
 
@@ -196,6 +204,7 @@ def setting(
     ``also_called_below`` is for a section that other projects do not have: our key below it -> project ->
     names. The key is written ``PIECE: KEY`` where that piece of an algorithm has it.
     """
+    # Fields write names as text, which is short; here they become objects.
     values = their_values or {}
     names = tuple(_foreign_names(also_called or {}, conversion, values))
     names_below = []
@@ -278,11 +287,20 @@ def is_section(value: Any) -> bool:
     return dataclasses.is_dataclass(value)
 
 
+def key_path(section: str, name: str) -> str:
+    """Return the dotted path of a name in the section at a path, which is empty at the top.
+
+    Example:
+        >>> key_path("", "actor"), key_path("actor", "layout")
+        ('actor', 'actor.layout')
+    """
+    return f"{section}.{name}" if section else name
+
+
 def _fields_of(section: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field, Any]]:
     """Yield the path, the dataclass field and the value of every field of a section."""
     for item in dataclasses.fields(section):
-        path = f"{prefix}.{item.name}" if prefix else item.name
-        yield path, item, getattr(section, item.name)
+        yield key_path(prefix, item.name), item, getattr(section, item.name)
 
 
 def value_errors(section: Any, prefix: str = "") -> list[UserError]:
@@ -308,7 +326,9 @@ def _value_text(value: Any) -> str:
     """Return a value as a configuration writes it."""
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def _number(value: float) -> str:

@@ -20,11 +20,13 @@ from typing import Any
 
 import yaml
 
+from megatron_rl.config.setting import key_path
 from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError
 
+# Key of a configuration file that names the file below it. It is not a key of a run: a tree loses it when it
+# is merged.
 BASE_KEY = "base"
-"""Key of a configuration file that names the file below it."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,10 @@ class Leaf:
     unsets: bool = False
     """Whether it is a null that replaces another value, and so restores the default."""
 
+    def plain(self) -> Any:
+        """Return the value, as `Section.plain` does."""
+        return self.value
+
 
 @dataclass
 class Section:
@@ -80,15 +86,12 @@ class Section:
 
     def plain(self) -> dict[str, Any]:
         """Return the values without their origins."""
-        values = {}
-        for key, node in self.children.items():
-            values[key] = node.plain() if isinstance(node, Section) else node.value
-        return values
+        return {key: node.plain() for key, node in self.children.items()}
 
     def leaves(self, prefix: str = "") -> Iterator[tuple[str, Leaf]]:
         """Yield every leaf of the tree with its dotted path."""
         for key, node in self.children.items():
-            path = f"{prefix}.{key}" if prefix else key
+            path = key_path(prefix, key)
             if isinstance(node, Section):
                 yield from node.leaves(path)
             else:
@@ -98,16 +101,22 @@ class Section:
 # Limits of a configuration. A resolved one with every key has about 3,000 characters, so that a text beyond
 # them is the wrong file, or has aliases that multiply one another. Later functions need no guards of their
 # own.
+
+# Characters.
 MAX_TEXT = 1 << 18
-"""Characters."""
+
+# Values, each *alias replaced by its anchor's: 40 lines of aliases can stand for 2^40 values.
 MAX_VALUES = 100_000
-"""Values once each ``*alias`` is replaced by what it refers to."""
+
+# Sections and lists inside one another; PyYAML uses 3 Python frames for each level, of the 1,000 that Python
+# allows.
 MAX_DEPTH = 64
-"""Sections and lists inside one another; 3 Python frames read a level, of the 1,000 that Python allows."""
+
+# End of the range of integers, -2^63 to 2^63 - 1: no larger number fits a tensor.
 INTEGER_END = 1 << 63
-"""End of the range of integers, -2^63 to 2^63 - 1: no larger number fits a tensor."""
+
+# Characters of an integer: 64 binary digits, a sign, a prefix and underscores have fewer.
 _INTEGER_TEXT = 100
-"""Characters of an integer: 64 binary digits, a sign, a prefix and underscores have fewer."""
 
 
 class _TooLarge(yaml.MarkedYAMLError):
@@ -123,11 +132,11 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
+        # Names that a mapping has twice: the later node and the first one.
         self.repeated: list[tuple[yaml.ScalarNode, yaml.ScalarNode]] = []
-        """Names that a mapping has twice: the later node and the first one."""
         self._depth = 0
+        # Id of each complete node -> its number of values and its levels, aliases replaced.
         self._sizes: dict[int, tuple[int, int]] = {}
-        """Id of each complete node -> its number of values and its levels, aliases replaced."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Return the next node; raise `_TooLarge` where it exceeds the depth or the number of values."""
@@ -207,10 +216,12 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+# A date must stay text: a user's `name: 2026-01-31` is no timestamp, and JSON cannot write one.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+# YAML 1.1 reads `1e-6` as text, which is the usual way to write a learning rate.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
@@ -222,6 +233,7 @@ class _Dumper(yaml.SafeDumper):
     """YAML writer that quotes text which `_Loader` would read as a number, and leaves dates unquoted."""
 
 
+# The resolvers of the loader, so that every text is written as the loader reads it.
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
@@ -338,6 +350,7 @@ def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None,
     while True:
         error_count = len(errors)
         tree = read_file(files[-1], errors)
+        # A file with a mistake in one value has a tree; without one, nothing was read.
         if len(errors) > error_count and not tree.children:
             return None, tuple(files)
 
@@ -378,7 +391,7 @@ def _base_file(node: Leaf | Section, files: list[Path], errors: list[UserError])
     folder = files[-1].parent
     origin = str(node.origin)
     expected = f"a YAML file, relative to {folder}"
-    value = node.plain() if isinstance(node, Section) else node.value
+    value = node.plain()
     if not isinstance(value, str) or not value:
         errors.append(
             UserError(
@@ -405,6 +418,7 @@ def _base_file(node: Leaf | Section, files: list[Path], errors: list[UserError])
         )
         return None
 
+    # Resolved, so that a link or `../` cannot hide a loop.
     if base.resolve() in [file.resolve() for file in files]:
         errors.append(
             UserError(
@@ -528,8 +542,8 @@ def named_section(node: Leaf | Section | None, path: Sequence[str]) -> Section |
     return None
 
 
+# Line of the text, from 1 -> origin of a value on it.
 OriginOf = Callable[[int], Origin]
-"""Line of the text, from 1 -> origin of a value on it."""
 
 
 def _root(loader: _Loader, node: yaml.Node, origin_of: OriginOf, errors: list[UserError]) -> Leaf | Section:
@@ -632,6 +646,7 @@ def _kind(node: yaml.Node) -> str:
 
 def yaml_files_beside(path: Path) -> str:
     """Return the fix for a missing file: the YAML files of its folder, or a check of the spelling."""
+    # A folder without permission to list it has no suggestions.
     try:
         names = sorted(entry.name for entry in path.parent.glob("*.yaml"))[:8]
     except OSError:
@@ -648,6 +663,7 @@ def describe(value: Any) -> str:
         >>> describe(3), describe([1, 2])
         ('3 (integer)', '[1, 2] (list)')
     """
+    # `bool` before `int`, of which Python makes it a subclass.
     match value:
         case None:
             return "null (nothing)"

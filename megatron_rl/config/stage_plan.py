@@ -44,6 +44,7 @@ def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
     """Return the stages of a configuration in the order in which they run."""
     folder = RunFolder(config.run_dir)
     plans = []
+    # Supervised first: the reference of the training on preferences is its result.
     if config.sft is not None:
         plans.append(StagePlan("sft", "sft", "actor", config.sft, folder.stage_model("sft")))
     if config.preference is not None:
@@ -78,8 +79,8 @@ _REINFORCEMENT = (
 # Keys below those that a stage alone reads too, since they bound the rows of every job.
 _ROW_LIMITS = ("rollout.max_response_tokens", "rollout.sampling_profiles", "batch.tokens_per_microbatch")
 
+# Job of one stage -> the section that describes the stage.
 SECTIONS = {"sft": "sft", "prefer": "preference", "reward-model": "reward.models.NAME.training"}
-"""Job of one stage -> the section that describes the stage."""
 
 
 def has_use(job: str, path: str) -> bool:
@@ -103,6 +104,7 @@ def for_job(config: RunConfig) -> RunConfig:
     """
     if config.job not in SECTIONS:
         return config
+    # Reward models without training would be loaded for nothing.
     config = _with_defaults(config, config.job, "")
     models = {name: model for name, model in config.reward.models.items() if model.training is not None}
     return replace(config, reward=replace(config.reward, models=models))

@@ -30,6 +30,7 @@ class AlgorithmConfig:
 
     VALUE_KEY: ClassVar[str] = "name"
 
+    # The most used algorithm of reasoning models, which needs no critic.
     name: str = setting(
         "grpo",
         "A named algorithm, or the path of an Algorithm of your own.",
@@ -56,6 +57,7 @@ class AlgorithmConfig:
             "adv_estimator.name": {"gae": "ppo", "reinforce_plus_plus": "reinforce_pp"},
         },
     )
+    # Pieces of the policy's objective.
     advantage: PieceChoice = setting(
         None,
         "Advantage estimator: how much better a response or a token is than expected.",
@@ -166,6 +168,7 @@ class AlgorithmConfig:
             },
         },
     )
+    # Pieces of the critic's objective.
     value_loss: PieceChoice = setting(
         None,
         "Loss of each token for the critic.",
@@ -222,6 +225,7 @@ class AlgorithmConfig:
             "grpo_kl_beta": {0: REMOVED},
         },
     )
+    # Without it, the difference between the engine's and the trainer's kernels is a bias of the gradient.
     correction: PieceChoice = setting(
         None,
         "Correction of the mismatch between the log-probs of rollout and trainer.",
@@ -254,6 +258,7 @@ class AlgorithmConfig:
             "vllm_importance_sampling_correction": {True: "token_tis", False: REMOVED},
         },
     )
+    # Pieces that change rewards and rows.
     reward_shaping: PieceChoice = setting(
         None,
         "Transformation of rewards before advantages are computed.",

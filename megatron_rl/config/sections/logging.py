@@ -19,6 +19,7 @@ class LoggingConfig:
     continues its curves in the trackers.
     """
 
+    # TensorBoard needs no server and no account.
     trackers: tuple[str, ...] = setting(
         ("tensorboard",),
         f"Trackers, of {', '.join(TRACKERS)}. Each finds its server in its own way, by environment variables "
@@ -49,6 +50,7 @@ class LoggingConfig:
             "report_to": {"wandb": ["wandb"], "tensorboard": ["tensorboard"], "none": REMOVED},
         },
     )
+    # For machines without network.
     offline: bool = setting(
         False,
         "Write trackers' files below run_dir alone, from which their own commands can upload them later.",
@@ -77,6 +79,7 @@ class LoggingConfig:
             "Megatron-LM": "wandb_exp_name",
         },
     )
+    # All samples are in the run's folder; trackers need a few to look at.
     samples: int = setting(
         8,
         "Number of samples of each step and evaluation that trackers get as a table; 0 sends none.",

@@ -32,6 +32,7 @@ class ModelConfig:
 
     VALUE_KEY: ClassVar[str] = "path"
 
+    # The model itself, in one of two formats.
     path: str = required(
         "Directory with config.json, safetensors and tokenizer files. With `megatron` the run writes it, "
         "with config.json and tokenizer alone; the default is then a folder in run_dir.",
@@ -67,6 +68,7 @@ class ModelConfig:
         "With `megatron`: directory with the tokenizer, and with a config.json that is used as it is.",
         unset="the tokenizer's directory that the checkpoint's arguments name",
     )
+    # No float16: it needs loss scaling.
     dtype: str = setting(
         "bfloat16",
         "Type of weights and activations in training and rollout.",
@@ -82,6 +84,7 @@ class ModelConfig:
         },
         their_values={"bf16": {True: "bfloat16", False: "float32"}},
     )
+    # How the model is built.
     provider: str | None = setting(
         None,
         "Your function that builds the GPTModel of a pipeline stage: module:function or "
@@ -124,6 +127,7 @@ class LayoutConfig:
         also_called={"slime": "actor_num_nodes, actor_num_gpus_per_node"},
         conversion=RANKS_LISTED,
     )
+    # Sizes. All are 1 by default, so that every rank has a complete model until the user divides it.
     tensor: int = setting(
         1,
         "Tensor parallelism: ranks that each layer is sharded over.",
@@ -145,6 +149,7 @@ class LayoutConfig:
             "common": "pp, pipeline_parallel, pp_size, pipeline_parallel_size",
         },
     )
+    # Not a number of ranks: the chunks of a stage are on one rank.
     virtual_pipeline: int = setting(
         1,
         "Model chunks per pipeline stage (interleaved schedule).",
@@ -169,6 +174,7 @@ class LayoutConfig:
             "ms-swift": "sequence_parallel_size",
         },
     )
+    # Experts have a division of the ranks of their own, beside that of the dense layers.
     expert: int = setting(
         1,
         "Expert parallelism: ranks that the experts of a layer are distributed over.",
@@ -188,6 +194,7 @@ class LayoutConfig:
         advice="1 switches it off",
         also_called={"Megatron-LM": "expert_tensor_parallel_size", "common": "etp"},
     )
+    # With tensor parallelism it saves memory for the same communication.
     sequence_parallel: bool | None = setting(
         None,
         "Shard the activations between layers over the tensor-parallel ranks.",
@@ -221,6 +228,7 @@ class OptimizerConfig:
         advice="1e-6 is a usual start for RL, 1e-5 for supervised training",
         also_called={"verl": "lr", "OpenRLHF": "actor_learning_rate", "common": "actor_lr"},
     )
+    # Schedule: warm-up from 0, then a decay to the minimum at the end of the run.
     minimum_learning_rate: float | None = setting(
         None,
         "Learning rate at the end of the decay.",
@@ -259,6 +267,7 @@ class OptimizerConfig:
             "verl": "warmup_style",
         },
     )
+    # AdamW. The defaults are PyTorch's.
     weight_decay: float = setting(
         0.01,
         "Decoupled weight decay of AdamW.",
@@ -306,6 +315,7 @@ class OptimizerConfig:
             "common": "gradient_clipping, max_norm, grad_norm_clip",
         },
     )
+    # Memory of the state.
     distributed: bool = setting(
         True,
         "Shard optimizer state over data-parallel ranks.",
@@ -329,6 +339,7 @@ class LoraConfig:
 
     VALUE_KEY: ClassVar[str] = "rank"
 
+    # Size and scale.
     rank: int = setting(
         32,
         "Rank of every adapter.",
@@ -364,6 +375,7 @@ class LoraConfig:
             "up_proj, linear_fc2 down_proj",
         ),
     )
+    # Start and transfer.
     path: str | None = setting(
         None, "Adapter in PEFT's format to start from.", unset="new adapters, which add 0"
     )
@@ -389,6 +401,7 @@ class ActorConfig:
     lora: LoraConfig | None = setting(
         None, "Adapters to train in place of the weights.", unset="every weight is trained"
     )
+    # Memory, for time: activations are computed again, or state is moved to the host.
     recompute: str = setting(
         "none",
         RECOMPUTED,
@@ -425,6 +438,8 @@ class ActorConfig:
             "OpenRLHF": "deepspeed_enable_sleep",
         },
     )
+    # Mixture of experts. A router that chooses other experts in the update than in the rollout makes the
+    # ratio of the two policies that of different networks.
     routing_replay: str = setting(
         "none",
         "Experts of each token in the actor's updates of a mixture of experts: those that the routers choose "
@@ -439,6 +454,7 @@ class ActorConfig:
         },
     )
     freeze_router: bool = setting(False, "Do not train the routers of a mixture of experts.")
+    # Everything else that Megatron can be told, by its own names.
     megatron: dict[str, Any] = setting(
         {},
         "Fields of Megatron-Core's TransformerConfig, also for the roles without settings of their own. "

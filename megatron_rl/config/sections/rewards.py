@@ -93,6 +93,7 @@ class RewardServerConfig:
         "SCORER_TOKEN. A process of your code gets such a variable only if `limits.environment` names it, "
         "and its value is never written to a file.",
     )
+    # Load on the server.
     concurrency: int = setting(16, "Largest number of open requests.", unit="requests", **MANY)
     rate: float | None = setting(
         None, "Largest number of requests per second.", unit="1/second", unset="no limit", **POSITIVE
@@ -137,6 +138,7 @@ class HttpRewardConfig(RewardServerConfig):
     ``{"error": "why the sample has no reward"}``.
     """
 
+    # Only what a server needs: tokens and turns are long.
     sends: tuple[str, ...] = setting(
         SENDS[:4],
         f"Parts of a sample, of {', '.join(SENDS[:6])}. With group, a request has all samples of a prompt.",
@@ -188,6 +190,7 @@ class JudgeConfig(RewardServerConfig):
     temperature: float = setting(0.0, "Temperature of the judge.", at_least=0, at_most=LARGE)
     max_tokens: int = setting(512, "Largest length of the judge's response.", **TOKENS)
     parameters: dict[str, Any] = setting({}, "Further parameters of the request.")
+    # A judge costs more than anything else in a step, and groups often have equal responses.
     cache: int = setting(
         100_000,
         "Number of responses with a verdict that are cached, so that an equal request is not sent again, "
@@ -218,6 +221,7 @@ class CodeConfig:
         "passes (share).",
         choices=("all", "share"),
     )
+    # Two limits: an endless loop ends after one test, a slow program after all.
     test_timeout: float = setting(5.0, "Time limit of a program in one test.", **SECONDS)
     timeout: float = setting(
         60.0, "Time limit of a program in all its tests; it fails the remaining ones.", **SECONDS
@@ -235,8 +239,9 @@ class RewardConfig:
     """Reward of a response: a function, tests, a server, a judge, reward models, or their weighted sum.
 
     The function is called in worker processes with each of ``prompt``, ``response``, ``ground_truth``,
-    ``metadata`` and the names in ``arguments`` that it has as a parameter, or with all if it has ``**kwargs``.
-    It returns a number, or a mapping of named components with ``reward`` among them. It may be ``async def``.
+    ``metadata`` and the names in ``arguments`` that it has as a parameter, or with all if it has
+    ``**kwargs``. It returns a number, or a mapping of named components with ``reward`` among them. It may be
+    ``async def``.
 
     A parameter ``turns`` gets the conversation after the prompt: a list of ``{role, content}`` with the roles
     policy and environment, the number of ``tokens``, and the ``tool_calls`` of a turn with any. A parameter
@@ -251,6 +256,7 @@ class RewardConfig:
 
     VALUE_KEY: ClassVar[str] = "function"
 
+    # The reward function.
     function: str | None = setting(
         None,
         "Reward function: module:function, or path/to/file.py:function.",
@@ -282,6 +288,8 @@ class RewardConfig:
     concurrency: int = setting(
         16, "Largest number of open calls of an `async def` function per worker.", unit="calls", **MANY
     )
+    # Failures. Several steps in a row, since one may fail for a reason that passes, such as a server's
+    # restart.
     max_invalid_fraction: float = setting(
         0.5,
         "Share of a step's rewards that may fail. A run that exceeds it in `invalid_steps` consecutive steps "
@@ -302,6 +310,7 @@ class RewardConfig:
             "reward_weights": "ours has a weight for each section of reward, and for each of reward.models"
         },
     )
+    # The other rewards.
     code: CodeConfig | None = setting(None, "Tests of the programs in responses.", unset="none")
     http: HttpRewardConfig | None = setting(None, "A server that computes rewards.", unset="none")
     judge: JudgeConfig | None = setting(None, "An LLM judge.", unset="none")

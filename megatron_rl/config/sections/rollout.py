@@ -91,6 +91,7 @@ class ServerConfig:
     again; it gets new requests once it is back and has the newest weights.
     """
 
+    # Empty by default: only `engine: server` needs them.
     urls: tuple[str, ...] = setting(
         (),
         "Addresses of the servers, such as `http://host:8000`; `check` shows the command that starts one.",
@@ -122,6 +123,7 @@ class RolloutConfig:
 
     VALUE_KEY: ClassVar[str] = "engine"
 
+    # Engine and its ranks.
     engine: str = setting(
         "vllm",
         "Rollout engine: vLLM in the ranks (vllm), a plain torch model for small tests (torch), vLLM's API "
@@ -265,6 +267,7 @@ class RolloutConfig:
         advice="keep saves a prefill at each update; later tokens are then sampled from a mixture of "
         "policies, whose log-probs no single set of weights computes",
     )
+    # Over-sampling hides the longest responses: a step need not wait for them.
     oversample: float = setting(
         0.0,
         "Further prompts sampled beside those of a step, as a fraction of them.",
@@ -310,6 +313,7 @@ class RolloutConfig:
             "leave it out to have the engine's own",
         },
     )
+    # Conversations.
     environment: EnvironmentConfig | None = setting(
         None,
         "Environment of conversations: `{name: my_env.py:Calculator, max_turns: 8}`.",
@@ -344,6 +348,7 @@ class RolloutConfig:
         True,
         "Compute vLLM's logits in float32, as the trainer does, also for a model of another dtype.",
     )
+    # Everything else that an engine can be told.
     server: ServerConfig = setting(ServerConfig(), "The servers of `engine: server`.")
     vllm: dict[str, Any] = setting(
         {}, "Fields of vLLM's EngineArgs.", also_called={"verl": "engine_kwargs", "NeMo-RL": "vllm_cfg"}
@@ -454,6 +459,7 @@ def stop_error(setting: str, text: str, tokens: Sequence[str]) -> UserError:
 class HybridEngineConfig:
     """Weight sync from the actor into the rollout engine: its memory and its verification."""
 
+    # Below 64 KiB the number of messages, above 1 TiB the memory of the host would be the limit.
     staging_bytes: int = setting(
         256 * 2**20,
         "Memory of a rank for weights in transfer.",
@@ -503,6 +509,7 @@ class AsynchronyConfig:
 
     VALUE_KEY: ClassVar[str] = "steps_ahead"
 
+    # Each step ahead is one more set of rollouts in memory, and one more update of mismatch.
     steps_ahead: int = setting(
         0,
         "Age of a step's rollouts in updates; 0 is the synchronous order.",
