@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Exit status of a command whose input is invalid; 1 is that of a failure.
+# Exit status of a command with invalid input, the same as argparse's for invalid options.
 EXIT_BAD_INPUT = 2
 
 

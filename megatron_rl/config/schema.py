@@ -383,7 +383,7 @@ class RunConfig:
     # Stages before reinforcement learning.
     sft: SftConfig | None = setting(None, "Supervised warm-up.", unset="none")
     preference: PreferenceConfig | None = setting(None, "Training on preferences.", unset="none")
-    # Longer than any phase of a usual step takes.
+    # PyTorch's default for collectives of NCCL is 10 minutes, too.
     rank_timeout: float = setting(
         600.0,
         "Time without progress of any rank after which the job stops. A rank may wait longer for a rank that "

@@ -154,7 +154,7 @@ class _Loader(yaml.SafeLoader):
         if not is_alias:
             self._sizes[id(node)] = self._size(node)
         elif id(node) not in self._sizes:
-            raise _TooLarge("values that end", None, "an *alias inside its own &anchor", mark)
+            raise _TooLarge("an *alias of a complete value", None, "an *alias inside its own &anchor", mark)
         return node
 
     def _size(self, node: yaml.Node) -> tuple[int, int]:

@@ -30,7 +30,7 @@ class AlgorithmConfig:
 
     VALUE_KEY: ClassVar[str] = "name"
 
-    # The most used algorithm of reasoning models, which needs no critic.
+    # GRPO needs no critic, so that it is the run with the fewest models.
     name: str = setting(
         "grpo",
         "A named algorithm, or the path of an Algorithm of your own.",

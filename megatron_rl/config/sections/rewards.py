@@ -190,7 +190,7 @@ class JudgeConfig(RewardServerConfig):
     temperature: float = setting(0.0, "Temperature of the judge.", at_least=0, at_most=LARGE)
     max_tokens: int = setting(512, "Largest length of the judge's response.", **TOKENS)
     parameters: dict[str, Any] = setting({}, "Further parameters of the request.")
-    # A judge costs more than anything else in a step, and groups often have equal responses.
+    # Calls of a judge are slow or cost money, and samples of one prompt are often equal.
     cache: int = setting(
         100_000,
         "Number of responses with a verdict that are cached, so that an equal request is not sent again, "

@@ -459,7 +459,6 @@ def stop_error(setting: str, text: str, tokens: Sequence[str]) -> UserError:
 class HybridEngineConfig:
     """Weight sync from the actor into the rollout engine: its memory and its verification."""
 
-    # Below 64 KiB the number of messages, above 1 TiB the memory of the host would be the limit.
     staging_bytes: int = setting(
         256 * 2**20,
         "Memory of a rank for weights in transfer.",
@@ -509,7 +508,7 @@ class AsynchronyConfig:
 
     VALUE_KEY: ClassVar[str] = "steps_ahead"
 
-    # Each step ahead is one more set of rollouts in memory, and one more update of mismatch.
+    # Each step ahead is one more update between the sampling of a token and its training.
     steps_ahead: int = setting(
         0,
         "Age of a step's rollouts in updates; 0 is the synchronous order.",
