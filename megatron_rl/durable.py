@@ -75,9 +75,11 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Call ``write`` with a temporary path, flush the file to the disk and rename it to ``path``."""
     temporary = path.with_name(path.name + ".part")
     write(temporary)
+
     # Before the rename: some file systems write names before contents.
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
+
     os.replace(temporary, path)
     sync_folder(path.parent)
 
@@ -130,6 +132,7 @@ class RunningDigest:
 def _digest(path: Path) -> str:
     digest = RunningDigest()
     require_file(path)
+
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         while block := file.read(_READ_BYTES):
@@ -150,6 +153,7 @@ def require_file(path: Path) -> int:
 def write_digests(folder: Path, file_digests: Mapping[str, str]) -> None:
     """Write the digests of a folder's files, and flush all names in the folder to the disk."""
     write_text(folder / DIGESTS, json.dumps(dict(sorted(file_digests.items())), indent=0))
+
     for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         sync_folder(inner)
 
@@ -174,6 +178,7 @@ def read_digests(folder: Path) -> dict[str, str] | None:
         content = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
+
     # An empty mapping would call every damaged folder an undamaged one.
     if not isinstance(content, dict) or not content:
         return None
@@ -183,7 +188,7 @@ def read_digests(folder: Path) -> dict[str, str] | None:
 
 
 def damages(folder: Path, file_digests: Mapping[str, str], names: Sequence[str]) -> list[str]:
-    """Return a line for each damaged file among ``names``; it begins with the name.
+    """Return a line for each damaged file among ``names``, beginning with the name.
 
     ``file_digests`` are the result of `read_digests`.
     """
@@ -203,6 +208,7 @@ def _damage(path: Path, digest: str) -> str | None:
         written_size = digest.partition(":")[0]
         if str(size) != written_size:
             return f"has {size} bytes instead of {written_size}"
+
         if _digest(path) != digest:
             return "has other content than was written"
         return None
@@ -232,6 +238,7 @@ def publish(finished: Path, final: Path) -> None:
         remove(old)
         final.rename(old)
         sync_folder(final.parent)
+
     finished.rename(final)
     sync_folder(final.parent)
     remove(old)
@@ -276,6 +283,7 @@ def file_error(error: OSError, folder: Path | None = None) -> UserError | None:
     path = error.filename
     if path is None and folder is not None:
         path = str(folder)
+
     if error.errno in _FULL_DISK:
         return no_space(folder or Path(str(path)), "what is written", str(error))
     if error.errno not in _FIXES or path is None:
@@ -322,6 +330,7 @@ def no_space(folder: Path, content: str, got: str, byte_count: float | None = No
     expected = "room for it"
     if byte_count is not None:
         expected = f"{byte_count * _HEADROOM / 2**30:.2f} GiB of free space"
+
     return UserError(
         f"the disk is too full for {content}",
         where=str(folder),

@@ -49,6 +49,7 @@ class UserError(Exception):
         for name, value in fields:
             if value is None:
                 continue
+
             first, *continuation = str(value).splitlines() or [""]
             lines.append(f"  {name + ':':<10}{first}")
             lines.extend(" " * 12 + line for line in continuation)
@@ -78,6 +79,7 @@ class UserErrors(UserError):
         self.errors: tuple[UserError, ...] = tuple(errors)
         if not self.errors:
             raise ValueError("UserErrors needs at least one error")
+
         count = len(self.errors)
         super().__init__(self.errors[0].message if count == 1 else f"{count} errors")
 
@@ -110,6 +112,7 @@ def numbered(errors: Iterable[UserError], kind: str) -> list[str]:
     for index, error in enumerate(all_errors, start=1):
         if lines:
             lines.append("")
+
         label = f"{kind} {index}" if len(all_errors) > 1 else kind
         first, *fields = error.lines()
         lines.extend([f"{label}: {first}", *fields])
@@ -164,6 +167,7 @@ def _misspelling(name: str, candidate: str) -> int | None:
         if edits > _allowed_edits(max(len(source), len(target))):
             return None
         total += edits
+
     if total > _MAX_EDITS:
         return None
     return total
@@ -198,6 +202,7 @@ def _edits(source: str, target: str) -> int:
             if i > 1 and j > 1 and letter == target[j - 2] and source[i - 2] == target_letter:
                 distance = min(distance, row_before_previous[j - 2] + 1)
             row.append(distance)
+
         row_before_previous = previous_row
         previous_row = row
     return previous_row[-1]

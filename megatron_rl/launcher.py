@@ -65,6 +65,7 @@ def read_launch(environment: Mapping[str, str], *, joins: bool = False) -> Launc
         for name, launcher in _OTHER_LAUNCHERS.items():
             if environment.get(name, "1") not in ("", "1"):
                 errors.append(_unknown_launcher(name, launcher, environment[name]))
+
         require_none(errors)
         return Launch()
 
@@ -75,6 +76,7 @@ def read_launch(environment: Mapping[str, str], *, joins: bool = False) -> Launc
         _integer(environment, "MASTER_PORT", 1, 1 << 16, errors)
         if not environment.get("MASTER_ADDR"):
             errors.append(_error("MASTER_ADDR", "the host of rank 0", environment.get("MASTER_ADDR")))
+
     require_none(errors)
     assert world_size is not None and rank is not None and local_rank is not None
     return Launch(rank, world_size, local_rank, alone=False)
@@ -101,12 +103,14 @@ def leave_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
+
     launcher = os.getppid()
 
     def watch() -> None:
         # An orphan gets another parent.
         while os.getppid() == launcher:
             time.sleep(_CHECK_SECONDS)
+
         message = f"\nrank {process_rank()}: the launcher, process {launcher}, is gone: leaving\n"
         with contextlib.suppress(OSError):
             os.write(2, message.encode())
@@ -133,6 +137,7 @@ def _integer(
         value = int(text)
     except ValueError:
         value = None
+
     if value is not None and value >= minimum and (end is None or value < end):
         return value
 
@@ -178,6 +183,7 @@ def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
         for entry in environment.get(name, "").split(","):
             if entry.strip():
                 entries.append(entry.strip())
+
     unique_entries = dict.fromkeys([*entries, LOOPBACK, "localhost"])
     return dict.fromkeys(_NO_PROXY, ",".join(unique_entries))
 
@@ -197,10 +203,12 @@ def report_errors(error: UserError) -> None:
         # A launcher that ends this rank has heard of another's failure: this one has nothing to add.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(PATIENCE)
+
         # The first rank of a machine prints for all ranks of the machine.
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return
         print(f"rank {rank} on {socket.gethostname()}:", file=sys.stderr)
+
     print("\n".join(numbered(each(error), "error")), file=sys.stderr, flush=True)
     if rank == 0:
         _write_summary(error)

@@ -36,6 +36,7 @@ class _CopyLoader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         """Compile the copy, never from a cache: the file's own .pyc may be of another content."""
         data = self.get_data(self.path)
+
         # Tracebacks read their lines from here, and not from the file.
         lines = data.decode("utf-8", "replace").splitlines(keepends=True)
         linecache.cache[self.path] = (len(data), None, lines, self.path)
@@ -51,8 +52,10 @@ class _CopyFinder:
     ) -> ModuleSpec | None:
         """Return the spec of a module with a copy, None for every other."""
         name = fullname.rpartition(".")[2]
-        search_path = sys.path if path is None else path
-        for entry in search_path:
+        if path is None:
+            path = sys.path
+
+        for entry in path:
             folder = os.path.join(os.path.realpath(entry), name)
             # In Python's order: a package before a module of the same name.
             for file, locations in ((os.path.join(folder, "__init__.py"), [folder]), (f"{folder}.py", None)):
@@ -103,6 +106,7 @@ def load_module(location: str) -> ModuleType:
     sys.modules[name] = module
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
+
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -127,6 +131,7 @@ def find_module(name: str) -> tuple[Path | None, str | None]:
         if spec is None and position == 0 and component in sys.modules:
             # Packages with an editable install are not on sys.path.
             spec = sys.modules[component].__spec__
+
         if spec is None and position == 0 and component in sys.builtin_module_names:
             return None, None
         if spec is None:
@@ -177,6 +182,7 @@ def load_path(path: str, key: str) -> Any:
         fix = "correct the module; python -c 'import ...' shows the same error"
         if is_absent:
             fix = "check the spelling, or add the module's folder to PYTHONPATH"
+
         raise UserError(
             f"cannot import {location}",
             where=key,

@@ -150,6 +150,7 @@ def fields_of(data: DataConfig, section: Any, path: str) -> OwnFields:
         value = getattr(section, name, None)
         if value is not None:
             values[name] = value
+
     return OwnFields(**values, stated_in=path)
 
 

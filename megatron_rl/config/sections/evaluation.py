@@ -101,6 +101,7 @@ class EvaluationSetConfig:
         """
         if self.samples == 1:
             return ()
+
         powers = [2**power for power in range(1, self.samples.bit_length())]
         return (*(power for power in powers if power < self.samples), self.samples)
 
@@ -109,6 +110,7 @@ class EvaluationSetConfig:
         names = ["accuracy"]
         for metric in ("pass", "majority"):
             names.extend(f"{metric}_at_{count}" for count in self.draws())
+
         return tuple(names)
 
     def metrics(self) -> tuple[str, ...]:
@@ -122,6 +124,7 @@ class EvaluationSetConfig:
         functions = {} if self.reward is None else {"reward": self.reward}
         for name, function in self.evaluators.items():
             functions[f"evaluators.{name}"] = function
+
         return functions
 
 

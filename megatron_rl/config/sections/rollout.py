@@ -28,7 +28,7 @@ from megatron_rl.config.sections.bounds import (
 )
 from megatron_rl.config.sections.models import RANKS_LISTED
 from megatron_rl.config.setting import Setting, required, setting, setting_of
-from megatron_rl.config.source import describe
+from megatron_rl.error_forms import out_of_range
 from megatron_rl.errors import UserError, nearest
 
 # Differences to names of other projects that several keys have.
@@ -379,6 +379,7 @@ class RolloutConfig:
     def truncates(self) -> bool:
         """Return whether any task is sampled with a filter, see `leaves_out`."""
         common = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+
         settings = [common | profile for profile in ({}, *self.sampling_profiles.values())]
         return any(leaves_out(s["top_p"], s["top_k"], s["min_p"]) for s in settings)
 
@@ -412,27 +413,24 @@ def profile_errors(rollout: RolloutConfig) -> list[UserError]:
             hint = hints(RolloutConfig)[name]
             accepted, typed = convert(hint, value)
             if not accepted or descriptions[name].error(path, typed) is not None:
-                errors.append(_profile_value_error(path, hint, descriptions[name], value))
+                expected = type_words(hint)
+                if descriptions[name].bounds():
+                    expected += f", {descriptions[name].bounds()}"
+                fix = "correct it, or remove it to have the value of the rollout section"
+                errors.append(out_of_range(path, value, expected, fix=fix))
     return errors
 
 
 def _profile_name_error(path: str, name: str, names: list[str]) -> UserError:
     message = f"`{path}` is not a sampling setting"
     fix = "remove it"
+
     close = nearest(name, names)
     if close:
         message += f"; did you mean `{close}`?"
         fix = f"write `{close}`"
     expected = f"one of {', '.join(names)}"
     return UserError(message, where=path, expected=expected, got=f"`{name}`", fix=fix)
-
-
-def _profile_value_error(path: str, hint: Any, description: Setting, value: Any) -> UserError:
-    expected = type_words(hint)
-    if description.bounds():
-        expected += f", {description.bounds()}"
-    fix = "correct it, or remove it to have the value of the rollout section"
-    return UserError(f"`{path}` is out of range", where=path, expected=expected, got=describe(value), fix=fix)
 
 
 def stop_strings(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
