@@ -184,7 +184,7 @@ class AlgorithmConfig:
     # A bare number is a coefficient: in most projects the penalty is in the loss.
     kl: PieceChoice = setting(
         None,
-        "KL penalty to the reference policy: none, in the loss, or in the reward.",
+        "KL penalty to the reference policy: none, in the loss (loss), or in the reward (reward).",
         unset=_ITS_OWN,
         number_means="{name: loss, coef: VALUE}",
         also_called={"verl": "use_kl_loss, use_kl_in_reward"},

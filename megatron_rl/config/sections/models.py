@@ -65,7 +65,8 @@ class ModelConfig:
     )
     hf_path: str | None = setting(
         None,
-        "With `megatron`: directory with the tokenizer, and with a config.json that is used as it is.",
+        "With `megatron`: directory with the tokenizer. A config.json in it is used in place of a derived "
+        "one.",
         unset="the tokenizer's directory that the checkpoint's arguments name",
     )
     # No float16: it needs loss scaling.

@@ -127,8 +127,8 @@ class RolloutConfig:
     engine: str = setting(
         "vllm",
         "Rollout engine: vLLM in the ranks (vllm), a plain torch model for small tests (torch), vLLM's API "
-        "servers (server), or the path of an engine of your own. That is a function with the parameters of "
-        "`make_engine` which returns an object that is both a `Generator` and a `WeightStore`.",
+        "servers (server), or the path of your own: a class that `make_engine` calls with its arguments, "
+        "whose objects are both a `Generator` and a `WeightStore`.",
         choices=tuple(ENGINES),
         or_path=True,
         also_called={
