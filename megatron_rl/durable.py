@@ -41,14 +41,14 @@ _PATH_CHARACTERS = 200
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _FIXES = {
-    errno.EACCES: "have its owner allow it, or name a place of your own",
-    errno.EPERM: "have its owner allow it, or name a place of your own",
-    errno.EROFS: "name a place that can be written",
+    errno.EACCES: "ask its owner for permission, or choose a folder of your own",
+    errno.EPERM: "ask its owner for permission, or choose a folder of your own",
+    errno.EROFS: "choose a folder that can be written",
     errno.ENOENT: "create the folder first, or correct the path",
-    errno.ENOTDIR: "correct the path: something on it is no folder",
+    errno.ENOTDIR: "correct the path: one of its parents is not a folder",
     errno.EISDIR: "name a file: this is a folder",
-    errno.EINVAL: "name a file with content of its own",
-    errno.EEXIST: "remove what has the name, or choose another",
+    errno.EINVAL: "name a regular file",
+    errno.EEXIST: "remove the existing file or folder, or choose another name",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ELOOP: "correct the link, which leads back to itself",
     errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
@@ -146,7 +146,7 @@ def require_file(path: Path) -> int:
     """Return the size of a regular file; raise OSError for a pipe or a device, which may never end."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is no file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return status.st_size
 
 
@@ -285,7 +285,7 @@ def file_error(error: OSError, folder: Path | None = None) -> UserError | None:
         path = str(folder)
 
     if error.errno in _FULL_DISK:
-        return no_space(folder or Path(str(path)), "what is written", str(error))
+        return no_space(folder or Path(str(path)), "the written files", str(error))
     if error.errno not in _FIXES or path is None:
         return None
 
@@ -318,7 +318,7 @@ def memory_error(error: BaseException, activity: str) -> UserError | None:
     return UserError(
         f"the host's memory ran out while {activity}",
         where="the machine of this rank",
-        expected="memory for copies of what is written",
+        expected="memory for copies of the written data",
         got=f"{type(error).__name__}: {first_line}".removesuffix(": "),
         fix="use fewer ranks on the machine, or raise its limit (ulimit -v, the container's, Slurm's --mem); "
         "checkpoint.asynchronous=false spares a copy of the weights",
@@ -336,5 +336,5 @@ def no_space(folder: Path, content: str, got: str, byte_count: float | None = No
         where=str(folder),
         expected=expected,
         got=got,
-        fix="free some space or set another run_dir; checkpoint.keep says how many checkpoints stay",
+        fix="free some space or set another run_dir; checkpoint.keep is the number of retained checkpoints",
     )

@@ -150,7 +150,7 @@ def _integer(
 
 def _error(name: str, expected: str, got: str | None) -> UserError:
     return UserError(
-        f"the launcher's variable {name} makes no sense",
+        f"the launcher's variable {name} has an invalid value",
         where=f"environment: {name}",
         expected=expected,
         got="nothing" if got is None else repr(got),

@@ -170,7 +170,7 @@ def require_state_format(directory: str | Path, meta: Mapping[str, Any]) -> None
     if got == STATE_FORMAT:
         return
     raise UserError(
-        "the checkpoint holds another state than this version of megatron_rl resumes from",
+        "the checkpoint has a state that this version of megatron_rl cannot resume from",
         where=str(directory),
         expected=f"state of format {STATE_FORMAT}",
         got=f"format {got}, saved by {meta.get('versions')}",
@@ -198,13 +198,14 @@ def require_layout(
     if optimizer_layout(role) == ANY or all(saved[size] == layout[size] for size in _SHARD_SIZES):
         return
 
-    # A stage writes for any layout only at its next save, a run at its last one.
-    is_in_stage = Path(directory).parent.parent.parent.name == STAGES
-    when = "its next save does" if is_in_stage else f"a run with steps={meta['step']} does and no more"
-    fix = (
-        f"have its own layout, on {saved['world_size']} ranks, write it for any: go on there with "
-        f"checkpoint.optimizer_layout=any, which {when}"
-    )
+    fix = f"convert it first: resume on {saved['world_size']} ranks of its own layout with "
+    fix += "checkpoint.optimizer_layout=any"
+    # A run that has all its steps only writes its last checkpoint again; a stage writes at its next save.
+    if Path(directory).parent.parent.parent.name == STAGES:
+        fix += " until its next save"
+    else:
+        fix += f" and steps={meta['step']}, which writes it for any layout and trains no further"
+
     readable = [path for path in checkpoints(Path(directory).parent) if reads_anywhere(read_meta(path))]
     if readable:
         fix += f"; or resume from {readable[-1]}, which any layout reads"
