@@ -127,7 +127,7 @@ def spread(total: int, count: int) -> tuple[int, int]:
 
 
 def smallest_world(config: RunConfig) -> int:
-    """Return the smallest number of processes that every role's parallel sizes divide."""
+    """Return the smallest number of processes that the parallel sizes of every role divide."""
     sizes = []
 
     # Ranks 0 to n - 1 make a world of n, so that an explicit rank needs one more than its number.
@@ -138,7 +138,7 @@ def smallest_world(config: RunConfig) -> int:
         if layout.ranks is not None:
             explicit_worlds.extend(rank + 1 for rank in layout.ranks)
             continue
-        # Dense layers and experts divide the ranks in two ways, each of which must come out even.
+        # Dense layers and experts divide the same ranks, each by sizes of their own.
         sizes.append(layout.tensor * layout.pipeline * layout.context)
         sizes.append(layout.expert * (layout.expert_tensor or 1) * layout.pipeline)
 
@@ -178,7 +178,7 @@ def longest_trained_row(config: RunConfig) -> int:
 
 
 def token_budget(config: RunConfig, layout: ParallelLayout) -> tuple[int, str]:
-    """Return the derived tokens per micro-batch of a trained role with a layout, and the reason."""
+    """Return the derived tokens per micro-batch for a role that trains on ``layout``, and the reason."""
     row_tokens = longest_trained_row(config)
     batch = config.batch
     rows = spread(batch.prompts_per_step * batch.samples_per_prompt, batch.optimizer_steps)[1]

@@ -171,8 +171,8 @@ def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:
 def with_best_rank_order(config: RunConfig, shape: ModelShape) -> tuple[RunConfig, str]:
     """Return the configuration with the order of rollout ranks that moves the least weights, and the reason.
 
-    The order decides which ranks form a replica, and so how much of its weights a rank has as an actor
-    already.
+    The order decides which ranks form a replica, and so how many of its weights a rank already has as an
+    actor.
     """
     ranks = config.rollout.ranks
     assert ranks is not None

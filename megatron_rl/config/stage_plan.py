@@ -100,12 +100,13 @@ def _below(path: str, *sections: str) -> bool:
 def for_job(config: RunConfig) -> RunConfig:
     """Return the configuration with the default of every key that its job does not read.
 
-    So the job of one stage needs no more than its own settings, and no other setting is an error.
+    So the job of one stage needs its own settings alone, and no mistake in another one stops it.
     """
     if config.job not in SECTIONS:
         return config
-    # Reward models without training would be loaded for nothing.
     config = _with_defaults(config, config.job, "")
+
+    # Reward models without training would be loaded for nothing.
     models = {name: model for name, model in config.reward.models.items() if model.training is not None}
     return replace(config, reward=replace(config.reward, models=models))
 
