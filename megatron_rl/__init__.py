@@ -76,5 +76,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names beside what is loaded already."""
+    """Return the public names and the names in the module."""
     return sorted({*globals(), *PUBLIC})

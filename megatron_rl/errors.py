@@ -1,4 +1,8 @@
-"""Errors that a user can act on: what was expected, what was found, where, and how to fix it."""
+"""Errors that a user can act on: a message, the place, the expected and the actual value, and the fix.
+
+The one idea: a mistake of the user is never a traceback. Everything that a configuration, a data set or an
+environment can have wrong is a `UserError`, and as many as possible are reported together.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +11,49 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+# Exit status of a command with invalid input, the same as argparse's for invalid options.
 EXIT_BAD_INPUT = 2
 
 
 @dataclass(eq=False)
 class UserError(Exception):
-    """Report one mistake in what the user gave: configuration, data, environment or checkpoint.
+    """One mistake in a user's configuration, data, environment or checkpoint.
 
-    ``message`` is one sentence; ``where`` names a config path, ``file:line`` or command; ``expected``,
-    ``got`` and ``fix`` may be left out where they would only repeat it. ``str()`` prints them as lines.
+    Example:
+        >>> print(UserError("`steps` is out of range", where="steps", expected="1 or more", got="0"))
+        `steps` is out of range
+          where:    steps
+          expected: 1 or more
+          got:      0
     """
 
     message: str
+    """One sentence whose subject is the key or the object."""
     where: str | None = None
+    """Configuration path, ``file:line`` or command."""
     expected: str | None = None
+    """Valid values; None if it would only repeat the message."""
     got: str | None = None
+    """Actual value."""
     fix: str | None = None
+    """Step that corrects the mistake."""
 
     def __post_init__(self) -> None:
-        # Exception.args must hold what __init__ takes: pickling across processes rebuilds from it.
+        # pickle rebuilds an exception in another process from its args, which __init__ must accept.
         super().__init__(self.message, self.where, self.expected, self.got, self.fix)
 
     def lines(self) -> list[str]:
-        """Return the message and one line for each field that is set."""
+        """Return the message and one line for each field that is set; further lines are indented."""
         fields = (("where", self.where), ("expected", self.expected), ("got", self.got), ("fix", self.fix))
-        result = [self.message]
+        lines = [self.message]
         for name, value in fields:
-            if value is not None:
-                first, *rest = str(value).splitlines() or [""]
-                result.append(f"  {name + ':':<10}{first}")
-                result.extend(" " * 12 + line for line in rest)
-        return result
+            if value is None:
+                continue
+
+            first, *continuation = str(value).splitlines() or [""]
+            lines.append(f"  {name + ':':<10}{first}")
+            lines.extend(" " * 12 + line for line in continuation)
+        return lines
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -54,12 +70,16 @@ class UserError(Exception):
 
 
 class UserErrors(UserError):
-    """Carry every mistake that was found, so that the user sees all of them at once."""
+    """Several mistakes that are reported together.
+
+    Example: ``UserErrors([first, second]).errors == (first, second)``.
+    """
 
     def __init__(self, errors: Iterable[UserError]) -> None:
         self.errors: tuple[UserError, ...] = tuple(errors)
         if not self.errors:
             raise ValueError("UserErrors needs at least one error")
+
         count = len(self.errors)
         super().__init__(self.errors[0].message if count == 1 else f"{count} errors")
 
@@ -71,34 +91,39 @@ class UserErrors(UserError):
 
 
 def each(error: UserError) -> tuple[UserError, ...]:
-    """Return the single errors that an error carries: itself, or those of a `UserErrors`."""
-    return error.errors if isinstance(error, UserErrors) else (error,)
+    """Return the single errors of an error: itself, or all errors of a `UserErrors`."""
+    if isinstance(error, UserErrors):
+        return error.errors
+    return (error,)
 
 
 def require_none(errors: Sequence[UserError]) -> None:
-    """Raise what was found, if anything: the one error, or several together."""
+    """Raise the error or errors, if there are any."""
+    if len(errors) == 1:
+        raise errors[0]
     if errors:
-        raise errors[0] if len(errors) == 1 else UserErrors(errors)
+        raise UserErrors(errors)
 
 
 def numbered(errors: Iterable[UserError], kind: str) -> list[str]:
-    """Return the errors as blocks of lines, numbered ``error 1: …`` where there are several."""
-    listed = tuple(errors)
-    result: list[str] = []
-    for index, error in enumerate(listed, start=1):
-        first, *rest = error.lines()
-        label = f"{kind} {index}" if len(listed) > 1 else kind
-        result.extend([f"{label}: {first}", *rest])
-        if index < len(listed):
-            result.append("")
-    return result
+    """Return the errors as blocks of lines; several are numbered ``error 1: …``."""
+    all_errors = tuple(errors)
+    lines: list[str] = []
+    for index, error in enumerate(all_errors, start=1):
+        if lines:
+            lines.append("")
+
+        label = f"{kind} {index}" if len(all_errors) > 1 else kind
+        first, *fields = error.lines()
+        lines.extend([f"{label}: {first}", *fields])
+    return lines
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that ``name`` is a slip of, or None where no single one is that close.
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
+    """Return the candidate that ``name`` is most likely a misspelling of; None unless exactly one is close.
 
-    A slip is a letter or two in a word, the words in another order, or other signs between them. Words of
-    one or two letters, and digits, carry the meaning of a name (`top_p` and `top_k`, `h100` and `h200`): a
+    A misspelling changes a letter or two of a word, the order of the words, or the signs between them. Words
+    of one or two letters, and digits, have the meaning of a name (`top_p` and `top_k`, `h100` and `h200`): a
     name that differs in them is another one. No suggestion is better than a wrong one.
 
     Example:
@@ -106,8 +131,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
         ('clip_high', None)
     """
     close: dict[str, tuple[int, int]] = {}
-    for candidate in known:
-        distance = _slip(name, candidate)
+    for candidate in candidates:
+        distance = _misspelling(name, candidate)
         if distance is not None:
             close[candidate] = (distance, _edits(name, candidate))
     if not close:
@@ -118,79 +143,109 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return best[0] if len(best) == 1 else None
 
 
-_MOST_EDITS = 3
-"""Letters in all words of a name together that a slip may change."""
+# Letters in all words of a name together that a misspelling may change.
+_MAX_EDITS = 3
 
 
-def _slip(name: str, candidate: str) -> int | None:
-    """Return how many letters a slip changed to make ``name`` of ``candidate``, None where it is no slip."""
-    words = _words_of(name)
-    others = _words_of(candidate)
-    if sorted(words) == sorted(others):
-        return 0 if words == others else 1
+def _misspelling(name: str, candidate: str) -> int | None:
+    """Return the number of letters in which ``name`` misspells ``candidate``; None for another name."""
+    sources = _split_name(name)
+    targets = _split_name(candidate)
+    if sorted(sources) == sorted(targets):
+        return 0 if sources == targets else 1
     if re.findall(r"\d+", name) != re.findall(r"\d+", candidate):
         return None
 
-    if len(words) != len(others):  # a sign between words was left out or put in
-        words, others = ["".join(words)], ["".join(others)]
+    # Another number of words: a sign between two of them was omitted or inserted.
+    if len(sources) != len(targets):
+        sources = ["".join(sources)]
+        targets = ["".join(targets)]
+
     total = 0
-    for word, other in zip(words, others, strict=True):
-        edits = _edits(word, other)
-        length = max(len(word), len(other))
-        allowed = 0 if length <= 2 else 1 if length < 8 else 2
-        if edits > allowed:
+    for source, target in zip(sources, targets, strict=True):
+        edits = _edits(source, target)
+        if edits > _allowed_edits(max(len(source), len(target))):
             return None
         total += edits
-    return total if total <= _MOST_EDITS else None
+
+    if total > _MAX_EDITS:
+        return None
+    return total
 
 
-def _words_of(name: str) -> list[str]:
-    return [word for word in re.split(r"[\W_]+", name.lower()) if word]
+def _allowed_edits(length: int) -> int:
+    """Return the letters that a misspelling may change in a word of a length."""
+    if length <= 2:
+        return 0
+    if length < 8:
+        return 1
+    return 2
 
 
-def _edits(word: str, other: str) -> int:
-    """Return the letters to put in, leave out, replace or exchange with their neighbour to get ``other``.
+def _split_name(name: str) -> list[str]:
+    return [item for item in re.split(r"[\W_]+", name.lower()) if item]
 
-    The optimal string alignment distance.
+
+def _edits(source: str, target: str) -> int:
+    """Return the optimal string alignment distance of two words.
+
+    It is the smallest number of letters to insert, delete, replace or exchange with their neighbour.
     """
-    before: list[int] = []
-    above = list(range(len(other) + 1))
-    for row, letter in enumerate(word, start=1):
-        current = [row]
-        for column, target in enumerate(other, start=1):
-            replaced = above[column - 1] + (letter != target)
-            best = min(above[column] + 1, current[column - 1] + 1, replaced)
-            exchanged = row > 1 and column > 1 and letter == other[column - 2] and word[row - 2] == target
-            if exchanged:
-                best = min(best, before[column - 2] + 1)
-            current.append(best)
-        before, above = above, current
-    return above[-1]
+    # Rows of the table of distances between beginnings: row i, column j is that of source[:i] and target[:j].
+    row_before_previous: list[int] = []
+    previous_row = list(range(len(target) + 1))
+    for i, letter in enumerate(source, start=1):
+        row = [i]
+        for j, target_letter in enumerate(target, start=1):
+            replacement = previous_row[j - 1] + (letter != target_letter)
+            distance = min(previous_row[j] + 1, row[j - 1] + 1, replacement)
+            if i > 1 and j > 1 and letter == target[j - 2] and source[i - 2] == target_letter:
+                distance = min(distance, row_before_previous[j - 2] + 1)
+            row.append(distance)
+
+        row_before_previous = previous_row
+        previous_row = row
+    return previous_row[-1]
 
 
 def neighbours(path: Path) -> str:
-    """Return what there is in the place of a missing file: the folder that is not there, or a near name."""
+    """Return the ``got`` line of a missing file: the missing folder, or a file with a near name."""
     parent = path.parent
     if path.is_symlink() and not path.exists():
         return f"{path} is a link that leads to nothing"
+    if path.is_dir():
+        return f"{path} is a folder"
     if path.exists():
-        return f"{path} is a {'folder' if path.is_dir() else 'pipe, a socket or a device'}"
+        return f"{path} is a pipe, a socket or a device"
+
     if not parent.is_dir():
+        # The first folder on the path that does not exist.
         while parent.parent != parent and not parent.parent.is_dir():
             parent = parent.parent
         return f"no directory {parent}"
+
     close = nearest(path.name, [item.name for item in parent.iterdir()])
-    return f"no {path.name} in {parent}" + (f"; there is {close}" if close else "")
+    if close is None:
+        return f"no {path.name} in {parent}"
+    return f"no {path.name} in {parent}; there is {close}"
 
 
-def some_of(names: Sequence[str], most: int) -> str:
-    """Return the first of many names in words, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def some_of(names: Sequence[str], count: int) -> str:
+    """Return the first ``count`` names as text, with the number of further ones.
+
+    Example:
+        >>> some_of(["a", "b", "c"], 2)
+        'a, b and 1 more'
+    """
+    text = ", ".join(names[:count])
+    if len(names) <= count:
+        return text
+    return f"{text} and {len(names) - count} more"
 
 
-def first_line(error: BaseException, longest: int = 300) -> str:
-    """Return the type and the first line of an exception: some libraries put a traceback into the text."""
+def first_line(error: BaseException, length: int = 300) -> str:
+    """Return the type and the first line of an exception, at most ``length`` characters."""
+    # Some libraries put the traceback of another process into the text.
     lines = [line.strip() for line in str(error).splitlines()]
     text = next((line for line in lines if line and not line.startswith("Traceback (")), "")
-    return f"{type(error).__name__}: {text}".removesuffix(": ")[:longest]
+    return f"{type(error).__name__}: {text}".removesuffix(": ")[:length]

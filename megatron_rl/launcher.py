@@ -1,4 +1,7 @@
-"""What the launcher tells a process of its job, and how the process tells the launcher of mistakes."""
+"""Position of a process in its job, as its launcher sets it, and the report of errors to the launcher.
+
+The one idea: torchrun passes everything in environment variables. A process without them is a job of its own.
+"""
 
 from __future__ import annotations
 
@@ -16,85 +19,102 @@ from pathlib import Path
 
 from megatron_rl.errors import UserError, each, numbered, require_none
 
-_LOOKS_SECONDS = 1.0
-"""Time between two looks at whether the launcher is still there."""
+# Seconds between two checks that the launcher is alive.
+_CHECK_SECONDS = 1.0
+
+# Seconds that other ranks leave rank 0 to print its errors before they print their own.
 PATIENCE = 8.0
-"""Seconds that other ranks leave rank 0 to print before they speak for themselves."""
+
 _FIX = "start with torchrun --nproc-per-node N, which sets it, or remove it for a single process"
+
 LOOPBACK = "127.0.0.1"
 _NO_PROXY = ("NO_PROXY", "no_proxy")
+
+# Variable -> launcher that sets the number of processes in a variable that torch.distributed does not read.
 _OTHER_LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": "srun",
     "OMPI_COMM_WORLD_SIZE": "mpirun",
     "PMI_SIZE": "mpiexec",
 }
-"""Variable -> launcher that states the number of processes in words that torch.distributed does not read."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Hold a process's place in its job; ``alone`` where no launcher spoke."""
+    """Position of a process in its job.
+
+    Example: the last process of 2 nodes with 8 GPUs is ``Launch(15, 16, 7, alone=False)``.
+    """
 
     rank: int = 0
+    """Rank in the job."""
     world_size: int = 1
+    """Number of processes of the job."""
     local_rank: int = 0
+    """Rank among the processes of the machine, which chooses the GPU."""
     alone: bool = True
+    """Whether no launcher started the process."""
 
 
 def read_launch(environment: Mapping[str, str], *, joins: bool = False) -> Launch:
-    """Return what the launcher's variables say; raise UserErrors for what they cannot mean.
+    """Return the position that the launcher's variables set; raise UserErrors for invalid values.
 
-    A process that ``joins`` the others of its job also needs to be told where they meet.
+    A process that ``joins`` the others of its job also needs the address of their rendezvous.
     """
     errors: list[UserError] = []
-    stated = [name for name in ("RANK", "WORLD_SIZE") if environment.get(name)]
-    if not stated:
+    if not environment.get("RANK") and not environment.get("WORLD_SIZE"):
         for name, launcher in _OTHER_LAUNCHERS.items():
             if environment.get(name, "1") not in ("", "1"):
                 errors.append(_unknown_launcher(name, launcher, environment[name]))
+
         require_none(errors)
         return Launch()
-    world = _integer(environment, "WORLD_SIZE", 1, None, errors)
-    rank = _integer(environment, "RANK", 0, world, errors)
-    local = _integer(environment, "LOCAL_RANK", 0, None, errors, default=0)
-    if joins and world is not None and world > 1:
+
+    world_size = _integer(environment, "WORLD_SIZE", 1, None, errors)
+    rank = _integer(environment, "RANK", 0, world_size, errors)
+    local_rank = _integer(environment, "LOCAL_RANK", 0, None, errors, default=0)
+    if joins and world_size is not None and world_size > 1:
         _integer(environment, "MASTER_PORT", 1, 1 << 16, errors)
         if not environment.get("MASTER_ADDR"):
             errors.append(_error("MASTER_ADDR", "the host of rank 0", environment.get("MASTER_ADDR")))
+
     require_none(errors)
-    assert world is not None and rank is not None and local is not None
-    return Launch(rank, world, local, alone=False)
+    assert world_size is not None and rank is not None and local_rank is not None
+    return Launch(rank, world_size, local_rank, alone=False)
 
 
 def launch(*, joins: bool = False) -> Launch:
-    """Return this process's place in its job; see `read_launch`."""
+    """Return the position of this process in its job; see `read_launch`."""
     return read_launch(os.environ, joins=joins)
 
 
 def process_rank() -> int:
-    """Return this process's rank, 0 where the launcher states none; for messages, so it never raises."""
+    """Return the rank of this process, 0 without a launcher; for messages, so it never raises."""
     rank = os.environ.get("RANK", "")
     return int(rank) if rank.isdecimal() else 0
 
 
 def leave_with_launcher() -> None:
-    """End this process soon after the launcher that started it is gone, killed without a word to its ranks.
+    """Exit this process soon after its launcher is gone, which may be killed without a signal to its ranks.
 
-    Ranks that went on would hold devices and ports and write into a folder that the next job takes for its
-    own. Only torchrun's own ranks are watched: other launchers see to that themselves, and a process that a
-    shell started may outlive it. Call it before anything that takes time: a launcher that is gone by then is
-    not known.
+    Ranks without a launcher would keep devices and ports, and write into a folder that the next job uses as
+    its own. Only ranks of torchrun are watched: other launchers end their ranks themselves, and a process
+    that a shell started may outlive the shell. Call it before anything slow: a launcher that is gone at the
+    time of the call is not noticed.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
+
     launcher = os.getppid()
 
     def watch() -> None:
+        # An orphan gets another parent.
         while os.getppid() == launcher:
-            time.sleep(_LOOKS_SECONDS)
-        words = f"\nrank {process_rank()}: the launcher, process {launcher}, is gone: leaving\n"
+            time.sleep(_CHECK_SECONDS)
+
+        message = f"\nrank {process_rank()}: the launcher, process {launcher}, is gone: leaving\n"
         with contextlib.suppress(OSError):
-            os.write(2, words.encode())
+            os.write(2, message.encode())
+        # Not sys.exit: the main thread may be in a collective that never returns.
         os._exit(1)
 
     threading.Thread(target=watch, name="leave_with_launcher", daemon=True).start()
@@ -103,29 +123,34 @@ def leave_with_launcher() -> None:
 def _integer(
     environment: Mapping[str, str],
     name: str,
-    least: int,
-    bound: int | None,
+    minimum: int,
+    end: int | None,
     errors: list[UserError],
     default: int | None = None,
 ) -> int | None:
-    """Return the variable as a number of at least ``least`` and below ``bound``; None with an error."""
+    """Return a variable as an integer from ``minimum`` to below ``end``; append an error and return None."""
     text = environment.get(name, "").strip()
     if not text and default is not None:
         return default
+
     try:
         value = int(text)
     except ValueError:
         value = None
-    if value is not None and value >= least and (bound is None or value < bound):
+
+    if value is not None and value >= minimum and (end is None or value < end):
         return value
-    words = f"a number of {least} or more" if bound is None else f"a number from {least} to {bound - 1}"
-    errors.append(_error(name, words, environment.get(name)))
+
+    expected = f"a number of {minimum} or more"
+    if end is not None:
+        expected = f"a number from {minimum} to {end - 1}"
+    errors.append(_error(name, expected, environment.get(name)))
     return None
 
 
 def _error(name: str, expected: str, got: str | None) -> UserError:
     return UserError(
-        f"the launcher's variable {name} makes no sense",
+        f"the launcher's variable {name} has an invalid value",
         where=f"environment: {name}",
         expected=expected,
         got="nothing" if got is None else repr(got),
@@ -144,53 +169,63 @@ def _unknown_launcher(name: str, launcher: str, size: str) -> UserError:
 
 
 def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which no client asks for a server on this machine through a proxy.
+    """Return the variables with which no client uses a proxy for servers on this machine.
 
-    Programs read the name in one case or the other, and some the first that is set; the entries that are
-    there already hold in both.
+    Existing entries stay, in both cases of the name: some programs read one of them, others the first that is
+    set.
 
     Example:
         >>> without_proxy({"no_proxy": ".corp.example"})["NO_PROXY"]
         '.corp.example,127.0.0.1,localhost'
     """
-    texts = [environment.get(name, "") for name in _NO_PROXY]
-    entries = [entry.strip() for text in texts for entry in text.split(",") if entry.strip()]
-    return dict.fromkeys(_NO_PROXY, ",".join(dict.fromkeys([*entries, LOOPBACK, "localhost"])))
+    entries: list[str] = []
+    for name in _NO_PROXY:
+        for entry in environment.get(name, "").split(","):
+            if entry.strip():
+                entries.append(entry.strip())
+
+    unique_entries = dict.fromkeys([*entries, LOOPBACK, "localhost"])
+    return dict.fromkeys(_NO_PROXY, ",".join(unique_entries))
 
 
 def report_errors(error: UserError) -> None:
     """Print the errors on one rank, in the same text under every launcher.
 
-    Every rank finds the same errors in the same input, so rank 0 speaks and the launcher ends the others
-    while they wait. A rank that is still alive after `PATIENCE` has an error that rank 0 does not have,
-    such as a file missing on its machine alone, and prints it itself. No rank waits for another's message.
+    Every rank finds the same errors in the same input, so rank 0 prints them and the launcher ends the others
+    while they wait. A rank that is still alive after `PATIENCE` has an error that rank 0 does not have, such
+    as a file missing on its machine alone, and prints it itself. No rank waits for a message of another.
 
-    The errors are printed before this process ends, and so before the traceback that torchrun prints of
-    itself. Its summary, the last lines of its output, gets the first error once more.
+    The errors are printed before this process ends, and so before the traceback that torchrun prints. Its
+    summary, the last lines of its output, repeats the first error.
     """
     rank = process_rank()
     if rank != 0:
-        # A launcher that ends this rank has heard of another's failure: this one adds nothing to it.
+        # A launcher that ends this rank has heard of another's failure: this one has nothing to add.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(PATIENCE)
+
+        # The first rank of a machine prints for all ranks of the machine.
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return
         print(f"rank {rank} on {socket.gethostname()}:", file=sys.stderr)
+
     print("\n".join(numbered(each(error), "error")), file=sys.stderr, flush=True)
     if rank == 0:
         _write_summary(error)
 
 
 def _write_summary(error: UserError) -> None:
-    """Leave the first error where torchrun looks for the reason of a failure, if torchrun started this."""
+    """Write the first error to the file of torchrun's summary, if torchrun started this process."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
 
-    first, *others = each(error)
-    shown = f"bad input, no crash\n\nerror: {first}\n"
-    if others:
-        shown += f"\n{len(others)} more, printed above torchrun's own traceback\n"
-    message = {"message": shown, "extraInfo": {"py_callstack": shown, "timestamp": str(int(time.time()))}}
+    first, *further_errors = each(error)
+    text = f"bad input, no crash\n\nerror: {first}\n"
+    if further_errors:
+        text += f"\n{len(further_errors)} more, printed above torchrun's own traceback\n"
+
+    # The keys that torch.distributed.elastic's error handler reads.
+    message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
     with contextlib.suppress(OSError):
         Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")

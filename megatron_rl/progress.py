@@ -1,15 +1,19 @@
-"""Count what this process has done, so that others can tell whether it gets on."""
+"""Progress counters of this process, for the hang detector: units of work, whatever the role."""
 
 from collections import Counter
 
-_done: Counter[str] = Counter()
+_counts: Counter[str] = Counter()
 
 
 def advance(unit: str) -> None:
-    """Say that one more ``unit`` of work is done, such as a micro-batch."""
-    _done[unit] += 1
+    """Count one more completed ``unit`` of work, such as a micro-batch."""
+    _counts[unit] += 1
 
 
 def done() -> str:
-    """Return what has been done so far in words."""
-    return ", ".join(f"{count} {unit}" for unit, count in sorted(_done.copy().items()))
+    """Return the counts as text.
+
+    Example: ``"3 blocks of files, 12 micro-batches"``.
+    """
+    # A copy, since other threads count too.
+    return ", ".join(f"{count} {unit}" for unit, count in sorted(_counts.copy().items()))

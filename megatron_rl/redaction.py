@@ -1,4 +1,4 @@
-"""Tell names of secrets from other names, and keep their values out of what is written."""
+"""Secrets: names that secrets have, and the removal of their values from text that is written."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 HIDDEN = "(hidden)"
 
+# Complete words between underscores: `max_tokens` is not a secret, and `hf_token` is one.
 _SECRET = re.compile(
     r"(?:^|_)(?:secret|passw(?:or)?d|passphrase|credentials?|token|auth|authorization|bearer|cookie"
     r"|(?:api|access|private|signing|encryption)_?key)(?:$|_)"
@@ -15,30 +16,40 @@ _SECRET = re.compile(
 
 
 def is_secret(name: str) -> bool:
-    """Say whether a setting or environment variable of this name looks like a secret.
+    """Return whether a setting or environment variable of this name looks like a secret.
 
     Example:
         >>> [is_secret(name) for name in ("HF_TOKEN", "apiKey", "max_prompt_tokens")]
         [True, True, False]
     """
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+", "_", name)
-    return _SECRET.search(words.lower()) is not None
+    # Camel case and other signs become underscores.
+    snake_case = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+", "_", name)
+    return _SECRET.search(snake_case.lower()) is not None
 
 
 def redacted(value: Any) -> Any:
-    """Return ``value`` with what stands under names of secrets replaced by `HIDDEN`, at any depth."""
+    """Return ``value`` with `HIDDEN` in place of every value under the name of a secret, at any depth.
+
+    Example:
+        >>> redacted({"url": "http://host", "auth": {"api_key": "abc"}})
+        {'url': 'http://host', 'auth': '(hidden)'}
+    """
     if isinstance(value, Mapping):
-        return {
-            name: HIDDEN if isinstance(name, str) and is_secret(name) and content else redacted(content)
-            for name, content in value.items()
-        }
+        content = {}
+        for name, inner in value.items():
+            # An empty value has nothing to hide.
+            is_hidden_name = isinstance(name, str) and is_secret(name) and inner
+            content[name] = HIDDEN if is_hidden_name else redacted(inner)
+        return content
     if isinstance(value, list | tuple):
-        return type(value)(redacted(content) for content in value)
+        return type(value)(redacted(inner) for inner in value)
     return value
 
 
 def is_hidden(value: Any) -> bool:
-    """Say whether something in ``value`` was hidden by `redacted`."""
+    """Return whether `redacted` hid anything in ``value``."""
     if isinstance(value, Mapping):
-        return any(map(is_hidden, value.values()))
-    return any(map(is_hidden, value)) if isinstance(value, list | tuple) else value == HIDDEN
+        return any(is_hidden(inner) for inner in value.values())
+    if isinstance(value, list | tuple):
+        return any(is_hidden(inner) for inner in value)
+    return value == HIDDEN

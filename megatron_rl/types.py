@@ -144,6 +144,11 @@ def limited_counts(rollouts: Rollouts) -> Tensor:
     return counts + torch.tensor(dropped)
 
 
+def _select(values: Tensor | None, index: Tensor) -> Tensor | None:
+    """Return the items at ``index`` of an optional field."""
+    return None if values is None else values[index]
+
+
 class _Rows:
     """Base class of the ragged batch types: selection, concatenation and device copies of rows."""
 
@@ -169,14 +174,14 @@ class _Rows:
         # An optional field that is None stays None.
         changes: dict[str, Any] = {}
         for name in self.TOKEN_FIELDS:
-            value = getattr(self, name)
-            changes[name] = None if value is None else value[tokens]
+            changes[name] = _select(getattr(self, name), tokens)
         for name, counts in self.ITEM_FIELDS.items():
             value = getattr(self, name)
-            changes[name] = None if value is None else value[token_index(getattr(self, counts), tokens)]
+            if value is not None:
+                value = value[token_index(getattr(self, counts), tokens)]
+            changes[name] = value
         for name in self.ROW_FIELDS:
-            value = getattr(self, name)
-            changes[name] = None if value is None else value[index]
+            changes[name] = _select(getattr(self, name), index)
         for name in self.TUPLE_FIELDS:
             value = getattr(self, name)
             changes[name] = None if value is None else tuple(value[row] for row in ids)
@@ -193,26 +198,26 @@ class _Rows:
         return replace(self, **tensors)  # pyright: ignore[reportArgumentType]
 
     @classmethod
-    def concatenate(cls, parts: Sequence[Any]):
-        """Concatenate batches; a tensor field that is None in one of ``parts`` must be None in all."""
+    def concatenate(cls, batches: Sequence[Any]):
+        """Concatenate batches; a tensor field that is None in one of them must be None in all."""
         changes: dict[str, Any] = {}
         for name in (*cls.TOKEN_FIELDS, *cls.ITEM_FIELDS, *cls.ROW_FIELDS):
-            values = [getattr(batch, name) for batch in parts]
+            values = [getattr(batch, name) for batch in batches]
             changes[name] = None if values[0] is None else torch.cat(values)
 
         # A tuple field may be None in some batches: their rows get None.
         for name in cls.TUPLE_FIELDS:
-            values = [getattr(batch, name) for batch in parts]
+            values = [getattr(batch, name) for batch in batches]
             if all(value is None for value in values):
                 changes[name] = None
                 continue
             items: list[Any] = []
-            for value, batch in zip(values, parts, strict=True):
+            for value, batch in zip(values, batches, strict=True):
                 items.extend(value or (None,) * len(batch))
             changes[name] = tuple(items)
 
         # Fields without rows are those of the first batch.
-        common = {f.name: getattr(parts[0], f.name) for f in fields(cls) if f.name not in changes}  # pyright: ignore[reportArgumentType]
+        common = {f.name: getattr(batches[0], f.name) for f in fields(cls) if f.name not in changes}  # pyright: ignore[reportArgumentType]
         return cls(**changes, **common)
 
 

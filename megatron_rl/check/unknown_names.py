@@ -25,12 +25,17 @@ from megatron_rl.check.model.megatron_settings import (
 from megatron_rl.check.values import check_algorithm, check_values
 from megatron_rl.config.field_types import known_paths
 from megatron_rl.config.load import parse_tree
-from megatron_rl.config.other_names import FOREIGN_SECTIONS, OtherName, name_in_section, other_name
+from megatron_rl.config.other_names import (
+    FOREIGN_SECTIONS,
+    OtherName,
+    UnknownName,
+    name_in_section,
+    other_name,
+)
 from megatron_rl.config.roles import MODEL_ROLES
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.setting import REMOVED, is_setting
 from megatron_rl.config.source import DEFAULT, Leaf, Section, one_line, put
-from megatron_rl.config.unknown import UnknownName
 from megatron_rl.errors import UserError, nearest
 
 REFERENCE = "docs/configuration.md lists every name"

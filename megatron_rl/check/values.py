@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from megatron_rl.algorithms.algorithm import ALGORITHMS, Algorithm
 from megatron_rl.algorithms.lookup import algorithm_of
 from megatron_rl.check.stages import check_stages
-from megatron_rl.config.sampling_profiles import profile_errors
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import LONGEST_NAME
 from megatron_rl.config.sections.data import fields_of
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.sections.rewards import FUNCTION
+from megatron_rl.config.sections.rollout import profile_errors
 from megatron_rl.config.setting import sections_of, value_errors
 from megatron_rl.errors import UserError, each
 

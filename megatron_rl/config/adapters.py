@@ -1,4 +1,4 @@
-"""What follows from an actor with adapters: which layers have them, and what its reference and engine get."""
+"""Adapters of the roles: which layers have them, and with which roles an actor's base weights are shared."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from megatron_rl.shapes.pretrained import read_pretrained
 
 
 def with_adapters(config: RunConfig, shape: ModelShape | None, reasons: dict[str, str]) -> RunConfig:
-    """Fill in the factor and the layers of the roles' adapters, where they can be known.
+    """Fill in the factor and the layers of the roles' adapters.
 
-    ``shape`` is that of the actor's model, and of other roles' that start from the same one.
+    ``shape`` is the shape of the actor's model, None if it is not available. It gives the layers of the roles
+    that start from the same model; the layers of a role with another model stay open.
     """
 
-    def fill(where: str, section: Any) -> Any:
+    def fill(path: str, section: Any) -> Any:
         lora = getattr(section, "lora", None)
         if lora is None:
             return section
+
         if lora.alpha is None:
-            reasons[f"{where}.lora.alpha"] = "rank: an adapter adds the product of its matrices as it is"
+            reasons[f"{path}.lora.alpha"] = "rank: an adapter adds the product of its matrices as it is"
             lora = replace(lora, alpha=float(lora.rank))
         if lora.targets is None and shape is not None and _has_actor_shape(config, section):
-            reasons[f"{where}.lora.targets"] = "the linear layers of the model that can have adapters"
+            reasons[f"{path}.lora.targets"] = "the linear layers of the model that can have adapters"
             lora = replace(lora, targets=default_targets(shape))
         return replace(section, lora=lora)
 
@@ -41,39 +43,41 @@ def _has_actor_shape(config: RunConfig, section: Any) -> bool:
 
 
 def adapters_of(config: RunConfig) -> dict[str, LoraConfig]:
-    """Return the adapters of the roles that learn them, by the sections of these."""
+    """Return the adapters of each role that trains some, by the path of its section."""
     adapters = {path: getattr(section, "lora", None) for path, section in role_sections(config).items()}
     return {path: lora for path, lora in adapters.items() if lora is not None}
 
 
 def own_base_reason(config: RunConfig, path: str) -> str | None:
-    """Return why the adapters of the role at ``path`` have a base of their own, not the actor's.
+    """Return why the adapters of the role at ``path`` have a base of their own; None if it is the actor's.
 
-    None where both have one base. ``config`` is resolved; the role is one that can share, see `ADAPTED`.
+    ``config`` is resolved, and the role is one that can share its base, see `ADAPTED`.
     """
     actor = config.actor
     section: Any = role_sections(config)[path]
-    reasons = {
+    # In the order in which a user would look: is it set at all, then what differs.
+    conditions = {
         f"{path}.lora is not set": section.lora is None,
         "actor.lora is not set": actor.lora is None,
         f"{path}.path is another model": section.path != starting_model(config),
         f"{path}.layout is not the actor's": section.layout != actor.layout,
         f"{path}.megatron is set": section.megatron is not None,
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    return next((reason for reason, holds in conditions.items() if holds), None)
 
 
 def lora_apart(config: RunConfig) -> LoraConfig | None:
-    """Return the adapters that the rollout engine gets apart from the weights, None where it gets none."""
+    """Return the actor's adapters if the rollout engine gets them separately from the weights, else None."""
     lora = config.actor.lora
     return lora if lora is not None and lora.sync == "adapter" else None
 
 
 def separate_adapters(config: RunConfig) -> AdaptedModel | None:
-    """Return what the adapters of `lora_apart` are of; reads the model's config.json."""
+    """Return the model and the layers of the adapters of `lora_apart`; read the model's config.json."""
     lora = lora_apart(config)
     if lora is None:
         return None
+    # vLLM needs the names of the layers, which depend on the model's family.
     model = read_pretrained(Path(config.model.path) / "config.json")
     return adapted(model, lora.rank, lora.alpha, lora.targets)
 
@@ -81,7 +85,7 @@ def separate_adapters(config: RunConfig) -> AdaptedModel | None:
 def is_initial_actor(config: RunConfig, path: str) -> bool:
     """Return whether the role at ``path`` is the actor's own model with its adapters switched off.
 
-    So it is where the table lets it (see `INITIAL`), the actor has adapters, and the role has neither another
+    It is if the table allows it (see `INITIAL`), the actor has adapters, and the role has neither another
     model nor another layout. ``config`` is resolved.
     """
     actor = config.actor

@@ -1,4 +1,8 @@
-"""What each rank of a run holds in each phase of a step: `shapes.memory` for every role by its own shape."""
+"""Memory of each rank in each phase of a step, from the shapes of every role's model.
+
+The one idea: a rank's memory is a list of items, each with the phases in which it is resident. The peak is
+the largest sum over a phase, where of the roles that share a rank only one works at a time.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ from megatron_rl.config.roles import (
     spec_of,
 )
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.models import OptimizerConfig
+from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
 from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
@@ -42,86 +46,104 @@ from megatron_rl.shapes.memory import (
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
 from megatron_rl.shapes.pipeline_stages import default_stage_layers, stage_layers
 
+# Phases of a step, as the table of `check` prints them.
 PHASES = ("generate", "score", "learn")
+
+# Type of a moment or a master weight, as Megatron's settings name it -> bytes.
 _STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
-"""Bytes of the types in which Megatron keeps moments and master weights."""
 
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """Name one contributor, its bytes, the phases in which it is held, and how it was counted.
+    """One contributor to a rank's memory.
 
-    What has a ``turn`` is held only while that role works: roles that share ranks work one after the other,
-    and one that offloads has nothing on the device meanwhile. What has no phases is held by the host.
+    Example: ``MemoryItem("actor weights", 988_000_000, PHASES, "494.0M parameters x 2 B")``.
     """
 
     name: str
+    """Role and what it keeps, as the table of ``check`` prints it."""
     bytes: int
+    """Size."""
     phases: tuple[str, ...]
+    """Phases in which it is resident on the device; empty: it is in host memory."""
     how: str
+    """How the bytes were counted."""
     turn: str | None = None
+    """Role while whose turn alone it is resident; None: in the complete phase.
+
+    Roles that share ranks work one after another, and one that offloads has nothing on the device meanwhile.
+    """
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Hold the contributors of one rank."""
+    """Memory of one rank.
+
+    Example: ``RankMemory(0, items).total("learn")`` is the most bytes that are resident at once in that
+    phase.
+    """
 
     rank: int
+    """Rank in the world; ranks with the same items are listed once, by the first of them."""
     items: tuple[MemoryItem, ...]
+    """All contributors."""
 
     def total(self, phase: str) -> int:
-        """Return the most bytes held at once in a phase: what stays, and the largest of the roles' turns."""
-        turns = (self._bytes(phase, role) for role in self.turns(phase))
+        """Return the most bytes resident at once in a phase: the lasting items and the largest turn."""
+        turns = [self._bytes(phase, role) for role in self.turns(phase)]
         return self._bytes(phase, None) + max(turns, default=0)
 
     def _bytes(self, phase: str, turn: str | None) -> int:
         return sum(item.bytes for item in self.items if phase in item.phases and item.turn == turn)
 
     def turns(self, phase: str) -> list[str]:
-        """Return the roles that work one after the other in a phase, in the order of their items."""
+        """Return the roles that work one after another in a phase, in the order of their items."""
         return list(dict.fromkeys(item.turn for item in self.items if phase in item.phases and item.turn))
 
     @property
     def peak(self) -> int:
-        """Return the bytes held in the fullest phase."""
+        """Return the bytes of the fullest phase."""
         return max(self.total(phase) for phase in PHASES)
 
 
 @dataclass
 class Usage:
-    """Hold what one phase took on a rank: bytes on its device at its begin, at most and at its end; counts.
-
-    ``kernels`` are operators that compute, ``reads`` waits for values of the device. ``calls`` and ``bytes``
-    count by kind of group what goes over the network; point-to-point messages are under ``messages``.
-    """
+    """Resources that one phase of a simulated step used on a rank."""
 
     begin: int = 0
+    """Bytes on the device when the phase began."""
     peak: int = 0
+    """Most bytes on the device."""
     end: int = 0
+    """Bytes on the device when the phase ended."""
     kernels: int = 0
+    """Operators that compute."""
     reads: int = 0
+    """Times that the host waited for a value of the device."""
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """Kind of group -> collectives; point-to-point messages are under ``messages``."""
     bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """Kind of group -> bytes over the network, likewise."""
 
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """Hold what each phase takes on one rank, and the groups that it is in.
-
-    ``resting`` are the bytes that its models keep on the device while another role works. ``groups`` are
-    kinds and numbers of members.
-    """
+    """Result of the simulation of one rank."""
 
     rank: int
+    """Rank in the world."""
     phases: Mapping[str, Usage]
+    """Phase -> what it used."""
     resting: int
+    """Bytes that its models keep on the device while another role works."""
     groups: Sequence[tuple[str, int]]
+    """Kind and number of ranks of each group that the rank is in."""
 
     @property
     def connections(self) -> int:
-        """Return how many connections of the host's backend the rank comes to have, at most.
+        """Return the largest number of connections of the host's backend that the rank comes to have.
 
-        They are made when collectives first need them: with ranks at distances that double.
+        Gloo makes them when collectives first need them: with ranks at distances that double.
         """
         return sum(min(members - 1, 2 * (members - 1).bit_length()) for _, members in self.groups)
 
@@ -132,12 +154,14 @@ def memory_plan(
     shapes: Mapping[str, ModelShape],
     batch: BatchPlan | None,
 ) -> list[RankMemory]:
-    """Return for each distinct rank what it holds; ranks that hold the same are listed once.
+    """Return the memory of each distinct rank, the fullest first; ranks with the same items are listed once.
 
-    ``shapes`` are those of the roles that have a model of their own; the others have the actor's. ``batch``
-    is None for a job of one stage, which only learns.
+    ``shapes`` has an entry for each role with a model of its own; the others have the actor's. ``batch`` is
+    None for the job of one stage, which only trains.
     """
     asleep = sleeping_ranks(layouts) if "rollout" in layouts else frozenset[int]()
+
+    # A job has thousands of ranks and few kinds of them, such as one for each pipeline stage.
     first_rank: dict[tuple[MemoryItem, ...], int] = {}
     for rank in sorted({rank for layout in layouts.values() for rank in layout.ranks}):
         first_rank.setdefault(rank_memory(config, layouts, shapes, batch, rank, asleep).items, rank)
@@ -153,24 +177,31 @@ def rank_memory(
     rank: int,
     asleep: frozenset[int] = frozenset(),
 ) -> RankMemory:
-    """Return what one rank holds; arguments as in `memory_plan`. Engines of ranks ``asleep`` sleep."""
-    learners = _stage_learners(config, layouts) if batch is None else _learners(config, batch)
+    """Return the memory of one rank; arguments as in `memory_plan`. Engines of the ranks ``asleep`` sleep."""
     items: list[MemoryItem] = []
+    if batch is None:
+        learners = _stage_learners(config, layouts)
+    else:
+        learners = _learners(config, batch)
+
     for role, layout in layouts.items():
         if rank not in layout.ranks:
             continue
+
         shape = shapes.get(role, shapes["actor"])
         if role in learners:
             items += _trained(config, role, learners[role], layout, rank, shape)
             continue
+
         assert batch is not None
-        if role == "rollout" and not config.rollout.capabilities.in_process:
-            continue  # the servers' memory is not the job's
-        if role == "rollout":
+        if role != "rollout":
+            items += _frozen(config, role, layout, rank, shape, batch)
+        elif config.rollout.capabilities.in_process:
             awake = ("generate",) if rank in asleep else PHASES
             items += _rollout(config, layout, shape, batch, awake)
-        else:
-            items += _frozen(config, role, layout, rank, shape, batch)
+        # Other engines have servers, whose memory is not the job's.
+
+    # The estimate is compared with the memory of a GPU only where that is given or known.
     if config.gpu_memory_gib is not None:
         phases = ("learn",) if batch is None else PHASES
         items.append(MemoryItem("runtime", RUNTIME_BYTES, phases, "CUDA, NCCL, fragmentation"))
@@ -179,141 +210,216 @@ def rank_memory(
 
 @dataclass(frozen=True)
 class _Learner:
-    """Say how a role learns, from how many micro-batches of ``tokens`` tokens; ``alone``: in a stage."""
+    """Training of one role, as its memory depends on it."""
 
     recompute: str
+    """Activations that the backward pass computes again."""
     optimizer: OptimizerConfig
+    """Optimizer."""
     tokens: int
+    """Tokens of a micro-batch."""
     microbatches: int
+    """Micro-batches of a mini-batch on one rank."""
     offload: bool = False
+    """Whether it is in host memory outside its turn."""
     alone: bool = False
+    """Whether a job trains it in a stage, without other roles."""
 
 
 def _learners(config: RunConfig, batch: BatchPlan) -> dict[str, _Learner]:
-    return {
-        role_of(path): _Learner(
+    """Return the roles that train in a step of reinforcement learning."""
+    learners = {}
+    for path, section in learner_sections(config).items():
+        learners[role_of(path)] = _Learner(
             section.recompute,
             section.optimizer,
             batch.tokens_per_microbatch,
             batch.microbatches,
             section.offload,
         )
-        for path, section in learner_sections(config).items()
-    }
+    return learners
 
 
 def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> dict[str, _Learner]:
-    learners, tokens = {}, config.batch.tokens_per_microbatch
+    """Return the roles that train in the stages of a job of one stage."""
+    tokens = config.batch.tokens_per_microbatch
     assert tokens is not None
+    learners = {}
     for plan in stage_plans(config):
-        role, settings = role_of(plan.role), plan.settings
+        role = role_of(plan.role)
+        settings = plan.settings
         assert settings.max_row_tokens is not None
+        # A record has a row for each of its responses.
         rows = spread(settings.per_step * len(settings.RESPONSES), layouts[role].data)[1]
+        rows_per_microbatch = max(1, tokens // settings.max_row_tokens)
         learners[role] = _Learner(
             config.actor.recompute if role == "actor" else "none",
             settings.optimizer,
             tokens,
-            -(-rows // max(1, tokens // settings.max_row_tokens)),
+            -(-rows // rows_per_microbatch),
             alone=True,
         )
     return learners
 
 
 def _stages(config: RunConfig, layout: ParallelLayout, shape: ModelShape) -> Sequence[Sequence[int]]:
-    """Return the layers of each stage, also where Megatron's settings deal them out in a way of their own."""
+    """Return the layers of each pipeline stage."""
     try:
         return stage_layers(shape.layers, layout, megatron_settings(config, layout)[1])
     except UserError:
+        # Megatron can deal out layers in ways that `stage_layers` does not compute: an even cut is close.
         return default_stage_layers(shape.layers, layout.pipeline)
 
 
-def _built(config: RunConfig, shape: ModelShape, recompute: str) -> Layers:
+def _layer_kind(config: RunConfig, shape: ModelShape, recompute: str) -> Layers:
     fused = config.model.attention == "transformer_engine" and not shape.plain_layers
     return Layers(DTYPE_BYTES[config.model.dtype], fused, recompute)
 
 
 def state_bytes(optimizer: OptimizerConfig, weight_bytes: int) -> int:
-    """Return an optimizer's bytes per parameter: its moments, and a master copy of weights of fewer bytes.
+    """Return an optimizer's bytes per parameter with weights of ``weight_bytes`` each.
 
-    On the host it has a copy of all weights and of their gradients too.
+    These are its moments, and float32 master weights where the weights have fewer bytes.
     """
     if optimizer.offload:
+        # Two moments, weights and gradients in float32, whatever the model's type.
         return 16
 
-    def stated(field: str) -> int:
-        return _STATE_BYTES.get(str(optimizer.megatron.get(field, "float32")).removeprefix("torch."), 4)
+    def bytes_of(name: str) -> int:
+        dtype = str(optimizer.megatron.get(name, "float32")).removeprefix("torch.")
+        return _STATE_BYTES.get(dtype, 4)
 
-    moments = ("exp_avg_dtype", "exp_avg_sq_dtype") if optimizer.name == "adam" else ("momentum",)
-    master = 0 if weight_bytes == 4 else stated("main_params_dtype")
-    return master + sum(stated(moment) for moment in moments)
+    total = bytes_of("momentum")
+    if optimizer.name == "adam":
+        total = bytes_of("exp_avg_dtype") + bytes_of("exp_avg_sq_dtype")
+    # Weights of 4 bytes are their own master weights.
+    if weight_bytes != 4:
+        total += bytes_of("main_params_dtype")
+    return total
 
 
-def saved_bytes(held: int, optimizer: OptimizerConfig, weight_bytes: int) -> int:
-    """Return the bytes in a checkpoint of an optimizer that holds so many: a distributed one adds weights."""
+def saved_bytes(state_total: int, optimizer: OptimizerConfig, weight_bytes: int) -> int:
+    """Return the bytes in a checkpoint of an optimizer with ``state_total`` bytes in memory."""
     states = state_bytes(optimizer, weight_bytes)
     if optimizer.offload:
-        return held * 12 // states  # without gradients
-    return held * (states + 4 * (optimizer.distributed and weight_bytes == 4)) // states
+        # Gradients, 4 of the 16 bytes, are not saved.
+        return state_total * 12 // states
+    # A distributed optimizer saves float32 weights, also those that are the model's and not its own.
+    saved_states = states
+    if optimizer.distributed and weight_bytes == 4:
+        saved_states += 4
+    return state_total * saved_states // states
 
 
 def _trained(
     config: RunConfig, role: str, learner: _Learner, layout: ParallelLayout, rank: int, shape: ModelShape
 ) -> list[MemoryItem]:
-    spec, path = spec_of(role), section_of(role)
-    shape = shape.with_scalar_head() if spec.head == NUMBER else shape
+    """Return the items of a role that trains."""
+    spec = spec_of(role)
+    path = section_of(role)
+    if spec.head == NUMBER:
+        shape = shape.with_scalar_head()
 
-    def named(item: str) -> str:
+    def item_name(item: str) -> str:
         return item if role == "actor" else f"{role} {item}"
 
-    built = _built(config, shape, learner.recompute)
-    stages, stage = _stages(config, layout, shape), layout.coordinates(rank).pipeline
-    states = state_bytes(learner.optimizer, built.dtype_bytes)
+    layers = _layer_kind(config, shape, learner.recompute)
+    stages = _stages(config, layout, shape)
+    stage = layout.coordinates(rank).pipeline
+    states = state_bytes(learner.optimizer, layers.dtype_bytes)
     optimizer = OptimizerChoice(distributed=learner.optimizer.distributed, state_bytes=states)
     tokens = learner.tokens
-    adapters, merged, lora = None, 0, adapters_of(config).get(path)
+
+    # With adapters, only they and a new head have gradients and optimizer state.
+    adapters = None
+    merged_bytes = 0
+    lora = adapters_of(config).get(path)
     if lora is not None:
-        learned = Lora.of(shape, lora.rank, lora.targets)
-        dense, experts = adapter_parameter_count(shape, layout, stages[stage], learned)
-        if shape.scalar_head and stage == len(stages) - 1:
-            dense += shape.hidden  # the head
-        adapters = dense, experts
+        adapters, adapted_count = _adapter_counts(lora, shape, layout, stages, stage)
         if role == "actor" and lora_apart(config) is None:
-            merged = built.dtype_bytes * adapted_parameter_count(
-                shape, layout, stages[stage], learned.targets
-            )
+            merged_bytes = layers.dtype_bytes * adapted_count
+
     memory = training_memory(
-        shape, layout, stages, stage, optimizer, built, tokens, learner.microbatches, adapters
+        shape, layout, stages, stage, optimizer, layers, tokens, learner.microbatches, adapters
     )
-    scoring = scoring_memory(shape, layout, stages, stage, built, tokens)
-    scored, learned = (("score", "learn"), ("learn",)) if learner.offload else (PHASES, PHASES)
-    turn = role if learner.offload else None
-    count = f"{memory.weights / built.dtype_bytes / 1e6:,.1f}M parameters"
-    learning = count if adapters is None else f"{sum(adapters) / 1e6:,.1f}M parameters of adapters"
-    how = f"{count} x {built.dtype_bytes} B"
-    own_turn = None if role == "actor" and _is_base(config) else turn
-    weights = MemoryItem(f"{role} weights", int(memory.weights), scored, how, own_turn)
-    if spec.shares == ADAPTED and adapters is not None:
-        weights = _with_base(config, path, weights, built.dtype_bytes * sum(adapters), learning)
-    items = [
-        weights,
-        MemoryItem(named("gradients"), int(memory.gradients), learned, f"{learning} x 4 B (float32)", turn),
-    ]
-    if merged and not learner.alone:
-        how = "with the adapters added in, while weights move"
-        items.append(MemoryItem("merged weights", merged, ("generate",), how))
-    shared = f"shared by {layout.data * layout.context}" if optimizer.distributed else "not shared"
-    how = f"{states} B per parameter, {shared}"
-    held = () if learner.optimizer.offload else learned
-    items.append(MemoryItem(named("optimizer"), int(memory.optimizer), held, how, turn))
-    part = f"{tokens // layout.context} tokens"
-    how = f"{part} x {len(stages[stage])} layers x micro-batches in flight, recompute {learner.recompute}"
-    items.append(MemoryItem(named("activations"), int(memory.activations), ("learn",), how, role))
-    items += _forward(role, named, scoring, ("score", "learn"), part, layout, built.fused)
+    scoring = scoring_memory(shape, layout, stages, stage, layers, tokens)
+
+    # Gradients and optimizer state are needed only to train.
+    training_phases = PHASES
+    turn = None
+    if learner.offload:
+        training_phases = ("learn",)
+        turn = role
+
+    trained_count = f"{memory.weights / layers.dtype_bytes / 1e6:,.1f}M parameters"
+    if adapters is not None:
+        trained_count = f"{sum(adapters) / 1e6:,.1f}M parameters of adapters"
+    weights = _trained_weights(config, role, int(memory.weights), layers, learner.offload)
+    if adapters is not None and spec.shares == ADAPTED:
+        weights = _with_base(config, path, weights, layers.dtype_bytes * sum(adapters), trained_count)
+    items = [weights]
+
+    detail = f"{trained_count} x 4 B (float32)"
+    items.append(MemoryItem(item_name("gradients"), int(memory.gradients), training_phases, detail, turn))
+    if merged_bytes and not learner.alone:
+        detail = "with the adapters added in, while weights move"
+        items.append(MemoryItem("merged weights", merged_bytes, ("generate",), detail))
+
+    sharing = "not shared"
+    if optimizer.distributed:
+        sharing = f"shared by {layout.data * layout.context}"
+    detail = f"{states} B per parameter, {sharing}"
+    # An optimizer on the host has no phases.
+    optimizer_phases = training_phases
+    if learner.optimizer.offload:
+        optimizer_phases = ()
+    items.append(MemoryItem(item_name("optimizer"), int(memory.optimizer), optimizer_phases, detail, turn))
+
+    tokens_per_rank = f"{tokens // layout.context} tokens"
+    layer_count = len(stages[stage])
+    detail = (
+        f"{tokens_per_rank} x {layer_count} layers x micro-batches in flight, recompute {learner.recompute}"
+    )
+    items.append(MemoryItem(item_name("activations"), int(memory.activations), ("learn",), detail, role))
+    phases = ("score", "learn")
+    items += _forward(role, item_name, scoring, phases, tokens_per_rank, layout, layers.fused)
     if not learner.alone:
         return items
-    # Nobody else is there, and the models that one job trains come one after the other.
-    learns = [replace(item, phases=("learn",), turn=role) for item in items if "learn" in item.phases]
-    return learns + [item for item in items if not item.phases]
+
+    # No other role is in the job, and the models that one job trains come one after another.
+    device_items = [replace(item, phases=("learn",), turn=role) for item in items if "learn" in item.phases]
+    return device_items + [item for item in items if not item.phases]
+
+
+def _trained_weights(
+    config: RunConfig, role: str, weight_bytes: int, layers: Layers, offload: bool
+) -> MemoryItem:
+    """Return the weights of a role that trains, which it needs to score too."""
+    phases = PHASES
+    turn = None
+    if offload:
+        phases = ("score", "learn")
+        turn = role
+    # The actor's weights stay while another role computes with them in its own turn.
+    if role == "actor" and _is_base(config):
+        turn = None
+    detail = f"{weight_bytes / layers.dtype_bytes / 1e6:,.1f}M parameters x {layers.dtype_bytes} B"
+    return MemoryItem(f"{role} weights", weight_bytes, phases, detail, turn)
+
+
+def _adapter_counts(
+    lora: LoraConfig, shape: ModelShape, layout: ParallelLayout, stages: Sequence[Sequence[int]], stage: int
+) -> tuple[tuple[int, int], int]:
+    """Count the parameters of a rank's adapters and of the layers that have them.
+
+    Return (dense with a new head, experts) of the adapters, and the parameters of the layers.
+    """
+    adapter = Lora.of(shape, lora.rank, lora.targets)
+    dense, experts = adapter_parameter_count(shape, layout, stages[stage], adapter)
+    # A head of one number is new and trained in full, beside the adapters.
+    if shape.scalar_head and stage == len(stages) - 1:
+        dense += shape.hidden
+    return (dense, experts), adapted_parameter_count(shape, layout, stages[stage], adapter.targets)
 
 
 def _is_base(config: RunConfig) -> bool:
@@ -324,84 +430,101 @@ def _is_base(config: RunConfig) -> bool:
 
 
 def _with_base(
-    config: RunConfig, path: str, weights: MemoryItem, added_bytes: int, learning: str
+    config: RunConfig, path: str, weights: MemoryItem, adapter_bytes: int, trained_count: str
 ) -> MemoryItem:
-    """Return a role's weights where its adapters learn: ``added_bytes`` alone over the actor's base."""
+    """Return the weights of a role with adapters: ``adapter_bytes`` alone over the actor's base."""
     reason = own_base_reason(config, path)
     if reason is None:
-        return replace(weights, bytes=added_bytes, how=f"{learning} and the head, over the actor's base")
-    return replace(weights, how=f"{learning} and the head, and a base of its own: {reason}")
+        detail = f"{trained_count} and the head, over the actor's base"
+        return replace(weights, bytes=adapter_bytes, how=detail)
+    return replace(weights, how=f"{trained_count} and the head, and a base of its own: {reason}")
 
 
 def _forward(
     role: str,
-    named: Callable[[str], str],
+    item_name: Callable[[str], str],
     scoring: TrainingMemory,
     phases: tuple[str, ...],
-    part: str,
+    tokens_per_rank: str,
     layout: ParallelLayout,
     fused: bool,
 ) -> list[MemoryItem]:
-    """Return what a forward pass holds; a chunk of logits exists in all of ``phases``."""
-    how = f"{part}, {'2 layers' if fused else 'a layer'}"
-    items = [MemoryItem(named("forward activations"), int(scoring.activations), ("score",), how, role)]
+    """Return the items of a forward pass; a chunk of logits exists in all of ``phases``."""
+    detail = f"{tokens_per_rank}, {'2 layers' if fused else 'a layer'}"
+    activations = int(scoring.activations)
+    items = [MemoryItem(item_name("forward activations"), activations, ("score",), detail, role)]
     if scoring.logits:
-        how = f"a chunk of tokens x vocabulary / {layout.tensor} x 2 float32 copies"
-        items.append(MemoryItem(named("logits chunk"), int(scoring.logits), phases, how, role))
+        detail = f"a chunk of tokens x vocabulary / {layout.tensor} x 2 float32 copies"
+        items.append(MemoryItem(item_name("logits chunk"), int(scoring.logits), phases, detail, role))
     return items
 
 
 def _frozen(
     config: RunConfig, role: str, layout: ParallelLayout, rank: int, shape: ModelShape, batch: BatchPlan
 ) -> list[MemoryItem]:
+    """Return the items of a role that only scores."""
     path = section_of(role)
-    offload = role_sections(config)[path].offload
     if spec_of(role).head == NUMBER:
         shape = shape.with_scalar_head()
 
-    built = _built(config, shape, "none")
-    stages, stage = _stages(config, layout, shape), layout.coordinates(rank).pipeline
+    layers = _layer_kind(config, shape, "none")
+    stages = _stages(config, layout, shape)
+    stage = layout.coordinates(rank).pipeline
     tokens = batch.tokens_per_microbatch
-    memory = scoring_memory(shape, layout, stages, stage, built, tokens)
-    how = f"{memory.weights / built.dtype_bytes / 1e6:,.1f}M parameters x {built.dtype_bytes} B"
-    phases, turn = (("score",), role) if offload else (PHASES, None)
-    weights = MemoryItem(f"{role} weights", int(memory.weights), phases, how, turn)
+    memory = scoring_memory(shape, layout, stages, stage, layers, tokens)
+
+    phases = PHASES
+    turn = None
+    if role_sections(config)[path].offload:
+        phases = ("score",)
+        turn = role
+    detail = f"{memory.weights / layers.dtype_bytes / 1e6:,.1f}M parameters x {layers.dtype_bytes} B"
+    weights = MemoryItem(f"{role} weights", int(memory.weights), phases, detail, turn)
+    # No bytes of its own, but a line of the table: the user sees why.
     if is_initial_actor(config, path):
         weights = MemoryItem(f"{role} weights", 0, PHASES, "the actor's own, its adapters off")
-    part = f"{tokens // layout.context} tokens"
-    return [
-        weights,
-        *_forward(role, lambda item: f"{role} {item}", memory, ("score",), part, layout, built.fused),
-    ]
+
+    def item_name(item: str) -> str:
+        return f"{role} {item}"
+
+    tokens_per_rank = f"{tokens // layout.context} tokens"
+    forward = _forward(role, item_name, memory, ("score",), tokens_per_rank, layout, layers.fused)
+    return [weights, *forward]
 
 
 def episodes_in_flight(config: RunConfig, batch: BatchPlan) -> int:
     """Return the most episodes that a replica samples at once, as far as settings bound them."""
-    rows, most = batch.rows_per_replica[1], config.rollout.most_in_flight
-    return rows if most is None else min(rows, max(most, batch.samples))
+    rows = batch.rows_per_replica[1]
+    limit = config.rollout.most_in_flight
+    # The samples of a prompt are begun together.
+    if limit is None:
+        return rows
+    return min(rows, max(limit, batch.samples))
 
 
 def _rollout(
     config: RunConfig, layout: ParallelLayout, shape: ModelShape, batch: BatchPlan, awake: tuple[str, ...]
 ) -> list[MemoryItem]:
-    """Return what an engine holds that is ``awake`` in these phases."""
+    """Return the items of an engine in the ranks that is ``awake`` in these phases."""
     size = DTYPE_BYTES[config.model.dtype]
     parameters = rollout_parameters(shape, layout.tensor)
     weights = size * parameters
+    # No more than the weights themselves, as sent and as received.
     staging = min(config.hybrid_engine.staging_bytes, 2 * weights)
-    per_token = int(shape.kv_bytes_per_gpu(layout.tensor, size))
+
+    bytes_per_token = int(shape.kv_bytes_per_gpu(layout.tensor, size))
     rows = episodes_in_flight(config, batch)
-    cache = per_token * rows * batch.longest_row
-    how = f"{rows} rows x {batch.longest_row} tokens x {per_token} B: all at full length"
+    cache = bytes_per_token * rows * batch.longest_row
+    detail = f"{rows} rows x {batch.longest_row} tokens x {bytes_per_token} B: all at full length"
     if config.gpu_memory_gib is not None:
+        # vLLM gives its cache all the memory of its fraction; less is enough where the rows need less.
         room = max(0, int(config.rollout.memory_fraction * config.gpu_memory_gib * 2**30) - weights)
         if room < cache:
-            cache, how = (
-                room,
-                f"what memory_fraction leaves; holds {room // max(1, per_token):,} tokens at once",
-            )
+            cache = room
+            tokens = room // max(1, bytes_per_token)
+            detail = f"what memory_fraction leaves; holds {tokens:,} tokens at once"
     return [
         MemoryItem("rollout weights", weights, awake, f"{parameters / 1e6:,.1f}M parameters x {size} B"),
-        MemoryItem("key-value cache", cache, awake, how),
+        MemoryItem("key-value cache", cache, awake, detail),
         MemoryItem("sync staging", staging, ("generate",), "at most, while weights move"),
     ]

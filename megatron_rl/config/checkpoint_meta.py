@@ -1,7 +1,8 @@
-"""What a training checkpoint says of itself in meta.json, and which ones a folder holds; without torch.
+"""Checkpoints in a folder, their meta.json, and the rules for resuming from one; importable without torch.
 
-A checkpoint is a directory ``step_N`` in a folder of a run or of one of its stages. It is written under
-another name and renamed when it is complete, so a directory of that name with a meta.json is whole.
+The one idea: a checkpoint is a directory ``step_N`` in a folder of a run or of one of its stages. It is
+written under another name and renamed when it is complete, so a directory of that name with a meta.json is
+complete.
 """
 
 from __future__ import annotations
@@ -15,34 +16,42 @@ from typing import Any
 
 from megatron_rl.config.run_folder import STAGES
 from megatron_rl.durable import DOOMED, REPLACED, remove, without_final_name
+from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.pretrained import PretrainedModel
 
+# Written last, so that a directory with it is a complete checkpoint.
 META = "meta.json"
-ANY, SAME = "any", "same"
-"""How distributed optimizers lie in a checkpoint: as whole parameters, or in the shards of one layout."""
-_CUTS = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
-"""Sizes of a layout that the shards of an optimizer depend on."""
-_BUILD = {
+
+# Layouts of distributed optimizers in a checkpoint: complete parameters, which every layout reads, or the
+# shards of one layout.
+ANY = "any"
+SAME = "same"
+
+# Parallel sizes that the shards of an optimizer depend on.
+_SHARD_SIZES = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
+
+# Property of a role that its state depends on beside its model -> how to restore it.
+_BUILD_FIXES = {
     "layers": "set model.attention to the value it was trained with",
     "adapters": "set rank, alpha and targets in the lora of this role as they were",
     "base": "set model.path to the weights that these adapters were trained on",
     "optimizer": "set the name of the optimizer, and whether it is distributed, as they were",
     "dtype": "set model.dtype as it was",
 }
-"""What the state of a role depends on beside its model, and how to have each again."""
-STATE_FORMAT = 2
-"""Form of the state that a run resumes from: raised where a change of it would misread what is on disks.
 
-Models are read from checkpoints of every number; one that names none is of 0.
-"""
+# Format of the state that a run resumes from, raised when an older state would be misread. Models are read
+# from checkpoints of every number; a checkpoint without one has 0.
+STATE_FORMAT = 2
+
+# Format of the folder, its meta.json and the weights in it.
 _FORMAT = 3
-"""Form of the folder, its meta.json and the weights in it."""
+
 _STEP = re.compile(r"step_(\d+)")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Return the place in ``folder`` of the checkpoint after ``step`` steps."""
+    """Return the path in ``folder`` of the checkpoint after ``step`` steps."""
     return folder / f"step_{step}"
 
 
@@ -50,19 +59,29 @@ def is_checkpoint(path: Path) -> bool:
     """Return whether a directory is a complete training checkpoint."""
     try:
         return (path / META).is_file()
-    except OSError:  # a directory that may not be looked into
+    except OSError:  # a directory without permission to look into it
         return False
 
 
 def named_checkpoints(folder: Path) -> list[Path]:
-    """Return what has a checkpoint's name in a folder, complete or damaged, oldest first.
+    """Return the paths with a checkpoint's name in a folder, complete or damaged, oldest first.
 
-    So has the checkpoint that a kill of its replacement has left as ``step_N.old`` alone.
+    A checkpoint counts, too, whose replacement was killed between its two renames: it is ``step_N.old``.
     """
-    matches = [(_STEP.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ())]
-    # Not only after `recover_replaced`: `check` reads what a restart will find, and renames nothing.
-    matches += [(_STEP.fullmatch(path.stem), path) for path in without_final_name(folder)]
-    return [path for _, path in sorted((int(match.group(1)), path) for match, path in matches if match)]
+    if not folder.is_dir():
+        return []
+    steps: list[tuple[int, Path]] = []
+    for path in folder.iterdir():
+        match = _STEP.fullmatch(path.name)
+        if match:
+            steps.append((int(match.group(1)), path))
+
+    # Also before `recover_replaced`: `check` reads what a restart will find, and renames nothing.
+    for path in without_final_name(folder):
+        match = _STEP.fullmatch(path.stem)
+        if match:
+            steps.append((int(match.group(1)), path))
+    return [path for _, path in sorted(steps)]
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -77,34 +96,38 @@ def latest(folder: Path) -> Path | None:
 
 
 def prune(saved: Path, keep: int, best: Collection[int] = ()) -> list[Path]:
-    """Delete what broken saves left beside a checkpoint and older ones beyond ``keep`` with it; return them.
+    """Delete the remains of interrupted saves, and all but the newest ``keep`` checkpoints up to ``saved``.
 
-    Those of the steps ``best`` stay. Newer ones do not count: the run went on from before them, because they
-    are damaged. Call on one rank, while no save is under way.
+    Checkpoints of the steps ``best`` stay. Checkpoints newer than ``saved`` stay and do not count: they are
+    damaged, and the run has resumed from before them. Return the deleted paths. Call on one rank, while no
+    save is in progress.
     """
     folder = saved.parent
     doomed = [path for path in sorted(folder.glob("step_*")) if path.suffix in (".partial", REPLACED, DOOMED)]
     for path in doomed:
         remove(path)
+
     complete = checkpoints(folder)
     complete = complete[: complete.index(saved) + 1]
-    lasting = [checkpoint_path(folder, step) for step in best]
+    best_paths = [checkpoint_path(folder, step) for step in best]
     for path in complete[: max(len(complete) - max(keep, 1), 0)]:
-        if path in lasting:
+        if path in best_paths:
             continue
         doomed.append(path)
-        # Renamed first: a deletion that is cut off must not leave half a checkpoint under its name.
+        # Renamed first: an interrupted deletion must not leave half a checkpoint under its name.
         remove(path.rename(path.with_name(path.name + DOOMED)))
     return doomed
 
 
 def model_identity(model: PretrainedModel) -> dict[str, Any]:
-    """Return what makes two models the same: their family and every size, as JSON has them.
+    """Return the properties that identify a model, as JSON has them: its family and every size.
 
-    How long rows may be is none of it.
+    The longest row is not one of them, since the same weights can be run with another.
     """
+    # Through JSON, since the saved one has lists where the shape has tuples.
     sizes = asdict(model.shape)
-    del sizes["name"], sizes["max_positions"]
+    del sizes["name"]
+    del sizes["max_positions"]
     return {"model_type": model.family.model_type, **json.loads(json.dumps(sizes))}
 
 
@@ -123,106 +146,128 @@ def read_meta(directory: str | Path) -> dict[str, Any]:
             fix=fix,
         ) from None
     except (OSError, ValueError) as error:
-        raise UserError(
-            "the checkpoint's meta.json cannot be read", str(path), "a JSON object", str(error), fix
+        raise unreadable_file(
+            "the checkpoint's meta.json", path, error, expected="a JSON object", fix=fix
         ) from error
-    if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
-        got = meta.get("format") if isinstance(meta, dict) else type(meta).__name__
+
+    got = type(meta).__name__
+    if isinstance(meta, dict):
+        got = meta.get("format")
+    if got != _FORMAT:
         raise UserError(
             "the checkpoint was written by another version",
-            str(path),
-            f"format {_FORMAT}",
-            f"format {got}",
-            fix,
+            where=str(path),
+            expected=f"format {_FORMAT}",
+            got=f"format {got}",
+            fix=fix,
         )
     return meta
 
 
 def require_state_format(directory: str | Path, meta: Mapping[str, Any]) -> None:
-    """Raise UserError unless this version resumes from a checkpoint with the meta.json ``meta``."""
+    """Raise UserError unless this version can resume from a checkpoint with the meta.json ``meta``."""
     got = meta.get("state_format", 0)
-    if got != STATE_FORMAT:
-        raise UserError(
-            "the checkpoint holds another state than this version of megatron_rl resumes from",
-            where=str(directory),
-            expected=f"state of format {STATE_FORMAT}",
-            got=f"format {got}, saved by {meta.get('versions')}",
-            fix="resume with the version that saved it; or export its model, which any version reads "
-            f"(python -m megatron_rl export {directory} --out DIR), and start from that in a new run_dir",
-        )
+    if got == STATE_FORMAT:
+        return
+    raise UserError(
+        "the checkpoint has a state that this version of megatron_rl cannot resume from",
+        where=str(directory),
+        expected=f"state of format {STATE_FORMAT}",
+        got=f"format {got}, saved by {meta.get('versions')}",
+        fix="resume with the version that saved it; or export its model, which any version reads "
+        f"(python -m megatron_rl export {directory} --out DIR), and start from that in a new run_dir",
+    )
 
 
 def optimizer_layout(role: Mapping[str, Any]) -> str:
-    """Return how the optimizer of a role lies in a checkpoint, whose meta.json describes the ``role``."""
+    """Return the layout of a role's optimizer, `ANY` or `SAME`; ``role`` is the role's entry of meta.json."""
     return role.get("optimizer_layout", ANY)
 
 
 def reads_anywhere(meta: Mapping[str, Any]) -> bool:
-    """Return whether any layout can resume from a checkpoint, of which ``meta`` is the meta.json."""
+    """Return whether every layout can resume from a checkpoint with the meta.json ``meta``."""
     return all(optimizer_layout(role) == ANY for role in meta["roles"].values())
 
 
 def require_layout(
     directory: str | Path, name: str, meta: Mapping[str, Any], layout: Mapping[str, Any]
 ) -> None:
-    """Raise UserError unless the role ``name``'s optimizer can be read on a layout, given by its sizes."""
+    """Raise UserError unless the optimizer of the role ``name`` can be read on a layout with these sizes."""
     role = meta["roles"][name]
     saved = role["layout"]
-    if optimizer_layout(role) == ANY or all(saved[size] == layout[size] for size in _CUTS):
+    if optimizer_layout(role) == ANY or all(saved[size] == layout[size] for size in _SHARD_SIZES):
         return
-    whole = [path for path in checkpoints(Path(directory).parent) if reads_anywhere(read_meta(path))]
-    other = f"; or resume from {whole[-1]}, which any layout reads" if whole else ""
-    in_stage = Path(directory).parent.parent.parent.name == STAGES
-    does = "its next save does" if in_stage else f"a run with steps={meta['step']} does and no more"
+
+    fix = f"convert it first: resume on {saved['world_size']} ranks of its own layout with "
+    fix += "checkpoint.optimizer_layout=any"
+    # A run that has all its steps only writes its last checkpoint again; a stage writes at its next save.
+    if Path(directory).parent.parent.parent.name == STAGES:
+        fix += " until its next save"
+    else:
+        fix += f" and steps={meta['step']}, which writes it for any layout and trains no further"
+
+    readable = [path for path in checkpoints(Path(directory).parent) if reads_anywhere(read_meta(path))]
+    if readable:
+        fix += f"; or resume from {readable[-1]}, which any layout reads"
     raise UserError(
         "the checkpoint holds the optimizer in the shards of another layout",
         where=f"{directory} ({name})",
-        expected=", ".join(f"{size} {layout[size]}" for size in _CUTS),
-        got=", ".join(f"{size} {saved[size]}" for size in _CUTS),
-        fix=f"have its own layout, on {saved['world_size']} ranks, write it for any: go on there with "
-        f"checkpoint.optimizer_layout=any, which {does}{other}",
+        expected=", ".join(f"{size} {layout[size]}" for size in _SHARD_SIZES),
+        got=", ".join(f"{size} {saved[size]}" for size in _SHARD_SIZES),
+        fix=fix,
     )
 
 
 def require_roles(directory: str | Path, meta: Mapping[str, Any], learners: Collection[str]) -> None:
-    """Raise UserError unless a checkpoint with the meta.json ``meta`` has the roles that learn."""
-    missing = sorted(set(learners) - set(meta["roles"]))
-    if missing:
-        raise UserError(
-            f"the checkpoint has no {', '.join(missing)}",
-            where=str(directory),
-            expected=f"the learning roles {', '.join(learners)}",
-            got=", ".join(meta["roles"]),
-            fix="resume with the algorithm of the run that saved it, or start over from an exported model",
-        )
+    """Raise UserError unless a checkpoint with the meta.json ``meta`` has every role that trains."""
+    absent_roles = sorted(set(learners) - set(meta["roles"]))
+    if not absent_roles:
+        return
+    raise UserError(
+        f"the checkpoint has no {', '.join(absent_roles)}",
+        where=str(directory),
+        expected=f"the learning roles {', '.join(learners)}",
+        got=", ".join(meta["roles"]),
+        fix="resume with the algorithm of the run that saved it, or start over from an exported model",
+    )
 
 
 def optimizer_kind(name: str, distributed: bool) -> str:
-    """Return what a checkpoint calls an optimizer, by its name in the configuration."""
+    """Return the name of an optimizer in meta.json, from its name in the configuration.
+
+    Example:
+        >>> optimizer_kind("adam", True), optimizer_kind("sgd", False)
+        ('distributed', 'replicated sgd')
+    """
     kind = "distributed" if distributed else "replicated"
-    return kind if name == "adam" else f"{kind} {name}"
+    if name == "adam":
+        return kind
+    return f"{kind} {name}"
 
 
 def require_same_build(
-    directory: str | Path, role: str, saved: Mapping[str, Any], built: Mapping[str, str | None]
+    directory: str | Path, role: str, saved: Mapping[str, Any], build: Mapping[str, str | None]
 ) -> None:
     """Raise UserError unless a role was saved as it is built now.
 
-    ``saved`` is what meta.json says of the role, ``built`` the facts of `_BUILD` that are known.
+    ``saved`` is the role's entry of meta.json, ``build`` the available properties of `_BUILD_FIXES`.
     """
-    for fact, value in built.items():
-        if saved.get(fact) != value:
-            raise UserError(
-                f"the checkpoint was saved with {'other' if fact.endswith('s') else 'another'} {fact}",
-                where=f"{directory} ({role})",
-                expected=value or "none",
-                got=saved.get(fact) or "none",
-                fix=_BUILD[fact],
-            )
+    for name, value in build.items():
+        if saved.get(name) == value:
+            continue
+
+        article = "other" if name.endswith("s") else "another"
+        raise UserError(
+            f"the checkpoint was saved with {article} {name}",
+            where=f"{directory} ({role})",
+            expected=value or "none",
+            got=saved.get(name) or "none",
+            fix=_BUILD_FIXES[name],
+        )
 
 
 def write_meta(directory: Path, meta: Mapping[str, Any]) -> None:
-    """Write meta.json, the last file of a checkpoint."""
+    """Write meta.json, the last file of a checkpoint: it makes the checkpoint a complete one."""
     text = json.dumps({"format": _FORMAT, "state_format": STATE_FORMAT, **meta}, indent=2, sort_keys=True)
     (directory / META).write_text(text + "\n", encoding="utf-8")
 
@@ -233,18 +278,20 @@ def check_same_model(
     model: PretrainedModel,
     fix: str = "set model.path to the model that the run started from, or use another run_dir",
 ) -> None:
-    """Raise UserError if a folder is of another model than this; ``saved`` is its `model_identity`."""
+    """Raise UserError if a folder is of another model than ``model``; ``saved`` is its `model_identity`."""
     identity = model_identity(model)
     differing = [name for name in identity if name in saved and saved[name] != identity[name]]
-    if differing:
-        raise UserError(
-            "the checkpoint is of another model",
-            where=str(directory),
-            expected=", ".join(f"{name} = {_shown(identity[name])}" for name in differing),
-            got=", ".join(f"{name} = {_shown(saved[name])}" for name in differing),
-            fix=fix,
-        )
+    if not differing:
+        return
+
+    raise UserError(
+        "the checkpoint is of another model",
+        where=str(directory),
+        expected=", ".join(f"{name} = {_value_text(identity[name])}" for name in differing),
+        got=", ".join(f"{name} = {_value_text(saved[name])}" for name in differing),
+        fix=fix,
+    )
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

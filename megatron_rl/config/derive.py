@@ -1,4 +1,8 @@
-"""What follows from a configuration and a number of processes: filled-in values and batch arithmetic."""
+"""Derived values of a configuration for a number of processes, and the arithmetic of its batches.
+
+The one idea: a key left at None is filled in here, once, with a reason that ``check`` prints beside the
+value. Later code reads a resolved configuration and never derives a value again.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +26,18 @@ from megatron_rl.config.stage_plan import stage_plans, starting_model
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 
+# Micro-batches per pipeline stage that a derived token budget aims for: the pipeline is idle for a share
+# (stages - 1) / (micro-batches + stages - 1) of the time, which is below 20 % at this number.
 MICROBATCHES_PER_STAGE = 4
-"""Micro-batches per pipeline stage that a derived token budget aims for: the pipeline idles
-(stages - 1) / (micro-batches + stages - 1) of the time, below 20 % at this number."""
+
+# Rounds that a derived `rollout.round_tokens` divides the longest response into.
 ROUNDS_PER_RESPONSE = 8
-"""Rounds that a derived length of a round cuts the longest response into."""
+
+# Steps for which a response can be carried over by default.
 CARRIED_STEPS = 2
-"""Steps for which a response may be carried unless the configuration says another number."""
+
+# Upper end of a derived token budget, unless one row is longer.
 MICROBATCH_TOKENS = 16384
-"""Upper end of a derived token budget, unless one row is longer."""
 
 MISMATCH: Mapping[str, tuple[float, float, str]] = {
     "float32": (1e-4, 1e-2, "kernels of trainer and engine round differently: by 8e-6 on a 135M model"),
@@ -40,126 +47,182 @@ MISMATCH: Mapping[str, tuple[float, float, str]] = {
         "bfloat16 has 8 bits of mantissa: on a 135M model trainer and engine differ by 0.02 to 0.04",
     ),
 }
-"""dtype -> warn, stop, reason; mean absolute log-prob difference per response token."""
+"""dtype -> default of ``mismatch.warn`` and ``mismatch.stop``, mean absolute log-prob difference per response
+token in nats, and the reason."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Hold the arithmetic of one step, from prompts to micro-batches.
+    """Arithmetic of one step, from prompts to micro-batches.
 
-    A pair is (fewest, most) where a number does not divide evenly. ``longest_row`` and the token counts
-    are upper bounds: prompts and responses at their limits. Replicas sample all ``prompts_in_flight`` of a
-    step, of which it takes ``prompts``.
+    A pair is (smallest, largest) where a number does not divide evenly. ``longest_row`` and the token counts
+    are upper bounds: all prompts and responses at their limits.
+
+    Example: 64 prompts with 8 samples in 2 optimizer steps on 4 data-parallel ranks have ``rows=512``,
+    ``rows_per_minibatch=(256, 256)``, ``rows_per_actor_rank=(64, 64)``.
     """
 
     prompts: int
+    """Prompts that the step selects."""
     samples: int
+    """Samples of each prompt."""
     rows: int
+    """Rows that the step trains on: prompts x samples."""
     prompts_in_flight: int
+    """Prompts that the replicas sample together, with the over-sampled ones."""
     optimizer_steps: int
+    """Mini-batches of the step."""
     epochs: int
+    """Passes over the step's rows."""
     prompts_per_minibatch: tuple[int, int]
+    """Prompts of a mini-batch."""
     rows_per_minibatch: tuple[int, int]
+    """Rows of a mini-batch."""
     actor_data: int
+    """Data-parallel size of the actor."""
     rows_per_actor_rank: tuple[int, int]
+    """Rows of a mini-batch on one data-parallel rank."""
     replicas: int
+    """Replicas of the rollout engine."""
     rows_per_replica: tuple[int, int]
+    """Rows in flight that one replica samples."""
     longest_row: int
+    """Tokens of the longest row."""
     tokens_per_step: int
+    """Tokens of all rows at the longest."""
     tokens_per_microbatch: int
+    """Token budget of a micro-batch."""
     rows_per_microbatch: int
+    """Longest rows that fit into a micro-batch."""
     microbatches: int
+    """Micro-batches of a mini-batch on one data-parallel rank."""
 
     @property
     def updates(self) -> int:
-        """Return the optimizer steps that one training step makes."""
+        """Return the optimizer steps of one training step."""
         return self.optimizer_steps * self.epochs
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """Hold a configuration with derived values filled in, and for each the reason."""
+    """Configuration with its derived values.
+
+    Example: ``reasons["actor.layout.sequence_parallel"] == "on: tensor is 2"``.
+    """
 
     config: RunConfig
+    """Configuration without a None that stands for a derived value."""
     reasons: Mapping[str, str]
+    """Path of each derived value -> the reason."""
 
 
-def spread(total: int, parts: int) -> tuple[int, int]:
-    """Return the smallest and largest share of ``total`` dealt out evenly to ``parts``."""
-    return total // parts, -(-total // parts)
+def spread(total: int, count: int) -> tuple[int, int]:
+    """Return the smallest and the largest of ``count`` shares of ``total`` that are as equal as possible.
+
+    Example:
+        >>> spread(10, 4)
+        (2, 3)
+    """
+    return total // count, -(-total // count)
 
 
 def smallest_world(config: RunConfig) -> int:
-    """Return the smallest number of processes that every role's sizes divide."""
-    layouts = [layout for layout in layout_sections(config).values() if layout is not None]
-    sizes, named = [], [0]
-    for layout in layouts:
-        if layout.ranks is None:
-            sizes.append(layout.tensor * layout.pipeline * layout.context)
-            sizes.append(layout.expert * (layout.expert_tensor or 1) * layout.pipeline)
-        else:
-            named.extend(rank + 1 for rank in layout.ranks)
+    """Return the smallest number of processes that the parallel sizes of every role divide."""
+    sizes = []
+
+    # Ranks 0 to n - 1 make a world of n, so that an explicit rank needs one more than its number.
+    explicit_worlds = [0]
+    for layout in layout_sections(config).values():
+        if layout is None:
+            continue
+        if layout.ranks is not None:
+            explicit_worlds.extend(rank + 1 for rank in layout.ranks)
+            continue
+        # Dense layers and experts divide the same ranks, each by sizes of their own.
+        sizes.append(layout.tensor * layout.pipeline * layout.context)
+        sizes.append(layout.expert * (layout.expert_tensor or 1) * layout.pipeline)
+
     if config.rollout.ranks is None:
         sizes.append(config.rollout.tensor)
     else:
-        named.extend(rank + 1 for rank in config.rollout.ranks)
-    unit = math.lcm(*(max(1, size) for size in sizes)) * (2 if config.placement in APART else 1)
-    return unit * max(1, -(-max(named) // unit)) if sizes else max(1, max(named))
+        explicit_worlds.extend(rank + 1 for rank in config.rollout.ranks)
+
+    world = max(explicit_worlds)
+    if not sizes:
+        return max(1, world)
+
+    # Sizes of 0 are errors of their own. Placements with separate halves need the sizes in each half.
+    unit = math.lcm(*(max(1, size) for size in sizes))
+    if config.placement in APART:
+        unit *= 2
+    return unit * max(1, -(-world // unit))
 
 
 def longest_row(config: RunConfig) -> int:
-    """Return the most tokens that prompt and response may have together, over all sampling profiles."""
+    """Return the largest number of tokens of a prompt with its response, over all sampling profiles."""
     responses = [config.rollout.max_response_tokens]
     for profile in config.rollout.sampling_profiles.values():
         value = profile.get("max_response_tokens")
+        # Values of profiles are checked after this function is needed.
         if isinstance(value, int) and not isinstance(value, bool):
             responses.append(value)
     return config.data.max_prompt_tokens + max(responses)
 
 
 def longest_trained_row(config: RunConfig) -> int:
-    """Return the most tokens that a row may have wherever the job learns from rows."""
+    """Return the largest number of tokens of a row in all phases of the job that train."""
     limits = [plan.settings.max_row_tokens or longest_row(config) for plan in stage_plans(config)]
-    return max([longest_row(config), *limits] if config.job == TRAIN else limits or [longest_row(config)])
+    if config.job == TRAIN or not limits:
+        limits.append(longest_row(config))
+    return max(limits)
 
 
 def token_budget(config: RunConfig, layout: ParallelLayout) -> tuple[int, str]:
-    """Return the derived tokens per micro-batch and the reason in words, for a learner with a layout."""
-    longest = longest_trained_row(config)
+    """Return the derived tokens per micro-batch for a role that trains on ``layout``, and the reason."""
+    row_tokens = longest_trained_row(config)
     batch = config.batch
     rows = spread(batch.prompts_per_step * batch.samples_per_prompt, batch.optimizer_steps)[1]
     if config.job != TRAIN:
         sizes = [plan.settings.per_step * len(plan.settings.RESPONSES) for plan in stage_plans(config)]
         rows = max(sizes, default=rows)
+
+    # Without a pipeline, fewer and larger micro-batches are faster.
     stages = layout.pipeline
-    wanted = MICROBATCHES_PER_STAGE * stages if stages > 1 else 1
-    share = -(-spread(rows, layout.data)[1] * longest // wanted)
-    budget = max(longest, min(share, MICROBATCH_TOKENS))
-    if budget == longest:
-        return budget, f"the longest row has {longest} tokens"
+    microbatches = MICROBATCHES_PER_STAGE * stages if stages > 1 else 1
+    # From the rows at their limits: the budget must hold for every step.
+    share = -(-spread(rows, layout.data)[1] * row_tokens // microbatches)
+    budget = max(row_tokens, min(share, MICROBATCH_TOKENS))
+
+    if budget == row_tokens:
+        return budget, f"the longest row has {row_tokens} tokens"
     if budget == share and stages > 1:
-        return budget, f"{wanted} micro-batches keep {stages} pipeline stages busy"
+        return budget, f"{microbatches} micro-batches keep {stages} pipeline stages busy"
     if budget == share:
         return budget, "a mini-batch fits in one micro-batch"
     return budget, f"at most {MICROBATCH_TOKENS} tokens at once, and never less than the longest row"
 
 
 def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> BatchPlan:
-    """Return the batch arithmetic of a consistent configuration with its token budget filled in."""
-    batch, actor, rollout = config.batch, layouts["actor"], layouts["rollout"]
-    rows = batch.prompts_per_step * batch.samples_per_prompt
-    flight = config.rollout.prompts_in_flight(batch.prompts_per_step)
+    """Return the batch arithmetic of a valid configuration and its layouts by role."""
+    batch = config.batch
+    actor = layouts["actor"]
+    rollout = layouts["rollout"]
+    samples = batch.samples_per_prompt
+    in_flight = config.rollout.prompts_in_flight(batch.prompts_per_step)
+
+    # Mini-batches are cut between prompts, so that the samples of a prompt stay together.
     prompts = spread(batch.prompts_per_step, batch.optimizer_steps)
-    per_minibatch = (prompts[0] * batch.samples_per_prompt, prompts[1] * batch.samples_per_prompt)
+    per_minibatch = (prompts[0] * samples, prompts[1] * samples)
     per_rank = (per_minibatch[0] // actor.data, -(-per_minibatch[1] // actor.data))
-    longest = longest_row(config)
+
+    row_tokens = longest_row(config)
     budget = batch.tokens_per_microbatch or token_budget(config, actor)[0]
-    fit = max(1, budget // longest)
+    rows_per_microbatch = max(1, budget // row_tokens)
     return BatchPlan(
         prompts=batch.prompts_per_step,
-        samples=batch.samples_per_prompt,
-        rows=rows,
-        prompts_in_flight=flight,
+        samples=samples,
+        rows=batch.prompts_per_step * samples,
+        prompts_in_flight=in_flight,
         optimizer_steps=batch.optimizer_steps,
         epochs=batch.epochs,
         prompts_per_minibatch=prompts,
@@ -167,17 +230,17 @@ def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Batc
         actor_data=actor.data,
         rows_per_actor_rank=per_rank,
         replicas=rollout.data,
-        rows_per_replica=spread(flight * batch.samples_per_prompt, rollout.data),
-        longest_row=longest,
-        tokens_per_step=rows * longest,
+        rows_per_replica=spread(in_flight * samples, rollout.data),
+        longest_row=row_tokens,
+        tokens_per_step=batch.prompts_per_step * samples * row_tokens,
         tokens_per_microbatch=budget,
-        rows_per_microbatch=fit,
-        microbatches=-(-per_rank[1] // fit),
+        rows_per_microbatch=rows_per_microbatch,
+        microbatches=-(-per_rank[1] // rows_per_microbatch),
     )
 
 
 def with_needed_roles(config: RunConfig, algorithm: Any, reasons: dict[str, str]) -> RunConfig:
-    """Return ``config`` with default sections of the roles that ``algorithm`` calls for."""
+    """Return ``config`` with default sections of the roles that ``algorithm`` needs and that it lacks."""
     for spec in MODEL_ROLES:
         if spec.need is None or not spec.needed(algorithm) or spec.sections(config):
             continue
@@ -190,108 +253,133 @@ def with_needed_roles(config: RunConfig, algorithm: Any, reasons: dict[str, str]
 def resolve(
     config: RunConfig, world_size: int, algorithm: Any = None, shape: ModelShape | None = None
 ) -> Resolved:
-    """Fill in every value that the configuration leaves to derivation.
+    """Fill in every value that the configuration leaves open.
 
-    ``algorithm`` is the run's algorithm where it is known; it may call for a reference or a critic.
-    ``shape`` is that of the actor's model, which decides the best order of the rollout's ranks.
+    ``algorithm`` is the run's algorithm, which may need a reference or a critic; None if it is not available.
+    ``shape`` is the shape of the actor's model, which decides the best order of the rollout's ranks.
     """
     reasons: dict[str, str] = {}
     if config.world_size is None:
         reasons["world_size"] = "number of processes of this job"
+
+    # In this order: roles first, since all of the following fills in every role; their ranks and models
+    # before adapters, since those depend on which roles share the actor's model and ranks.
     config = with_needed_roles(config, algorithm, reasons)
-    config = _place(config, world_size, shape, reasons)
-    config = _start(config, reasons)
-    config = _learning(config, reasons)
+    config = _with_placement(config, world_size, shape, reasons)
+    config = _with_starting_models(config, reasons)
+    config = _with_training_settings(config, reasons)
     config = with_adapters(config, shape, reasons)
+
+    # By this machine: a plan for another one has to set it.
     model = config.model
     if model.attention is None:
         attention, reasons["model.attention"] = default_attention()
         model = replace(model, attention=attention)
+
     batch = config.batch
     if batch.tokens_per_microbatch is None:
         layout = role_layout(config.actor.layout, "actor.layout")
         budget, reasons["batch.tokens_per_microbatch"] = token_budget(config, layout)
         batch = replace(batch, tokens_per_microbatch=budget)
-    mismatch = _mismatch(config.mismatch, model.dtype, reasons)
-    rollout, asynchrony = _sampling_order(config, reasons)
-    filled = replace(
+
+    resolved = replace(
         config,
         world_size=world_size,
         model=model,
         sft=_stage(config.sft, "sft", config, reasons),
         preference=_preference(_stage(config.preference, "preference", config, reasons), reasons),
         batch=batch,
-        mismatch=mismatch,
-        rollout=rollout,
-        asynchrony=asynchrony,
+        mismatch=_mismatch(config.mismatch, model.dtype, reasons),
+        rollout=_rollout(config.rollout, reasons),
+        asynchrony=_asynchrony(config, reasons),
     )
-    return Resolved(filled, reasons)
+    return Resolved(resolved, reasons)
 
 
-def _start(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
-    """Let roles without a model of their own start from what reinforcement learning starts from."""
-    path, what = starting_model(config), "model.path"
+def _with_starting_models(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
+    """Set the path of roles without a model of their own to the one that reinforcement learning starts from.
+
+    That is the one after the stages of the actor, so that the reference is the policy at the first step.
+    """
+    model = starting_model(config)
+    source = "model.path"
     if config.preference is not None:
-        what = "model.path after the training on preferences (preference)"
+        source = "model.path after the training on preferences (preference)"
     elif config.sft is not None:
-        what = "model.path after the supervised warm-up (sft)"
+        source = "model.path after the supervised warm-up (sft)"
 
-    def start(where: str, section: Any) -> Any:
-        if where == "actor" or section.path is not None:
+    def fill(path: str, section: Any) -> Any:
+        if path == "actor" or section.path is not None:
             return section
-        head = ", with a new head" if spec_at(where).head == NUMBER else ""
-        before = reasons.get(f"{where}.path")
-        reasons[f"{where}.path"] = "; ".join(filter(None, [before, f"the starting model: {what}{head}"]))
-        return replace(section, path=path)
 
-    return with_role_sections(config, start)
-
-
-def _place(
-    config: RunConfig, world_size: int, shape: ModelShape | None, reasons: dict[str, str]
-) -> RunConfig:
-    """Name every role's ranks and fill its layout in."""
-    everyone = f"every rank of the job (0-{world_size - 1})" if world_size > 1 else "the only rank of the job"
-    why = everyone if config.placement not in APART else f"placement {config.placement}"
-    stated = layout_sections(config)
-    free = config.rollout.ranks is None
-    config = placed(config, world_size)
-    if free:
-        reasons["rollout.ranks"] = why
-    if free and shape is not None and config.job == TRAIN:
-        config, reason = with_best_rank_order(config, shape)
-        reasons["rollout.ranks"] += f", in {reason}"
-    actor = config.actor.layout.ranks
-
-    def fill(role: str, section: Any) -> Any:
-        path, layout = f"{role}.layout", section.layout
-        before = stated[path]
-        if before is None:
-            reasons[path] = "the actor's" if layout.ranks == actor else f"the actor's sizes; {why}"
-            before = layout
-        elif before.ranks is None:
-            reasons[f"{path}.ranks"] = why
-        return replace(section, layout=_layout(before, layout, path, reasons))
+        reason = f"the starting model: {source}"
+        if spec_at(path).head == NUMBER:
+            reason += ", with a new head"
+        # A role that the algorithm needs has the reason of the role itself already.
+        key = f"{path}.path"
+        if key in reasons:
+            reason = f"{reasons[key]}; {reason}"
+        reasons[key] = reason
+        return replace(section, path=model)
 
     return with_role_sections(config, fill)
 
 
-def _layout(stated: LayoutConfig, layout: LayoutConfig, path: str, reasons: dict[str, str]) -> LayoutConfig:
-    filled = role_layout(layout, path)
-    if path not in reasons and stated.expert_tensor is None:
+def _with_placement(
+    config: RunConfig, world_size: int, shape: ModelShape | None, reasons: dict[str, str]
+) -> RunConfig:
+    """Set every role's ranks and fill in its layout."""
+    if config.placement in APART:
+        reason = f"placement {config.placement}"
+    elif world_size > 1:
+        reason = f"every rank of the job (0-{world_size - 1})"
+    else:
+        reason = "the only rank of the job"
+
+    explicit_layouts = layout_sections(config)
+    rollout_is_derived = config.rollout.ranks is None
+    config = placed(config, world_size)
+    if rollout_is_derived:
+        reasons["rollout.ranks"] = reason
+    if rollout_is_derived and shape is not None and config.job == TRAIN:
+        config, order_reason = with_best_rank_order(config, shape)
+        reasons["rollout.ranks"] += f", in {order_reason}"
+    actor_ranks = config.actor.layout.ranks
+
+    def fill(role: str, section: Any) -> Any:
+        path = f"{role}.layout"
+        layout = section.layout
+        explicit = explicit_layouts[path]
+        if explicit is None:
+            reasons[path] = f"the actor's sizes; {reason}"
+            if layout.ranks == actor_ranks:
+                reasons[path] = "the actor's"
+            explicit = layout
+        elif explicit.ranks is None:
+            reasons[f"{path}.ranks"] = reason
+        return replace(section, layout=_layout(explicit, layout, path, reasons))
+
+    return with_role_sections(config, fill)
+
+
+def _layout(explicit: LayoutConfig, layout: LayoutConfig, path: str, reasons: dict[str, str]) -> LayoutConfig:
+    """Fill in the open sizes of a placed ``layout``; ``explicit`` is the layout in the configuration."""
+    derived = role_layout(layout, path)
+    # The reason of a layout that is derived as one covers its parts.
+    if path not in reasons and explicit.expert_tensor is None:
         reasons[f"{path}.expert_tensor"] = "experts are whole unless asked otherwise"
-    if path not in reasons and stated.sequence_parallel is None:
-        on = layout.tensor > 1
-        reasons[f"{path}.sequence_parallel"] = f"{'on' if on else 'off'}: tensor is {layout.tensor}"
+    if path not in reasons and explicit.sequence_parallel is None:
+        state = "on" if layout.tensor > 1 else "off"
+        reasons[f"{path}.sequence_parallel"] = f"{state}: tensor is {layout.tensor}"
     return replace(
         layout,
-        expert_tensor=filled.expert_tensor,
-        sequence_parallel=filled.sequence_parallel,
+        expert_tensor=derived.expert_tensor,
+        sequence_parallel=derived.sequence_parallel,
     )
 
 
-def _learning(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
-    """Fill in what optimizers leave open, of the roles and of the training of reward models."""
+def _with_training_settings(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
+    """Fill in the optimizers of the roles that train, and the training of reward models."""
 
     def fill(path: str, section: Any) -> Any:
         if isinstance(section, RewardModelConfig):
@@ -304,17 +392,18 @@ def _learning(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
     return with_role_sections(config, fill)
 
 
-def _stage(settings: Any, where: str, config: RunConfig, reasons: dict[str, str]) -> Any:
-    """Fill in what a stage takes over from the run; None stays None."""
+def _stage(settings: Any, path: str, config: RunConfig, reasons: dict[str, str]) -> Any:
+    """Fill in the values of a stage that default to the run's; None stays None."""
     if settings is None:
         return None
+
     if settings.checkpoint_every is None:
-        reasons[f"{where}.checkpoint_every"] = "checkpoint.every"
+        reasons[f"{path}.checkpoint_every"] = "checkpoint.every"
         settings = replace(settings, checkpoint_every=config.checkpoint.every)
     if settings.max_row_tokens is None:
-        reasons[f"{where}.max_row_tokens"] = "data.max_prompt_tokens + rollout.max_response_tokens"
+        reasons[f"{path}.max_row_tokens"] = "data.max_prompt_tokens + rollout.max_response_tokens"
         settings = replace(settings, max_row_tokens=longest_row(config))
-    return replace(settings, optimizer=_optimizer(settings.optimizer, f"{where}.optimizer", reasons))
+    return replace(settings, optimizer=_optimizer(settings.optimizer, f"{path}.optimizer", reasons))
 
 
 def _optimizer(optimizer: Any, path: str, reasons: dict[str, str]) -> Any:
@@ -325,38 +414,48 @@ def _optimizer(optimizer: Any, path: str, reasons: dict[str, str]) -> Any:
 
 
 def has_transformer_engine() -> bool:
-    """Say whether Transformer Engine is installed whole, with its extension of PyTorch; nothing is imported.
+    """Return whether Transformer Engine is installed with its extension for PyTorch; import nothing.
 
     ``pip install transformer_engine`` alone leaves the extension out.
     """
     package = find_spec("transformer_engine")
-    folders = [Path(folder) for folder in (package and package.submodule_search_locations) or ()]
-    places = [place for folder in folders for place in (folder, folder / "wheel_lib", folder.parent)]
-    extended = any(True for place in places for _ in place.glob("transformer_engine_torch*.so"))
-    return extended and any((folder / "pytorch").is_dir() for folder in folders)
+    if package is None:
+        return False
+    folders = [Path(location) for location in package.submodule_search_locations or ()]
+
+    # Wheels put the extension into wheel_lib, builds from source beside the package.
+    has_extension = False
+    for folder in folders:
+        for parent in (folder, folder / "wheel_lib", folder.parent):
+            has_extension = has_extension or any(parent.glob("transformer_engine_torch*.so"))
+    return has_extension and any((folder / "pytorch").is_dir() for folder in folders)
 
 
 def default_attention() -> tuple[str, str]:
-    """Return the implementation of attention that a run takes where none is stated, and the reason."""
+    """Return the default implementation of attention on this machine, and the reason."""
     if has_transformer_engine():
         return "transformer_engine", "Transformer Engine is installed"
     return "torch", "Transformer Engine is not installed"
 
 
 def _preference(preference: PreferenceConfig | None, reasons: dict[str, str]) -> PreferenceConfig | None:
-    """Fill in the strength that the loss's paper takes."""
+    """Fill in the beta of the paper of the loss."""
     if preference is None or preference.beta is not None:
         return preference
-    simpo = preference.loss == "simpo"
-    reasons["preference.beta"] = "SimPO's, arXiv:2405.14734" if simpo else "DPO's, arXiv:2305.18290"
-    return replace(preference, beta=2.0 if simpo else 0.1)
+    if preference.loss == "simpo":
+        reasons["preference.beta"] = "SimPO's, arXiv:2405.14734"
+        return replace(preference, beta=2.0)
+    reasons["preference.beta"] = "DPO's, arXiv:2305.18290"
+    return replace(preference, beta=0.1)
 
 
 def _mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]) -> MismatchConfig:
+    """Fill in the thresholds of a dtype so that ``warn`` is never above ``stop``."""
     warn, stop, reason = MISMATCH.get(dtype, MISMATCH["bfloat16"])
     if mismatch.warn is None:
-        # A stated stop below the usual warning must not make the two contradict each other.
-        warn = warn if mismatch.stop is None else min(warn, mismatch.stop)
+        # An explicit stop below the usual warning must not make the two contradict each other.
+        if mismatch.stop is not None:
+            warn = min(warn, mismatch.stop)
         reasons["mismatch.warn"] = reason
         mismatch = replace(mismatch, warn=warn)
     if mismatch.stop is None:
@@ -366,16 +465,24 @@ def _mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]) -> 
     return mismatch
 
 
-def _sampling_order(config: RunConfig, reasons: dict[str, str]) -> tuple[RolloutConfig, AsynchronyConfig]:
-    """Fill in how long a round of over-sampling is, and how old a learned token may be."""
-    rollout, asynchrony = config.rollout, config.asynchrony
-    if rollout.round_tokens is None:
-        reasons["rollout.round_tokens"] = f"1/{ROUNDS_PER_RESPONSE} of rollout.max_response_tokens"
-        rollout = replace(rollout, round_tokens=max(1, rollout.max_response_tokens // ROUNDS_PER_RESPONSE))
-    if asynchrony.max_staleness is None:
-        bound, reason = asynchrony.steps_ahead, "asynchrony.steps_ahead"
-        if rollout.partial:
-            bound, reason = bound + CARRIED_STEPS, f"{reason}, and {CARRIED_STEPS} for rollout.partial"
-        reasons["asynchrony.max_staleness"] = reason
-        asynchrony = replace(asynchrony, max_staleness=bound)
-    return rollout, asynchrony
+def _rollout(rollout: RolloutConfig, reasons: dict[str, str]) -> RolloutConfig:
+    """Fill in the length of a round of over-sampling."""
+    if rollout.round_tokens is not None:
+        return rollout
+    reasons["rollout.round_tokens"] = f"1/{ROUNDS_PER_RESPONSE} of rollout.max_response_tokens"
+    return replace(rollout, round_tokens=max(1, rollout.max_response_tokens // ROUNDS_PER_RESPONSE))
+
+
+def _asynchrony(config: RunConfig, reasons: dict[str, str]) -> AsynchronyConfig:
+    """Fill in the largest age of a trained token, in updates."""
+    asynchrony = config.asynchrony
+    if asynchrony.max_staleness is not None:
+        return asynchrony
+
+    staleness = asynchrony.steps_ahead
+    reason = "asynchrony.steps_ahead"
+    if config.rollout.partial:
+        staleness += CARRIED_STEPS
+        reason += f", and {CARRIED_STEPS} for rollout.partial"
+    reasons["asynchrony.max_staleness"] = reason
+    return replace(asynchrony, max_staleness=staleness)

@@ -1,8 +1,8 @@
-"""The table of rollout engines and what each of them can do; importable without torch.
+"""Table of the rollout engines and the capabilities of each; importable without torch.
 
-Rules, placement and the step never compare an engine's name: they ask its capabilities. So an engine is a
-folder of `megatron_rl.rollout.engines`, which has its code, and one line in `ENGINES`, which is enough for
-`check`, `plan` and the planner.
+The one idea: rules, placement and the step never compare an engine's name, only its capabilities. So an
+engine is a folder of `megatron_rl.rollout.engines` with its code, and one entry of `ENGINES`, which is enough
+for `check`, `plan` and the planner.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """Capabilities of a rollout engine, all of them False or 0 unless stated.
+    """Capabilities of a rollout engine.
 
     Example:
         >>> ENGINES["server"].capabilities.in_process
@@ -21,7 +21,7 @@ class EngineCapabilities:
 
     in_process: bool = False
     """The engine runs in the ranks of the job: its memory is theirs and its weights are written in place.
-    Without, the ranks send requests to servers, each of which receives weights at a rendezvous."""
+    Otherwise the ranks send requests to servers, each of which receives weights at a rendezvous."""
 
     tensor_parallel: bool = False
     """One replica can span several ranks (`rollout.tensor`)."""
@@ -59,18 +59,20 @@ class EngineSpec:
 
     module: str
     """Import path of the engine's folder. It defines ``make_engine`` (see `rollout.engines.base.make_engine`)
-    where the engine is in process, else ``make_server`` (see `rollout.engines.servers.base.Server`)."""
+    for an engine in process, else ``make_server`` (see `rollout.engines.servers.base.Server`)."""
 
     capabilities: EngineCapabilities
+    """Capabilities, which rules and the step read."""
 
     start_command: str | None = None
-    """Path, as ``module:function``, of what returns the lines of the command that starts a server for a
-    configuration; None where `check` shows none."""
+    """``module:function`` that returns the lines of the command that starts a server for a configuration;
+    None: `check` prints none."""
 
     health_path: str | None = None
-    """Path that every server of this kind answers with status 200; None where any answer will do."""
+    """URL path that every server of this kind answers with status 200; None: any response is healthy."""
 
 
+# Engines by their name in `rollout.engine`.
 ENGINES: dict[str, EngineSpec] = {
     "vllm": EngineSpec(
         "megatron_rl.rollout.engines.vllm",
@@ -82,26 +84,28 @@ ENGINES: dict[str, EngineSpec] = {
             routing_replay=True,
             adapter_sync=True,
             keeps_cache=True,
+            # vLLM's attention on a CPU has kernels for these sizes alone.
             host_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
             host_latent_size=576,
         ),
     ),
     "torch": EngineSpec(
         "megatron_rl.rollout.engines.torch",
-        # Its step answers whole requests, so that an interruption finds none with tokens and loses none.
+        # Its step completes whole requests, so that an interruption finds none with tokens and loses none.
         EngineCapabilities(in_process=True, partial=True, sampling_masks=True),
     ),
     "server": EngineSpec(
         "megatron_rl.rollout.engines.vllm_server",
         EngineCapabilities(),
         start_command="megatron_rl.check.engine.servers:server_commands",
-        health_path="/weight_info",  # with VLLM_SERVER_DEV_MODE=1 alone, which weights need
+        # vLLM has this path only with VLLM_SERVER_DEV_MODE=1, which updates of weights need.
+        health_path="/weight_info",
     ),
 }
-"""Engines by their name in `rollout.engine`."""
 
+# Capabilities of an engine that a user names by path: its class is not imported before a run starts, so that
+# every capability with an interface of its own is taken to be there.
 USER_ENGINE = EngineCapabilities(in_process=True, tensor_parallel=True, partial=True, sampling_masks=True)
-"""Capabilities of an engine that a user names by path: nothing asks its class before a run starts."""
 
 
 def engine_capabilities(engine: str) -> EngineCapabilities:
@@ -115,16 +119,15 @@ def engine_capabilities(engine: str) -> EngineCapabilities:
     return USER_ENGINE if spec is None else spec.capabilities
 
 
-def engines_with(**wanted: bool) -> str:
-    """Return the settings that choose an engine with the ``wanted`` capabilities, for an error's text.
+def engines_with(**required: bool) -> str:
+    """Return the settings that choose an engine with the ``required`` capabilities, for an error's text.
 
     Example:
         >>> engines_with(routing_replay=True), engines_with(in_process=False)
         ('rollout.engine=vllm', 'rollout.engine=server')
     """
-    names = [
-        name
-        for name, spec in ENGINES.items()
-        if all(getattr(spec.capabilities, capability) == value for capability, value in wanted.items())
-    ]
-    return " or ".join(f"rollout.engine={name}" for name in names)
+    choices = []
+    for name, spec in ENGINES.items():
+        if all(getattr(spec.capabilities, key) == value for key, value in required.items()):
+            choices.append(f"rollout.engine={name}")
+    return " or ".join(choices)

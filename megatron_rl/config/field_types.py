@@ -1,38 +1,50 @@
-"""What the type of a field takes: conversion from plain values, and the type in words."""
+"""Types of configuration fields: conversion of plain values, and the type as text.
+
+The one idea: a field's annotation is the only statement of its type. Parsing, error texts and the generated
+reference all read the annotation through the functions of this module.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
+import re
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any
 
-from megatron_rl.config.ranges import parse_ranges
+from megatron_rl.config.sections.bounds import MAX_WORLD
 
 
 @functools.cache
 def hints(cls: type) -> dict[str, Any]:
-    """Return the evaluated types of a dataclass's fields."""
+    """Return the evaluated type of each field of a dataclass."""
+    # Annotations are texts under `from __future__ import annotations`.
     evaluated = typing.get_type_hints(cls)
     return {item.name: evaluated[item.name] for item in dataclasses.fields(cls)}
 
 
 def options(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the type alone."""
+    """Return the members of a union, or the type alone.
+
+    Example:
+        >>> options(int | None), options(str)
+        ((<class 'int'>, <class 'NoneType'>), (<class 'str'>,))
+    """
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return typing.get_args(hint)
     return (hint,)
 
 
 def optional(hint: Any) -> bool:
-    """Return whether a type takes None."""
+    """Return whether a type accepts None."""
     return type(None) in options(hint)
 
 
 def section_class(hint: Any) -> type | None:
-    """Return the dataclass of a type, or of its optional form, or None where it is a plain value."""
+    """Return the dataclass of a type or of its optional form; None for a plain value."""
     for option in options(hint):
         if dataclasses.is_dataclass(option) and isinstance(option, type):
             return option
@@ -40,14 +52,14 @@ def section_class(hint: Any) -> type | None:
 
 
 def entry_class(hint: Any) -> type | None:
-    """Return the dataclass of the values of a ``dict[str, dataclass]``, or None where it is another type."""
+    """Return the dataclass of the values of a ``dict[str, dataclass]``; None for another type."""
     if typing.get_origin(hint) is dict:
         return section_class(typing.get_args(hint)[1])
     return None
 
 
 def is_mapping(hint: Any) -> bool:
-    """Return whether a type takes a mapping of free names."""
+    """Return whether a type accepts a mapping with names of any kind."""
     return any(typing.get_origin(option) is dict for option in options(hint))
 
 
@@ -56,12 +68,21 @@ def known_paths(cls: type, prefix: str = "") -> list[str]:
     paths = []
     for name, hint in hints(cls).items():
         section = section_class(hint)
-        paths.extend(known_paths(section, f"{prefix}{name}.") if section else [f"{prefix}{name}"])
+        if section is None:
+            paths.append(f"{prefix}{name}")
+        else:
+            paths.extend(known_paths(section, f"{prefix}{name}."))
     return paths
 
 
 def convert(hint: Any, raw: Any) -> tuple[bool, Any]:
-    """Return whether a plain value is of a type, and the typed value."""
+    """Convert a plain value to a type; return whether the type accepts it, and the typed value.
+
+    Example:
+        >>> convert(int | None, 1e3), convert(int, "64")
+        ((True, 1000), (False, '64'))
+    """
+    # In the order of the union: `str | tuple[str, ...]` reads a text as one path, never as its letters.
     for option in options(hint):
         accepted, value = _convert(option, raw)
         if accepted:
@@ -70,6 +91,12 @@ def convert(hint: Any, raw: Any) -> tuple[bool, Any]:
 
 
 def _convert(option: Any, raw: Any) -> tuple[bool, Any]:
+    """Convert a plain value to one member of a union."""
+    origin = typing.get_origin(option)
+    arguments = typing.get_args(option)
+    # Python counts a bool as an int, so that `steps: true` would be one step.
+    is_number = isinstance(raw, int | float) and not isinstance(raw, bool)
+
     if option is Any:
         return _is_plain(raw), raw
     if option is type(None):
@@ -77,21 +104,20 @@ def _convert(option: Any, raw: Any) -> tuple[bool, Any]:
     if option is bool:
         return isinstance(raw, bool), raw
     if option is int:
-        if isinstance(raw, float) and math.isfinite(raw) and raw.is_integer() and abs(raw) < 2**53:
+        # `1e6` is an integer, too, as long as a float holds every integer of its size.
+        if isinstance(raw, float) and raw.is_integer() and abs(raw) < 2**53:
             return True, int(raw)
-        # Larger numbers fit no tensor; refusing them here keeps the arithmetic below free of surprises.
-        return isinstance(raw, int) and not isinstance(raw, bool) and abs(raw) < 2**63, raw
+        return is_number and isinstance(raw, int), raw
     if option is float:
-        number = isinstance(raw, int | float) and not isinstance(raw, bool)
-        if number and isinstance(raw, int) and abs(raw) >= 2**63:
+        if not is_number or not math.isfinite(raw):
             return False, raw
-        return number and math.isfinite(raw), float(raw) if number else raw
+        return True, float(raw)
     if option is str:
         return isinstance(raw, str) and _is_utf8(raw), raw
-    origin, arguments = typing.get_origin(option), typing.get_args(option)
     if origin is tuple:
         return _convert_tuple(arguments[0], raw)
     if origin is dict and section_class(arguments[1]) is not None:
+        # `parse` makes the sections of a mapping that has any.
         return raw == {}, {}
     if origin is dict:
         return _convert_mapping(arguments[1], raw)
@@ -99,16 +125,18 @@ def _convert(option: Any, raw: Any) -> tuple[bool, Any]:
 
 
 def _is_plain(raw: Any) -> bool:
-    """Return whether a free value is made of what JSON can write, as the run folder's copy needs."""
+    """Return whether JSON can write a value of any type, as the configuration in the run folder needs."""
     if isinstance(raw, dict):
         return all(isinstance(key, str) and _is_plain(value) for key, value in raw.items())
     if isinstance(raw, list):
         return all(_is_plain(value) for value in raw)
-    return raw is None or (_is_utf8(raw) if isinstance(raw, str) else isinstance(raw, bool | int | float))
+    if isinstance(raw, str):
+        return _is_utf8(raw)
+    return raw is None or isinstance(raw, bool | int | float)
 
 
 def _is_utf8(text: str) -> bool:
-    """Return whether files and terminals can take a text: YAML's escapes also make halves of characters."""
+    r"""Return whether UTF-8 can encode a text; YAML escapes such as \ud800 write half of a character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -117,64 +145,81 @@ def _is_utf8(text: str) -> bool:
 
 
 def _convert_tuple(item: Any, raw: Any) -> tuple[bool, Any]:
+    """Convert a list of ``item``, or ranges of integers such as ``0-3,8``."""
     if item is int and isinstance(raw, str):
         ranks = parse_ranges(raw)
         return ranks is not None, ranks
     if not isinstance(raw, list | tuple):
         return False, raw
+
     converted = [convert(item, value) for value in raw]
-    return all(accepted for accepted, _ in converted), tuple(value for _, value in converted)
+    accepted = all(accepted for accepted, _ in converted)
+    return accepted, tuple(value for _, value in converted)
 
 
 def _convert_mapping(item: Any, raw: Any) -> tuple[bool, Any]:
+    """Convert a mapping of names to ``item``."""
     if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
         return False, raw
-    converted = {key: convert(item, value) for key, value in raw.items()}
-    return all(accepted for accepted, _ in converted.values()), {
-        key: value for key, (_, value) in converted.items()
-    }
+
+    values = {}
+    for key, value in raw.items():
+        accepted, values[key] = convert(item, value)
+        if not accepted:
+            return False, raw
+    return True, values
 
 
 def type_words(hint: Any) -> str:
-    """Return in words what a type takes."""
-    return " or ".join(_words(option) for option in options(hint))
+    """Return a type as text for the ``expected`` line of an error.
+
+    Example:
+        >>> type_words(int | None)
+        'an integer or null'
+    """
+    return " or ".join(_option_text(option) for option in options(hint))
 
 
-def _words(option: Any) -> str:
+def _option_text(option: Any) -> str:
     simple = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     if option in simple:
         return simple[option]
-    origin, arguments = typing.get_origin(option), typing.get_args(option)
+
+    origin = typing.get_origin(option)
+    arguments = typing.get_args(option)
     if origin is tuple and arguments[0] is int:
         return 'a list of integers ([0, 1, 2]) or ranges ("0-3,8")'
     if origin is tuple:
         return "a list of texts"
-    if origin is dict and arguments[1] is str:
+    if origin is not dict:
+        return "a value"
+    if arguments[1] is str:
         return "a section of names and texts"
-    if origin is dict and (typing.get_origin(arguments[1]) is dict or section_class(arguments[1])):
+    if typing.get_origin(arguments[1]) is dict or section_class(arguments[1]):
         return "a section of named sections"
-    return "a section of names and values" if origin is dict else "a value"
+    return "a section of names and values"
 
 
 def type_fix(hint: Any, raw: Any, path: str) -> str:
-    """Return what to write instead of a value of the wrong type."""
+    """Return the fix for a value of the wrong type: the nearest text that the key at ``path`` accepts."""
     name = path.rpartition(".")[2]
-    taken = options(hint)
-    if str in taken and is_mapping(hint) and not isinstance(raw, str):
+    accepted = options(hint)
+    takes_number = int in accepted or float in accepted
+
+    # From the likeliest mistake to the least likely one.
+    if str in accepted and is_mapping(hint) and not isinstance(raw, str):
         return f"write a name, or names and values below `{name}:`"
-    if str in taken and isinstance(raw, bool | int | float):
+    if str in accepted and isinstance(raw, bool | int | float):
         return f'put it in quotes: {name}: "{raw}"'
-    if isinstance(raw, str) and raw.strip().lower() in ("true", "false") and bool in taken:
+    if isinstance(raw, str) and raw.strip().lower() in ("true", "false") and bool in accepted:
         return f"write it without quotes: {name}: {raw.strip().lower()}"
-    if isinstance(raw, str) and (int in taken or float in taken) and _reads_as_number(raw):
+    if isinstance(raw, str) and takes_number and _reads_as_number(raw):
         return f"write it without quotes: {name}: {raw}"
     if isinstance(raw, str) and not _is_utf8(raw):
         return "write whole characters: an escape from \\ud800 to \\udfff is half of one"
-    if isinstance(raw, int) and (int in taken or float in taken) and abs(raw) >= 2**63:
-        return "write a number nearer to 0 than 2**63"
     if raw is None:
         return f"give a value, or remove the line to have the default of `{path}`"
-    if any(typing.get_origin(option) is tuple for option in taken) and not isinstance(raw, list):
+    if any(typing.get_origin(option) is tuple for option in accepted) and not isinstance(raw, list):
         return f"write a list: {name}: [{raw}]"
     return f"write {name}: followed by {type_words(hint)}"
 
@@ -184,3 +229,41 @@ def _reads_as_number(text: str) -> bool:
         return math.isfinite(float(text))
     except ValueError:
         return False
+
+
+def parse_ranges(text: str) -> tuple[int, ...] | None:
+    """Return the ranks of a text such as ``0-3,8``; None for a text of another form.
+
+    Example:
+        >>> parse_ranges("0-3,8")
+        (0, 1, 2, 3, 8)
+    """
+    ranks: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", item)
+        if match is None:
+            return None
+
+        # Before the range is written out: no job has more ranks, and 0-999999999 would fill the memory.
+        first = int(match[1])
+        last = int(match[2] or match[1])
+        if last < first or last >= MAX_WORLD:
+            return None
+        ranks.extend(range(first, last + 1))
+    return tuple(ranks)
+
+
+def format_ranges(values: Sequence[int]) -> str:
+    """Return integers as a text such as ``0-3,8``; the inverse of `parse_ranges`.
+
+    Example:
+        >>> format_ranges([0, 1, 2, 3, 8])
+        '0-3,8'
+    """
+    ranges: list[list[int]] = []
+    for value in values:
+        if ranges and value == ranges[-1][1] + 1:
+            ranges[-1][1] = value
+        else:
+            ranges.append([value, value])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

@@ -1,4 +1,8 @@
-"""Load a run's configuration from YAML and command-line overrides, and write it back."""
+"""Loading of a configuration from YAML and overrides, and its text as YAML.
+
+The one idea: `load` never raises. It returns the configuration with every mistake and the origin of every
+value, so that ``check`` can report them beside mistakes of its own; `load_config` raises them instead.
+"""
 
 from __future__ import annotations
 
@@ -8,33 +12,46 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.base import read_with_base, refuse_base
+from megatron_rl.config.field_types import format_ranges
 from megatron_rl.config.parse import Parse, parse_section
-from megatron_rl.config.ranges import format_ranges
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import JOBS, RunConfig
-from megatron_rl.config.setting import is_section, settings
-from megatron_rl.config.source import Leaf, Origin, Section, apply_overrides, one_line, read_tree
+from megatron_rl.config.setting import is_section, key_path, settings
+from megatron_rl.config.source import (
+    Leaf,
+    Origin,
+    Section,
+    apply_overrides,
+    one_line,
+    read_tree,
+    read_with_base,
+    refuse_base,
+)
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.redaction import redacted
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """Hold a configuration with the origin of each value and every mistake found while loading.
+    """Configuration with the origin of each value and every mistake of loading.
 
-    Where ``errors`` is not empty, ``broken`` names the paths whose value is a placeholder or a default;
-    None for ``config`` means that a file could not be read. ``files`` are those that were, the named one
-    first, then its base and so on. ``tree`` holds the values as they were written, overrides included.
+    Example: ``load("run.yaml", ["steps=many"])`` has one error and ``broken == {"steps"}``.
     """
 
     config: RunConfig | None
+    """Typed configuration; None where a file could not be read."""
     path: Path | None
+    """File that was named; None for a text."""
     origins: Mapping[str, Origin]
+    """Dotted path of each value -> its origin."""
     errors: tuple[UserError, ...] = ()
+    """Every mistake of loading."""
     broken: frozenset[str] = frozenset()
+    """Paths whose value is a placeholder or a default because of a mistake."""
     files: tuple[Path, ...] = ()
+    """Files that were read: the named one, its base, the base of that one, and so on."""
     tree: Section = field(default_factory=Section)
+    """Values as they were written, overrides included."""
 
     def valid(self) -> RunConfig:
         """Return the configuration, or raise UserErrors with every mistake."""
@@ -44,9 +61,9 @@ class LoadedConfig:
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig:
-    """Read a YAML file and ``key.path=value`` overrides, collecting mistakes instead of raising.
+    """Load a YAML file and ``key.path=value`` overrides, and collect mistakes instead of raising.
 
-    ``base: other.yaml`` in the file lays it over another one, see `base`.
+    ``base: other.yaml`` in the file overrides the values of another file; see `read_with_base`.
     """
     errors: list[UserError] = []
     tree, files = read_with_base(Path(path), errors)
@@ -56,7 +73,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig:
 
 
 def load_text(text: str, overrides: Iterable[str] = (), name: str = "configuration") -> LoadedConfig:
-    """Read YAML text as `load` reads a file."""
+    """Load YAML text as `load` loads a file."""
     errors: list[UserError] = []
     tree = read_tree(text, name, errors)
     if errors and not tree.children:
@@ -65,14 +82,17 @@ def load_text(text: str, overrides: Iterable[str] = (), name: str = "configurati
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """Return the typed configuration of a YAML file; raises UserErrors with every mistake at once."""
+    """Return the typed configuration of a YAML file; raise UserErrors with every mistake at once."""
     return load(path, overrides).valid()
 
 
 def _finish(
     tree: Section, path: Path | None, overrides: Iterable[str], errors: list[UserError]
 ) -> LoadedConfig:
+    """Apply the overrides to a tree and parse it."""
     apply_overrides(tree, overrides, errors)
+
+    # After the overrides, since `base=other.yaml` on the command line would be ignored.
     refuse_base(tree, errors)
     _name_megatron_model(tree)
     config, parse = parse_tree(tree, errors)
@@ -80,8 +100,9 @@ def _finish(
 
 
 def parse_tree(tree: Section, errors: list[UserError]) -> tuple[RunConfig, Parse]:
-    """Return the configuration of a whole tree and what parsing found; mistakes are added to ``errors``."""
+    """Return the configuration of a complete tree and the state of parsing, which appends to ``errors``."""
     parse = Parse(errors=errors)
+    # Before everything else, since the job decides the keys that are required.
     job = tree.children.get("job")
     if isinstance(job, Leaf) and job.value in JOBS:
         parse.job = job.value
@@ -89,10 +110,15 @@ def parse_tree(tree: Section, errors: list[UserError]) -> tuple[RunConfig, Parse
 
 
 def _name_megatron_model(tree: Section) -> None:
-    """Let ``model.path`` be the folder that is written for ``model.megatron``, where nothing else is said."""
-    model, run_dir = tree.children.get("model"), tree.children.get("run_dir")
+    """Set ``model.path`` to the folder in run_dir for the config.json and tokenizer of ``model.megatron``.
+
+    Nothing is set where ``model.path`` is written, or ``model.megatron`` is not.
+    """
+    model = tree.children.get("model")
+    run_dir = tree.children.get("run_dir")
     if not isinstance(model, Section) or "path" in model.children:
         return
+
     checkpoint = model.children.get("megatron")
     if isinstance(checkpoint, Leaf) and isinstance(run_dir, Leaf) and isinstance(checkpoint.value, str):
         path = RunFolder(str(run_dir.value)).megatron_model("actor")
@@ -100,14 +126,14 @@ def _name_megatron_model(tree: Section) -> None:
 
 
 def to_plain(value: Any, name: str = "") -> Any:
-    """Return a configuration as the mappings and values that YAML or JSON write."""
+    """Return a configuration, or a value of the key ``name``, as the values that YAML or JSON write."""
     if dataclasses.is_dataclass(value):
-        return {
-            item.name: to_plain(getattr(value, item.name), item.name) for item in dataclasses.fields(value)
-        }
+        items = dataclasses.fields(value)
+        return {item.name: to_plain(getattr(value, item.name), item.name) for item in items}
     if isinstance(value, dict):
         return {key: to_plain(inner, key) for key, inner in value.items()}
     if isinstance(value, tuple):
+        # Ranks of a large job in one line; an empty list has no ranges.
         return format_ranges(value) if name == "ranks" and value else list(value)
     return value
 
@@ -117,29 +143,39 @@ def flatten(config: RunConfig) -> dict[str, Any]:
     return {path: value for path, _, value in settings(config)}
 
 
-def changes(saved: str, config: RunConfig) -> list[str]:
-    """Return a line per setting that differs from those in the text of a `dump`, of a run that goes on.
-
-    Where a run writes, how long it waits and what it keeps does not concern its numbers.
-    """
-    loaded = load_text(saved, name="config.yaml")
-    if loaded.errors or loaded.config is None:
-        return [f"the settings that the run began with cannot be read: {loaded.errors[0].message}"]
-    before, now = flatten(loaded.config), flatten(without_secrets(config))
-    return [
-        f"{name} was {one_line(to_plain(before.get(name)))} and is {one_line(to_plain(now.get(name)))}"
-        + (": the prompts do not come as they would have" if name.startswith(_ORDER) else "")
-        for name in sorted({*before, *now})
-        if before.get(name) != now.get(name) and not name.startswith(_WITHOUT_NUMBERS)
-    ]
-
-
+# Keys that do not change the numbers of a run: where it writes, what it retains, and how long it waits.
 _WITHOUT_NUMBERS = ("run_dir", "checkpoint.", "rank_timeout")
-_ORDER = (
+
+# Beginnings of the keys that decide which prompts make a step.
+_PROMPT_ORDER = (
     "seed", "data.", "batch.prompts_per_step", "rollout.order", "rollout.oversample", "rollout.partial",
     "rollout.round_tokens", "asynchrony.",
 )  # fmt: skip
-"""Beginnings of the settings that decide which prompts make a step."""
+
+
+def changes(saved: str, config: RunConfig) -> list[str]:
+    """Return a line for each setting that differs from the run being resumed.
+
+    ``saved`` is the text of its `dump`. Settings that do not change the numbers of a run are left out.
+    """
+    # Read as a configuration, and not compared as text: a newer version may have more keys, at their
+    # defaults.
+    loaded = load_text(saved, name="config.yaml")
+    if loaded.errors or loaded.config is None:
+        return [f"the settings that the run began with cannot be read: {loaded.errors[0].message}"]
+
+    before = flatten(loaded.config)
+    # A dump hides secrets: compare hidden values with hidden values.
+    now = flatten(without_secrets(config))
+    lines = []
+    for name in sorted({*before, *now}):
+        if before.get(name) == now.get(name) or name.startswith(_WITHOUT_NUMBERS):
+            continue
+        line = f"{name} was {one_line(to_plain(before.get(name)))} and is {one_line(to_plain(now.get(name)))}"
+        if name.startswith(_PROMPT_ORDER):
+            line += ": the prompts do not come as they would have"
+        lines.append(line)
+    return lines
 
 
 def _entries(section: Any) -> list[tuple[str, Any]]:
@@ -149,13 +185,16 @@ def _entries(section: Any) -> list[tuple[str, Any]]:
 
 
 def without_secrets(config: RunConfig) -> RunConfig:
-    """Return the configuration as it may be written down: values under names of secrets are hidden.
+    """Return the configuration as it may be written to disk: values under names of secrets are hidden.
 
-    They are among what is handed to the user's own code and to other programs.
+    Only free mappings can have such names: the arguments of the user's own code and of vLLM.
     """
-    rollout, environment = config.rollout, config.rollout.environment
+    rollout = config.rollout
+    environment = rollout.environment
     if environment is not None:
         environment = replace(environment, settings=redacted(environment.settings))
+
+    # Texts alone: a field such as `hf_token: true` tells vLLM where to look, and a saved run keeps it.
     texts = {name: value for name, value in rollout.vllm.items() if isinstance(value, str)}
     rollout = replace(rollout, environment=environment, vllm=rollout.vllm | redacted(texts))
     reward = replace(config.reward, arguments=redacted(config.reward.arguments))
@@ -169,15 +208,19 @@ def dump(config: RunConfig, origins: Mapping[str, Origin] | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _dump(value: Any, depth: int, prefix: str, origins: Mapping[str, Origin], lines: list[str]) -> None:
-    for name, inner in _entries(value):
-        path = f"{prefix}.{name}" if prefix else name
-        indent = "  " * depth
+def _dump(section: Any, depth: int, prefix: str, origins: Mapping[str, Origin], lines: list[str]) -> None:
+    """Append the lines of a section that is ``depth`` levels deep."""
+    indent = "  " * depth
+    for name, inner in _entries(section):
+        path = key_path(prefix, name)
         if is_section(inner):
             lines.append(f"{indent}{name}:")
             _dump(inner, depth + 1, path, origins, lines)
             continue
-        text = one_line(to_plain(inner, name))
+
+        line = f"{indent}{name}: {one_line(to_plain(inner, name))}"
         origin = origins.get(path)
-        comment = "" if origin is None or origin.kind == "default" else "  # " + " ".join(str(origin).split())
-        lines.append(f"{indent}{name}: {text}{comment}")
+        if origin is not None and origin.kind != "default":
+            # An override may have line breaks, which would end the comment.
+            line += "  # " + " ".join(str(origin).split())
+        lines.append(line)

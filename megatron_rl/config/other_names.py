@@ -1,7 +1,12 @@
-"""Names that are no keys here: what other projects call ours, and what ours were called before.
+"""Names that are not keys: names in other projects, former names of ours, and errors for unknown names.
 
-Other projects' names of a key stand on its field, see `setting`. A name may be written with the sections
-above it, as far as they are needed to tell it from another; the longest match wins.
+The one idea: other projects' names of a key are written on its field (see `setting`), so that this module
+only turns the fields around. A name may be written with as many of its sections as tell it from another, as
+in ``checkpointing.metric_name``; the longest match wins.
+
+`note_unknown` records the facts: the name, its value, and the names that its section has. The meaning of
+the name is decided by `check.unknown_names`, which can test whether a run would accept the guess.
+A user's own class and a piece of an algorithm have no other sections: there the guess is made at once.
 """
 
 from __future__ import annotations
@@ -9,13 +14,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from megatron_rl.config.field_types import hints, section_class
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.algorithm import FORMER_SETTINGS
-from megatron_rl.config.setting import ForeignName, setting_of
+from megatron_rl.config.setting import ForeignName, key_path, setting_of
+from megatron_rl.config.source import Leaf, Section
+from megatron_rl.errors import UserError, nearest
 
+# Former key of this project -> its key now. Configurations in the folders of older runs have the former ones,
+# and `resume` reads them; keys below a former key are below its new one.
 RENAMED: Mapping[str, str] = {
     **FORMER_SETTINGS,
     "data.eval": "evaluation.sets.NAME.data",
@@ -23,9 +33,10 @@ RENAMED: Mapping[str, str] = {
     "evaluation.temperature": "evaluation.sets.NAME.temperature",
     "evaluation.max_prompts": "evaluation.sets.NAME.max_prompts",
 }
-"""Former key of this project -> its key now; what stood below it stands below that."""
 
+# Names of other projects by the reason why there is no counterpart, which is the answer to all of them.
 _NO_COUNTERPART: Mapping[str, str] = {
+    # Sampling.
     (
         "a penalty changes the distribution token by token, and log-probs would be of another one "
         "than was sampled from"
@@ -46,10 +57,12 @@ _NO_COUNTERPART: Mapping[str, str] = {
         chat_template_kwargs apply_chat_template_kwargs enable_thinking""",
     "the tokenizer's own chat template is used": """
         custom_chat_template chat_template_path system_prompt""",
+    # Features that are not there, or are elsewhere.
     "no model teaches another": """
         teacher teacher_model teacher_path distillation""",
     "metrics.jsonl and `report` have the time of each phase of a step": """
         profile profiler enable_profiling nsys_profile use_nsys global_profiler torch_profiler""",
+    # Choices that are always made one way.
     "rows are always packed into micro-batches by their tokens, see batch.tokens_per_microbatch": """
         use_dynamic_batching dynamic_batching use_dynamic_bsz log_prob_use_dynamic_bsz
         use_dynamic_batch_size use_remove_padding remove_padding sequence_packing packing_samples packing
@@ -60,6 +73,7 @@ _NO_COUNTERPART: Mapping[str, str] = {
         enable_resharding reshard_interval weight_sync_interval update_weights_interval sync_every""",
     "gradients are reduced beside the backward pass wherever that works, see actor.ddp": """
         overlap_comm overlap_communication""",
+    # The rollout engine.
     "the number of replicas follows from the ranks of the rollout and rollout.tensor": """
         num_rollout_workers rollout_workers num_engines vllm_num_workers""",
     "the engine runs in the ranks of the job, which wait for no utilization": """
@@ -71,6 +85,7 @@ _NO_COUNTERPART: Mapping[str, str] = {
         "sample is invalid then"
     ): """
         add_postprocess_filter postprocess_filter rollout_sample_filter_path""",
+    # Backends and launchers.
     (
         "there is no ZeRO and no FSDP: actor.layout cuts the model, and the optimizer is distributed "
         "over data-parallel ranks"
@@ -94,6 +109,7 @@ _NO_COUNTERPART: Mapping[str, str] = {
     "log-probs of the rollout always come with the tokens": """
         calculate_log_probs get_log_probs return_logprob""",
     (
+        # Checkpoints and evaluation.
         "checkpoints hold everything that a run resumes from; `checkpoint.export` writes the Hugging "
         "Face model"
     ): """
@@ -103,6 +119,7 @@ _NO_COUNTERPART: Mapping[str, str] = {
         val_only eval_only""",
     "the samples of every step are in the run's folder": """
         rollout_data_dir validation_data_dir log_completions dump_details""",
+    # The user's code, rewards and data.
     "each module of the user is imported from its path alone": """
         external_lib""",
     "`reward` names what judges: a function, tests, a server, a judge or models": """
@@ -120,6 +137,7 @@ _NO_COUNTERPART: Mapping[str, str] = {
         train_max_samples""",
     "rows of a step are dealt into mini-batches by their work": """
         actor.shuffle ppo_shuffle""",
+    # Training.
     "quantized weights are not synced": """
         quantization load_in_8bit load_in_4bit quant_method fp8 use_qlora""",
     "the decay lasts until the end of the run": """
@@ -132,8 +150,9 @@ _NO_COUNTERPART: Mapping[str, str] = {
 NO_COUNTERPART: Mapping[str, str] = {
     name: reason for reason, names in _NO_COUNTERPART.items() for name in names.split()
 }
-"""Name of other projects without a counterpart -> why there is none, or what there is instead."""
+"""Name in other projects without a counterpart -> why there is none, or what replaces it."""
 
+# Sections of other projects whose keys are in several of our sections, so that no key of ours is the answer.
 FOREIGN_SECTIONS: Mapping[str, ForeignName] = {
     "actor_rollout_ref": ForeignName("verl", "actor, rollout, reference"),
     "trainer": ForeignName("verl", "the top level (steps, run_dir, world_size), evaluation, checkpoint"),
@@ -146,81 +165,202 @@ FOREIGN_SECTIONS: Mapping[str, ForeignName] = {
     "checkpointing": ForeignName("NeMo-RL", "checkpoint"),
     "logger": ForeignName("NeMo-RL", "run_dir, logging"),
 }
-"""Sections of other projects that hold what stands in several of ours: name -> project and our names."""
+"""Section of another project -> the project, and the sections that have its keys here."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class OtherName:
-    """Our key of a name that is no key, with the project that has the name, None for no counterpart.
+    """Counterpart of a name that is not a key.
 
-    ``reason`` says why there is no counterpart, or what there is instead. For the other fields see
-    `ForeignName`.
+    Example:
+        >>> other_name("train_batch_size").ours
+        'batch.prompts_per_step'
     """
 
     project: str
+    """Project that has the name; ``common`` for several, empty for a former name of ours."""
     ours: str | None
+    """Our key; None for a name without a counterpart."""
     conversion: str = ""
-    values: Mapping[Any, Any] = dataclasses.field(default_factory=dict[Any, Any])
+    """How the value differs, see `ForeignName`."""
+    values: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
+    """Their value -> ours, see `ForeignName`."""
     piece: str = ""
+    """Piece of an algorithm that has the key, see `ForeignName`."""
     reason: str = ""
+    """Why there is no counterpart, or what replaces it."""
 
     @property
     def source(self) -> str:
         """Return the project that has the name, as text that follows the name."""
-        if self.project == "common":
-            return ""
-        return ", the former name" if self.project == "" else f", a name of {self.project}"
+        match self.project:
+            case "common":
+                return ""
+            case "":
+                return ", the former name"
+            case project:
+                return f", a name of {project}"
 
 
 @functools.cache
 def foreign_names() -> Mapping[str, OtherName]:
-    """Return every name of other projects with ours; a key of a section means the section's first place."""
+    """Return every name of other projects with its counterpart.
+
+    A key of a class that several sections have, such as a layout, is that of the first section.
+    """
     names: dict[str, OtherName] = {}
     for path, name in stated_names():
-        other = OtherName(name.project, path, name.conversion, name.values, name.piece)
-        names.setdefault(name.name, other)
+        counterpart = OtherName(name.project, path, name.conversion, name.values, name.piece)
+        names.setdefault(name.name, counterpart)
+    # Last: a name with a reason has none of the keys that happen to have it.
     for name, reason in NO_COUNTERPART.items():
         names[name] = OtherName("common", None, reason=reason)
     return names
 
 
 def other_name(path: str) -> OtherName | None:
-    """Return what a dotted name that is no key is called here, or None when it is not known."""
+    """Return the counterpart of a dotted name that is not a key; None where no project has the name."""
+    # Command-line options of other projects have hyphens.
     path = path.replace("-", "_")
-    for former, ours in RENAMED.items():
+    for former, key in RENAMED.items():
         if path == former or path.startswith(f"{former}."):
-            return OtherName("", ours + path.removeprefix(former))
+            return OtherName("", key + path.removeprefix(former))
+
+    # From the longest end to the shortest, since a name with its section is more specific.
     names = path.split(".")
-    suffixes = (".".join(names[start:]) for start in range(len(names)))
-    return next((foreign_names()[name] for name in suffixes if name in foreign_names()), None)
+    for start in range(len(names)):
+        end = ".".join(names[start:])
+        if end in foreign_names():
+            return foreign_names()[end]
+    return None
 
 
 def name_in_section(path: str, section: str, below: Iterable[str]) -> OtherName | None:
-    """Return what a dotted name that is no key is called in the section that it was written in.
+    """Return the counterpart of a dotted name inside the section that it was written in.
 
-    ``below`` are the paths of the section's own values, relative to it. None where the section has no such
-    setting.
+    ``below`` are the paths of the section's own values, relative to it. None where the section does not have
+    the counterpart: ``eval_temperature`` in ``evaluation.sets.NAME`` is its ``temperature``.
     """
-    other = other_name(path)
-    if other is None or other.ours is None or not section:
+    counterpart = other_name(path)
+    if counterpart is None or counterpart.ours is None or not section:
         return None
-    words = other.ours.split(".")
-    ends = [".".join(words[start:]) for start in range(len(words))]
-    end = next((end for end in ends if end in below), None)
-    return dataclasses.replace(other, ours=f"{section}.{end}") if end is not None else None
+
+    names = counterpart.ours.split(".")
+    for start in range(len(names)):
+        end = ".".join(names[start:])
+        if end in below:
+            return dataclasses.replace(counterpart, ours=f"{section}.{end}")
+    return None
 
 
 def stated_names() -> Iterator[tuple[str, ForeignName]]:
-    """Yield our key and another project's name of it, for each name that stands on a field."""
-    yield from _stated(RunConfig, "")
+    """Yield our key and another project's name of it, for each name that is written on a field."""
+    yield from _names_below(RunConfig, "")
 
 
-def _stated(cls: type, prefix: str) -> Iterator[tuple[str, ForeignName]]:
+def _names_below(cls: type, prefix: str) -> Iterator[tuple[str, ForeignName]]:
+    """Yield the names on the fields of ``cls``, whose keys begin with ``prefix``, and of its sections."""
     for item in dataclasses.fields(cls):
         path = prefix + item.name
-        said = setting_of(item)
-        yield from ((path, name) for name in said.foreign_names)
-        yield from ((f"{path}.{key}", name) for key, name in said.foreign_names_below)
+        setting = setting_of(item)
+        for name in setting.foreign_names:
+            yield path, name
+        for key, name in setting.foreign_names_below:
+            yield f"{path}.{key}", name
+
         section = section_class(hints(cls)[item.name])
         if section is not None:
-            yield from _stated(section, f"{path}.")
+            yield from _names_below(section, f"{path}.")
+
+
+@dataclass(eq=False)
+class UnknownName(UserError):
+    """Error of a name that its section does not have.
+
+    Example: ``actor: {optimiser: {}}`` has the key ``optimiser`` in the section ``actor`` with the value
+    ``{}``.
+    """
+
+    key: str = ""
+    """The name itself."""
+    section: str = ""
+    """Path of the section that it was written in, empty at the top."""
+    value: Any = None
+    """Its value, a mapping for a section."""
+    overrides: bool = False
+    """Whether it was written on the command line."""
+    below: tuple[str, ...] = ()
+    """Paths of the section's own values, relative to the section."""
+
+    @property
+    def path(self) -> str:
+        """Return the dotted path of the name."""
+        return key_path(self.section, self.key)
+
+
+class Notes(Protocol):
+    """Collector of errors in configuration values, see `parse.Parse`."""
+
+    def note(self, path: str, node: Leaf | Section | None, message: str, **fields: str | None) -> None:
+        """Record one error."""
+        ...
+
+    def located(self, path: str, node: Leaf | Section | None) -> str:
+        """Return a path with the file or override that wrote it."""
+        ...
+
+    errors: list[UserError]
+
+
+def note_unknown(key: str, node: Leaf | Section, path: str, below: list[str], notes: Notes) -> None:
+    """Record an unknown name of the section at ``path``; ``below`` are the paths of that section's values."""
+    full_name = key_path(path, key)
+    is_former_section = any(name.startswith(f"{full_name}.") for name in RENAMED)
+    if is_former_section and isinstance(node, Section) and not node.children:
+        return  # older versions wrote the section into each run's folder, also with nothing in it
+
+    # `below` has each key of an inner section; the names beside the unknown one are the sections themselves.
+    siblings = list(dict.fromkeys(name.partition(".")[0] for name in below))
+    kind = "section" if isinstance(node, Section) else "name"
+    message = f"`{full_name}` is not a known {kind}"
+    fix = "remove the line"
+    counterpart = name_in_section(full_name, path, below)
+    close = nearest(key, siblings)
+    if counterpart is not None:
+        message = f"`{full_name}` is called `{counterpart.ours}` here"
+        fix = f"write `{counterpart.ours}`"
+    elif close is not None:
+        guess = key_path(path, close)
+        message += f"; did you mean `{guess}`?"
+        fix = f"write `{guess}`, or remove the line"
+
+    expected = "no names: it has no settings"
+    if siblings:
+        expected = f"one of {', '.join(siblings)}"
+    notes.errors.append(
+        UnknownName(
+            message,
+            where=notes.located(full_name, node),
+            expected=expected,
+            got=_written_names(key, node),
+            fix=fix,
+            key=key,
+            section=path,
+            value=node.plain(),
+            overrides=node.origin.kind == "override",
+            below=tuple(below),
+        )
+    )
+
+
+def _written_names(key: str, node: Leaf | Section) -> str:
+    """Return the unknown name, or the names below an unknown section, as text."""
+    if isinstance(node, Leaf):
+        return f"`{key}`"
+
+    paths = [f"`{path}`" for path, _ in node.leaves(key)]
+    if not paths:
+        return "an empty section"
+    if len(paths) > 8:
+        return ", ".join(paths[:8]) + " ..."
+    return ", ".join(paths)

@@ -1,4 +1,8 @@
-"""From a tree of values to typed, frozen dataclasses, collecting every mistake on the way."""
+"""Conversion of a tree of plain values to typed, frozen dataclasses.
+
+The one idea: a mistake never stops the conversion. A broken value is recorded with its origin and replaced by
+its default, so that one pass finds every mistake of a configuration.
+"""
 
 from __future__ import annotations
 
@@ -19,172 +23,217 @@ from megatron_rl.config.field_types import (
     type_fix,
     type_words,
 )
+from megatron_rl.config.other_names import note_unknown
 from megatron_rl.config.schema import TRAIN
-from megatron_rl.config.setting import is_setting, setting_of
+from megatron_rl.config.setting import is_setting, key_path, setting_of
 from megatron_rl.config.source import DEFAULT, Leaf, Origin, Section, describe, named_section, one_line
-from megatron_rl.config.unknown import note_unknown
 from megatron_rl.errors import UserError, UserErrors
 
 
 @dataclass
 class Parse:
-    """Collect what parsing finds: mistakes, the origin of each value, and the paths left broken.
-
-    ``job`` says which of the required keys are needed.
-    """
+    """State of one conversion: its mistakes, and the origin of each value."""
 
     job: str = TRAIN
+    """Job of the configuration, which decides the keys that are required."""
     errors: list[UserError] = field(default_factory=list)
+    """Mistakes in the order in which they were found."""
     origins: dict[str, Origin] = field(default_factory=dict)
+    """Dotted path of each value -> its origin."""
     broken: set[str] = field(default_factory=set)
+    """Paths whose value is a placeholder or a default because of a mistake."""
 
     def fail(self, path: str, node: Leaf | Section | None, message: str, **fields: str | None) -> None:
-        """Record a mistake in the value of a configuration path."""
+        """Record a mistake after which the value at ``path`` is not the user's."""
         self.note(path, node, message, **fields)
         self.broken.add(path)
 
     def note(self, path: str, node: Leaf | Section | None, message: str, **fields: str | None) -> None:
-        """Record a mistake that leaves every known value as it is."""
+        """Record a mistake that leaves every value as the user wrote it."""
         self.errors.append(UserError(message, where=self.located(path, node), **fields))
 
     def located(self, path: str, node: Leaf | Section | None) -> str:
-        """Return a path with the file or override that wrote it."""
-        origin = node.origin if node is not None else None
-        return f"{path} ({origin})" if origin is not None and origin.kind != "default" else path
+        """Return a path with the file or override that wrote it, for an error's ``where``."""
+        if node is None or node.origin.kind == "default":
+            return path
+        return f"{path} ({node.origin})"
 
 
 def parse_section(cls: type, section: Section, parse: Parse, path: str = "", defaults: Any = None) -> Any:
-    """Return an instance of ``cls`` made from a section; broken values keep their default.
+    """Return an instance of ``cls`` made from the section at ``path``; broken values keep their default.
 
-    ``defaults`` is an instance whose values stand where the section has none: the outer default of a
-    nested section may differ from the default of its class.
+    ``defaults`` is the instance that the enclosing section has as its default, which may differ from the
+    default of the class: its values fill the gaps of ``section``.
     """
-    known = {item.name: item for item in dataclasses.fields(cls) if is_setting(item)}
-    section = _with_rest(known, section)
+    items = {item.name: item for item in dataclasses.fields(cls) if is_setting(item)}
+
+    # Unknown names first: a misspelled one explains the missing key that is reported after it.
+    section = _with_rest(items, section)
     for key, node in section.children.items():
-        if key not in known:
-            below = [name for name in known_paths(cls) if name.partition(".")[0] in known]
-            note_unknown(key, node, path, below, parse)
-    # A new value holds what is no setting, too, as the defaults have it.
+        if key not in items:
+            siblings = [name for name in known_paths(cls) if name.partition(".")[0] in items]
+            note_unknown(key, node, path, siblings, parse)
+
+    # Fields that no configuration can set are copied from the defaults.
     values = {item.name: _default(item, defaults) for item in dataclasses.fields(cls) if not is_setting(item)}
-    for name, item in known.items():
-        full = f"{path}.{name}" if path else name
+    for name, item in items.items():
+        key = key_path(path, name)
+        hint = hints(cls)[name]
         default = _default(item, defaults)
         node = section.children.get(name)
-        if default is not dataclasses.MISSING and not optional(hints(cls)[name]) and _unsets(node):
+
+        # `null` over another value means the default, unless None is a value of the key.
+        if default is not dataclasses.MISSING and not optional(hint) and _unsets(node):
             node = None
-        jobs = setting_of(item).jobs
-        if node is None and (default is dataclasses.MISSING or jobs):
-            if section_class(hints(cls)[name]) is not None and full not in parse.broken:
-                node = Section()
-            elif path not in parse.broken and (not jobs or parse.job in jobs):
-                parse.fail(
-                    full,
-                    None,
-                    f"`{full}` is missing",
-                    expected=type_words(hints(cls)[name]),
-                    got="nothing",
-                    fix=f"add it to the file, or on the command line {full}={setting_of(item).example}",
-                )
-        number_means = setting_of(item).number_means
-        values[name] = _value(hints(cls)[name], node, default, full, parse, number_means)
+
+        if node is None and (default is dataclasses.MISSING or setting_of(item).jobs):
+            node = _missing_value(item, hint, key, path, parse)
+        values[name] = _value(hint, node, default, key, parse, setting_of(item).number_means)
     return cls(**values)
 
 
-def parse_settings(cls: type, settings: Mapping[str, Any], where: str, defaults: Any = None) -> Any:
-    """Return an instance of a user's own class with ``settings``; see `parse_section`.
+def _missing_value(item: dataclasses.Field, hint: Any, key: str, path: str, parse: Parse) -> Section | None:
+    """Return an empty section for a required section; for a required value record its absence."""
+    if section_class(hint) is not None and key not in parse.broken:
+        # The errors then name each required key of the section, not the section.
+        return Section()
 
-    Raises UserErrors; whatever else the class itself raises passes.
+    # Below a section that is itself broken, a missing key would be a second error for one mistake.
+    jobs = setting_of(item).jobs
+    if path not in parse.broken and (not jobs or parse.job in jobs):
+        parse.fail(
+            key,
+            None,
+            f"`{key}` is missing",
+            expected=type_words(hint),
+            got="nothing",
+            fix=f"add it to the file, or on the command line {key}={setting_of(item).example}",
+        )
+    return None
+
+
+def parse_settings(cls: type, settings: Mapping[str, Any], path: str, defaults: Any = None) -> Any:
+    """Return an instance of a user's own class made from ``settings`` at ``path``; see `parse_section`.
+
+    Raises UserErrors. Any other exception of the class itself passes through.
     """
+    # Without origins: the error names the key of the section that has the settings.
     parse = Parse()
     section = Section({name: Leaf(value, DEFAULT) for name, value in settings.items()})
-    made = parse_section(cls, section, parse, where, defaults)
+    instance = parse_section(cls, section, parse, path, defaults)
     if parse.errors:
         raise UserErrors(parse.errors)
-    return made
+    return instance
 
 
-def _with_rest(known: dict[str, dataclasses.Field], section: Section) -> Section:
-    """Return a section whose unknown names stand below the key that takes the rest, if one does."""
-    rest = next((name for name, item in known.items() if setting_of(item).takes_rest), None)
-    unknown = {key: node for key, node in section.children.items() if key not in known}
-    if rest is None or not unknown:
+def _with_rest(items: dict[str, dataclasses.Field], section: Section) -> Section:
+    """Move the names without a field below the field with ``takes_rest``, if the class has one.
+
+    ``environment: {name: my_env.py:Calculator, digits: 3}`` thus gives ``digits`` to the user's class.
+    """
+    rest_key = next((name for name, item in items.items() if setting_of(item).takes_rest), None)
+    class_settings = {key: node for key, node in section.children.items() if key not in items}
+    if rest_key is None or not class_settings:
         return section
-    stated = section.children.get(rest)
-    stated = stated.children if isinstance(stated, Section) else {}
-    children = {key: node for key, node in section.children.items() if key in known}
-    return Section(children | {rest: Section(stated | unknown, section.origin)}, section.origin)
+
+    explicit = section.children.get(rest_key)
+    settings = explicit.children if isinstance(explicit, Section) else {}
+    children = {key: node for key, node in section.children.items() if key in items}
+    children[rest_key] = Section(settings | class_settings, section.origin)
+    return Section(children, section.origin)
 
 
 def _unsets(node: Leaf | Section | None) -> bool:
-    """Say whether a node is a null that takes away what an earlier file or the file says."""
+    """Return whether a node is a null that replaces a value of the base or of the file."""
     return isinstance(node, Leaf) and node.unsets
 
 
 def _value(
     hint: Any, node: Leaf | Section | None, default: Any, path: str, parse: Parse, number_means: str = ""
 ) -> Any:
+    """Return the typed value of the key at ``path``, of any type; ``node`` is None if it is not written."""
     entry = entry_class(hint)
     if entry is not None and isinstance(node, Section) and node.children:
-        missing = dataclasses.MISSING
-        return {
-            name: _value(entry, child, missing, f"{path}.{name}", parse)
-            for name, child in node.children.items()
-            if not _unsets(child)
-        }
+        entries = {}
+        for name, child in node.children.items():
+            # `NAME: null` removes an entry of the base.
+            if not _unsets(child):
+                entries[name] = _value(entry, child, dataclasses.MISSING, f"{path}.{name}", parse)
+        return entries
+
     section = section_class(hint)
     if section is None:
         return _plain(hint, node, default, path, parse, number_means)
     if node is None:
         _note_defaults(default, path, parse)
         return default
+
+    # A section that may be written as text: `policy_loss: gspo`.
     node = named_section(node, path.split(".")) or node
     if isinstance(node, Leaf):
-        if node.value is not None and node.value != "None":
-            names = ", ".join(item.name for item in dataclasses.fields(section) if is_setting(item))
-            parse.fail(
-                path,
-                node,
-                f"`{path}` is a section, not a single value",
-                expected=f"a section with {names}",
-                got=describe(node.value),
-                fix=_section_fix(section, node.value, path),
-            )
-            node = Section()
-        elif optional(hint):
+        is_null = node.value is None or node.value == "None"
+        if is_null and optional(hint):
             parse.origins[path] = node.origin
             return None
-        else:
+        if is_null:
             node = Section(origin=node.origin)
+        else:
+            # The defaults stand in, so that later rules have a complete configuration.
+            _fail_single_value(section, node, path, parse)
+            node = Section()
     return parse_section(section, node, parse, path, None if default is dataclasses.MISSING else default)
 
 
+def _fail_single_value(section: type, node: Leaf, path: str, parse: Parse) -> None:
+    """Record the mistake of a single value in place of a section."""
+    names = ", ".join(item.name for item in dataclasses.fields(section) if is_setting(item))
+    parse.fail(
+        path,
+        node,
+        f"`{path}` is a section, not a single value",
+        expected=f"a section with {names}",
+        got=describe(node.value),
+        fix=_section_fix(section, node.value, path),
+    )
+
+
 def _section_fix(section: type, value: Any, path: str) -> str:
-    """Return how to write a section that was given a single value: below its usual key, if that takes it."""
+    """Return the fix for a single value in place of a section: the value below the section's usual key.
+
+    ``reward: my.py:f`` should be ``reward: {function: my.py:f}``, where the usual key accepts the value.
+    """
     key = getattr(section, "VALUE_KEY", None)
     if key is not None:
         accepted, typed = convert(hints(section)[key], value)
         item = next(item for item in dataclasses.fields(section) if item.name == key)
         if accepted and setting_of(item).error(f"{path}.{key}", typed) is None:
             return f"write `{path}: {one_line({key: value})}`"
-    return f"write names below `{path.rpartition('.')[2]}:`, or {path}.NAME=VALUE"
+
+    name = path.rpartition(".")[2]
+    return f"write names below `{name}:`, or {path}.NAME=VALUE"
 
 
 def _plain(
     hint: Any, node: Leaf | Section | None, default: Any, path: str, parse: Parse, number_means: str
 ) -> Any:
+    """Return the typed value of a key that is not a section."""
     fallback = _placeholder(hint) if default is dataclasses.MISSING else default
     if node is None:
         parse.origins[path] = DEFAULT
         return fallback
+
+    # Also for a value that turns out to be broken: `check` prints where the user wrote it.
     parse.origins[path] = node.origin
-    raw = node.plain() if isinstance(node, Section) else node.value
+    raw = node.plain()
+    # Users of Python write None where YAML has null.
     if raw == "None" and optional(hint):
         return None
     accepted, value = convert(hint, raw)
     if accepted:
         return value
+
     if isinstance(node, Section) and not is_mapping(hint):
+        name = path.rpartition(".")[2]
         inner = ", ".join(f"`{path}.{key}`" for key in list(node.children)[:5])
         parse.fail(
             path,
@@ -192,7 +241,7 @@ def _plain(
             f"`{path}` is a single value, not a section",
             expected=type_words(hint),
             got=f"names below it: {inner}" if inner else "an empty section",
-            fix=f"write `{path.rpartition('.')[2]}: VALUE` on one line",
+            fix=f"write `{name}: VALUE` on one line",
         )
     else:
         parse.fail(
@@ -207,10 +256,11 @@ def _plain(
 
 
 def _number_fix(raw: Any, path: str, number_means: str) -> str | None:
-    """Return how to write a section that was given a bare number, None where it stands for nothing."""
+    """Return the section that a bare number most likely means; see `Setting.number_means`."""
     if not number_means or isinstance(raw, bool) or not isinstance(raw, int | float):
         return None
-    return f"write `{path}: {number_means.replace('VALUE', one_line(raw))}`"
+    section = number_means.replace("VALUE", one_line(raw))
+    return f"write `{path}: {section}`"
 
 
 def _default(item: dataclasses.Field, defaults: Any) -> Any:
@@ -222,6 +272,7 @@ def _default(item: dataclasses.Field, defaults: Any) -> Any:
 
 
 def _note_defaults(value: Any, path: str, parse: Parse) -> None:
+    """Record the origin of every value of a section that is not written at all."""
     if not dataclasses.is_dataclass(value):
         parse.origins[path] = DEFAULT
         return
@@ -230,4 +281,7 @@ def _note_defaults(value: Any, path: str, parse: Parse) -> None:
 
 
 def _placeholder(hint: Any) -> Any:
-    return None if optional(hint) else {str: "", int: 1, float: 1.0, bool: False}.get(options(hint)[0])
+    """Return the value of a required key that is missing: of its type, so that later rules can read it."""
+    if optional(hint):
+        return None
+    return {str: "", int: 1, float: 1.0, bool: False}.get(options(hint)[0])

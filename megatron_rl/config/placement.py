@@ -1,4 +1,7 @@
-"""Which ranks each role has: what a placement preset gives to the layouts that name none."""
+"""Placement: the ranks and the layout of each role, and what rollout and actor share on them.
+
+The one idea: a preset assigns ranks only to layouts that name none; explicit ranks always stay.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,22 @@ from megatron_rl.shapes.pipeline_stages import STAGE_SETTINGS
 from megatron_rl.shapes.rank_order import best_rank_order
 from megatron_rl.shapes.traffic import SharedBytes, byte_words, shared_bytes
 
+# Presets that give the second half of the ranks to the roles whose `RoleSpec.placement` is the preset.
 APART = tuple(dict.fromkeys(spec.placement for spec in ROLES if spec.placement is not None))
-"""Presets that give the second half of the ranks to the roles whose `RoleSpec.placement` is the preset."""
 
 
 def placed(config: RunConfig, world_size: int) -> RunConfig:
-    """Return the configuration with the ranks of every role named, as its placement says.
+    """Return the configuration with the ranks of every role set as its placement defines them.
 
-    A critic, reference or reward model without a layout gets the actor's sizes. Ranks that are named stay.
+    A critic, reference or reward model without a layout gets the actor's sizes. Explicit ranks stay.
     """
+    has_halves = config.placement in APART and world_size >= 2
+    half = world_size // 2
+    actor_layout = config.actor.layout
 
-    def ranks(path: str) -> tuple[int, ...]:
-        if config.placement not in APART or world_size < 2:
+    def ranks_of(path: str) -> tuple[int, ...]:
+        if not has_halves:
             return tuple(range(world_size))
-
-        half = world_size // 2
         if spec_at(path).placement == config.placement:
             return tuple(range(half, world_size))
         return tuple(range(half))
@@ -39,54 +43,66 @@ def placed(config: RunConfig, world_size: int) -> RunConfig:
     def place(path: str, section: Any) -> Any:
         layout = section.layout
         if layout is None:
-            layout = config.actor.layout if ranks(path) == ranks("actor") else sizes
-        return replace(
-            section, layout=layout if layout.ranks is not None else replace(layout, ranks=ranks(path))
-        )
+            # On the actor's half it gets the actor's very ranks, also explicit ones: it can then share its
+            # base.
+            same_half = ranks_of(path) == ranks_of("actor")
+            layout = actor_layout if same_half else replace(actor_layout, ranks=None)
+        if layout.ranks is None:
+            layout = replace(layout, ranks=ranks_of(path))
+        return replace(section, layout=layout)
 
-    sizes, rollout = replace(config.actor.layout, ranks=None), config.rollout
+    rollout = config.rollout
     if rollout.ranks is None:
-        rollout = replace(rollout, ranks=ranks("rollout"))
+        rollout = replace(rollout, ranks=ranks_of("rollout"))
     return replace(with_role_sections(config, place), rollout=rollout)
 
 
 def layout_sections(config: RunConfig) -> dict[str, LayoutConfig | None]:
-    """Return every role's layout section by its configuration path, None where it has none."""
+    """Return every role's layout section by its configuration path; None for a role without one."""
     return {f"{path}.layout": section.layout for path, section in role_sections(config).items()}
 
 
 def megatron_sections(config: RunConfig) -> dict[str, Mapping[str, Any] | None]:
-    """Return what every role states of Megatron's settings by its configuration path, None where nothing."""
+    """Return every role's own settings of Megatron by their configuration path; None for a role without."""
     return {f"{path}.megatron": section.megatron for path, section in role_sections(config).items()}
 
 
 def stated_settings(config: RunConfig, section: str) -> tuple[str, Mapping[str, Any]]:
-    """Return Megatron's settings for a role's section, its own or else the actor's, and where they stand."""
+    """Return the path and the values of Megatron's settings for a section: its own, else the actor's."""
     path = f"{section}.megatron"
-    stated = megatron_sections(config).get(path)
-    return ("actor.megatron", config.actor.megatron) if stated is None else (path, stated)
+    settings = megatron_sections(config).get(path)
+    if settings is None:
+        return "actor.megatron", config.actor.megatron
+    return path, settings
 
 
 def megatron_settings(config: RunConfig, layout: ParallelLayout) -> tuple[str, Mapping[str, Any]]:
-    """Return Megatron's settings for the model of a role's ``layout``, and the path at which they stand.
+    """Return the path and the values of Megatron's settings for the model of a role's ``layout``.
 
-    Of the actor's, uneven stages are for the actor's pipeline alone.
+    A role that takes the actor's settings takes its uneven stages only with a pipeline of the same sizes.
     """
-    section, actor = layout.path.rpartition(".")[0], config.actor.layout
+    section = layout.path.rpartition(".")[0]
     path, settings = stated_settings(config, section)
-    cut_alike = (layout.pipeline, layout.virtual_pipeline) == (actor.pipeline, actor.virtual_pipeline)
-    if path != f"{section}.megatron" and not cut_alike:
+    if path == f"{section}.megatron":
+        return path, settings
+
+    actor = config.actor.layout
+    if (layout.pipeline, layout.virtual_pipeline) != (actor.pipeline, actor.virtual_pipeline):
         settings = {name: value for name, value in settings.items() if name not in STAGE_SETTINGS}
     return path, settings
 
 
 def role_layout(section: LayoutConfig, path: str) -> ParallelLayout:
-    """Return the layout of a section whose ranks are named, its other defaults filled in.
+    """Return the layout of a section at ``path`` whose ranks are set, with its other defaults filled in.
 
-    ``path`` is the section's configuration path. What does not fit together is returned as it stands.
+    Sizes that do not fit together are not an error here: ``check`` reports them from the layout.
     """
     assert section.ranks is not None
-    stated = section.sequence_parallel
+
+    sequence_parallel = section.sequence_parallel
+    if sequence_parallel is None:
+        sequence_parallel = section.tensor > 1
+
     return ParallelLayout(
         ranks=section.ranks,
         tensor=section.tensor,
@@ -95,59 +111,78 @@ def role_layout(section: LayoutConfig, path: str) -> ParallelLayout:
         context=section.context,
         expert=section.expert,
         expert_tensor=1 if section.expert_tensor is None else section.expert_tensor,
-        sequence_parallel=section.tensor > 1 if stated is None else stated,
+        sequence_parallel=sequence_parallel,
         path=path,
     )
 
 
 def role_layouts(config: RunConfig, world_size: int) -> dict[str, ParallelLayout]:
-    """Return the layout of every role; what does not fit together is returned as it stands."""
+    """Return the layout of every role of the job; sizes that do not fit together are not an error here."""
     config = placed(config, world_size)
     layouts = {}
     for path, section in layout_sections(config).items():
         assert section is not None
         layouts[role_of(path)] = role_layout(section, path)
+
+    # The actor's sizes were needed above, for models without a layout of their own.
     if config.job == "reward-model":
-        del layouts["actor"]  # its sizes are those of models without a layout of their own
+        del layouts["actor"]
     if config.job == TRAIN:
-        section = config.rollout
-        assert section.ranks is not None
-        layouts["rollout"] = ParallelLayout(section.ranks, tensor=section.tensor, path="rollout")
+        rollout = config.rollout
+        assert rollout.ranks is not None
+        layouts["rollout"] = ParallelLayout(rollout.ranks, tensor=rollout.tensor, path="rollout")
     return layouts
 
 
 def sleeping_ranks(layouts: Mapping[str, ParallelLayout]) -> frozenset[int]:
-    """Return the rollout ranks whose engine sleeps while others work: replicas that another role shares."""
-    used = {rank for role, layout in layouts.items() if role != "rollout" for rank in layout.ranks}
-    replicas = layouts["rollout"].groups("tensor")
-    return frozenset(rank for replica in replicas if used.intersection(replica) for rank in replica)
+    """Return the rollout ranks whose engine sleeps while other roles work.
+
+    A replica sleeps as one: all its ranks, if another role uses any of them.
+    """
+    model_ranks: set[int] = set()
+    for role, layout in layouts.items():
+        if role != "rollout":
+            model_ranks.update(layout.ranks)
+
+    sleeping: set[int] = set()
+    for replica in layouts["rollout"].groups("tensor"):
+        if model_ranks.intersection(replica):
+            sleeping.update(replica)
+    return frozenset(sleeping)
 
 
 def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:
-    """Return what actor and rollout engine have in common of the actor's weights, once ranks are named."""
-    rollout, lora = config.rollout, lora_apart(config)
+    """Return the bytes of weights that actor and rollout engine have in common on each pair of their ranks.
+
+    The ranks of ``config`` are set.
+    """
+    lora = lora_apart(config)
     return shared_bytes(
         shape,
         role_layout(config.actor.layout, "actor.layout"),
-        rollout.tensor,
+        config.rollout.tensor,
         DTYPE_BYTES[config.model.dtype],
         settings=config.actor.megatron,
-        whole_experts=bool(rollout.vllm.get("enable_expert_parallel")),
+        whole_experts=bool(config.rollout.vllm.get("enable_expert_parallel")),
         lora=None if lora is None else Lora.of(shape, lora.rank, lora.targets),
     )
 
 
 def with_best_rank_order(config: RunConfig, shape: ModelShape) -> tuple[RunConfig, str]:
-    """Return the configuration with the rollout's ranks in the order that moves the least, and the reason.
+    """Return the configuration with the order of rollout ranks that moves the least weights, and the reason.
 
-    The order decides which ranks form a replica, and so how much of its weights a rank holds as an actor.
+    The order decides which ranks form a replica, and so how many of its weights a rank already has as an
+    actor.
     """
     ranks = config.rollout.ranks
     assert ranks is not None
-    shared = shared_weights(config, shape)
-    order = best_rank_order(shared, ranks, config.gpus_per_node)
-    best, plain = (shared.traffic(each).received_most for each in (order, ranks))
-    reason = f"the order in which the busiest rank receives least per weight sync: {byte_words(best)}"
-    if best < plain:
-        reason += f", not {byte_words(plain)}"
+    common = shared_weights(config, shape)
+    # Ranks of one node exchange faster than ranks of different nodes.
+    order = best_rank_order(common, ranks, config.gpus_per_node)
+
+    best_bytes = common.traffic(order).received_most
+    plain_bytes = common.traffic(ranks).received_most
+    reason = f"the order in which the busiest rank receives least per weight sync: {byte_words(best_bytes)}"
+    if best_bytes < plain_bytes:
+        reason += f", not {byte_words(plain_bytes)}"
     return replace(config, rollout=replace(config.rollout, ranks=order)), reason

@@ -1,10 +1,10 @@
-"""Table of the roles of a run: what each is called, which section describes it, and what it does in a step.
+"""Table of the roles of a run: the name, the section and the work of each in a step.
 
 The one idea: a role is a row of `ROLES`, and everything that loops over roles (placement, memory estimate,
 `check`, the planner, the build, the score phase) reads that row. A new frozen role that scores tokens is one
 row here and one section in `config.schema`.
 
-Two names remain literals in the package, since there is exactly one of each and the algorithm is about them:
+Two names remain literals in the package, since the algorithm is about them and a run has exactly one of each:
 ``actor``, the policy that learns, whose layout and model every role without its own takes, and ``rollout``,
 the engine that samples, which has no Megatron model.
 """
@@ -24,20 +24,22 @@ from megatron_rl.config.setting import with_value
 
 RoleConfig = ActorConfig | CriticConfig | ReferenceConfig | RewardModelConfig
 
+# Output layer of a policy: its outputs are the log-prob of each token, and the entropy of its distribution.
 VOCABULARY = "vocabulary"
-"""Output layer of a policy: its outputs are the log-prob of each token, and the entropy there."""
-NUMBER = "number"
-"""Output layer of one number per token, as a critic and a reward model have."""
 
+# Output layer of one number per token, as a critic and a reward model have.
+NUMBER = "number"
+
+# The role can be the actor as it was before its adapters were trained: one model, adapters switched off.
 INITIAL = "initial"
-"""The role can be the actor as it was before its adapters learned: one model, adapters switched off."""
+
+# The role can have adapters of its own over the actor's base weights.
 ADAPTED = "adapted"
-"""The role can have adapters of its own over the actor's base weights."""
 
 
 @dataclass(frozen=True)
 class AlgorithmNeed:
-    """Property of an algorithm that calls for a role.
+    """Property of an algorithm that requires a role.
 
     Example: a critic is needed by algorithms whose ``needs_critic`` is true.
     """
@@ -47,18 +49,19 @@ class AlgorithmNeed:
     reason: str
     """Why a run gets the role without naming it; ``{name}`` is the algorithm's."""
     unused: str
-    """Warning where a run has the role, and the algorithm does not need it."""
+    """Warning of a run that has the role although its algorithm does not need it."""
     lacks: str
-    """What such an algorithm is like; ``{advantage}`` is the class of its advantage estimator."""
+    """Property of an algorithm without need of it; ``{advantage}`` is its advantage estimator's class."""
     choice: str
-    """How a user chooses an algorithm that needs it."""
+    """Setting that chooses an algorithm with need of it."""
 
 
 @dataclass(frozen=True)
 class RoleSpec:
     """Description of one role, or of all models of one mapping in the configuration.
 
-    Example: ``REFERENCE`` is the frozen policy of the section ``reference``, which gives ``ref_log_probs``.
+    Example: ``REFERENCE`` is the frozen policy of the section ``reference``, which computes
+    ``ref_log_probs``.
     """
 
     name: str
@@ -74,27 +77,27 @@ class RoleSpec:
     outputs: tuple[str, ...] = ()
     """Per-token columns of the head's outputs, in `Scores`; empty where NAME is the only column."""
     trains: bool = False
-    """Whether its weights learn in the step; else they are frozen once the step begins."""
+    """Whether the step trains its weights; else they are frozen once the step begins."""
     named: bool = False
     """Whether the section is a mapping of any number of models by name."""
     metric_prefix: str = ""
     """Group of its metrics; empty: its name."""
     need: AlgorithmNeed | None = None
-    """What calls for it; None: it is there where its section is stated."""
+    """Property of an algorithm that requires it; None: a run has it only if its section is set."""
     placement: str | None = None
     """Placement preset that gives it the second half of the ranks, apart from the actor."""
     shares: str | None = None
     """How it can share weights with the actor, `INITIAL` or `ADAPTED`; None: never."""
 
     def sections(self, config: RunConfig) -> Mapping[str, Any]:
-        """Return the stated sections of the role by configuration path."""
+        """Return the sections of the role that are set, by configuration path."""
         section = attrgetter(self.section)(config)
         if self.named:
             return {f"{self.section}.{name}": model for name, model in section.items()}
         return {} if section is None else {self.section: section}
 
     def needed(self, algorithm: Any) -> bool:
-        """Return whether an algorithm calls for the role."""
+        """Return whether an algorithm requires the role."""
         return self.need is not None and bool(getattr(algorithm, self.need.attribute, False))
 
 
@@ -161,15 +164,16 @@ ROLLOUT = RoleSpec(
     placement="standalone",
 )
 
+# Every role, in the order of layouts and texts, which is also the order of work on ranks that roles share:
+# all ranks must call collectives in one order.
 ROLES = (ACTOR, CRITIC, REFERENCE, REWARD_MODELS, ROLLOUT)
-"""Every role, in the order of layouts and texts, and in that of work where roles share ranks."""
 
+# The roles with a Megatron model.
 MODEL_ROLES = tuple(spec for spec in ROLES if spec.head is not None)
-"""The roles with a Megatron model."""
 
 
 def spec_of(role: str) -> RoleSpec:
-    """Return the table's row of a role by its name, such as ``critic`` or ``reward.judge``."""
+    """Return the spec of a role by its name, such as ``critic`` or ``reward.judge``."""
     for spec in ROLES:
         if role == spec.name or (spec.named and role.startswith(f"{spec.name}.")):
             return spec
@@ -177,37 +181,51 @@ def spec_of(role: str) -> RoleSpec:
 
 
 def spec_at(path: str) -> RoleSpec:
-    """Return the table's row of the role whose section is at a configuration path."""
+    """Return the spec of the role whose section is at a configuration path."""
     return spec_of(role_of(path))
 
 
 def role_sections(config: RunConfig) -> dict[str, RoleConfig]:
     """Return the section of every role with a model by its configuration path, the actor's first."""
-    return {path: section for spec in MODEL_ROLES for path, section in spec.sections(config).items()}
+    sections: dict[str, Any] = {}
+    for spec in MODEL_ROLES:
+        sections |= spec.sections(config)
+    return sections
 
 
 def learner_sections(config: RunConfig) -> dict[str, ActorConfig | CriticConfig]:
-    """Return the sections of the roles that learn in the step, by configuration path, the actor's first."""
-    learners = [spec for spec in MODEL_ROLES if spec.trains]
-    return {path: section for spec in learners for path, section in spec.sections(config).items()}
+    """Return the sections of the roles that the step trains, by configuration path, the actor's first."""
+    sections: dict[str, Any] = {}
+    for spec in MODEL_ROLES:
+        if spec.trains:
+            sections |= spec.sections(config)
+    return sections
 
 
 def with_role_sections(config: RunConfig, change: Callable[[str, Any], Any]) -> RunConfig:
-    """Return the configuration with what ``change`` makes of each role's path and section."""
-    changed = {path: change(path, section) for path, section in role_sections(config).items()}
-    for path, section in changed.items():
+    """Return the configuration in which ``change(path, section)`` replaces the section of each role."""
+    sections = {path: change(path, section) for path, section in role_sections(config).items()}
+    for path, section in sections.items():
         config = with_value(config, path, section)
     return config
 
 
 def stated_models(config: RunConfig) -> dict[str, str | None]:
-    """Return the model that each role beside the actor states, by its section; None: it has the actor's."""
-    sections = role_sections(config).items()
-    return {path: section.path for path, section in sections if not isinstance(section, ActorConfig)}
+    """Return the model path of each role beside the actor, by its section; None: it has the actor's model."""
+    paths = {}
+    for path, section in role_sections(config).items():
+        if not isinstance(section, ActorConfig):
+            paths[path] = section.path
+    return paths
 
 
 def role_of(path: str) -> str:
-    """Return the role whose section, or layout, stands at a configuration path; see `where_of`."""
+    """Return the role whose section or layout is at a configuration path; the inverse of `section_of`.
+
+    Example:
+        >>> role_of("reward.models.judge"), role_of("critic.layout")
+        ('reward.judge', 'critic')
+    """
     path = path.removesuffix(".layout")
     for spec in ROLES:
         if spec.named and path.startswith(f"{spec.section}."):
@@ -216,7 +234,7 @@ def role_of(path: str) -> str:
 
 
 def section_of(role: str) -> str:
-    """Return the configuration path of a role's section; see `role_of`."""
+    """Return the configuration path of a role's section; the inverse of `role_of`."""
     for spec in ROLES:
         if spec.named and role.startswith(f"{spec.name}."):
             return f"{spec.section}.{role.removeprefix(f'{spec.name}.')}"

@@ -1,4 +1,4 @@
-"""The places of a run below its folder, and what a restart goes on from; without torch."""
+"""Paths of a run below its folder, and the state that a restart resumes from; importable without torch."""
 
 from __future__ import annotations
 
@@ -11,27 +11,33 @@ from pathlib import Path
 
 from megatron_rl.durable import publish, write_text
 
+# Folder below a run's with a folder for each of its stages, which has checkpoints of its own.
 STAGES = "stages"
-"""The folder below a run's with those of its stages, each with checkpoints of its own."""
 
 
 class RunFolder:
-    """Name and create the places of one run below ``path``.
+    """Paths of one run, relative to the folder ``path``.
 
-    A model's directory is there once it is complete: that a stage has ended is the existence of its result.
+    The directory of a model exists once it is complete, so that its existence means that a stage has ended.
+
+    Example: ``RunFolder("runs/first").checkpoints`` is ``Path("runs/first/checkpoints")``.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+
         self.config = self.path / "config.yaml"
         self.first_start = self.path / "first_start"
+
         self.metrics = self.path / "metrics.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.rollouts = self.path / "rollouts"
+
         self.checkpoints = self.path / "checkpoints"
         self.stages = self.path / STAGES
         self.reward_models = self.path / "reward_models"
         self.model = self.path / "hf"
+
         self.rank_logs = self.path / "rank_logs"
         self.flight_records = self.path / "flight_recorder"
         self.tokens = self.path / "tokens"
@@ -40,12 +46,13 @@ class RunFolder:
         self.report = self.path / "report.html"
 
     def stage_metrics(self, stage: str) -> Path:
-        """Return the metrics of a stage, a line per step."""
+        """Return the metrics file of a stage, with a line per step."""
         return self.path / f"{stage}.jsonl"
 
     def stages_measured(self) -> list[str]:
-        """Return the stages whose metrics are there, the supervised one first."""
+        """Return the stages that have a metrics file, the supervised one first."""
         names = [path.stem for path in self.path.glob("*.jsonl") if path != self.metrics]
+        # A name with a dot is a file that `set_aside` renamed.
         return sorted((name for name in names if "." not in name), key=lambda name: (name != "sft", name))
 
     def stage_checkpoints(self, stage: str) -> Path:
@@ -53,11 +60,11 @@ class RunFolder:
         return self.stages / stage / "checkpoints"
 
     def stage_model(self, stage: str) -> Path:
-        """Return the Hugging Face checkpoint that a stage of the actor leaves."""
+        """Return the Hugging Face checkpoint that a stage of the actor writes."""
         return self.stages / stage / "hf"
 
     def reward_model(self, name: str) -> Path:
-        """Return the Hugging Face checkpoint that the training of a reward model leaves."""
+        """Return the Hugging Face checkpoint that the training of a reward model writes."""
         return self.reward_models / name
 
     def megatron_model(self, role: str) -> Path:
@@ -65,31 +72,31 @@ class RunFolder:
         return self.path / "megatron" / role
 
     def rank_log(self, rank: int) -> Path:
-        """Return the file that takes what the process of ``rank`` prints."""
+        """Return the file for the output of the process of ``rank``."""
         return self.rank_logs / f"rank_{rank}.log"
 
     def directories(self) -> tuple[Path, ...]:
-        """Return the folder and those that a run begins with."""
+        """Return the folder and the directories that a run creates at its start."""
         return self.path, self.tensorboard, self.rollouts, self.checkpoints, self.rank_logs
 
     def create(self) -> RunFolder:
-        """Create the folder and its directories; what exists stays."""
+        """Create the folder and its directories; existing ones stay as they are."""
         for directory in self.directories():
             directory.mkdir(parents=True, exist_ok=True)
         return self
 
     def has_begun(self) -> bool:
-        """Return whether there is anything that a restart goes on from."""
+        """Return whether there is any state that a restart would resume from."""
         return any(folder.is_dir() and any(folder.iterdir()) for folder in (self.checkpoints, self.stages))
 
     def start_over(self) -> None:
-        """Rename checkpoints and models of an earlier run, so that none is taken for this run's."""
+        """Rename checkpoints and models of an earlier run, so that none is read as one of this run."""
         for directory in (self.stages, self.reward_models, self.checkpoints):
             set_aside(directory)
         self.checkpoints.mkdir(exist_ok=True)
 
     def publish(self, model: Path) -> None:
-        """Make a stage's model the run's model, of the same files where the file system has links."""
+        """Make a stage's model the run's model, by hard links to its files if the file system has links."""
 
         def link(source: str, target: str) -> None:
             try:
@@ -103,45 +110,56 @@ class RunFolder:
         publish(incomplete, self.model)
 
     def read_first_start(self) -> datetime | None:
-        """Return when the run started first, None where its folder does not say it."""
+        """Return the time of the run's first start; None where the folder has no valid one."""
         with suppress(OSError, ValueError):
             return datetime.fromisoformat(self.first_start.read_text(encoding="utf-8").strip())
         return None
 
     def keep_first_start(self, proposed: datetime) -> datetime:
-        """Return when the run started first: ``proposed``, where no process has kept another time before.
+        """Store ``proposed`` as the time of the first start unless there is one, and return the stored one.
 
-        All processes that see the folder get the same.
+        All processes that see the folder get the same time.
         """
-        aside = self.first_start.with_name(f"{self.first_start.name}.{socket.gethostname()}.{os.getpid()}")
-        aside.write_text(proposed.isoformat(), encoding="utf-8")
-        with suppress(OSError):  # it is there, or the file system has no links
-            os.link(aside, self.first_start)
+        temporary = self.first_start.with_name(
+            f"{self.first_start.name}.{socket.gethostname()}.{os.getpid()}"
+        )
+        temporary.write_text(proposed.isoformat(), encoding="utf-8")
+
+        # A link is made only where its name is free, and complete at once: the first process decides.
+        with suppress(OSError):  # the name is taken, or the file system has no links
+            os.link(temporary, self.first_start)
         if self.read_first_start() is None:
-            os.replace(aside, self.first_start)
-        aside.unlink(missing_ok=True)
+            os.replace(temporary, self.first_start)
+        temporary.unlink(missing_ok=True)
         return self.read_first_start() or proposed
 
     def write_first_start(self, time: datetime) -> None:
-        """Store the time in the place of another one."""
+        """Replace the stored time of the first start."""
         write_text(self.first_start, time.isoformat())
 
     def write_config(self, text: str) -> None:
-        """Store the resolved configuration."""
+        """Store the text of the resolved configuration."""
         write_text(self.config, text)
 
 
 def folder_of_checkpoint(checkpoint: Path) -> RunFolder | None:
-    """Return the run folder that a checkpoint lies in, None where no folder above it has a config.yaml."""
-    folders = [RunFolder(parent) for parent in checkpoint.resolve().parents]
-    return next((folder for folder in folders if folder.config.is_file()), None)
+    """Return the run folder of a checkpoint: the nearest parent with a config.yaml; None without one."""
+    for parent in checkpoint.resolve().parents:
+        folder = RunFolder(parent)
+        if folder.config.is_file():
+            return folder
+    return None
 
 
 def set_aside(path: Path) -> Path | None:
-    """Give a file or a directory that is not empty another name, ``NAME.1``, ``NAME.2`` …, and return it."""
-    if not path.exists() or not (any(path.iterdir()) if path.is_dir() else path.stat().st_size):
+    """Rename a non-empty file or directory to the first free ``NAME.1``, ``NAME.2`` …; return that path."""
+    if not path.exists():
         return None
+    is_empty = not any(path.iterdir()) if path.is_dir() else path.stat().st_size == 0
+    if is_empty:
+        return None
+
     number = 1
-    while (other := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+    while (target := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
-    return path.rename(other)
+    return path.rename(target)

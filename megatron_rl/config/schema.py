@@ -1,8 +1,8 @@
 """Every key of a run's configuration, as typed, frozen values; importable without torch.
 
-A user states intent; a field left at None is derived, and ``check`` shows its value and the reason.
-Meaning, unit and bounds stand on each field, written as `setting` says. `RunConfig` holds the sections; the
-larger ones have a file each in `sections`.
+The one idea: a user states intent; a field left at None is derived, and ``check`` prints its value and the
+reason. Each field describes its own meaning, unit and bounds, see `setting`. `RunConfig` has the sections;
+the larger ones have a file each in `sections`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_rl.config.sections.bounds import ENDLESS, MANY, POSITIVE, RANKS, S
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.evaluation import NEVER, EvaluationConfig
 from megatron_rl.config.sections.logging import LoggingConfig
-from megatron_rl.config.sections.models import ActorConfig, CriticConfig, ReferenceConfig
+from megatron_rl.config.sections.models import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.config.sections.rollout import (
     AsynchronyConfig,
@@ -25,14 +25,14 @@ from megatron_rl.config.sections.rollout import (
     RolloutConfig,
 )
 from megatron_rl.config.sections.stages import PreferenceConfig, SftConfig
-from megatron_rl.config.sections.starting_model import ModelConfig
 from megatron_rl.config.setting import required, setting
 
+# Differences to names of other projects that several keys have.
 _OPTIMIZER_STEPS = "ours counts optimizer steps per batch: batch size / mini-batch size"
 _EPOCHS = "ours counts steps: epochs x prompts / batch.prompts_per_step"
 _PROCESSES = "ours is the number of processes: nodes x GPUs per node"
 
-
+# Jobs: a complete run with its stages, or one stage alone.
 TRAIN = "train"
 STAGE_JOBS = ("sft", "prefer", "reward-model")
 JOBS = (TRAIN, *STAGE_JOBS)
@@ -40,11 +40,12 @@ JOBS = (TRAIN, *STAGE_JOBS)
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """State the batch in prompts; rows, mini-batches and micro-batches follow."""
+    """Batch sizes of a step, in prompts; rows, mini-batches and micro-batches follow from them."""
 
+    # Rows of a step: prompts x samples.
     prompts_per_step: int = setting(
         64,
-        "Prompts that a training step takes.",
+        "Number of prompts of a training step.",
         unit="prompts",
         **MANY,
         also_called={
@@ -63,7 +64,7 @@ class BatchConfig:
     )
     samples_per_prompt: int = setting(
         8,
-        "Responses sampled to each prompt, which form a group.",
+        "Number of responses sampled to each prompt; together they are a group.",
         unit="rows",
         **MANY,
         also_called={
@@ -76,9 +77,10 @@ class BatchConfig:
             "ROLL": "num_return_sequences_in_group",
         },
     )
+    # Updates of a step. One by default: the policy is then the one that sampled, up to the engine's rounding.
     optimizer_steps: int = setting(
         1,
-        "Mini-batches, each of one optimizer step, that a step's rows are dealt into.",
+        "Number of mini-batches, each with one optimizer step, that the rows of a step are divided into.",
         unit="optimizer steps",
         **MANY,
         also_called={
@@ -93,16 +95,17 @@ class BatchConfig:
     )
     epochs: int = setting(
         1,
-        "Times that a step's rows are learned from.",
+        "Number of passes over the rows of a step.",
         at_least=1,
         at_most=10_000,
         also_called={"verl": "ppo_epochs", "TRL": "num_iterations, num_ppo_epochs", "OpenRLHF": "max_epochs"},
     )
+    # In tokens and not in rows, since rows have different lengths and memory depends on tokens.
     tokens_per_microbatch: int | None = setting(
         None,
-        "Most tokens of a micro-batch; rows are packed up to it.",
+        "Largest number of tokens of a micro-batch, up to which rows are packed.",
         **TOKENS,
-        unset="what keeps the pipeline busy, at least the longest row",
+        unset="enough micro-batches to keep the pipeline busy, and at least the longest row",
         also_called={
             "verl": "ppo_micro_batch_size, ppo_micro_batch_size_per_gpu, log_prob_micro_batch_size_per_gpu, "
             "ppo_max_token_len_per_gpu, log_prob_max_token_len_per_gpu",
@@ -134,7 +137,7 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Set how often state is saved, how many checkpoints stay, and whether to resume."""
+    """Checkpoints: their interval, the number that is retained, and the one to resume from."""
 
     VALUE_KEY: ClassVar[str] = "every"
 
@@ -153,7 +156,7 @@ class CheckpointConfig:
     )
     keep: int = setting(
         3,
-        "Newest checkpoints that stay.",
+        "Number of newest checkpoints that are retained.",
         **ENDLESS,
         also_called={
             "NeMo-RL": "keep_top_k",
@@ -162,10 +165,11 @@ class CheckpointConfig:
             "OpenRLHF": "max_ckpt_num",
         },
     )
+    # Retention of the best, beside the newest.
     best: str | None = setting(
         None,
-        "Metric of an evaluation set, such as eval/NAME/accuracy: a checkpoint is saved where it is among "
-        "the best measured, and the best stay.",
+        "Metric of an evaluation set, such as eval/NAME/accuracy. A checkpoint is saved when its value is "
+        "among the best, and the best checkpoints are retained.",
         unset="none",
         also_called={
             "NeMo-RL": "checkpointing.metric_name",
@@ -176,7 +180,7 @@ class CheckpointConfig:
     )
     best_is: str = setting(
         "highest",
-        "Which measurement of `best` is the best.",
+        "Whether the highest or the lowest value of `best` is the best.",
         choices=("highest", "lowest"),
         spelled={"max": "highest", "min": "lowest"},
         also_called={"NeMo-RL": "checkpointing.higher_is_better", "transformers": "greater_is_better"},
@@ -185,23 +189,27 @@ class CheckpointConfig:
             "greater_is_better": {True: "highest", False: "lowest"},
         },
     )
-    keep_best: int = setting(1, "Best checkpoints that stay, beside the newest.", **ENDLESS)
+    keep_best: int = setting(1, "Number of best checkpoints that are retained beside the newest.", **ENDLESS)
+    # How checkpoints are written.
     optimizer_layout: str = setting(
         ANY,
-        "How distributed optimizers lie in checkpoints: any gathers whole parameters, for every layout; same "
-        "writes each rank's shards as they are, for layouts of the same tensor, pipeline and expert sizes. "
-        "Then the last checkpoint of a run, and that of a stop, are written once more for any.",
+        "Layout of distributed optimizers in checkpoints. `any` gathers complete parameters, which every "
+        "layout can resume from. `same` writes the shards of each rank, for layouts with the same tensor, "
+        "pipeline and expert sizes; the last checkpoint of a run, and that of a stop, are then written once "
+        "more for any.",
         choices=(ANY, SAME),
     )
     asynchronous: bool = setting(
         False,
-        "Write a checkpoint while the next steps are taken, from a copy in the memory of the host; the next "
-        "checkpoint, and the end of the job, wait until it is complete.",
+        "Write a checkpoint during the next steps, from a copy in host memory. The next checkpoint, and the "
+        "end of the job, wait until it is complete.",
         also_called={"Megatron-LM": "async_save"},
     )
+    # How a run starts again.
     resume: str = setting(
         "auto",
-        "auto (the newest checkpoint of the run folder, if any), never, or the path of a checkpoint.",
+        "Checkpoint to resume from: the newest one of the run folder, if any (auto), none (never), or a "
+        "path.",
         also_called={
             "verl": "resume_mode, resume_from_path",
             "transformers": "resume_from_checkpoint",
@@ -214,14 +222,16 @@ class CheckpointConfig:
         },
     )
     trust: bool = setting(
-        False, "Load a checkpoint also where its files name more than data: loading it may run code."
+        False, "Load a checkpoint even if its files contain more than data: loading it may run code."
     )
+    # 5 s less than torchrun allows, for the exit of the process.
     stop_seconds: float = setting(
         25.0,
-        "Time that a job which a signal asks to stop has until it has saved; torchrun kills its ranks 30 s "
-        "after it was asked itself.",
+        "Time limit for the checkpoint of a job that a signal stops. torchrun kills its ranks 30 s after it "
+        "got the signal itself.",
         **WAIT,
     )
+    # Models for other programs.
     export: bool = setting(
         True,
         "Write a Hugging Face checkpoint at the end of the run.",
@@ -229,8 +239,8 @@ class CheckpointConfig:
     )
     megatron: str | None = setting(
         None,
-        "Folder that takes the actor's weights for Megatron-LM: at each checkpoint of a run, `keep` of which "
-        "stay, and at the end of a stage that is a job.",
+        "Folder for the actor's weights in Megatron-LM's format. They are written at each checkpoint of a "
+        "run, of which `keep` are retained, and at the end of the job of one stage.",
         unset="none",
         also_called={"Megatron-LM": "save"},
     )
@@ -238,11 +248,15 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Hold one whole run."""
+    """Configuration of one run.
 
+    Example: ``load_config("configs/quickstart.yaml").actor.layout.tensor``.
+    """
+
+    # The run: its inputs, its folder and its length.
     model: ModelConfig = required("The model that every role starts from.")
     data: DataConfig = required("Data sets.")
-    reward: RewardConfig = required("What judges responses.")
+    reward: RewardConfig = required("Rewards of responses.")
     run_dir: str = required(
         "Folder of the run: metrics, rollouts, checkpoints, report.",
         example="runs/first",
@@ -257,7 +271,7 @@ class RunConfig:
         },
     )
     steps: int = required(
-        "Training steps of the run.",
+        "Number of training steps of the run.",
         jobs=(TRAIN,),
         **STEPS,
         example="200",
@@ -272,18 +286,22 @@ class RunConfig:
             "AReaL": "total_train_epochs, total_train_steps",
         },
         conversion=dict.fromkeys(
-            ("total_epochs", "max_num_epochs", "num_train_epochs", "num_episodes"), _EPOCHS
-        )
-        | {
-            "epochs": "ours counts steps: epochs x prompts / batch.prompts_per_step",
-            "num_epochs": "ours counts steps: epochs x prompts / batch.prompts_per_step",
-            "total_train_epochs": "ours counts steps: epochs x prompts / batch.prompts_per_step",
-            "num_epoch": "ours counts steps: epochs x prompts / batch.prompts_per_step",
-        },
+            (
+                "total_epochs",
+                "max_num_epochs",
+                "num_train_epochs",
+                "num_episodes",
+                "epochs",
+                "num_epochs",
+                "total_train_epochs",
+                "num_epoch",
+            ),
+            _EPOCHS,
+        ),
     )
     job: str = setting(
         TRAIN,
-        "What is run: everything, or one stage before reinforcement learning alone. The command says it.",
+        "Everything (train), or one stage before reinforcement learning alone. The command sets it.",
         choices=JOBS,
     )
     seed: int = setting(
@@ -293,18 +311,18 @@ class RunConfig:
         at_most=2**32 - 1,
         also_called={"common": "random_seed", "slime": "rollout_seed"},
     )
+    # The machine.
     world_size: int | None = setting(
         None,
-        "Processes (GPUs) of the job.",
+        "Number of processes (GPUs) of the job.",
         **RANKS,
-        unset="what the launcher says",
+        unset="the launcher's number of processes",
         also_called={"verl": "nnodes", "NeMo-RL": "num_nodes", "common": "num_gpus, n_gpus, num_processes"},
-        conversion=dict.fromkeys(("nnodes", "num_nodes"), _PROCESSES)
-        | {"num_gpus": "", "n_gpus": "", "num_processes": ""},
+        conversion={"nnodes": _PROCESSES, "num_nodes": _PROCESSES},
     )
     gpus_per_node: int = setting(
         8,
-        "GPUs of a node.",
+        "Number of GPUs of a node.",
         at_least=1,
         at_most=1024,
         also_called={
@@ -316,14 +334,14 @@ class RunConfig:
     )
     gpu: str | None = setting(
         None,
-        "Name of the GPU, whose memory `check` compares and whose speed predictions are of.",
+        "Name of the GPU, for the memory that `check` compares with and for predictions of speed.",
         unset="no predictions",
     )
     gpu_memory_gib: float | None = setting(
         None,
-        "Memory of a GPU, which `check` compares its estimate with.",
+        "Memory of a GPU that `check` compares its estimate with.",
         unit="GiB",
-        unset="that of `gpu`; without one nothing is compared",
+        unset="that of `gpu`; without `gpu` nothing is compared",
         **POSITIVE,
     )
     network_gigabits_per_gpu: float | None = setting(
@@ -335,37 +353,47 @@ class RunConfig:
     )
     placement: str = setting(
         "colocate",
-        "Ranks of layouts that name none: every rank to every role (colocate), the second half to the "
-        "rollout alone (standalone), or the second half to the critic and the reward models (split).",
+        "Ranks of the layouts that name none: all ranks for every role (colocate), the second half for the "
+        "rollout alone (standalone), or the second half for the critic and the reward models (split).",
         choices=("colocate", "standalone", "split"),
         also_called={"OpenRLHF": "colocate_all_models"},
         their_values={"colocate_all_models": {True: "colocate"}},
     )
-    algorithm: AlgorithmConfig = setting(AlgorithmConfig(), "How the actor learns from rewards.")
-    batch: BatchConfig = setting(BatchConfig(), "Sizes of a step's batches.")
+    # Training.
+    algorithm: AlgorithmConfig = setting(AlgorithmConfig(), "Algorithm that trains the actor on rewards.")
+    batch: BatchConfig = setting(BatchConfig(), "Batch sizes of a step.")
     actor: ActorConfig = setting(ActorConfig(), "The trained policy.")
-    critic: CriticConfig | None = setting(None, "The critic.", unset="one where the algorithm needs it")
+    critic: CriticConfig | None = setting(None, "The critic.", unset="one if the algorithm needs it")
     reference: ReferenceConfig | None = setting(
-        None, "The reference policy.", unset="one where the algorithm needs it"
+        None, "The reference policy.", unset="one if the algorithm needs it"
     )
+    # Generation, and its connection with training.
     rollout: RolloutConfig = setting(RolloutConfig(), "Generation of responses.")
-    hybrid_engine: HybridEngineConfig = setting(HybridEngineConfig(), "Weights from actor to engine.")
-    mismatch: MismatchConfig = setting(MismatchConfig(), "Difference of trainer and engine.")
-    asynchrony: AsynchronyConfig = setting(AsynchronyConfig(), "Sampling ahead of the learner.")
+    hybrid_engine: HybridEngineConfig = setting(
+        HybridEngineConfig(), "Weight sync from the actor to the engine."
+    )
+    mismatch: MismatchConfig = setting(
+        MismatchConfig(), "Thresholds for the difference between the log-probs of trainer and engine."
+    )
+    asynchrony: AsynchronyConfig = setting(AsynchronyConfig(), "Sampling ahead of training.")
+    # Everything around the steps.
     evaluation: EvaluationConfig = setting(EvaluationConfig(), "Evaluation on held-out prompts.")
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), "Saving and resuming.")
     logging: LoggingConfig = setting(LoggingConfig(), "Experiment trackers.")
+    # Stages before reinforcement learning.
     sft: SftConfig | None = setting(None, "Supervised warm-up.", unset="none")
     preference: PreferenceConfig | None = setting(None, "Training on preferences.", unset="none")
+    # PyTorch's default for collectives of NCCL is 10 minutes, too.
     rank_timeout: float = setting(
         600.0,
-        "Time after which a job stops in which no rank gets on. A rank may wait longer for one that does.",
+        "Time without progress of any rank after which the job stops. A rank may wait longer for a rank that "
+        "makes progress.",
         **SECONDS,
         also_called={"Megatron-LM": "distributed_timeout_minutes", "verl": "nccl_timeout"},
         conversion={"distributed_timeout_minutes": "ours is in seconds"},
     )
     prepare: dict[str, str] = setting(
         {},
-        "Commands that make directories which the run needs: directory -> command. Files missing below one "
-        "that is not there yet are a warning of `check` and an error of `train`.",
+        "Commands that create directories which the run needs: directory -> command. A missing file in such "
+        "a directory is a warning of `check` until the directory exists, and an error of `train`.",
     )

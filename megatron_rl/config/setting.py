@@ -1,6 +1,6 @@
-"""One key of a configuration: its meaning, unit, bounds and choices, and what other projects call it.
+"""Description of one key of a configuration: meaning, unit, bounds, choices, and names in other projects.
 
-A field of a configuration's dataclass is written with `setting`, or with `required` where it has no
+A field of a configuration's dataclass is written with `setting`, or with `required` for a key without
 default::
 
     prompts_per_step: int = setting(
@@ -11,11 +11,11 @@ default::
         also_called={"verl": "train_batch_size", "slime": "rollout_batch_size"},
     )
 
-Unit and bounds of a common kind of number have a name in `sections.bounds`.
+Units and bounds of common kinds of numbers have names in `sections.bounds`.
 
-Everything that is said about the key is made from this: parsing and its errors, the check of the value
-(`value_errors`), the reference in the documentation, and the answer to a name of another project. A
-section is a field whose type is such a dataclass: what its fields say holds wherever it stands.
+The one idea: everything about the key is read from its field, that is parsing and its errors, the check of
+the value (`value_errors`), the reference in the documentation, and the answer to a name of another project. A
+section is a field whose type is such a dataclass; its fields are the same in every section that has the type.
 """
 
 from __future__ import annotations
@@ -27,90 +27,118 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from megatron_rl.error_forms import out_of_range
 from megatron_rl.errors import UserError, nearest
 
 S = TypeVar("S")
+
+# Metadata of a dataclass field that no configuration sets.
 NO_SETTING: Mapping[str, Any] = {"setting": None}
-"""Metadata of a dataclass field that no configuration sets."""
+
+# Our value of another project's setting that asks for nothing here: the line is left out.
+REMOVED = "(no line)"
 
 
 @dataclass(frozen=True)
 class ForeignName:
-    """Another project's name of a key.
+    """Name of a key in another project.
 
-    ``conversion`` says how the value differs from ours, if it does. ``values`` maps single values of theirs
-    to ours, `REMOVED` for one that asks for nothing here. ``piece`` is the piece of an algorithm that has the
-    setting where the algorithm's own piece has not.
+    Example: TRL's ``loss_type`` is ``algorithm.aggregation``, with ``values={"bnpo": "token-mean", ...}``.
     """
 
     project: str
+    """Project that has the name; ``common`` for several."""
     name: str
+    """Name there, with as many of its sections as tell it from another name."""
     conversion: str = ""
+    """How the value differs from ours, empty where it does not."""
     values: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
+    """Their value -> ours, `REMOVED` for a value that asks for nothing here."""
     piece: str = ""
+    """Piece of an algorithm that has the setting, where the algorithm's default piece does not."""
 
     def difference(self) -> str:
         """Return in one sentence how the value differs, empty where it does not."""
-        mapped = [
-            f"{_shown(theirs)} is {'no line' if ours == REMOVED else f'`{_shown(ours)}`'}"
-            for theirs, ours in self.values.items()
-        ]
-        named = [f"with `name: {self.piece}`"] if self.piece else []
-        return "; ".join(filter(None, [self.conversion, *mapped, *named]))
-
-
-REMOVED = "(no line)"
-"""Our value of a setting of another project that asks for nothing here: the line is left out."""
+        clauses = []
+        if self.conversion:
+            clauses.append(self.conversion)
+        for foreign, value in self.values.items():
+            target = f"`{_value_text(value)}`"
+            if value == REMOVED:
+                target = "no line"
+            clauses.append(f"{_value_text(foreign)} is {target}")
+        if self.piece:
+            clauses.append(f"with `name: {self.piece}`")
+        return "; ".join(clauses)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Hold what is said about one key.
+    """Description of one key.
 
-    ``meaning`` is one sentence, ``unset`` says what None stands for, ``advice`` what to do about a value out
-    of bounds. ``at_least`` and ``at_most`` are allowed values, ``more_than`` and ``less_than`` are not.
-    ``spelled`` maps other spellings of a choice to it; ``refused`` says of values why they are no choice.
-    ``number_means`` is the section that a bare number given to a section most likely stands for, with
-    ``VALUE`` in its place. ``per_task`` marks what a sampling profile may set for one task; a key with
-    ``jobs`` is required for these alone; ``takes_rest`` marks the key of a section that every name not
-    otherwise known there belongs to.
+    Example: ``Setting("Training steps.", unit="steps", at_least=1)`` refuses 0.
     """
 
     meaning: str
+    """One sentence of the reference."""
     unit: str = ""
+    """Unit of a number."""
     unset: str = ""
+    """What None stands for."""
     at_least: float | None = None
+    """Smallest allowed number."""
     at_most: float | None = None
+    """Largest allowed number."""
     more_than: float | None = None
+    """Number that every allowed number exceeds."""
     less_than: float | None = None
+    """Number that exceeds every allowed number."""
     choices: tuple[str, ...] = ()
+    """Allowed texts; empty for any."""
     or_path: bool = False
+    """Whether ``file.py:Name`` is allowed beside the choices."""
     spelled: Mapping[str, str] = field(default_factory=dict)
+    """Another spelling of a choice, in lower case -> the choice."""
     refused: Mapping[str, str] = field(default_factory=dict)
+    """Value that users expect to be a choice -> why it is not."""
     advice: str = ""
+    """Fix for a value out of bounds."""
     example: str = ""
+    """Value in the fix of a missing key."""
     number_means: str = ""
+    """Section that a bare number most likely means, with ``VALUE`` in place of the number."""
     per_task: bool = False
+    """Whether a sampling profile can set the key for one task."""
     takes_rest: bool = False
+    """Whether the key takes every name of its section that is not a field."""
     jobs: tuple[str, ...] = ()
+    """Jobs that require the key; empty: all, where it has no default."""
     foreign_names: tuple[ForeignName, ...] = ()
+    """Names of the key in other projects."""
     foreign_names_below: tuple[tuple[str, ForeignName], ...] = ()
+    """Pairs of a key below this section and a name of it in another project."""
 
     def bounds(self) -> str:
-        """Return the bounds of a number in words, empty where there are none."""
-        low = high = ""
+        """Return the bounds of a number as text, empty without bounds.
+
+        Example:
+            >>> Setting("", at_least=0, less_than=1).bounds()
+            '0 or more and less than 1'
+        """
+        bounds = []
         if self.at_least is not None:
-            low = f"{_number(self.at_least)} or more"
+            bounds.append(f"{_number(self.at_least)} or more")
         elif self.more_than is not None:
-            low = f"more than {_number(self.more_than)}"
+            bounds.append(f"more than {_number(self.more_than)}")
+
         if self.at_most is not None:
-            high = f"at most {_number(self.at_most)}"
+            bounds.append(f"at most {_number(self.at_most)}")
         elif self.less_than is not None:
-            high = f"less than {_number(self.less_than)}"
-        return " and ".join(filter(None, [low, high]))
+            bounds.append(f"less than {_number(self.less_than)}")
+        return " and ".join(bounds)
 
     def contains(self, value: float) -> bool:
-        """Return whether a number lies within the bounds."""
+        """Return whether a number is within the bounds."""
         return (
             (self.at_least is None or value >= self.at_least)
             and (self.more_than is None or value > self.more_than)
@@ -119,33 +147,44 @@ class Setting:
         )
 
     def error(self, path: str, value: Any) -> UserError | None:
-        """Return the error of a typed value, None for a good one."""
-        if self.choices and isinstance(value, str):
-            taken = value in self.choices or (self.or_path and ":" in value)
-            return None if taken else self._choice_error(path, value)
-        if isinstance(value, str) and not value.strip():
-            return UserError(f"`{path}` is empty", where=path, expected="text", got="''", fix="give a value")
-        if isinstance(value, int | float) and not isinstance(value, bool) and not self.contains(value):
-            return UserError(
-                f"`{path}` is out of range",
-                where=path,
-                expected=self.bounds(),
-                got=f"{value}",
-                fix=self.advice or f"give a value that is {self.bounds()}",
-            )
+        """Return the error of a value of the right type at ``path``; None for a valid one."""
+        # A path of the user's own class is not opened here: `check` imports it.
+        if isinstance(value, str):
+            if self.choices:
+                is_path = self.or_path and ":" in value
+                if value in self.choices or is_path:
+                    return None
+                return self._choice_error(path, value)
+            if not value.strip():
+                return UserError(
+                    f"`{path}` is empty", where=path, expected="text", got="''", fix="give a value"
+                )
+            return None
+
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and not self.contains(value):
+            fix = self.advice or f"give a value that is {self.bounds()}"
+            return out_of_range(path, value, self.bounds(), fix=fix)
         return None
 
     def _choice_error(self, path: str, value: str) -> UserError:
+        """Return the error of a text that is not a choice, with the nearest spelling and the reason."""
+        # Known spellings first: `fp32` is far from `float32` by its letters.
         close = self.spelled.get(value.lower()) or nearest(value.lower(), self.choices)
         reason = self.refused.get(value)
-        return UserError(
-            f"`{path}` is {value!r}, which is not a choice" + (f"; did you mean {close!r}?" if close else ""),
-            where=path,
-            expected=f"one of {', '.join(self.choices)}" + (", or file.py:Name" if self.or_path else ""),
-            got=f"{value!r} (text)",
-            fix=(f"write {path}={close}" if close else f"choose {' or '.join(self.choices)}")
-            + (f"; {value} is not offered: {reason}" if reason else ""),
-        )
+
+        message = f"`{path}` is {value!r}, which is not a choice"
+        fix = f"choose {' or '.join(self.choices)}"
+        if close:
+            message += f"; did you mean {close!r}?"
+            fix = f"write {path}={close}"
+        if reason:
+            fix += f"; {value} is not offered: {reason}"
+
+        expected = f"one of {', '.join(self.choices)}"
+        if self.or_path:
+            expected += ", or file.py:Name"
+        return UserError(message, where=path, expected=expected, got=f"{value!r} (text)", fix=fix)
 
 
 def setting(
@@ -160,22 +199,26 @@ def setting(
 ) -> Any:
     """Return a dataclass field with a default; ``says`` are further fields of `Setting`.
 
-    ``also_called`` maps a project to its names of the key, separated by commas; ``conversion`` says how the
-    value differs, for all of them or by name, and ``their_values`` maps a name's values to ours.
-    ``also_called_below`` does the same for keys of a section that other projects name by the section: our key
-    below it -> project -> names. It is written ``PIECE: KEY`` where that piece of an algorithm has it.
+    ``also_called`` maps a project to its names of the key, separated by commas. ``conversion`` is how the
+    value differs, of all names or by name, and ``their_values`` maps a name to its values and ours.
+    ``also_called_below`` is for a section that other projects do not have: our key below it -> project ->
+    names. The key is written ``PIECE: KEY`` where that piece of an algorithm has it.
     """
+    # Fields write names as text, which is short; here they become objects.
     values = their_values or {}
     names = tuple(_foreign_names(also_called or {}, conversion, values))
-    below = []
+    names_below = []
     for key, projects in (also_called_below or {}).items():
-        piece, _, name_below = key.rpartition(": ")
+        piece, _, key_below = key.rpartition(": ")
         for name in _foreign_names(projects, conversion, values, piece):
-            below.append((name_below, name))
-    says |= {"foreign_names": names, "foreign_names_below": tuple(below)}
-    metadata = {"setting": Setting(meaning, **says)}
+            names_below.append((key_below, name))
+
+    description = Setting(meaning, foreign_names=names, foreign_names_below=tuple(names_below), **says)
+    metadata = {"setting": description}
     if default is dataclasses.MISSING:
         return field(metadata=metadata)
+
+    # Every configuration gets a default of its own, since the mappings in it are mutable.
     if isinstance(default, dict) or dataclasses.is_dataclass(default):
         return field(default_factory=functools.partial(copy.deepcopy, default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -187,18 +230,18 @@ def required(meaning: str, **says: Any) -> Any:
 
 
 def setting_of(item: dataclasses.Field) -> Setting:
-    """Return what is said about a dataclass field; nothing for one not written with `setting`."""
+    """Return the description of a dataclass field, an empty one for a field not written with `setting`."""
     return item.metadata.get("setting") or Setting("")
 
 
 def is_setting(item: dataclasses.Field) -> bool:
-    """Say whether a configuration may set a dataclass field."""
+    """Return whether a configuration can set a dataclass field."""
     return item.metadata.get("setting", True) is not None
 
 
 def settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any]]:
-    """Yield the path, what is said about it and the value of every key below a section that is present."""
-    for path, item, value in _members(section, prefix):
+    """Yield the path, the description and the value of every key below a section that is present."""
+    for path, item, value in _fields_of(section, prefix):
         if not is_section(value):
             yield path, setting_of(item), value
         elif isinstance(value, dict):
@@ -209,46 +252,60 @@ def settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any
 
 
 def with_value(section: Any, path: str, value: Any) -> Any:
-    """Return a section with another value of the key at a dotted path, which is there."""
+    """Return a section with another value of an existing key at a dotted path.
+
+    Example: ``with_value(config, "actor.layout.tensor", 2)``.
+    """
+    # The longest name that the path begins with: a user's name in a mapping may have dots.
     names = section if isinstance(section, dict) else [item.name for item in dataclasses.fields(section)]
     name = max((name for name in names if f"{path}.".startswith(f"{name}.")), key=len)
     if name != path:
         inner = section[name] if isinstance(section, dict) else getattr(section, name)
         value = with_value(inner, path.removeprefix(f"{name}."), value)
-    return (
-        {**section, name: value}
-        if isinstance(section, dict)
-        else dataclasses.replace(section, **{name: value})
-    )
+
+    if isinstance(section, dict):
+        return {**section, name: value}
+    return dataclasses.replace(section, **{name: value})
 
 
 def sections_of(section: Any, cls: type[S], prefix: str = "") -> Iterator[tuple[str, S]]:
     """Yield the path and the value of every section of a class that is present below a section."""
     if isinstance(section, cls):
         yield prefix, section
-    for path, _, value in _members(section, prefix):
-        entries = value if isinstance(value, dict) and is_section(value) else {}
-        for name, entry in entries.items():
-            yield from sections_of(entry, cls, f"{path}.{name}")
-        if dataclasses.is_dataclass(value):
+    for path, _, value in _fields_of(section, prefix):
+        if isinstance(value, dict) and is_section(value):
+            for name, entry in value.items():
+                yield from sections_of(entry, cls, f"{path}.{name}")
+        elif dataclasses.is_dataclass(value):
             yield from sections_of(value, cls, path)
 
 
 def is_section(value: Any) -> bool:
-    """Say whether a value has named values below it: a dataclass, or a mapping of names to dataclasses."""
+    """Return whether a value is a section: a dataclass, or a mapping of names to dataclasses."""
     if isinstance(value, dict):
         return bool(value) and all(dataclasses.is_dataclass(entry) for entry in value.values())
     return dataclasses.is_dataclass(value)
 
 
-def _members(section: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field, Any]]:
+def key_path(section: str, name: str) -> str:
+    """Return the dotted path of a name in the section at a path, which is empty at the top.
+
+    Example:
+        >>> key_path("", "actor"), key_path("actor", "layout")
+        ('actor', 'actor.layout')
+    """
+    return f"{section}.{name}" if section else name
+
+
+def _fields_of(section: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Field, Any]]:
+    """Yield the path, the dataclass field and the value of every field of a section."""
     for item in dataclasses.fields(section):
-        yield f"{prefix}.{item.name}" if prefix else item.name, item, getattr(section, item.name)
+        yield key_path(prefix, item.name), item, getattr(section, item.name)
 
 
 def value_errors(section: Any, prefix: str = "") -> list[UserError]:
-    """Return the errors of single values anywhere below a section."""
-    errors = (said.error(path, value) for path, said, value in settings(section, prefix))
+    """Return the errors of single values in a section and all sections below it."""
+    errors = (description.error(path, value) for path, description, value in settings(section, prefix))
     return [error for error in errors if error is not None]
 
 
@@ -258,18 +315,25 @@ def _foreign_names(
     values: Mapping[str, Mapping[Any, Any]],
     piece: str = "",
 ) -> Iterator[ForeignName]:
+    """Yield the names of each project, whose names are separated by commas."""
     for project, names in projects.items():
         for name in names.split(", "):
             difference = conversion if isinstance(conversion, str) else conversion.get(name, "")
             yield ForeignName(project, name, difference, values.get(name, {}), piece)
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     """Return a value as a configuration writes it."""
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def _number(value: float) -> str:
-    return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else f"{value:g}"
+    """Return a bound as text, an integer without a decimal point."""
+    # From 1e15 on, digits say less than the power of ten.
+    if float(value).is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return f"{value:g}"

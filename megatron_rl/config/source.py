@@ -1,31 +1,52 @@
-"""Configuration text as a tree of plain values that remember where they were written."""
+"""Text of a configuration, as a tree of plain values with the origin of each.
+
+The one idea: every value keeps the file and line, or the override, that wrote it, so that any later error can
+name the place. `read_file` is also the border at which oversized text is refused: behind it, no text is
+longer than `MAX_TEXT`, no tree has more than `MAX_VALUES` values or `MAX_DEPTH` levels, and no integer more
+than 64 bits.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from megatron_rl.config.setting import key_path
+from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError
+
+# Key of a configuration file that names the file below it. It is not a key of a run: a tree loses it when it
+# is merged.
+BASE_KEY = "base"
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Say where a value comes from: ``kind`` is default, file, override or derived."""
+    """Origin of a configuration value.
+
+    Example:
+        >>> str(Origin("file", "run.yaml:3")), str(Origin("derived", "model.path")), str(Origin("default"))
+        ('run.yaml:3', 'derived: model.path', 'default')
+    """
 
     kind: str
+    """default, file, override or derived."""
     detail: str = ""
+    """File and line, the text of the override, or the reason of a derived value."""
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.detail}" if self.kind == "derived" else (self.detail or self.kind)
+        if self.kind == "derived":
+            return f"derived: {self.detail}"
+        return self.detail or self.kind
 
 
 DEFAULT = Origin("default")
@@ -33,72 +54,176 @@ DEFAULT = Origin("default")
 
 @dataclass
 class Leaf:
-    """Hold a value that is not a mapping; ``unsets`` marks a null that is written over another value."""
+    """Value that is not a mapping.
+
+    Example: the line ``steps: 200`` of run.yaml is ``Leaf(200, Origin("file", "run.yaml:1"))``.
+    """
 
     value: Any
+    """Plain value as YAML reads it."""
     origin: Origin
+    """Where it was written."""
     unsets: bool = False
+    """Whether it is a null that replaces another value, and so restores the default."""
+
+    def plain(self) -> Any:
+        """Return the value, as `Section.plain` does."""
+        return self.value
 
 
 @dataclass
 class Section:
-    """Hold named children."""
+    """Mapping of names to leaves and further sections.
+
+    Example: ``actor: {recompute: full}`` is ``Section({"actor": Section({"recompute": Leaf("full",
+    ...)})})``.
+    """
 
     children: dict[str, Leaf | Section] = field(default_factory=dict)
+    """Name -> node, in the order of the text."""
     origin: Origin = DEFAULT
+    """Where the name of the section was written."""
 
     def plain(self) -> dict[str, Any]:
         """Return the values without their origins."""
-        return {
-            key: node.plain() if isinstance(node, Section) else node.value
-            for key, node in self.children.items()
-        }
+        return {key: node.plain() for key, node in self.children.items()}
 
     def leaves(self, prefix: str = "") -> Iterator[tuple[str, Leaf]]:
-        """Yield every leaf below with its dotted path."""
+        """Yield every leaf of the tree with its dotted path."""
         for key, node in self.children.items():
-            path = f"{prefix}.{key}" if prefix else key
+            path = key_path(prefix, key)
             if isinstance(node, Section):
                 yield from node.leaves(path)
             else:
                 yield path, node
 
 
-LARGEST_TEXT, MOST_VALUES, DEEPEST = 1 << 18, 100_000, 1000
-"""Characters of a configuration, its values after aliases are written out, and brackets open in it."""
+# Limits of a configuration. A resolved one with every key has about 3,000 characters, so that a text beyond
+# them is the wrong file, or has aliases that multiply one another. Later functions need no guards of their
+# own.
+
+# Characters.
+MAX_TEXT = 1 << 18
+
+# Values, each *alias replaced by its anchor's: 40 lines of aliases can stand for 2^40 values.
+MAX_VALUES = 100_000
+
+# Sections and lists inside one another; PyYAML uses 3 Python frames for each level, of the 1,000 that Python
+# allows.
+MAX_DEPTH = 64
+
+# End of the range of integers, -2^63 to 2^63 - 1: no larger number fits a tensor.
+INTEGER_END = 1 << 63
+
+# Characters of an integer: 64 binary digits, a sign, a prefix and underscores have fewer.
+_INTEGER_TEXT = 100
+
+
+class _TooLarge(yaml.MarkedYAMLError):
+    """YAML node that exceeds one of the limits; ``context`` is the limit, ``problem`` the excess."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as PyYAML has it, but ``1e-6`` is a number and a date stays text."""
+    """YAML 1.1 loader of PyYAML within the limits, with three differences.
 
-    def get_single_node(self) -> yaml.Node | None:
-        """Return the root of the text; raises ValueError where aliases would grow it beyond measure."""
-        node = super().get_single_node()
-        if node is not None and _values(node, {}) > MOST_VALUES:
-            raise ValueError(f"more than {MOST_VALUES:,} values, with those that *aliases repeat")
+    ``1e-6`` is a number (PyYAML requires ``1.0e-6``), a date stays text, and `repeated` collects the names
+    that one mapping has twice; PyYAML would take the last.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        # Names that a mapping has twice: the later node and the first one.
+        self.repeated: list[tuple[yaml.ScalarNode, yaml.ScalarNode]] = []
+        self._depth = 0
+        # Id of each complete node -> its number of values and its levels, aliases replaced.
+        self._sizes: dict[int, tuple[int, int]] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Return the next node; raise `_TooLarge` where it exceeds the depth or the number of values."""
+        # An alias inside its own anchor refers to a node that is not complete yet, and would never end.
+        is_alias = self.check_event(yaml.AliasEvent)
+        mark = self.peek_event().start_mark
+
+        # The depth is refused on the way down, before PyYAML's recursion reaches Python's limit.
+        self._depth += 1
+        self._require_depth(self._depth, mark)
+        node = super().compose_node(parent, index)
+        assert node is not None
+        self._depth -= 1
+
+        if not is_alias:
+            self._sizes[id(node)] = self._size(node)
+        elif id(node) not in self._sizes:
+            raise _TooLarge("an *alias of a complete value", None, "an *alias inside its own &anchor", mark)
         return node
 
+    def _size(self, node: yaml.Node) -> tuple[int, int]:
+        """Return the values and the levels of a node whose children are complete."""
+        children = []
+        if isinstance(node, yaml.SequenceNode):
+            children = node.value
+        elif isinstance(node, yaml.MappingNode):
+            children = [child for pair in node.value for child in pair]
+            self._note_repeated(node)
 
-def _deepest(text: str) -> int:
-    """Return how many brackets are open at most, those in texts and comments, too."""
-    steps = (1 if bracket in "[{" else -1 for bracket in re.findall(r"[][{}]", text))
-    return max(accumulate(steps, initial=0))
+        count = 1
+        levels = 1
+        for child in children:
+            child_count, child_levels = self._sizes[id(child)]
+            count += child_count
+            levels = max(levels, child_levels + 1)
+
+        # Aliases of aliases make levels, too, of which the text shows only one.
+        self._require_depth(levels, node.start_mark)
+        if count > MAX_VALUES:
+            limit = f"at most {MAX_VALUES:,} values"
+            excess = f"more than {MAX_VALUES:,} values, with those that each *alias repeats"
+            raise _TooLarge(limit, None, excess, node.start_mark)
+        return count, levels
+
+    def _require_depth(self, levels: int, mark: yaml.Mark) -> None:
+        if levels > MAX_DEPTH:
+            limit = f"at most {MAX_DEPTH} sections and lists inside one another"
+            raise _TooLarge(limit, None, f"more than {MAX_DEPTH} inside one another", mark)
+
+    def _note_repeated(self, node: yaml.MappingNode) -> None:
+        """Collect the names that a mapping itself has twice.
+
+        Here, and not where the mapping is converted: ``<<`` adds the names of other mappings, and a name that
+        overrides one of theirs is valid.
+        """
+        first: dict[str, yaml.ScalarNode] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if key.value in first:
+                self.repeated.append((key, first[key.value]))
+            else:
+                first[key.value] = key
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Return an integer; raise `_TooLarge` for one of more than 64 bits."""
+        # The length first: Python refuses to read decimal numbers of more than 4,300 digits.
+        if len(node.value) <= _INTEGER_TEXT:
+            number = super().construct_yaml_int(node)
+            if -INTEGER_END <= number < INTEGER_END:
+                return number
+
+        value = node.value
+        if len(value) > _INTEGER_TEXT:
+            value = f"{value[:20]}... ({len(node.value):,} characters)"
+        raise _TooLarge("an integer from -2**63 to 2**63 - 1", None, value, node.start_mark)
 
 
-def _values(node: yaml.Node, counted: dict[int, int]) -> int:
-    """Count the values below a node as often as they stand there; ``counted`` holds those of known nodes."""
-    if id(node) not in counted:
-        counted[id(node)] = MOST_VALUES  # of a node that holds itself
-        items = node.value if isinstance(node.value, list) else []
-        below = (child for item in items for child in (item if isinstance(item, tuple) else (item,)))
-        counted[id(node)] = 1 + sum(_values(child, counted) for child in below)
-    return counted[id(node)]
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
-
+# A date must stay text: a user's `name: 2026-01-31` is no timestamp, and JSON cannot write one.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+
+# YAML 1.1 reads `1e-6`, the usual form of a learning rate, as text.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
@@ -107,27 +232,33 @@ _Loader.add_implicit_resolver(
 
 
 class _Dumper(yaml.SafeDumper):
-    """Put text in quotes where the loader above would read something else."""
+    """YAML writer that quotes text which `_Loader` would read as a number, and leaves dates unquoted."""
 
 
+# The resolvers of the loader, so that every text is written as the loader reads it.
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def one_line(value: Any) -> str:
     """Return a value as YAML on one line that `read_tree` reads back."""
     text = yaml.dump(
-        value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True, sort_keys=False
+        value,
+        Dumper=_Dumper,
+        default_flow_style=True,
+        width=float("inf"),
+        allow_unicode=True,
+        sort_keys=False,
     )
+    # PyYAML ends a lone scalar with a document end.
     text = text.removesuffix("\n").removesuffix("\n...").strip()
-    # YAML would fold a line break over several lines; JSON escapes it and is read the same.
+
+    # YAML would fold a line break over several lines; JSON escapes it, and YAML reads JSON's text as its own.
     return json.dumps(value) if "\n" in text else text
 
 
 @contextmanager
 def _reading(text: str) -> Iterator[tuple[_Loader, yaml.Node | None]]:
-    """Give the reader of a YAML text and its root; raises what the reader does, RecursionError at once."""
-    if _deepest(text) > DEEPEST:  # the reader takes longer and longer with each
-        raise RecursionError(f"more than {DEEPEST:,} brackets are open in one place")
+    """Yield the loader of a YAML text and the root node, None for an empty text."""
     loader = _Loader(text)
     try:
         yield loader, loader.get_single_node()
@@ -136,52 +267,54 @@ def _reading(text: str) -> Iterator[tuple[_Loader, yaml.Node | None]]:
 
 
 def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
-    """Parse YAML text into a tree; mistakes are added to ``errors`` and their values left out."""
+    """Parse YAML text into a tree; mistakes are appended to ``errors`` and their values left out.
+
+    ``name`` is the file in the origins of values and errors.
+    """
+
+    def origin_of(line: int) -> Origin:
+        return Origin("file", f"{name}:{line}")
+
+    empty = Section(origin=Origin("file", name))
+    if len(text) > MAX_TEXT:
+        errors.append(_too_long(name, f"{len(text):,} characters"))
+        return empty
+
     try:
-        if len(text) > LARGEST_TEXT:
-            raise UserError(
-                "the configuration is too long to be one",
-                where=name,
-                expected=f"at most {LARGEST_TEXT:,} characters",
-                got=f"{len(text):,} characters",
-                fix="remove what is no configuration, such as long comments",
-            )
         with _reading(text) as (loader, node):
             if node is None:
-                return Section(origin=Origin("file", name))
-            if not isinstance(node, yaml.MappingNode):
-                raise UserError(
-                    "a configuration is a mapping of names to values",
-                    where=name,
-                    expected="lines such as `steps: 200`",
-                    got=_kind(node),
-                    fix="write `name: value` lines, without a dash before them",
-                )
-            tree = _convert(loader, node, lambda line: Origin("file", f"{name}:{line}"), errors)
-            assert isinstance(tree, Section)
-            return tree
-    except UserError as error:
-        errors.append(error)
+                return empty
+            if isinstance(node, yaml.MappingNode):
+                tree = _root(loader, node, origin_of, errors)
+                assert isinstance(tree, Section)
+                return tree
+            errors.append(_not_a_mapping(name, node))
+    except _TooLarge as error:
+        assert error.problem_mark is not None
+        errors.append(_too_large(error, f"{name}:{error.problem_mark.line + 1}"))
     except yaml.YAMLError as error:
         errors.append(_syntax_error(error, name))
-    except (RecursionError, ValueError, ArithmeticError) as error:
+    # A scalar whose tag it does not match, such as `!!int many`, or a sexagesimal number beyond every float.
+    except (ValueError, ArithmeticError) as error:
         errors.append(
             UserError(
                 "the YAML text has a value that cannot be read",
                 where=name,
-                expected="numbers, texts, lists and sections that are not deeply nested",
+                expected="numbers and texts as YAML 1.1 writes them",
                 got=f"{type(error).__name__}: {error}",
-                fix="check the longest and the most deeply nested values",
+                fix="correct the value, or remove its !!tag",
             )
         )
-    return Section(origin=Origin("file", name))
+    return empty
 
 
 def read_file(path: Path, errors: list[UserError]) -> Section:
-    """Read a configuration file; what cannot be read is added to ``errors``."""
+    """Read a configuration file; mistakes are appended to ``errors`` and their values left out."""
     try:
-        with path.open("rb") as file:  # a pipe of the shell, too; a device may have no end
-            text = file.read(4 * LARGEST_TEXT + 1).decode("utf-8")
+        # A pipe of the shell is valid, too, and a device may have no end: read only what can be valid, which
+        # is 4 bytes a character in UTF-8 at most.
+        with path.open("rb") as file:
+            text = file.read(4 * MAX_TEXT + 1).decode("utf-8")
     except FileNotFoundError:
         errors.append(
             UserError(
@@ -193,28 +326,140 @@ def read_file(path: Path, errors: list[UserError]) -> Section:
             )
         )
         return Section()
-    except (OSError, UnicodeDecodeError) as error:
-        errors.append(
-            UserError(
-                "the configuration file cannot be read",
-                where=str(path),
-                expected="a YAML file in UTF-8",
-                got="a directory" if path.is_dir() else str(error),
-                fix="save it as UTF-8"
-                if isinstance(error, UnicodeDecodeError)
-                else "name a file that ends in .yaml",
-            )
-        )
+    except UnicodeDecodeError as error:
+        errors.append(_unreadable(path, error, "save it as UTF-8"))
+        return Section()
+    except OSError as error:
+        errors.append(_unreadable(path, error, "name a file that ends in .yaml"))
         return Section()
     return read_tree(text, str(path), errors)
 
 
+def _unreadable(path: Path, error: Exception, fix: str) -> UserError:
+    return unreadable_file("the configuration file", path, error, expected="a YAML file in UTF-8", fix=fix)
+
+
+def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None, tuple[Path, ...]]:
+    """Read a configuration file and the chain of files that its ``base`` begins, merged into one tree.
+
+    ``base`` is relative to the folder of the file that has it. Sections are merged name by name; any other
+    value, also a list, replaces the base's, and null restores the default. Every value keeps the origin of
+    the file that wrote it. Return the tree and the files that were read, ``path`` first; the tree is None if
+    a file cannot be read. Mistakes are appended to ``errors``.
+    """
+    files = [path]
+    trees: list[Section] = []
+    while True:
+        error_count = len(errors)
+        tree = read_file(files[-1], errors)
+        # A file with a mistake in one value has a tree; without one, nothing was read.
+        if len(errors) > error_count and not tree.children:
+            return None, tuple(files)
+
+        trees.append(tree)
+        node = tree.children.pop(BASE_KEY, None)
+        if node is None:
+            break
+        base = _base_file(node, files, errors)
+        if base is None:
+            return None, tuple(files)
+        files.append(base)
+
+    # From the end of the chain upwards, so that the file nearest to the user's has the last word.
+    merged = trees.pop()
+    while trees:
+        _merge(merged, trees.pop())
+    return merged, tuple(files)
+
+
+def refuse_base(tree: Section, errors: list[UserError]) -> None:
+    """Remove ``base`` from a tree that did not come from a file alone, and append an error."""
+    node = tree.children.pop(BASE_KEY, None)
+    if node is None:
+        return
+    errors.append(
+        UserError(
+            f"`{BASE_KEY}` can only be written in a configuration file",
+            where=str(node.origin),
+            expected=f"`{BASE_KEY}: other.yaml` in a file",
+            got=f"`{BASE_KEY}` in an override or a text",
+            fix=f"write it into a file, or load the file that `{BASE_KEY}` names",
+        )
+    )
+
+
+def _base_file(node: Leaf | Section, files: list[Path], errors: list[UserError]) -> Path | None:
+    """Return the file that ``base`` names; append an error and return None where it names no further file."""
+    folder = files[-1].parent
+    origin = str(node.origin)
+    expected = f"a YAML file, relative to {folder}"
+    value = node.plain()
+    if not isinstance(value, str) or not value:
+        errors.append(
+            UserError(
+                f"`{BASE_KEY}` is not the name of one file",
+                where=origin,
+                expected=expected,
+                got=describe(value),
+                fix=f"write {BASE_KEY}: followed by one name, such as ../quickstart.yaml",
+            )
+        )
+        return None
+
+    base = Path(os.path.normpath(folder / value))
+    if not base.is_file():
+        problem = "a directory" if base.is_dir() else "no such file"
+        errors.append(
+            UserError(
+                f"the file that `{BASE_KEY}` names does not exist",
+                where=origin,
+                expected=expected,
+                got=f"{base}: {problem}",
+                fix=yaml_files_beside(base),
+            )
+        )
+        return None
+
+    # Resolved, so that a link or `../` cannot hide a loop.
+    if base.resolve() in [file.resolve() for file in files]:
+        errors.append(
+            UserError(
+                f"`{BASE_KEY}` leads back to a file that was already read",
+                where=origin,
+                expected="a chain of files that ends",
+                got=" -> ".join(str(file) for file in [*files, base]),
+                fix=f"remove `{BASE_KEY}` from one of them",
+            )
+        )
+        return None
+    return base
+
+
+def _merge(tree: Section, upper: Section, path: tuple[str, ...] = ()) -> None:
+    """Put the values of a file's section ``upper`` at ``path`` over the section ``tree`` of its base."""
+    for key, node in upper.children.items():
+        lower = tree.children.get(key)
+        if not isinstance(node, Section):
+            lay_over(tree, key, node)
+            continue
+
+        if not isinstance(lower, Section):
+            lower = named_section(lower, [*path, key]) or Section(origin=node.origin)
+            tree.children[key] = lower
+        _merge(lower, node, (*path, key))
+
+
 def apply_overrides(tree: Section, overrides: Iterable[str], errors: list[UserError]) -> None:
-    """Set ``key.path=value`` pairs in the tree; a value replaces whatever stood at its key."""
+    """Set ``key.path=value`` pairs in the tree, each in place of the value at its key.
+
+    Mistakes are appended to ``errors``.
+    """
     for text in overrides:
         key, equals, value = text.partition("=")
         names = [name.strip() for name in key.split(".")]
-        origin = Origin("override", f"override {text}" if len(text) <= 60 else f"override {text[:57]}...")
+        detail = text if len(text) <= 60 else f"{text[:57]}..."
+        origin = Origin("override", f"override {detail}")
+
         if not equals or not all(names):
             errors.append(
                 UserError(
@@ -225,17 +470,29 @@ def apply_overrides(tree: Section, overrides: Iterable[str], errors: list[UserEr
                     fix="for example actor.layout.tensor=2",
                 )
             )
-            continue
-        node = _override_value(value, origin, errors)
-        if node is not None:
-            put(tree, names, node)
+        elif len(text) > MAX_TEXT:
+            errors.append(_too_long(origin.detail, f"{len(text):,} characters"))
+        elif len(names) > MAX_DEPTH:
+            limit = f"at most {MAX_DEPTH} names with dots between them"
+            errors.append(_too_large(_TooLarge(limit, None, f"{len(names):,} names"), origin.detail))
+        else:
+            node = _override_value(value, origin, errors)
+            if node is not None:
+                put(tree, names, node)
 
 
 def _override_value(value: str, origin: Origin, errors: list[UserError]) -> Leaf | Section | None:
+    """Return the node of an override's value; append an error and return None for invalid YAML."""
     try:
         with _reading(value) as (loader, node):
-            return Leaf(None, origin) if node is None else _convert(loader, node, lambda line: origin, errors)
-    except (yaml.YAMLError, RecursionError, ValueError, ArithmeticError) as error:
+            if node is None:
+                return Leaf(None, origin)
+            return _root(loader, node, lambda line: origin, errors)
+
+    except _TooLarge as error:
+        errors.append(_too_large(error, origin.detail))
+
+    except (yaml.YAMLError, ValueError, ArithmeticError) as error:
         problem = getattr(error, "problem", None) or str(error)
         errors.append(
             UserError(
@@ -246,11 +503,11 @@ def _override_value(value: str, origin: Origin, errors: list[UserError]) -> Leaf
                 fix="put text with special characters in quotes: key='\"...\"'",
             )
         )
-        return None
+    return None
 
 
 def put(tree: Section, names: Sequence[str], node: Leaf | Section) -> None:
-    """Set the value of a dotted name, given as its parts, in a tree."""
+    """Set the value at a dotted path, given as its names, in a tree."""
     for depth, name in enumerate(names[:-1]):
         child = tree.children.get(name)
         if not isinstance(child, Section):
@@ -261,31 +518,60 @@ def put(tree: Section, names: Sequence[str], node: Leaf | Section) -> None:
 
 
 def lay_over(tree: Section, name: str, node: Leaf | Section) -> None:
-    """Put a node in place of what stands at a name; null in place of something unsets it."""
-    null = isinstance(node, Leaf) and node.value is None
-    tree.children[name] = Leaf(None, node.origin, unsets=True) if null and name in tree.children else node
+    """Replace the node at a name; null in place of another value restores the default."""
+    is_null = isinstance(node, Leaf) and node.value is None
+    if is_null and name in tree.children:
+        node = Leaf(None, node.origin, unsets=True)
+    tree.children[name] = node
 
 
 def named_section(node: Leaf | Section | None, path: Sequence[str]) -> Section | None:
-    """Return the section that text stands for as a piece of the algorithm, environment or set, else None.
+    """Expand text at the path of a named section; None where the node is no text, or the path another.
 
-    ``policy_loss: gspo`` is short for ``policy_loss: {name: gspo}``, also where a setting is laid over it; of
-    an evaluation set the text is its data.
+    ``algorithm.policy_loss: gspo`` is short for ``algorithm.policy_loss: {name: gspo}``, and an environment
+    likewise; the text of an evaluation set is its ``data``.
     """
-    path = list(path)
-    path = list(path)
-    named = (len(path) == 2 and path[0] == "algorithm") or path == ["rollout", "environment"]
-    evaluated = len(path) == 3 and path[:2] == ["evaluation", "sets"]
-    text = isinstance(node, Leaf) and isinstance(node.value, str) and node.value != "None"
-    if node is None or not text or not (named or evaluated):
-        return None
-    return Section({"name" if named else "data": node}, node.origin)
+    match list(path):
+        case ["algorithm", _] | ["rollout", "environment"]:
+            key = "name"
+        case ["evaluation", "sets", _]:
+            key = "data"
+        case _:
+            return None
+
+    if isinstance(node, Leaf) and isinstance(node.value, str) and node.value != "None":
+        return Section({key: node}, node.origin)
+    return None
 
 
-def _convert(loader: _Loader, node: yaml.Node, origin_of: Any, errors: list[UserError]) -> Leaf | Section:
+# Line of the text, from 1 -> origin of a value on it.
+OriginOf = Callable[[int], Origin]
+
+
+def _root(loader: _Loader, node: yaml.Node, origin_of: OriginOf, errors: list[UserError]) -> Leaf | Section:
+    """Convert the root node of a text, and append the errors of names that one mapping has twice."""
+    for key, first in loader.repeated:
+        errors.append(
+            UserError(
+                f"`{key.value}` is written twice in one section",
+                where=str(origin_of(key.start_mark.line + 1)),
+                expected="each name once",
+                got=f"also at {origin_of(first.start_mark.line + 1)}",
+                fix="remove one of the two",
+            )
+        )
+    return _convert(loader, node, origin_of, errors)
+
+
+def _convert(
+    loader: _Loader, node: yaml.Node, origin_of: OriginOf, errors: list[UserError]
+) -> Leaf | Section:
+    """Convert a YAML node to a leaf, or a section with the origin of every name below it."""
     origin = origin_of(node.start_mark.line + 1)
     if not isinstance(node, yaml.MappingNode):
         return Leaf(loader.construct_object(node, deep=True), origin)
+
+    # PyYAML puts the names of `<<` before the mapping's own, so that in order the mapping's own win.
     loader.flatten_mapping(node)
     section = Section(origin=origin)
     for key_node, value_node in node.value:
@@ -301,33 +587,57 @@ def _convert(loader: _Loader, node: yaml.Node, origin_of: Any, errors: list[User
                 )
             )
             continue
-        key = key_node.value
-        if key in section.children:
-            errors.append(
-                UserError(
-                    f"`{key}` is written twice in one section",
-                    where=str(line),
-                    expected="each name once",
-                    got=f"also at {section.children[key].origin}",
-                    fix="remove one of the two",
-                )
-            )
-            continue
+
+        # The line of the name, not of the value: the value of a long section begins below it.
         child = _convert(loader, value_node, origin_of, errors)
         child.origin = line
-        section.children[key] = child
+        section.children[key_node.value] = child
     return section
 
 
+def _too_long(origin: str, got: str) -> UserError:
+    return UserError(
+        "the configuration is too long to be one",
+        where=origin,
+        expected=f"at most {MAX_TEXT:,} characters",
+        got=got,
+        fix="remove everything that is no configuration, such as long comments",
+    )
+
+
+def _too_large(error: _TooLarge, origin: str) -> UserError:
+    return UserError(
+        "the configuration has a value that is too large",
+        where=origin,
+        expected=error.context,
+        got=error.problem,
+        fix="write a smaller value there, or remove it",
+    )
+
+
+def _not_a_mapping(name: str, node: yaml.Node) -> UserError:
+    return UserError(
+        "a configuration is a mapping of names to values",
+        where=name,
+        expected="lines such as `steps: 200`",
+        got=_kind(node),
+        fix="write `name: value` lines, without a dash before them",
+    )
+
+
 def _syntax_error(error: yaml.YAMLError, name: str) -> UserError:
+    problem = getattr(error, "problem", None) or str(error)
     mark = getattr(error, "problem_mark", None)
-    where = f"{name}:{mark.line + 1}, column {mark.column + 1}" if mark else name
-    snippet = mark.get_snippet(indent=0) if mark else None
+    origin = name
+    if mark is not None:
+        origin = f"{name}:{mark.line + 1}, column {mark.column + 1}"
+        snippet = mark.get_snippet(indent=0)
+        problem = f"{problem}\n{snippet}" if snippet else problem
     return UserError(
         "the configuration file is not valid YAML",
-        where=where,
+        where=origin,
         expected="valid YAML",
-        got="\n".join(filter(None, [getattr(error, "problem", None) or str(error), snippet])),
+        got=problem,
         fix="check indentation (spaces, no tabs), colons and quotes around that line",
     )
 
@@ -337,29 +647,44 @@ def _kind(node: yaml.Node) -> str:
 
 
 def yaml_files_beside(path: Path) -> str:
-    """Return what to try where a file is not there: the YAML files beside it, or the spelling."""
+    """Return the fix for a missing file: the YAML files of its folder, or a check of the spelling."""
+    # A folder without permission to list it has no suggestions.
     try:
         names = sorted(entry.name for entry in path.parent.glob("*.yaml"))[:8]
     except OSError:
         names = []
-    return f"files beside it: {', '.join(names)}" if names else "check the spelling and the current directory"
+    if not names:
+        return "check the spelling and the current directory"
+    return f"files beside it: {', '.join(names)}"
 
 
 def describe(value: Any) -> str:
-    """Return a value as a user wrote it, with the name of its kind."""
-    if value is None:
-        return "null (nothing)"
-    if isinstance(value, bool):
-        return f"{str(value).lower()} (true/false; YAML also reads yes, no, on, off so)"
-    if isinstance(value, int):
-        return f"{value} (integer)" if value.bit_length() < 256 else "an integer of over 256 bits"
-    if isinstance(value, float):
-        return f"{value!r} (number)" if math.isfinite(value) else f"{value!r} (not a finite number)"
-    if isinstance(value, str):
-        return f"{value!r} (text)" if len(value) <= 80 else f"{value[:77]!r}... (text)"
-    if isinstance(value, dict):
-        return "a section with " + (", ".join(map(str, list(value)[:6])) or "nothing in it")
-    if isinstance(value, list | tuple):
-        shown = ", ".join(repr(item) for item in value[:6]) + (", ..." if len(value) > 6 else "")
-        return f"[{shown}] (list)"
-    return f"{value!r} ({type(value).__name__})"
+    """Return a value as a user wrote it, with the name of its kind, shortened for a message.
+
+    Example:
+        >>> describe(3), describe([1, 2])
+        ('3 (integer)', '[1, 2] (list)')
+    """
+    # `bool` before `int`, of which Python makes it a subclass.
+    match value:
+        case None:
+            return "null (nothing)"
+        case bool():
+            return f"{str(value).lower()} (true/false; YAML also reads yes, no, on, off so)"
+        case int():
+            return f"{value} (integer)"
+        case float():
+            kind = "number" if math.isfinite(value) else "not a finite number"
+            return f"{value!r} ({kind})"
+        case str():
+            return f"{value!r} (text)" if len(value) <= 80 else f"{value[:77]!r}... (text)"
+        case dict():
+            names = ", ".join(str(name) for name in list(value)[:6])
+            return f"a section with {names or 'nothing in it'}"
+        case list() | tuple():
+            items = [repr(item) for item in value[:6]]
+            if len(value) > 6:
+                items.append("...")
+            return f"[{', '.join(items)}] (list)"
+        case _:
+            return f"{value!r} ({type(value).__name__})"

@@ -1,4 +1,8 @@
-"""The stages before reinforcement learning: which there are, in which order, and what each leaves."""
+"""Stages before reinforcement learning: their order, their settings, and the model that each writes.
+
+The one idea: a stage has ended when its model exists, since a model is renamed to its final name when it is
+complete. A restart needs no other state to resume with the right stage.
+"""
 
 from __future__ import annotations
 
@@ -14,40 +18,47 @@ from megatron_rl.config.sections.stages import StageConfig
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Hold what the configuration says of one stage.
+    """One stage of a run.
 
-    ``name`` names its metrics, its log and its folder, ``where`` is the configuration path of its settings,
-    ``role`` the role that learns. ``model`` is the Hugging Face checkpoint that it leaves.
+    Example: ``StagePlan("sft", "sft", "actor", config.sft, Path("RUN_DIR/stages/sft/hf"))``.
     """
 
     name: str
+    """Name of its metrics, its log and its folder."""
     where: str
+    """Configuration path of its settings."""
     role: str
+    """Section of the role that it trains."""
     settings: StageConfig
+    """Its settings."""
     model: Path
+    """Hugging Face checkpoint that it writes."""
 
     @property
     def ended(self) -> bool:
-        """Return whether the stage has left its model, which it writes whole or not at all."""
+        """Return whether the stage has written its model, which it does completely or not at all."""
         return self.model.is_dir()
 
 
 def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
-    """Return the stages that a configuration asks for, in the order in which they run."""
+    """Return the stages of a configuration in the order in which they run."""
     folder = RunFolder(config.run_dir)
-    plans = [
-        StagePlan(name, where, "actor", settings, folder.stage_model(name))
-        for name, where, settings in (("sft", "sft", config.sft), ("dpo", "preference", config.preference))
-        if settings is not None
-    ]
-    for path, model in REWARD_MODELS.sections(config).items():
-        if model.training is not None:
+    plans = []
+    # Supervised first: the reference of the training on preferences is its result.
+    if config.sft is not None:
+        plans.append(StagePlan("sft", "sft", "actor", config.sft, folder.stage_model("sft")))
+    if config.preference is not None:
+        plans.append(StagePlan("dpo", "preference", "actor", config.preference, folder.stage_model("dpo")))
+
+    for path, section in REWARD_MODELS.sections(config).items():
+        if section.training is not None:
             name = path.removeprefix(f"{REWARD_MODELS.section}.")
-            left = folder.reward_model(name)
-            plans.append(StagePlan(f"reward_{name}", f"{path}.training", path, model.training, left))
+            model = folder.reward_model(name)
+            plans.append(StagePlan(f"reward_{name}", f"{path}.training", path, section.training, model))
     return tuple(plans)
 
 
+# Keys and sections that only the job `train` reads.
 _REINFORCEMENT = (
     "data.train",
     "reward",
@@ -64,20 +75,22 @@ _REINFORCEMENT = (
     "sft",
     "preference",
 )
-_OF_ROWS = ("rollout.max_response_tokens", "rollout.sampling_profiles", "batch.tokens_per_microbatch")
-"""Settings below those of reinforcement learning that bound rows wherever a job learns."""
+
+# Keys below those that a stage alone reads too, since they bound the rows of every job.
+_ROW_LIMITS = ("rollout.max_response_tokens", "rollout.sampling_profiles", "batch.tokens_per_microbatch")
+
+# Job of one stage -> the section that describes the stage.
 SECTIONS = {"sft": "sft", "prefer": "preference", "reward-model": "reward.models.NAME.training"}
-"""The job of one stage -> the section that describes the stage."""
 
 
 def has_use(job: str, path: str) -> bool:
-    """Say whether a job reads the setting at a path."""
-    return job not in SECTIONS or not _below(path, *_REINFORCEMENT) or _below(path, *_of_stage(job))
+    """Return whether a job reads the setting at a path."""
+    return job not in SECTIONS or not _below(path, *_REINFORCEMENT) or _below(path, *_stage_keys(job))
 
 
-def _of_stage(job: str) -> tuple[str, ...]:
-    """Return what the job of one stage reads of the settings of reinforcement learning."""
-    return (*_OF_ROWS, SECTIONS[job].partition(".NAME")[0])
+def _stage_keys(job: str) -> tuple[str, ...]:
+    """Return the keys among `_REINFORCEMENT` that the job of one stage reads."""
+    return (*_ROW_LIMITS, SECTIONS[job].partition(".NAME")[0])
 
 
 def _below(path: str, *sections: str) -> bool:
@@ -85,25 +98,30 @@ def _below(path: str, *sections: str) -> bool:
 
 
 def for_job(config: RunConfig) -> RunConfig:
-    """Return the configuration with the defaults of all that its job has no use for.
+    """Return the configuration with the default of every key that its job does not read.
 
-    So a stage alone needs no more than its own settings, and is refused for none but these.
+    So the job of one stage needs its own settings alone, and no mistake in another one stops it.
     """
     if config.job not in SECTIONS:
         return config
     config = _with_defaults(config, config.job, "")
+
+    # Reward models without training would be loaded for nothing.
     models = {name: model for name, model in config.reward.models.items() if model.training is not None}
     return replace(config, reward=replace(config.reward, models=models))
 
 
 def _with_defaults(section: Any, job: str, prefix: str) -> Any:
-    """Return a section with the defaults of what a job of one stage has no use for."""
+    """Return a section with the defaults of the keys that a job ignores; ``prefix`` begins its keys."""
     values = {}
     for item in fields(section):
-        path, value = f"{prefix}{item.name}", getattr(section, item.name)
+        path = f"{prefix}{item.name}"
+        value = getattr(section, item.name)
         default = item.default if item.default_factory is MISSING else item.default_factory()
-        used = has_use(job, path) or any(_below(name, path) for name in _of_stage(job))
-        if not used and default is not MISSING:
+
+        # A section is read if one of the keys below it is.
+        is_read = has_use(job, path) or any(_below(name, path) for name in _stage_keys(job))
+        if not is_read and default is not MISSING:
             values[item.name] = default
         elif is_dataclass(value):
             values[item.name] = _with_defaults(value, job, f"{path}.")
@@ -111,29 +129,37 @@ def _with_defaults(section: Any, job: str, prefix: str) -> Any:
 
 
 def pending_stages(config: RunConfig) -> tuple[StagePlan, ...]:
-    """Return the stages that are still to run: of the actor's, those after the last that has ended."""
+    """Return the stages that have not run yet: of the actor's, those after the last one that has ended.
+
+    An earlier stage whose model was deleted does not run again: the later one has started from it.
+    """
     plans = stage_plans(config)
-    ended = [index for index, plan in enumerate(plans) if plan.role == "actor" and plan.ended]
-    begin = ended[-1] + 1 if ended else 0
+    begin = 0
+    for index, plan in enumerate(plans):
+        if plan.role == "actor" and plan.ended:
+            begin = index + 1
     return tuple(plan for plan in plans[begin:] if not plan.ended)
 
 
 def models_read(config: RunConfig) -> dict[str, str]:
     """Return the existing folders of models and adapters that a run reads, each with the key that names it.
 
-    The model that a stage has left is named by the key of the stage.
+    The model that a stage has written is named by the key of the stage.
     """
-    ended = {plan.role: plan for plan in stage_plans(config) if plan.ended}  # the last one of each role
-    named = [(str(plan.model), plan.where) for plan in ended.values()]
-    named.append((config.model.path, "model.path"))
+    # The last stage of each role.
+    last_plans = {plan.role: plan for plan in stage_plans(config) if plan.ended}
+    keys = [(str(plan.model), plan.where) for plan in last_plans.values()]
+    keys.append((config.model.path, "model.path"))
     for key, section in role_sections(config).items():
         path = getattr(section, "path", None)
         lora = getattr(section, "lora", None)
         if path is not None:
-            named.append((path, f"{key}.path"))
+            keys.append((path, f"{key}.path"))
         if lora is not None and lora.path is not None:
-            named.append((lora.path, f"{key}.lora.path"))
-    return {path: key for path, key in reversed(named) if Path(path).is_dir()}
+            keys.append((lora.path, f"{key}.lora.path"))
+
+    # Reversed, so that of several keys with one folder the first one names it.
+    return {path: key for path, key in reversed(keys) if Path(path).is_dir()}
 
 
 def starting_model(config: RunConfig) -> str:
@@ -142,7 +168,7 @@ def starting_model(config: RunConfig) -> str:
 
 
 def present_model(config: RunConfig) -> str:
-    """Return the model that the actor starts from now: what its last stage that has ended has left."""
+    """Return the model that the actor would start from now: that of its last stage that has ended."""
     return _last_model(config, [plan for plan in stage_plans(config) if plan.role == "actor" and plan.ended])
 
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from megatron_rl.config.sampling_profiles import profile_errors, profile_fields, stop_error
 from megatron_rl.config.sections.data import DataConfig
-from megatron_rl.config.sections.rollout import RolloutConfig
+from megatron_rl.config.sections.rollout import RolloutConfig, profile_errors, profile_fields, stop_error
 from megatron_rl.data.chat_format import (
     ConversationText,
     TurnEnd,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from test_multi_turn import STOP, TOKENIZER, logits, prompts, turns_of
 
-from megatron_rl.config.sections.limits import LimitsConfig
+from megatron_rl.config.sections.bounds import LimitsConfig
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.contained.process import ContainedProcess

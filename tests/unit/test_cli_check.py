@@ -229,7 +229,7 @@ def test_errors_stand_before_and_behind_the_traceback_of_torchrun(workspace: Pat
         (("export", "folder", "--out", "model"), "would overwrite something"),
         (("report", "gone"), "no directory gone"),
         (("report", LONG), "choose a shorter name"),
-        (("report", "runs"), "it is no file"),
+        (("report", "runs"), "it is not a regular file"),
         (("plan-reshard", LONG, "--from", "tp2", "--to", "tp2"), "choose a shorter name"),
         (("plan", "qwen2-7b", "--gpus", "8", "--out", "gone/plan.yaml"), "create the folder first"),
         (("doctor", "--before-install", "runs"), "name a file: this is a folder"),

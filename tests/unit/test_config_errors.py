@@ -16,6 +16,7 @@ from megatron_rl.check import packages
 from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.config.checkpoint_meta import model_identity, optimizer_kind, write_meta
 from megatron_rl.config.load import load
+from megatron_rl.config.source import read_tree
 from megatron_rl.contained import process
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
@@ -144,6 +145,11 @@ def bomb(twice: str) -> str:
     return "a0: &a0 1\n" + "".join(f"a{n + 1}: &a{n + 1} {twice.format(n)}\n" for n in range(40))
 
 
+def chain(levels: int) -> str:
+    """Return text whose last value has as many levels as lines, of which none is deep itself."""
+    return "a0: &a0 1\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}]\n" for n in range(levels))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -152,12 +158,19 @@ def bomb(twice: str) -> str:
         ("steps: 1\nsteps: 2\n", "`steps` is written twice in one section"),
         ("? [a, b]\n: 1\n", "a name in the configuration is not text"),
         ("\tsteps: 1\n", "not valid YAML"),
-        ("a: &x [*x]\n", "not"),
+        ("a: &x [*x]\n", "an *alias inside its own &anchor"),
         (bomb("{{b: *a{0}, c: *a{0}}}"), "more than 100,000"),
         (bomb("[*a{0}, *a{0}]"), "more than 100,000"),
+        (chain(100), "more than 64 inside one another"),
         ("# " + "x" * 300_000, "too long to be one"),
-        ("a: " + "[" * 50_000, "more than 1,000 brackets are open"),
-        ("a: " + "{b: " * 5000 + "}" * 5000, "a value that cannot be read"),
+        ("a: " + "[" * 50_000, "more than 64 inside one another"),
+        ("a: " + "{b: " * 5000 + "}" * 5000, "more than 64 inside one another"),
+        ("a: " + "- " * 5000, "not valid YAML"),
+        ("a:\n  " + "- " * 5000, "more than 64 inside one another"),
+        ("reward: {arguments: {n: 9223372036854775808}}", "an integer from -2**63 to 2**63 - 1"),
+        (f"steps: {'9' * 5000}", "(5,000 characters)"),
+        (f"steps: 0x{'f' * 60}", "an integer from -2**63 to 2**63 - 1"),
+        ("a: !!int many\n", "a value that cannot be read"),
     ],
 )  # fmt: skip
 def test_broken_yaml(text: str, message: str) -> None:
@@ -168,6 +181,43 @@ def test_broken_yaml(text: str, message: str) -> None:
     assert all(
         "broken.yaml" in (error.where or "") for error in errors if error.where and "yaml" in error.where
     )
+
+
+def test_the_border_refuses_large_overrides_too() -> None:
+    deep = "rollout.vllm." + ".".join("a" * 70) + "=1"
+    for override in (deep, "steps=9" + "0" * 19, "rollout.vllm=" + "[" * 70 + "]" * 70):
+        (error,) = load("config.yaml", [override]).errors
+        assert "a value that is too large" in error.message
+        assert error.where is not None and error.where.startswith("override ")
+        assert error.expected and error.got and error.fix
+
+
+def test_the_largest_integer_of_64_bits_is_valid() -> None:
+    largest = load("config.yaml", ["reward.arguments.n=9223372036854775807"]).valid()
+    assert largest.reward.arguments["n"] == 2**63 - 1
+
+
+def test_a_name_that_overrides_a_merged_one_is_valid() -> None:
+    arguments = "reward: {function: 'file.py:f', arguments: {first: &a {n: 1, m: 2}, second: {<<: *a, n: 3}}}"
+    Path("merged.yaml").write_text(f"base: config.yaml\n{arguments}\n")
+    config = load("merged.yaml").valid()
+    assert config.reward.arguments == {"first": {"n": 1, "m": 2}, "second": {"n": 3, "m": 2}}
+
+
+def test_a_section_may_merge_two_others_of_which_the_first_wins() -> None:
+    text = "a: &a {n: 1}\nb: &b {<<: *a, m: 2}\nc: &c {n: 5, k: 6}\nd: {<<: [*b, *c], m: 4}\ne: *b\n"
+    errors: list[UserError] = []
+    tree = read_tree(text, "run.yaml", errors).plain()
+    assert not errors
+    assert tree["d"] == {"n": 1, "k": 6, "m": 4} and tree["e"] == {"n": 1, "m": 2}
+
+
+def test_a_name_twice_beside_a_merge_is_an_error() -> None:
+    errors: list[UserError] = []
+    read_tree("a: &a {n: 1}\nb:\n  <<: *a\n  n: 2\n  n: 3\n", "run.yaml", errors)
+    (error,) = errors
+    assert error.message == "`n` is written twice in one section"
+    assert (error.where, error.got) == ("run.yaml:5", "also at run.yaml:4")
 
 
 @pytest.mark.parametrize("path", ["gone.yaml", "folder", "gone/config.yaml", "model/model.safetensors"])

@@ -11,10 +11,9 @@ import pytest
 from config_workspace import CONFIG
 
 from megatron_rl.algorithms.algorithm import KINDS
-from megatron_rl.config.field_types import known_paths
+from megatron_rl.config.field_types import format_ranges, known_paths, parse_ranges
 from megatron_rl.config.load import changes, dump, flatten, load_config, load_text
 from megatron_rl.config.other_names import FOREIGN_SECTIONS, foreign_names
-from megatron_rl.config.ranges import format_ranges, parse_ranges
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.evaluation import EvaluationSetConfig
 from megatron_rl.errors import UserError, UserErrors

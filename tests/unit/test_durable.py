@@ -79,7 +79,7 @@ def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
     assert damages(path) == [
         "a.bin has 704 bytes instead of 10240",
         "deep/b.json is missing",
-        "empty is unreadable: it is no file",
+        "empty is unreadable: it is not a regular file",
     ]
     (path / "empty").rmdir()
     os.mkfifo(path / "empty")  # would be opened for ever

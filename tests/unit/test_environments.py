@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.sections.limits import LimitsConfig
+from megatron_rl.config.sections.bounds import LimitsConfig
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data import reasoning_gym
 from megatron_rl.data.records import load_records

@@ -14,9 +14,9 @@ from megatron_rl.check.rewards.functions import check_reward
 from megatron_rl.config.load import dump, without_secrets
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.data import DataConfig
+from megatron_rl.config.sections.models import ModelConfig
 from megatron_rl.config.sections.rewards import RewardConfig, RewardLimitsConfig
 from megatron_rl.config.sections.rollout import EnvironmentConfig, RolloutConfig
-from megatron_rl.config.sections.starting_model import ModelConfig
 from megatron_rl.config.setting import settings
 from megatron_rl.contained import process
 from megatron_rl.contained.confinement import OTHER_TASKS

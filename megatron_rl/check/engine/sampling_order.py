@@ -9,7 +9,7 @@ from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.check.engine.servers import check_engine_servers
 from megatron_rl.config.derive import ROUNDS_PER_RESPONSE
 from megatron_rl.config.engines import engines_with
-from megatron_rl.config.ranges import format_ranges
+from megatron_rl.config.field_types import format_ranges
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import CLOSED, KEEP, OPEN
 from megatron_rl.errors import UserError

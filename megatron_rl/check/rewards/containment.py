@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_rl.check.files import Files
 from megatron_rl.config.schema import TRAIN, RunConfig
-from megatron_rl.config.sections.limits import LimitsConfig
+from megatron_rl.config.sections.bounds import LimitsConfig
 from megatron_rl.contained.process import LoadFailed, not_enforced
 from megatron_rl.errors import UserError
 

@@ -1,28 +1,36 @@
-"""The algorithm: which named one, and which of its pieces are others or set otherwise."""
+"""Algorithm: a named one, and replacements or settings of its pieces.
+
+The one idea: an algorithm is a set of pieces (advantage, policy loss, aggregation, ...), so that a
+configuration changes one of them and keeps the others. The settings of a piece are the fields of its class in
+`megatron_rl.algorithms`, and are not repeated here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron_rl.config.setting import REMOVED, setting
 
+# A name or path, a section with settings, or the algorithm's own piece.
 PieceChoice = str | dict[str, Any] | None
+
 _ITS_OWN = "the named algorithm's own"
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """Choose a named algorithm, and replace or set its pieces.
+    """Named algorithm, with replacements and settings of its pieces.
 
     A piece is a name, the path of one of your own (``file.py:Name`` or ``module:Name``), or a section with
-    ``name`` and its settings; without ``name`` the settings are of the algorithm's own piece.
-    The tables of pieces below have the names, and the settings of each with their bounds.
+    ``name`` and its settings. Without ``name``, the settings apply to the algorithm's own piece. The
+    tables of pieces below list the names, and the settings of each with their bounds.
     """
 
     VALUE_KEY: ClassVar[str] = "name"
 
+    # GRPO needs no critic, so that it is the run with the fewest models.
     name: str = setting(
         "grpo",
         "A named algorithm, or the path of an Algorithm of your own.",
@@ -49,9 +57,10 @@ class AlgorithmConfig:
             "adv_estimator.name": {"gae": "ppo", "reinforce_plus_plus": "reinforce_pp"},
         },
     )
+    # Pieces of the policy's objective.
     advantage: PieceChoice = setting(
         None,
-        "How much better a response or a token is than expected.",
+        "Advantage estimator: how much better a response or a token is than expected.",
         unset=_ITS_OWN,
         also_called_below={
             "gamma": {"verl": "gamma", "common": "discount_factor"},
@@ -74,7 +83,7 @@ class AlgorithmConfig:
     )
     policy_loss: PieceChoice = setting(
         None,
-        "What each token costs the policy.",
+        "Loss of each token for the policy.",
         unset=_ITS_OWN,
         also_called={
             "verl": "policy_loss.loss_mode",
@@ -136,7 +145,7 @@ class AlgorithmConfig:
     )
     aggregation: PieceChoice = setting(
         None,
-        "How the tokens' losses become one number.",
+        "Aggregation of the tokens' losses into one number.",
         unset=_ITS_OWN,
         also_called={
             "verl": "loss_agg_mode",
@@ -159,9 +168,10 @@ class AlgorithmConfig:
             },
         },
     )
+    # Pieces of the critic's objective.
     value_loss: PieceChoice = setting(
         None,
-        "What each token costs the critic.",
+        "Loss of each token for the critic.",
         unset=_ITS_OWN,
         also_called_below={
             "clip": {"verl": "cliprange_value", "slime": "value_clip"},
@@ -169,11 +179,12 @@ class AlgorithmConfig:
         },
     )
     value_aggregation: PieceChoice = setting(
-        None, "How the critic's losses become one number.", unset=_ITS_OWN
+        None, "Aggregation of the critic's losses into one number.", unset=_ITS_OWN
     )
+    # A bare number is a coefficient: in most projects the penalty is in the loss.
     kl: PieceChoice = setting(
         None,
-        "Where a KL penalty to the reference goes: none, loss or reward.",
+        "KL penalty to the reference policy: none, in the loss (loss), or in the reward (reward).",
         unset=_ITS_OWN,
         number_means="{name: loss, coef: VALUE}",
         also_called={"verl": "use_kl_loss, use_kl_in_reward"},
@@ -214,9 +225,10 @@ class AlgorithmConfig:
             "grpo_kl_beta": {0: REMOVED},
         },
     )
+    # Without it, the difference between the engine's and the trainer's kernels is a bias of the gradient.
     correction: PieceChoice = setting(
         None,
-        "Correction of the mismatch between rollout and trainer.",
+        "Correction of the mismatch between the log-probs of rollout and trainer.",
         unset=_ITS_OWN,
         also_called={
             "slime": "use_tis",
@@ -246,9 +258,10 @@ class AlgorithmConfig:
             "vllm_importance_sampling_correction": {True: "token_tis", False: REMOVED},
         },
     )
+    # Pieces that change rewards and rows.
     reward_shaping: PieceChoice = setting(
         None,
-        "What is done to rewards before advantages.",
+        "Transformation of rewards before advantages are computed.",
         unset=_ITS_OWN,
         also_called_below={
             "clip_low": {"OpenRLHF": "reward_clip_range", "ROLL": "reward_clip"},
@@ -264,7 +277,7 @@ class AlgorithmConfig:
     )
     overlong: PieceChoice = setting(
         None,
-        "What happens to responses near the length limit.",
+        "Penalty or exclusion of responses near the length limit.",
         unset=_ITS_OWN,
         also_called_below={
             "buffer": {
@@ -285,10 +298,10 @@ class AlgorithmConfig:
             },
         },
     )
-    imitation: PieceChoice = setting(None, "Imitation of good responses.", unset=_ITS_OWN)
+    imitation: PieceChoice = setting(None, "Additional imitation loss on good responses.", unset=_ITS_OWN)
     dynamic_sampling: PieceChoice = setting(
         None,
-        "Whether groups that teach nothing are replaced: none or refill.",
+        "Replacement of groups whose rewards are all equal, which have no gradient: none or refill.",
         unset=_ITS_OWN,
         also_called={
             "OpenRLHF": "dynamic_filtering",
@@ -312,6 +325,8 @@ class AlgorithmConfig:
     )
 
 
+# Former keys of `algorithm.settings`, by piece: former name -> name in the piece, empty for the piece itself.
+# Configurations of older runs have them, and `resume` reads those.
 _FORMER: Mapping[str, Mapping[str, str]] = {
     "advantage": {
         "advantage": "",
@@ -380,9 +395,14 @@ _FORMER: Mapping[str, Mapping[str, str]] = {
     "imitation": {"positive_nll_coef": "coef", "positive_nll_threshold": "threshold"},
     "dynamic_sampling": {"dynamic_sampling": "", "dynamic_sampling_max_rounds": "max_rounds"},
 }
-FORMER_SETTINGS: Mapping[str, str] = {
-    f"algorithm.settings.{former}": f"algorithm.{piece}" + (f".{name}" if name else "")
-    for piece, names in _FORMER.items()
-    for former, name in names.items()
-}
-"""Former keys of the algorithm, when it had one flat section of settings -> key now."""
+
+
+def _former_settings() -> Iterator[tuple[str, str]]:
+    for piece, names in _FORMER.items():
+        for former, name in names.items():
+            key = f"algorithm.{piece}.{name}" if name else f"algorithm.{piece}"
+            yield f"algorithm.settings.{former}", key
+
+
+FORMER_SETTINGS: Mapping[str, str] = dict(_former_settings())
+"""Former key, when an algorithm had one flat section of settings -> key now."""

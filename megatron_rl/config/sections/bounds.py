@@ -1,35 +1,87 @@
-"""Kinds of numbers that settings are: unit and bounds together.
+"""Units and bounds of common kinds of numbers, and the limits of processes that run a user's code.
 
-A value above an upper bound is a slip, and would overflow in torch, in vLLM or in the clock.
+The one idea: every number has an upper bound. A value above it is a slip of the user, and would overflow in
+torch, in vLLM or in the clock, where the error names no key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.config.setting import setting
+
+# Ranks of a job. The numbers of ranks that layouts multiply to are compared with it before any list is made.
 MAX_WORLD = 1 << 16
+
+# Characters of a user's name, of a set or a model, which becomes a part of file names and metric names.
 LONGEST_NAME = 64
-"""Characters of a name of the user's that becomes part of a file's and a metric's name."""
+
+# Rows, prompts and samples of a step, which are in memory together.
 MOST_ROWS = 1 << 24
+
+# Tokens of a row or a micro-batch: below 2^31, so that int32 can index them.
 MOST_TOKENS = 1 << 30
+
+# Steps, turns and other things that follow one another: below 2^31, too.
 MOST_STEPS = 10**9
+
+# Numbers that weigh or scale something in float32: products of several stay far below its 3e38.
 LARGE = 1e6
-"""Of numbers that weigh or scale something in float32."""
+
+# 30 days: longer than any call or wait, and far below the times at which a clock overflows.
 _MOST_SECONDS = 30 * 24 * 3600
 
+# Unit and bounds as keyword arguments of `setting`.
 Kind = Mapping[str, Any]
-"""What `setting` is told of a number."""
+
+# Numbers of things that a step, or a set, has in memory together.
 MANY: Kind = {"at_least": 1, "at_most": MOST_ROWS}
-"""Of things that a step, or a set, has in memory."""
+
+# Numbers of things that follow one another.
 ENDLESS: Kind = {"at_least": 1, "at_most": MOST_STEPS}
-"""Of things that come one after another."""
 STEPS: Kind = {"unit": "steps", **ENDLESS}
 TOKENS: Kind = {"unit": "tokens", "at_least": 1, "at_most": MOST_TOKENS}
 RANKS: Kind = {"unit": "ranks", "at_least": 1, "at_most": MAX_WORLD}
 PROCESSES: Kind = {"unit": "processes", "at_least": 1, "at_most": 1024}
+
+# A time-out of 0 would fail every call; a wait of 0 is valid and means none.
 SECONDS: Kind = {"unit": "seconds", "more_than": 0, "at_most": _MOST_SECONDS}
 WAIT: Kind = {"unit": "seconds", "at_least": 0, "at_most": _MOST_SECONDS}
+
 POSITIVE: Kind = {"more_than": 0, "at_most": LARGE}
 WEIGHT: Kind = {"at_least": -LARGE, "at_most": LARGE}
 SHARE: Kind = {"at_least": 0, "at_most": 1}
+
+
+@dataclass(frozen=True)
+class LimitsConfig:
+    """Limits of a process that runs the user's code, with all the processes that it starts."""
+
+    # Sizes that a mistake exceeds and usual code does not: an endless list, a file written in a loop.
+    memory_gib: float = setting(8.0, "Memory of a process.", unit="GiB", more_than=0, at_most=1024)
+    # Python needs some for itself, its modules and the pipes of the worker.
+    files: int = setting(256, "Files open at once.", unit="files", at_least=16, at_most=2**20)
+    file_gib: float = setting(1.0, "Size of the largest file.", unit="GiB", more_than=0, at_most=1024)
+    processes: int = setting(
+        64, "Processes that it may have started.", unit="processes", at_least=0, at_most=4096
+    )
+
+    # Closed unless opened: a reward function and the programs that it tests can be made by the policy.
+    network: bool = setting(False, "Allow it to reach the network.")
+    read: tuple[str, ...] = setting(
+        (),
+        "Files and folders that it can read beside Python's own, the folder of its code and the folders that "
+        "modules are imported from: data, models, or a device such as /dev/nvidia0.",
+    )
+    write: bool = setting(
+        False,
+        "Allow it to write to the folder that the run is started in, the folder of its code and the folders "
+        "in `read`. Otherwise it has temporary folders in memory alone.",
+    )
+    environment: tuple[str, ...] = setting(
+        (),
+        "Names of environment variables that it gets beside the usual ones (PATH, HOME, LANG, and those of "
+        "Python, OpenMP and torch). Secrets have to be named here, too.",
+    )

@@ -1,4 +1,8 @@
-"""Data sets and the fields of a record."""
+"""Data sets and the fields of a record.
+
+The one idea: ``data`` names the fields of every data set, and a set with other names overrides single ones of
+`FIELDS`. `fields_of` merges the two, with the path of the setting that named each field, for errors.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +15,20 @@ from megatron_rl.config.setting import setting
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Name the data sets and the fields of a record.
+    """Data set of prompts, and the names of a record's fields.
 
-    A data set is a .jsonl or .parquet file or a directory saved by Hugging Face ``datasets``; or several
-    files whose records follow one another: a folder of shards, a pattern such as ``data/train-*.parquet``, or
-    a list. A field within another is named with a dot: ``reward_model.ground_truth``. What is said of fields
-    here holds for every data set that does not say it itself, as ``evaluation.sets.NAME.prompt_field``.
+    A data set is a .jsonl or .parquet file or a directory saved by Hugging Face ``datasets``. It may also be
+    several files whose records follow one another: a folder of shards, a pattern such as
+    ``data/train-*.parquet``, or a list. A field inside another one is named with a dot:
+    ``reward_model.ground_truth``. The fields named here hold for every data set that does not name its own,
+    as ``evaluation.sets.NAME.prompt_field`` does.
     """
 
     VALUE_KEY: ClassVar[str] = "train"
 
     train: str | tuple[str, ...] | None = setting(
         None,
-        "Prompts to learn from: a file, a folder of shards, a pattern, or a list of these.",
+        "Prompts to train on: a file, a folder of shards, a pattern, or a list of these.",
         jobs=("train",),
         unset="no reinforcement learning",
         example="data/train.jsonl",
@@ -40,9 +45,10 @@ class DataConfig:
         "Field of the prompt: text, or a list of messages.",
         also_called={"verl": "prompt_key", "slime": "input_key"},
     )
+    # Not every reward reads it: `check` requires the field only of data whose reward may.
     ground_truth_field: str = setting(
         "ground_truth",
-        "Field of what the reward compares with; required of a record where something may read it.",
+        "Field of the reference answer. A record needs it if its reward may read it.",
         also_called={"slime": "label_key", "common": "answer_key, ground_truth_key"},
     )
     task_field: str = setting(
@@ -52,11 +58,12 @@ class DataConfig:
     )
     tools_field: str | None = setting(
         None,
-        "Field of the tools that the chat template tells the model of: a list, as transformers takes it, or "
-        "JSON text of one.",
+        "Field of the tools that the chat template describes to the model: a list as transformers takes it, "
+        "or JSON text of one.",
         unset="none",
         also_called={"slime": "tool_key"},
     )
+    # None and not a default of true: text in the prompt field is often a formatted prompt already.
     chat_template: bool | None = setting(
         None,
         "Put prompts through the tokenizer's chat template.",
@@ -65,7 +72,7 @@ class DataConfig:
     )
     max_prompt_tokens: int = setting(
         1024,
-        "Longest prompt.",
+        "Largest length of a prompt.",
         **TOKENS,
         also_called={
             "verl": "max_prompt_length, rollout.prompt_length",
@@ -76,13 +83,16 @@ class DataConfig:
             "ROLL": "prompt_length",
         },
     )
+    # No choice cuts a prompt: half a question has another answer.
     over_long: str = setting(
         "drop",
-        "What happens to longer prompts: they are left out and counted, or are an error.",
+        "Longer prompts are left out and counted (drop), or are an error.",
         choices=("drop", "error"),
         also_called={"verl": "filter_overlong_prompts, truncation"},
-        conversion=dict.fromkeys(("filter_overlong_prompts",), "drop or error")
-        | {"truncation": "drop or error: prompts are never cut"},
+        conversion={
+            "filter_overlong_prompts": "drop or error",
+            "truncation": "drop or error: prompts are never cut",
+        },
         their_values={
             "filter_overlong_prompts": {True: "drop", False: "error"},
             "truncation": {"error": "error"},
@@ -90,57 +100,60 @@ class DataConfig:
     )
     shuffle: bool = setting(
         True,
-        "Take prompts in a random order, another in each epoch.",
+        "Take prompts in a random order, a new one in each epoch.",
         also_called={"slime": "rollout_shuffle", "TRL": "shuffle_dataset"},
     )
 
     def setting_of(self, name: str) -> str:
-        """Return the setting that names a field of this data set."""
+        """Return the path of the setting that names a field of this data set."""
         return f"data.{name}"
 
     @property
     def asked(self) -> dict[str, str]:
-        """Return the field of what is asked, with the setting that names it."""
+        """Return the field of the prompt with the setting that names it."""
         return {self.prompt_field: self.setting_of("prompt_field")}
 
     @property
     def of_prompts(self) -> tuple[str | None, ...]:
-        """Return the fields that are read of a record beside its responses, None for one that is not."""
+        """Return the fields that are read of a record beside its responses; None for an unused one."""
         return self.prompt_field, self.ground_truth_field, self.task_field, self.tools_field
 
     @property
     def judged(self) -> dict[str, str]:
-        """Return the fields that a response is judged by, with the settings that name them."""
+        """Return the fields that a reward reads, with the settings that name them."""
         return {**self.asked, self.ground_truth_field: self.setting_of("ground_truth_field")}
 
 
 @dataclass(frozen=True)
 class OwnFields(DataConfig):
-    """Say of one data set what ``data`` says, with what the data set states itself below ``stated_in``."""
+    """Fields of one data set: the names in ``data``, replaced by the set's own."""
 
+    # Path of the section that has the set's own names.
     stated_in: str = "data"
 
     def setting_of(self, name: str) -> str:
-        """Return the setting that names a field of this data set."""
+        """Return the path of the setting that names a field of this data set."""
         return f"{self.stated_in}.{name}"
 
 
-def fields_of(data: DataConfig, section: Any, where: str) -> OwnFields:
-    """Return what holds for a data set that ``section``, at the path ``where``, describes.
+# Settings of ``data`` that a data set may override.
+FIELDS = ("prompt_field", "ground_truth_field", "task_field", "tools_field", "chat_template")
+
+
+def fields_of(data: DataConfig, section: Any, path: str) -> OwnFields:
+    """Return the fields of the data set that ``section`` at ``path`` describes.
 
     Each of `FIELDS` that the section has and that is not None replaces that of ``data``.
     """
     values = {item.name: getattr(data, item.name) for item in fields(DataConfig)}
-    own = {name: getattr(section, name, None) for name in FIELDS}
-    return OwnFields(
-        **values | {name: value for name, value in own.items() if value is not None}, stated_in=where
-    )
+    for name in FIELDS:
+        value = getattr(section, name, None)
+        if value is not None:
+            values[name] = value
 
-
-FIELDS = ("prompt_field", "ground_truth_field", "task_field", "tools_field", "chat_template")
-"""Settings of ``data`` that a data set may state for itself."""
+    return OwnFields(**values, stated_in=path)
 
 
 def own_field(name: str, meaning: str, **says: Any) -> Any:
-    """Return the dataclass field by which a data set states one of `FIELDS` itself."""
+    """Return the dataclass field with which a data set overrides one of `FIELDS`."""
     return setting(None, meaning, unset=f"data.{name}", **says)

@@ -1,4 +1,8 @@
-"""Evaluation: sets of held-out prompts, how each is answered and what is measured."""
+"""Evaluation: sets of held-out prompts, how they are sampled, and the metrics of each.
+
+The one idea: an evaluation set is a small run of its own that trains nothing. It takes its data, its fields
+and its reward from the run unless it sets them itself.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,32 @@ from megatron_rl.config.sections.bounds import ENDLESS, MANY, STEPS
 from megatron_rl.config.sections.data import own_field
 from megatron_rl.config.setting import required, setting
 
+# Advice for an interval of 0, which other projects read as "never".
 NEVER = "a number above `steps` means never"
+
+# Ends of the names of the bounds of a 95 % interval.
 INTERVALS = ("low", "high")
+
+# Measures of how diverse the responses of a set are, see `trainer.answers`.
+DIVERSITY = ("distinct_1", "distinct_2", "ngram_entropy", "repetition")
 
 
 @dataclass(frozen=True)
 class EvaluationSetConfig:
-    """Describe one evaluation set; ``NAME: path/to/data.jsonl`` is short for one with nothing but data.
+    """One evaluation set; ``NAME: path/to/data.jsonl`` is short for a set with nothing but data.
 
     Its metrics are ``eval/NAME/accuracy`` and ``reward``, and with several samples ``pass_at_K`` and
-    ``majority_at_K`` for 2, 4, 8 ... and all samples. They have ``_low`` and ``_high`` beside them, a 95%
-    interval over prompts. ``distinct_1``, ``distinct_2``, ``ngram_entropy`` and ``repetition`` say how
-    diverse the answers are.
+    ``majority_at_K`` for 2, 4, 8 ... and all samples. Each of these but the reward has a 95% interval over
+    prompts, with the ends ``_low`` and ``_high``. ``distinct_1``, ``distinct_2``, ``ngram_entropy`` and
+    ``repetition`` measure how diverse the responses are.
     """
 
     data: str | tuple[str, ...] = required(
-        "Prompts that are answered: a data set with the fields of `data`, or its own.",
+        "Held-out prompts: a data set with the fields of `data`, or with the fields named here.",
         example="data/eval.jsonl",
     )
+
+    # Sets come from many sources, each of which has names of its own for the fields of a record.
     prompt_field: str | None = own_field(
         "prompt_field",
         "Field of the prompt in this set.",
@@ -34,7 +46,7 @@ class EvaluationSetConfig:
     )
     ground_truth_field: str | None = own_field(
         "ground_truth_field",
-        "Field of what the reward compares with, in this set.",
+        "Field of the reference answer that the reward reads, in this set.",
         also_called={"slime": "eval_label_key"},
     )
     task_field: str | None = own_field("task_field", "Field of the task's name in this set.")
@@ -44,65 +56,81 @@ class EvaluationSetConfig:
     chat_template: bool | None = own_field(
         "chat_template", "Put the prompts of this set through the tokenizer's chat template."
     )
+
     every: int | None = setting(
         None, "Steps between evaluations of this set.", **STEPS, unset="evaluation.every", advice=NEVER
     )
-    samples: int = setting(1, "Answers to each prompt.", unit="rows", **MANY)
+    samples: int = setting(1, "Responses sampled to each prompt.", unit="rows", **MANY)
+    # Greedy by default: one sample per prompt then has no sampling noise.
     temperature: float = setting(
-        0.0, "Temperature of answers; 0 is greedy.", at_least=0, at_most=100, advice="0 is greedy"
+        0.0, "Temperature of the responses; 0 is greedy.", at_least=0, at_most=100, advice="0 is greedy"
     )
     top_p: float | None = setting(
         None,
-        "Share of the probability that answers are sampled from.",
+        "Probability mass that responses are sampled from.",
         unset="the sampling profile's",
         more_than=0,
         at_most=1,
     )
     max_prompts: int | None = setting(
-        None, "Prompts that are answered, from the start of the data.", unit="prompts", unset="all", **ENDLESS
+        None,
+        "Prompts that are evaluated, from the start of the data.",
+        unit="prompts",
+        unset="all",
+        **ENDLESS,
     )
     reward: str | None = setting(
         None,
-        "Reward function that judges this set instead of `reward`: module:function, or "
-        "path/to/file.py:function.",
-        unset="what judges in training",
+        "Reward function of this set in place of `reward`: module:function, or path/to/file.py:function.",
+        unset="the reward of training",
     )
+    # A failing evaluator is counted and not raised: a metric must not end a run that trains well.
     evaluators: dict[str, str] = setting(
         {},
-        "Further functions by name, called as a reward function is: the mean of what NAME says is "
-        "`eval/SET/NAME`, of its components `eval/SET/NAME/COMPONENT`. What one fails on is counted in "
-        "`eval/SET/NAME_failed`, and stops nothing.",
+        "Further functions by name, called as a reward function is. The mean of NAME's results is "
+        "`eval/SET/NAME`, the mean of its components `eval/SET/NAME/COMPONENT`. Its failures are counted in "
+        "`eval/SET/NAME_failed` and never stop the run.",
     )
 
     def draws(self) -> tuple[int, ...]:
-        """Return the numbers of samples K that pass@K and majority@K are measured for."""
-        powers = [2**power for power in range(1, self.samples.bit_length()) if 2**power < self.samples]
-        return (*powers, self.samples) if self.samples > 1 else ()
+        """Return the numbers of samples K of the metrics pass@K and majority@K.
+
+        Example:
+            >>> EvaluationSetConfig("eval.jsonl", samples=6).draws()
+            (2, 4, 6)
+        """
+        if self.samples == 1:
+            return ()
+
+        powers = [2**power for power in range(1, self.samples.bit_length())]
+        return (*(power for power in powers if power < self.samples), self.samples)
 
     def estimates(self) -> tuple[str, ...]:
         """Return the metrics that have an interval."""
-        of_draws = (f"{name}_at_{count}" for name in ("pass", "majority") for count in self.draws())
-        return ("accuracy", *of_draws)
+        names = ["accuracy"]
+        for metric in ("pass", "majority"):
+            names.extend(f"{metric}_at_{count}" for count in self.draws())
+
+        return tuple(names)
 
     def metrics(self) -> tuple[str, ...]:
-        """Return the names of all that is measured besides what evaluators say."""
-        bounds = (f"{name}_{end}" for name in self.estimates() for end in INTERVALS)
-        rest = ("reward", "invalid", "response_length", *DIVERSITY)
-        return (*self.estimates(), *bounds, *rest)
+        """Return the names of all metrics of the set except its evaluators' own."""
+        estimates = self.estimates()
+        bounds = [f"{name}_{end}" for name in estimates for end in INTERVALS]
+        return (*estimates, *bounds, "reward", "invalid", "response_length", *DIVERSITY)
 
     def functions(self) -> dict[str, str]:
-        """Return the functions that judge this set alone, by the setting that names each."""
-        rewards = {} if self.reward is None else {"reward": self.reward}
-        return rewards | {f"evaluators.{name}": function for name, function in self.evaluators.items()}
+        """Return the functions that this set alone calls, by the setting that names each."""
+        functions = {} if self.reward is None else {"reward": self.reward}
+        for name, function in self.evaluators.items():
+            functions[f"evaluators.{name}"] = function
 
-
-DIVERSITY = ("distinct_1", "distinct_2", "ngram_entropy", "repetition")
-"""How diverse answers are, see `diversity`."""
+        return functions
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Set what is evaluated, how often, and when a run has got good enough."""
+    """Evaluation sets, their interval, and the condition for an early end of the run."""
 
     VALUE_KEY: ClassVar[str] = "every"
 
@@ -122,7 +150,7 @@ class EvaluationConfig:
     )
     every: int = setting(
         10,
-        "Steps between evaluations, for sets that do not say it themselves.",
+        "Steps between evaluations of the sets that have no interval of their own.",
         **STEPS,
         advice=NEVER,
         also_called={
@@ -133,6 +161,7 @@ class EvaluationConfig:
             "common": "eval_every, eval_freq, val_every",
         },
     )
+    # On, since the improvement of a run is the difference to its starting model.
     at_start: bool = setting(
         True,
         "Evaluate before the first step.",
@@ -147,8 +176,7 @@ class EvaluationConfig:
     )
     patience: int | None = setting(
         None,
-        "Measurements of `checkpoint.best` running that are no better than the best, after which the run "
-        "ends.",
+        "Number of consecutive evaluations without a new best `checkpoint.best` after which the run ends.",
         unit="evaluations",
         unset="the run takes all its steps",
         **ENDLESS,

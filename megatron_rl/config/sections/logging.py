@@ -1,4 +1,4 @@
-"""Where a run's metrics go beside its own folder."""
+"""Experiment trackers that get a run's metrics beside its own folder."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from dataclasses import dataclass
 
 from megatron_rl.config.setting import REMOVED, setting
 
+# Tracker -> module of its client, which `pip install megatron_rl[NAME]` installs.
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab"}
-"""Tracker -> the module of its client; `pip install megatron_rl[NAME]` brings it."""
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Send metrics, samples, the configuration, versions and hardware to experiment trackers.
+    """Experiment trackers for metrics, samples, the configuration, versions and hardware.
 
-    They get the metrics of metrics.jsonl under the same names, from a thread of the first rank: a run waits
-    for no tracker, and goes on without one that fails, which is said once. A run that goes on after a restart
-    goes on in the trackers too.
+    They get the metrics of metrics.jsonl under the same names, from a thread of the first rank. A run never
+    waits for a tracker; if one fails, the run reports it once and continues without it. A resumed run
+    continues its curves in the trackers.
     """
 
+    # TensorBoard needs no server and no account.
     trackers: tuple[str, ...] = setting(
         ("tensorboard",),
-        f"Trackers, of {', '.join(TRACKERS)}; each is told where its server is in its own way, by the "
-        "environment or its login.",
+        f"Trackers, of {', '.join(TRACKERS)}. Each finds its server in its own way, by environment variables "
+        "or its login.",
         also_called={
             "verl": "trainer.logger",
             "TRL": "report_to",
@@ -49,15 +50,16 @@ class LoggingConfig:
             "report_to": {"wandb": ["wandb"], "tensorboard": ["tensorboard"], "none": REMOVED},
         },
     )
+    # For machines without network.
     offline: bool = setting(
         False,
-        "Have trackers write below run_dir alone, to be sent later by their own commands.",
+        "Write trackers' files below run_dir alone, from which their own commands can upload them later.",
         also_called={"slime": "wandb_mode"},
         their_values={"wandb_mode": {"offline": True, "online": False}},
     )
     project: str = setting(
         "megatron_rl",
-        "Project, or experiment, that the run belongs to in trackers.",
+        "Project, or experiment, of the run in trackers.",
         also_called={
             "verl": "project_name",
             "slime": "wandb_project",
@@ -77,9 +79,10 @@ class LoggingConfig:
             "Megatron-LM": "wandb_exp_name",
         },
     )
+    # All samples are in the run's folder; trackers need a few to look at.
     samples: int = setting(
         8,
-        "Samples of each step and evaluation that trackers get as a table; 0 sends none.",
+        "Number of samples of each step and evaluation that trackers get as a table; 0 sends none.",
         unit="rows",
         at_least=0,
         at_most=10_000,
@@ -91,7 +94,7 @@ class LoggingConfig:
     )
     prometheus: str | None = setting(
         None,
-        "Address host:port where the first rank serves the newest metrics to Prometheus, as "
+        "Address host:port at which the first rank serves the newest metrics to Prometheus, as "
         'megatron_rl{metric="reward/mean"}.',
         unset="none",
     )

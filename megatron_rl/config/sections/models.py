@@ -1,4 +1,8 @@
-"""What every role with a model says: layout, optimizer, adapters; actor, critic and reference."""
+"""Models: the starting model; a role's layout, optimizer and adapters; actor, critic and reference.
+
+The one idea: every role has the same few sections, and takes from the actor each section that it does not
+set, so that ``actor`` alone describes most runs.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +10,116 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron_rl.config.sections.bounds import LARGE, MANY, MAX_WORLD, MOST_STEPS, POSITIVE, RANKS, SHARE
-from megatron_rl.config.setting import REMOVED, setting
+from megatron_rl.config.setting import REMOVED, required, setting
 
+# Texts of keys that several roles have.
 OWN_MEGATRON = "Fields of Megatron-Core's TransformerConfig for this model."
-LIKE_ACTOR = "the actor's, without its uneven pipeline stages where the pipeline is another"
+LIKE_ACTOR = "the actor's, without its uneven pipeline stages if the pipeline differs"
+AFTER_STAGES = "model.path, after `sft` and `preference` if they are set"
 DDP_MEANING = (
-    "Fields of Megatron-Core's DistributedDataParallelConfig; overlap_grad_reduce is true on an accelerator, "
-    "and overlap_param_gather with it where the optimizer is distributed."
+    "Fields of Megatron-Core's DistributedDataParallelConfig. On an accelerator overlap_grad_reduce is "
+    "true, and overlap_param_gather too with a distributed optimizer."
 )
-RECOMPUTED = "Activations that the backward pass computes again: none, attention (selective), or every layer."
+RECOMPUTED = "Activations that the backward pass computes again: none, attention (selective), or all (full)."
 RECOMPUTES = ("none", "selective", "full")
 RANKS_LISTED = "ours lists the ranks"
 _DATA_PARALLEL = "it is what remains of the ranks after tensor x pipeline x context; set those or world_size"
 
 
 @dataclass(frozen=True)
+class ModelConfig:
+    """Checkpoint that every role starts from: a Hugging Face model, or a checkpoint of Megatron-LM."""
+
+    VALUE_KEY: ClassVar[str] = "path"
+
+    # The model itself, in one of two formats.
+    path: str = required(
+        "Directory with config.json, safetensors and tokenizer files. With `megatron` the run writes it, "
+        "with config.json and tokenizer alone; the default is then a folder in run_dir.",
+        example="models/Qwen2.5-7B-Instruct",
+        also_called={
+            "NeMo-RL": "model_name, tokenizer.name",
+            "TRL": "model_name_or_path",
+            "OpenRLHF": "pretrain",
+            "slime": "hf_checkpoint",
+            "common": "model.name, model_path, model_id, tokenizer_path, tokenizer_name",
+        },
+        conversion={
+            "tokenizer.name": "the tokenizer is the model's own",
+            "tokenizer_path": "the tokenizer is the model's own",
+            "tokenizer_name": "the tokenizer is the model's own",
+        },
+    )
+    megatron: str | None = setting(
+        None,
+        "Checkpoint of Megatron-LM (torch_dist) with the weights: the folder of --save, or one iter_* in it.",
+        unset="the weights are those in `path`",
+        also_called={"Megatron-LM": "load", "verl": "dist_checkpointing_path"},
+    )
+    resume_optimizer: bool = setting(
+        False,
+        "With `megatron`: the actor's Adam resumes from the moments and steps of the checkpoint. Learning "
+        "rate and decay are those of actor.optimizer.",
+        also_called={"Megatron-LM": "no_load_optim"},
+        their_values={"no_load_optim": {True: False, False: True}},
+    )
+    hf_path: str | None = setting(
+        None,
+        "With `megatron`: directory with the tokenizer. A config.json in it is used in place of a derived "
+        "one.",
+        unset="the tokenizer's directory that the checkpoint's arguments name",
+    )
+    # No float16: it needs loss scaling.
+    dtype: str = setting(
+        "bfloat16",
+        "Type of weights and activations in training and rollout.",
+        choices=("bfloat16", "float32"),
+        spelled={"bf16": "bfloat16", "fp32": "float32", "float": "float32"},
+        refused={"float16": "it needs loss scaling, bfloat16 does not"},
+        also_called={
+            "NeMo-RL": "precision",
+            "transformers": "torch_dtype",
+            "OpenRLHF": "param_dtype",
+            "TRL": "bf16",
+            "Megatron-LM": "params_dtype",
+        },
+        their_values={"bf16": {True: "bfloat16", False: "float32"}},
+    )
+    # How the model is built.
+    provider: str | None = setting(
+        None,
+        "Your function that builds the GPTModel of a pipeline stage: module:function or "
+        "path/to/file.py:function. Its parameters are any of pre_process, post_process, vp_stage, config, "
+        "pg_collection and args.",
+        unset="Megatron's GPTModel",
+        also_called={"Megatron-LM": "model_provider, gpt_builder", "slime": "custom_model_provider_path"},
+    )
+    weights: str | None = setting(
+        None,
+        "With `provider`: module:NAME or path/to/file.py:NAME of a mapping from your parameter names to "
+        "Megatron's, both below decoder.layers.N.",
+        unset="the provider's parameters have Megatron's names",
+    )
+    attention: str | None = setting(
+        None,
+        "Implementation of attention in the trained models.",
+        unset="transformer_engine if it is installed, else torch",
+        choices=("transformer_engine", "torch"),
+        spelled={"te": "transformer_engine"},
+        also_called={
+            "transformers": "attn_implementation",
+            "Megatron-LM": "attention_backend",
+            "OpenRLHF": "flash_attn",
+        },
+    )
+
+
+@dataclass(frozen=True)
 class LayoutConfig:
-    """Say which ranks a role uses and how its model is cut; data parallelism is what remains."""
+    """Ranks of a role and the parallel sizes of its model.
+
+    Data parallelism has no key: its size is the number of ranks / (tensor x pipeline x context).
+    """
 
     ranks: tuple[int, ...] | None = setting(
         None,
@@ -31,9 +128,10 @@ class LayoutConfig:
         also_called={"slime": "actor_num_nodes, actor_num_gpus_per_node"},
         conversion=RANKS_LISTED,
     )
+    # Sizes. All are 1 by default, so that every rank has a complete model until the user divides it.
     tensor: int = setting(
         1,
-        "Tensor parallelism: ranks that share each layer.",
+        "Tensor parallelism: ranks that each layer is sharded over.",
         **RANKS,
         advice="1 switches it off",
         also_called={
@@ -44,7 +142,7 @@ class LayoutConfig:
     )
     pipeline: int = setting(
         1,
-        "Pipeline parallelism: stages that share the layers.",
+        "Pipeline parallelism: stages that the layers are divided into.",
         **RANKS,
         advice="1 switches it off",
         also_called={
@@ -52,6 +150,7 @@ class LayoutConfig:
             "common": "pp, pipeline_parallel, pp_size, pipeline_parallel_size",
         },
     )
+    # Not a number of ranks: the chunks of a stage are on one rank.
     virtual_pipeline: int = setting(
         1,
         "Model chunks per pipeline stage (interleaved schedule).",
@@ -65,7 +164,7 @@ class LayoutConfig:
     )
     context: int = setting(
         1,
-        "Context parallelism: ranks that share each row.",
+        "Context parallelism: ranks that each row is divided over.",
         **RANKS,
         advice="1 switches it off",
         also_called={
@@ -76,9 +175,10 @@ class LayoutConfig:
             "ms-swift": "sequence_parallel_size",
         },
     )
+    # Experts have a division of the ranks of their own, beside that of the dense layers.
     expert: int = setting(
         1,
-        "Expert parallelism: ranks that share a layer's experts.",
+        "Expert parallelism: ranks that the experts of a layer are distributed over.",
         **RANKS,
         advice="1 switches it off",
         also_called={
@@ -86,6 +186,7 @@ class LayoutConfig:
             "common": "ep, expert_parallel, ep_size, expert_parallel_size",
         },
     )
+    # 1 and not `tensor`, which is the default of Megatron-LM: a model gets sharded experts only on request.
     expert_tensor: int | None = setting(
         None,
         "Tensor parallelism inside each expert.",
@@ -94,20 +195,24 @@ class LayoutConfig:
         advice="1 switches it off",
         also_called={"Megatron-LM": "expert_tensor_parallel_size", "common": "etp"},
     )
+    # With tensor parallelism it saves memory for the same communication.
     sequence_parallel: bool | None = setting(
-        None, "Cut activations between layers over the tensor-parallel ranks.", unset="on where tensor > 1"
+        None,
+        "Shard the activations between layers over the tensor-parallel ranks.",
+        unset="on with tensor > 1",
     )
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Set the optimizer, its learning-rate schedule and gradient clipping."""
+    """Optimizer, its learning-rate schedule and gradient clipping."""
 
     VALUE_KEY: ClassVar[str] = "learning_rate"
 
+    # The choices are the optimizers whose state checkpoints know.
     name: str = setting(
         "adam",
-        "AdamW, or SGD with momentum, which needs `distributed: false`.",
+        "AdamW (adam), or SGD with momentum (sgd), which needs `distributed: false`.",
         choices=("adam", "sgd"),
         spelled={"adamw": "adam"},
         refused={
@@ -124,9 +229,10 @@ class OptimizerConfig:
         advice="1e-6 is a usual start for RL, 1e-5 for supervised training",
         also_called={"verl": "lr", "OpenRLHF": "actor_learning_rate", "common": "actor_lr"},
     )
+    # Schedule: warm-up from 0, then a decay to the minimum at the end of the run.
     minimum_learning_rate: float | None = setting(
         None,
-        "Learning rate that the decay ends at.",
+        "Learning rate at the end of the decay.",
         unset="learning_rate",
         **SHARE,
         also_called={"Megatron-LM": "min_lr", "verl": "min_lr_ratio", "transformers": "min_learning_rate"},
@@ -162,6 +268,7 @@ class OptimizerConfig:
             "verl": "warmup_style",
         },
     )
+    # AdamW. The defaults are PyTorch's.
     weight_decay: float = setting(
         0.01,
         "Decoupled weight decay of AdamW.",
@@ -199,7 +306,7 @@ class OptimizerConfig:
     )
     clip_grad: float = setting(
         1.0,
-        "Largest norm of the gradient; 0 switches clipping off.",
+        "Largest norm of the gradient, to which larger ones are scaled down; 0 switches clipping off.",
         at_least=0,
         at_most=LARGE,
         advice="0 switches clipping off",
@@ -209,6 +316,7 @@ class OptimizerConfig:
             "common": "gradient_clipping, max_norm, grad_norm_clip",
         },
     )
+    # Memory of the state.
     distributed: bool = setting(
         True,
         "Shard optimizer state over data-parallel ranks.",
@@ -216,22 +324,23 @@ class OptimizerConfig:
     )
     offload: bool = setting(
         False,
-        "Keep Adam's moments and the weights in float32 in host memory, and step there; with `distributed`.",
+        "Keep Adam's moments and float32 weights in host memory and update them there; needs `distributed`.",
         also_called={"Megatron-LM": "optimizer_cpu_offload", "OpenRLHF": "adam_offload"},
     )
     megatron: dict[str, Any] = setting(
         {},
-        "Further fields of Megatron-Core's OptimizerConfig, types by name such as bfloat16.",
+        "Further fields of Megatron-Core's OptimizerConfig; types are written by name, such as bfloat16.",
         also_called={"verl": "override_optimizer_config"},
     )
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Train low-rank adapters of the linear layers (arXiv 2106.09685) over weights that stay as they are."""
+    """Low-rank adapters of linear layers (arXiv 2106.09685), trained in place of the frozen weights."""
 
     VALUE_KEY: ClassVar[str] = "rank"
 
+    # Size and scale.
     rank: int = setting(
         32,
         "Rank of every adapter.",
@@ -242,24 +351,24 @@ class LoraConfig:
     )
     alpha: float | None = setting(
         None,
-        "An adapter adds alpha / rank times the product of its matrices.",
+        "Factor of the adapters: each adds alpha / rank times the product of its matrices.",
         unset="rank: a factor of 1",
         **POSITIVE,
         also_called={"common": "lora_alpha"},
     )
     dropout: float = setting(
         0.0,
-        "Share of an adapter's inputs that training drops.",
+        "Probability that training drops an input of an adapter.",
         at_least=0,
         less_than=1,
         also_called={"common": "lora_dropout"},
     )
     targets: tuple[str, ...] | None = setting(
         None,
-        "Megatron's linear layers with adapters, of linear_qkv, linear_proj, linear_fc1 and linear_fc2; the "
-        "last two are those of every MLP, in a mixture also of shared experts and of each routed expert, "
-        "which has adapters of its own.",
-        unset="those that the model has; in a mixture those of attention alone",
+        "Megatron's linear layers with adapters, of linear_qkv, linear_proj, linear_fc1 and linear_fc2. The "
+        "last two are those of every MLP; in a mixture of experts also those of shared experts and of each "
+        "routed expert, which has adapters of its own.",
+        unset="all that the model has; in a mixture of experts those of attention alone",
         also_called={"NeMo-RL": "lora_target_modules", "PEFT": "target_modules", "common": "lora_modules"},
         conversion=dict.fromkeys(
             ("lora_target_modules", "target_modules"),
@@ -267,20 +376,21 @@ class LoraConfig:
             "up_proj, linear_fc2 down_proj",
         ),
     )
+    # Start and transfer.
     path: str | None = setting(
-        None, "Adapter in PEFT's format to start from.", unset="new adapters, which change nothing"
+        None, "Adapter in PEFT's format to start from.", unset="new adapters, which add 0"
     )
     sync: str = setting(
         "merged",
-        "What each weight sync brings the rollout engine: weights with the adapters added in (merged), or "
-        "the adapters alone, which vLLM adds while it samples (adapter).",
+        "Transfer of each weight sync: the weights with the adapters added into them (merged), or the "
+        "adapters alone, which vLLM applies while it samples (adapter).",
         choices=("merged", "adapter"),
     )
 
 
 @dataclass(frozen=True)
 class ActorConfig:
-    """Describe the trained policy: its layout, optimizer and recompute of activations."""
+    """Trained policy: its layout, optimizer and recompute of activations."""
 
     layout: LayoutConfig = setting(
         LayoutConfig(),
@@ -290,8 +400,9 @@ class ActorConfig:
     )
     optimizer: OptimizerConfig = setting(OptimizerConfig(), "Optimizer of the actor.")
     lora: LoraConfig | None = setting(
-        None, "Adapters to train in the place of the weights.", unset="every weight is trained"
+        None, "Adapters to train in place of the weights.", unset="every weight is trained"
     )
+    # Memory, for time: activations are computed again, or state is moved to the host.
     recompute: str = setting(
         "none",
         RECOMPUTED,
@@ -321,18 +432,20 @@ class ActorConfig:
     )
     offload: bool = setting(
         False,
-        "Move training state to host memory during rollout.",
+        "Move weights, gradients and optimizer state to host memory during rollout.",
         also_called={
             "verl": "param_offload, grad_offload, optimizer_offload",
             "slime": "offload_train",
             "OpenRLHF": "deepspeed_enable_sleep",
         },
     )
+    # Mixture of experts. A router that chooses other experts in the update than in the rollout makes the
+    # ratio of the two policies that of different networks.
     routing_replay: str = setting(
         "none",
-        "Whose experts the tokens of a mixture go to in the actor's updates: those its routers choose anew, "
-        "those of the pass that scored the old log-probs (update), or the rollout engine's, in that pass too "
-        "(rollout).",
+        "Experts of each token in the actor's updates of a mixture of experts: those that the routers choose "
+        "again (none), those of the forward pass that computed the old log-probs (update), or those of the "
+        "rollout engine, which that forward pass uses too (rollout).",
         choices=("none", "update", "rollout"),
         spelled={"R2": "update", "R3": "rollout", "disabled": "none"},
         also_called={"verl": "router_replay.mode", "slime": "use_routing_replay, use_rollout_routing_replay"},
@@ -341,11 +454,13 @@ class ActorConfig:
             "use_rollout_routing_replay": {True: "rollout", False: "none"},
         },
     )
-    freeze_router: bool = setting(False, "Leave the weights of a mixture's routers as they are.")
+    freeze_router: bool = setting(False, "Do not train the routers of a mixture of experts.")
+    # Everything else that Megatron can be told, by its own names.
     megatron: dict[str, Any] = setting(
         {},
-        "Fields of Megatron-Core's TransformerConfig, for the model of every role that states none; "
-        "apply_rope_fusion is true with Transformer Engine's layers on accelerators, latent attention apart.",
+        "Fields of Megatron-Core's TransformerConfig, also for the roles without settings of their own. "
+        "apply_rope_fusion is true with Transformer Engine's layers on accelerators, except for latent "
+        "attention.",
         also_called={"verl": "override_transformer_config"},
     )
     ddp: dict[str, Any] = setting({}, DDP_MEANING, also_called={"verl": "override_ddp_config"})
@@ -353,14 +468,14 @@ class ActorConfig:
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """Describe the frozen reference policy."""
+    """Frozen reference policy."""
 
     VALUE_KEY: ClassVar[str] = "path"
 
     path: str | None = setting(
         None,
         "Hugging Face checkpoint of the reference.",
-        unset="model.path, after `sft` and `preference` where they are",
+        unset=AFTER_STAGES,
         also_called={"slime": "ref_load", "common": "ref_model_path, ref_model, reference_model"},
     )
     layout: LayoutConfig | None = setting(
@@ -376,18 +491,19 @@ class ReferenceConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """Describe the critic of PPO: a model with a head of one number that learns beside the actor."""
+    """Critic of PPO: a model with one output per token, which is trained beside the actor."""
 
     VALUE_KEY: ClassVar[str] = "path"
 
     path: str | None = setting(
         None,
-        "A policy, whose output layer gives way to a new head, or a `*ForSequenceClassification` checkpoint "
-        "with one label.",
-        unset="model.path, after `sft` and `preference` where they are",
+        "Checkpoint of a policy, whose output layer is replaced by a new head, or of a "
+        "`*ForSequenceClassification` model with one label.",
+        unset=AFTER_STAGES,
         also_called={"verl": "critic.model.path", "slime": "critic_load", "OpenRLHF": "critic_pretrain"},
     )
     layout: LayoutConfig | None = setting(None, "Ranks and parallelism of the critic.", unset="the actor's")
+    # Ten times the actor's: the critic fits a target, as in supervised training.
     optimizer: OptimizerConfig = setting(
         OptimizerConfig(learning_rate=1e-5),
         "Optimizer of the critic.",
@@ -401,14 +517,15 @@ class CriticConfig:
     )
     lora: LoraConfig | None = setting(
         None,
-        "Adapters to train in the place of the weights, beside the head; where the actor has adapters too, "
-        "over the same model on the same ranks, both have one base in memory.",
+        "Adapters to train in place of the weights, beside the head. If the actor has adapters too, over the "
+        "same model on the same ranks, both share one base in memory.",
         unset="every weight is trained",
     )
     recompute: str = setting("none", RECOMPUTED, choices=RECOMPUTES)
+    # A new head has random values at first, from which the actor's advantages would be noise.
     warmup_steps: int = setting(
         0,
-        "First steps of the run, in which the critic learns alone.",
+        "Number of steps at the start of the run that train the critic alone.",
         unit="steps",
         at_least=0,
         at_most=MOST_STEPS,
@@ -425,7 +542,7 @@ class CriticConfig:
     )
     offload: bool = setting(
         False,
-        "Move training state to host memory while other roles work.",
+        "Move weights, gradients and optimizer state to host memory while other roles work.",
         also_called={"verl": "critic.megatron.param_offload, critic.megatron.optimizer_offload"},
     )
     ddp: dict[str, Any] = setting({}, DDP_MEANING)

@@ -1,4 +1,8 @@
-"""What judges responses."""
+"""Rewards: a function, tests of programs, a server, an LLM judge, and reward models.
+
+The one idea: any number of these can be set, and the reward of a row is the weighted sum of their results. A
+row for which one of them fails is invalid: it has no reward, and is not counted as 0.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +20,35 @@ from megatron_rl.config.sections.bounds import (
     STEPS,
     TOKENS,
     WEIGHT,
+    LimitsConfig,
 )
-from megatron_rl.config.sections.limits import LimitsConfig
-from megatron_rl.config.sections.models import LIKE_ACTOR, OWN_MEGATRON, LayoutConfig, LoraConfig
+from megatron_rl.config.sections.models import (
+    AFTER_STAGES,
+    LIKE_ACTOR,
+    OWN_MEGATRON,
+    LayoutConfig,
+    LoraConfig,
+)
 from megatron_rl.config.sections.stages import PairsConfig
 from megatron_rl.config.setting import required, setting
 
+# Name of the reward function among the scorers.
 FUNCTION = "function"
 
 
 @dataclass(frozen=True)
 class RewardModelConfig:
-    """Describe one reward model, which scores a row at its last token."""
+    """One reward model, whose reward of a row is its output at the last token."""
 
     VALUE_KEY: ClassVar[str] = "path"
 
     path: str | None = setting(
         None,
-        "A `*ForSequenceClassification` checkpoint with one label and the actor's tokenizer, or with "
-        "`training` any policy of that tokenizer.",
-        unset="with training: model.path, after `sft` and `preference` where they are",
+        "A `*ForSequenceClassification` checkpoint with one label and the actor's tokenizer; with "
+        "`training`, also any policy with that tokenizer.",
+        unset=f"with training: {AFTER_STAGES}",
     )
-    weight: float = setting(1.0, "Factor of the score in the reward.", **WEIGHT)
+    weight: float = setting(1.0, "Factor of its reward in the sum.", **WEIGHT)
     layout: LayoutConfig | None = setting(
         None, "Ranks and parallelism of the reward model.", unset="the actor's"
     )
@@ -48,85 +59,94 @@ class RewardModelConfig:
     )
     lora: LoraConfig | None = setting(
         None,
-        "Adapters that `training` trains in the place of the weights, beside the head; the model that it "
-        "leaves has them added in.",
+        "Adapters that `training` trains in place of the weights, beside the head. The model that it writes "
+        "has them added into its weights.",
         unset="every weight is trained",
     )
 
 
 @dataclass(frozen=True)
 class RewardLimitsConfig(LimitsConfig):
-    """Bound what a call of the reward function may use, with all that it starts; else the row is invalid.
+    """Limits of one call of the reward function, with all the processes that it starts.
 
-    A run says at its start which of these the machine's kernel does not enforce.
+    A row whose call exceeds one of them is invalid. A run reports at its start which of them the kernel of
+    the machine does not enforce.
     """
 
+    # Beside the timeout, which is wall-clock time: a call that sleeps uses none of this.
     cpu_seconds: float = setting(60.0, "Processor time of a call.", **SECONDS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardServerConfig:
-    """Say where a server is and how patient the run is with it.
+    """Server that computes rewards, and the limits of requests to it.
 
-    The first rank of the job speaks with it: numbers of requests are those of the whole job.
+    The first rank of the job sends all requests, so that their numbers hold for the complete job.
     """
 
     url: str = required(
-        "Address that samples are posted to; secrets belong in headers.", example="http://host:8000/score"
+        "Address that samples are posted to. Secrets belong in `headers`.", example="http://host:8000/score"
     )
     headers: dict[str, str] = setting(
         {},
-        "Headers of a request: for each the name of the environment variable that holds its value, such as "
-        "SCORER_TOKEN. No process of your code gets such a variable unless `limits.environment` names it, "
-        "and nothing writes its value down.",
+        "Headers of a request, each with the name of the environment variable that has its value, such as "
+        "SCORER_TOKEN. A process of your code gets such a variable only if `limits.environment` names it, "
+        "and its value is never written to a file.",
     )
-    concurrency: int = setting(16, "Requests open at once.", unit="requests", **MANY)
+    # Load on the server.
+    concurrency: int = setting(16, "Largest number of open requests.", unit="requests", **MANY)
     rate: float | None = setting(
-        None, "Most requests per second.", unit="1/second", unset="no limit", **POSITIVE
+        None, "Largest number of requests per second.", unit="1/second", unset="no limit", **POSITIVE
     )
-    timeout: float = setting(30.0, "Time after which a request has failed.", **SECONDS)
+    timeout: float = setting(30.0, "Time after which a request without response has failed.", **SECONDS)
+
+    # Retries cover failures that pass; a server that is down opens the circuit, so that a step does not wait
+    # for the retries of each of its rows.
     retries: int = setting(
         3,
-        "Further tries of a request where the server is not reached, is too slow, has an error of its own or "
-        "asks for a pause.",
+        "Retries of a request if the server cannot be reached, is too slow, has an internal error, or asks "
+        "for a pause.",
         unit="tries",
         at_least=0,
         at_most=1000,
     )
-    backoff: float = setting(0.5, "Wait before the first further try; it doubles with each.", **SECONDS)
+    backoff: float = setting(0.5, "Wait before the first retry, doubled before each further one.", **SECONDS)
     longest_wait: float = setting(
-        60.0, "Longest wait before a further try, whatever the server asks for.", **SECONDS
+        60.0, "Longest wait before a retry, also if the server asks for a longer one.", **SECONDS
     )
     open_after: int = setting(
         8,
-        "Requests running that fail with all their tries, after which nothing is sent for a while: the "
-        "circuit is open, and samples are invalid at once.",
+        "Number of consecutive requests that fail with all their retries, after which the circuit is open: "
+        "nothing is sent for `open_seconds`, and samples are invalid at once.",
         unit="requests",
         **MANY,
     )
-    open_seconds: float = setting(30.0, "Time after which an open circuit lets one request try.", **SECONDS)
+    open_seconds: float = setting(30.0, "Time after which an open circuit allows one request.", **SECONDS)
     weight: float = setting(1.0, "Factor of its reward in the sum.", **WEIGHT)
 
 
+# Parts of a sample that can be sent; the first four by default.
 SENDS = ("prompt", "response", "ground_truth", "metadata", "turns", "tokens", "group")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HttpRewardConfig(RewardServerConfig):
-    """Have a server of your own judge: it is posted samples and answers with their rewards.
+    """Server of your own that gets samples by POST and returns their rewards.
 
-    A request is ``{"samples": [{"prompt": ..., "response": ..., ...}, ...]}``, its answer
-    ``{"rewards": [...]}`` with a number for each sample, a mapping of named numbers that holds ``reward``, or
-    ``{"error": "why there is none"}``.
+    A request is ``{"samples": [{"prompt": ..., "response": ..., ...}, ...]}`` and its response
+    ``{"rewards": [...]}``. Each reward is a number, a mapping of named numbers with ``reward`` among them, or
+    ``{"error": "why the sample has no reward"}``.
     """
 
+    # Only what a server needs: tokens and turns are long.
     sends: tuple[str, ...] = setting(
         SENDS[:4],
-        f"What a sample holds, of {', '.join(SENDS[:6])}; with group, a request has all samples of a prompt.",
+        f"Parts of a sample, of {', '.join(SENDS[:6])}. With group, a request has all samples of a prompt.",
     )
     samples_per_request: int = setting(1, "Samples of a request.", unit="samples", **MANY)
 
 
+# A last line of a fixed form, since `score_line` must find the number in free text.
 TEMPLATE = """Problem:
 {prompt}
 
@@ -142,95 +162,105 @@ Is the answer right? Say why in a few words, and end with a line "Score: N", whe
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeConfig(RewardServerConfig):
-    """Have a language model judge, behind any server with OpenAI's chat completions.
+    """LLM judge behind any server with OpenAI's chat completions.
 
-    What it says is read by a parser, which runs contained as reward functions do.
+    A parser reads the reward from the judge's response; it runs contained, as reward functions do.
     """
 
     url: str = required(
-        "Address of the server's API, to which /chat/completions is added.", example="http://host:8000/v1"
+        "Address of the server's API, without /chat/completions.", example="http://host:8000/v1"
     )
     model: str = required("Name of the model at the server.", example="Qwen/Qwen2.5-72B-Instruct")
     key_from: str | None = setting(
         None,
-        "Name of the environment variable that holds the API key, such as JUDGE_API_KEY.",
+        "Name of the environment variable with the API key, such as JUDGE_API_KEY.",
         unset="no key",
     )
     template: str = setting(
         TEMPLATE,
-        "What the judge is asked: text in which {prompt}, {response} and {ground_truth} are replaced, or "
-        "path/to/file.py:function, called as a reward function and returning text or chat messages.",
+        "Prompt of the judge: text in which {prompt}, {response} and {ground_truth} are replaced, or "
+        "path/to/file.py:function, which is called as a reward function and returns text or chat messages.",
     )
     parser: str = setting(
         "megatron_rl.rewards.judgement:score_line",
-        "Function that reads the judge's answer: a reward function with a further parameter `judgement`, "
-        "which returns None where there is no verdict. The default reads the last line `Score: N`.",
+        "Function that reads the judge's response: a reward function with a further parameter `judgement`, "
+        "which returns None for a response without verdict. The default reads the last line `Score: N`.",
     )
+    # Greedy by default, so that the same response gets the same reward.
     temperature: float = setting(0.0, "Temperature of the judge.", at_least=0, at_most=LARGE)
-    max_tokens: int = setting(512, "Longest answer.", **TOKENS)
+    max_tokens: int = setting(512, "Largest length of the judge's response.", **TOKENS)
     parameters: dict[str, Any] = setting({}, "Further parameters of the request.")
+    # Calls of a judge are slow or cost money, and samples of one prompt are often equal.
     cache: int = setting(
         100_000,
-        "Answers with a verdict that are kept: what was asked before, or twice in a step, is not asked "
-        "again; 0 keeps none.",
+        "Number of responses with a verdict that are cached, so that an equal request is not sent again, "
+        "also within a step; 0 caches none.",
         unit="answers",
         at_least=0,
         at_most=MOST_ROWS,
     )
-    limits: RewardLimitsConfig = setting(RewardLimitsConfig(), "What a call of template or parser may use.")
+    limits: RewardLimitsConfig = setting(RewardLimitsConfig(), "Limits of a call of template or parser.")
 
 
 @dataclass(frozen=True)
 class CodeConfig:
-    """Judge programs by tests: the last block of Python in a response is run against the ground truth.
+    """Tests of programs: the last block of Python in a response is run with the tests of its ground truth.
 
-    The ground truth is a list of tests, or JSON text of one: ``{"stdin": "2 3", "stdout": "5"}`` for what the
-    program prints, ``{"call": "add(2, 3)", "returns": 5}`` for what a function of it returns, or Python with
+    The ground truth is a list of tests, or JSON text of one. A test is ``{"stdin": "2 3", "stdout": "5"}``
+    for the program's output, ``{"call": "add(2, 3)", "returns": 5}`` for a function's result, or Python with
     assertions, ``"assert add(2, 3) == 5"``. The program runs in a process below the contained worker, and the
-    test that compares in another one. A program that fails, is too slow or goes over a limit has not passed
-    the test; where tests cannot be read, only the program could compare, or the worker does not survive the
-    program, the sample is invalid.
+    comparison in another one. A program that fails, is too slow or exceeds a limit has not passed the test.
+    The sample is invalid if its tests cannot be read, if only the program itself could compare, or if the
+    worker does not survive the program.
     """
 
     language: str = setting("python", "Language of the programs.", choices=("python",))
     scoring: str = setting(
         "all",
-        "`all`: 1 for a program that passes every test, else 0; `share`: the share of tests passed.",
+        "Reward of a program: 1 if it passes every test and else 0 (all), or the share of tests that it "
+        "passes (share).",
         choices=("all", "share"),
     )
-    test_timeout: float = setting(5.0, "Time of a program in one test.", **SECONDS)
+    # Two limits: an endless loop ends after one test, a slow program after all.
+    test_timeout: float = setting(5.0, "Time limit of a program in one test.", **SECONDS)
     timeout: float = setting(
-        60.0, "Time of a program in all its tests; it has not passed those that are left then.", **SECONDS
+        60.0, "Time limit of a program in all its tests; it fails the remaining ones.", **SECONDS
     )
     workers: int = setting(1, "Processes per rank that test programs.", **PROCESSES)
+    # Less than a reward function may use: the policy has written the program.
     limits: RewardLimitsConfig = setting(
-        RewardLimitsConfig(memory_gib=1.0, processes=16), "What a program may use."
+        RewardLimitsConfig(memory_gib=1.0, processes=16), "Limits of a program."
     )
     weight: float = setting(1.0, "Factor of its reward in the sum.", **WEIGHT)
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Say what judges a response: a function, tests, a server, a judge, reward models, or a weighted sum.
+    """Reward of a response: a function, tests, a server, a judge, reward models, or their weighted sum.
 
-    The function is called in worker processes with those of ``prompt``, ``response``, ``ground_truth``,
-    ``metadata`` and ``arguments`` that it names among its parameters, or all where it has ``**kwargs``. It
-    returns a number, or a mapping of named components that holds ``reward``. Where it has
-    a parameter ``turns`` it is given what was said behind the prompt, as a list of ``{role, content}`` with
-    the roles policy and environment, the number of ``tokens``, and ``tool_calls`` where a turn has any; where
-    it has ``tokens``, a mapping of ``prompt``, ``response``, ``mask`` and ``log_probs``. One with a parameter
-    ``group`` is called once for all responses to a prompt, whose texts ``group`` lists instead of
-    ``response``; ``turns`` and ``tokens`` are then lists too, and it returns a reward for each, an exception
-    or None where there is none. It may be ``async def``. Where several judge, the reward of a row is the sum
-    of what they say, each times its weight; where one of them fails the row is invalid.
+    The function is called in worker processes with each of ``prompt``, ``response``, ``ground_truth``,
+    ``metadata`` and the names in ``arguments`` that it has as a parameter, or with all if it has
+    ``**kwargs``. It returns a number, or a mapping of named components with ``reward`` among them. It may be
+    ``async def``.
+
+    A parameter ``turns`` gets the conversation after the prompt: a list of ``{role, content}`` with the roles
+    policy and environment, the number of ``tokens``, and the ``tool_calls`` of a turn with any. A parameter
+    ``tokens`` gets a mapping of ``prompt``, ``response``, ``mask`` and ``log_probs``. A function with a
+    parameter ``group`` is called once for all responses to a prompt: ``group`` lists their texts in place of
+    ``response``, ``turns`` and ``tokens`` are lists too, and it returns a list with a reward for each, or
+    with an exception or None for a response without reward.
+
+    With several of these, the reward of a row is the sum of their rewards, each times its weight. A row for
+    which one of them fails is invalid.
     """
 
     VALUE_KEY: ClassVar[str] = "function"
 
+    # The reward function.
     function: str | None = setting(
         None,
-        "module:function, or path/to/file.py:function.",
-        unset="what else there is",
+        "Reward function: module:function, or path/to/file.py:function.",
+        unset="the other rewards of this section",
         also_called={
             "verl": "custom_reward_function.path, custom_reward_function.name",
             "slime": "custom_rm_path",
@@ -246,7 +276,7 @@ class RewardConfig:
         },
     )
     arguments: dict[str, Any] = setting(
-        {}, "Further arguments of the function.", also_called={"verl": "reward_kwargs"}
+        {}, "Further arguments of the function, by parameter name.", also_called={"verl": "reward_kwargs"}
     )
     timeout: float = setting(10.0, "Time after which a call of the function has failed.", **SECONDS)
     workers: int = setting(
@@ -256,17 +286,21 @@ class RewardConfig:
         also_called={"verl": "reward_model.num_workers"},
     )
     concurrency: int = setting(
-        16, "Calls of an `async def` function that a worker has open at once.", unit="calls", **MANY
+        16, "Largest number of open calls of an `async def` function per worker.", unit="calls", **MANY
     )
+    # Failures. Several steps in a row, since one may fail for a reason that passes, such as a server's
+    # restart.
     max_invalid_fraction: float = setting(
         0.5,
-        "Share of a step's rewards that may fail; a run whose steps go over it `invalid_steps` times running "
-        "stops and says why they fail.",
+        "Share of a step's rewards that may fail. A run that exceeds it in `invalid_steps` consecutive steps "
+        "stops and reports why they fail.",
         **SHARE,
         advice="1 never stops a run",
     )
-    invalid_steps: int = setting(3, "Steps running over `max_invalid_fraction` that stop a run.", **STEPS)
-    limits: RewardLimitsConfig = setting(RewardLimitsConfig(), "What a call of the function may use.")
+    invalid_steps: int = setting(
+        3, "Number of consecutive steps above `max_invalid_fraction` that stop a run.", **STEPS
+    )
+    limits: RewardLimitsConfig = setting(RewardLimitsConfig(), "Limits of a call of the function.")
     weight: float = setting(
         1.0,
         "Factor of the function's reward in the sum.",
@@ -276,9 +310,10 @@ class RewardConfig:
             "reward_weights": "ours has a weight for each section of reward, and for each of reward.models"
         },
     )
+    # The other rewards.
     code: CodeConfig | None = setting(None, "Tests of the programs in responses.", unset="none")
-    http: HttpRewardConfig | None = setting(None, "A server that judges.", unset="none")
-    judge: JudgeConfig | None = setting(None, "A language model that judges.", unset="none")
+    http: HttpRewardConfig | None = setting(None, "A server that computes rewards.", unset="none")
+    judge: JudgeConfig | None = setting(None, "An LLM judge.", unset="none")
     models: dict[str, RewardModelConfig] = setting(
         {},
         "Reward models by name.",
@@ -292,7 +327,7 @@ class RewardConfig:
 
     @property
     def scorers(self) -> dict[str, float]:
-        """Return the weights of what judges besides reward models, by the name of its setting."""
+        """Return the weight of each reward except reward models, by the name of its setting."""
         sections = {"code": self.code, "http": self.http, "judge": self.judge}
         weights = {name: section.weight for name, section in sections.items() if section is not None}
         return weights if self.function is None else {FUNCTION: self.weight, **weights}

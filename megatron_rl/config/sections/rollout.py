@@ -1,12 +1,18 @@
-"""Generation, and what connects it with the learner: weight sync, mismatch, asynchrony."""
+"""Generation of responses, and its connection with training: weight sync, mismatch, asynchrony.
+
+The one idea: the learner computes log-probs with the very distribution that was sampled from, so that every
+sampling parameter is a key of the run and none is an argument of a single request.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from megatron_rl.config.engines import ENGINES, EngineCapabilities, engine_capabilities
+from megatron_rl.config.field_types import convert, hints, type_words
 from megatron_rl.config.sections.bounds import (
     ENDLESS,
     MOST_STEPS,
@@ -18,23 +24,33 @@ from megatron_rl.config.sections.bounds import (
     SHARE,
     TOKENS,
     WAIT,
+    LimitsConfig,
 )
-from megatron_rl.config.sections.limits import LimitsConfig
 from megatron_rl.config.sections.models import RANKS_LISTED
-from megatron_rl.config.setting import required, setting
+from megatron_rl.config.setting import Setting, required, setting, setting_of
+from megatron_rl.error_forms import out_of_range
+from megatron_rl.errors import UserError, nearest
 
+# Differences to names of other projects that several keys have.
 _LONGEST_ROW = "the sum of data.max_prompt_tokens and rollout.max_response_tokens is the longest row"
 _FURTHER = "ours is the fraction of further prompts"
-CLOSED, OPEN = "closed", "open"
-RECOMPUTE, KEEP = "recompute", "keep"
+
+# Orders of sampling: in rounds of tokens, equal in every run, or by the clock.
+CLOSED = "closed"
+OPEN = "open"
+
+# Keys and values of interrupted responses after an update of the weights.
+RECOMPUTE = "recompute"
+KEEP = "keep"
 
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
-    """Name what the policy talks to, turn by turn; every further key is a setting of that class.
+    """Environment of a conversation with the policy; every further key is a setting of its class.
 
-    An episode whose environment fails is invalid, as one whose reward failed is. The limits are of a process
-    and all that it starts; a run says at its start which of them the machine's kernel does not enforce.
+    An episode whose environment fails is invalid, like one whose reward fails. The limits hold for a process
+    with all the processes that it starts; a run reports at its start which of them the kernel of the machine
+    does not enforce.
     """
 
     name: str = required(
@@ -43,72 +59,76 @@ class EnvironmentConfig:
     )
     max_turns: int = setting(
         16,
-        "Most turns of the policy; an episode that would go on is truncated.",
+        "Largest number of turns of the policy. An episode that would need more is truncated.",
         unit="turns",
         **ENDLESS,
         also_called={"verl": "max_assistant_turns", "NeMo-RL": "max_rollout_turns"},
     )
     turn_timeout: float = setting(
-        30.0, "Time after which an environment that does not answer a turn has failed.", **SECONDS
+        30.0, "Time after which an environment that has not answered a turn counts as failed.", **SECONDS
     )
     workers: int = setting(
         1,
-        "Processes per engine replica that environments run in.",
+        "Processes per engine replica for its environments.",
         **PROCESSES,
         also_called={"verl": "agent.num_workers"},
     )
     tool_parser: str | None = setting(
         None,
-        "The parser of vLLM that finds calls of tools in a turn, such as `hermes`.",
+        "vLLM's parser of tool calls in a turn, such as `hermes`.",
         unset="none: turns are text alone",
         also_called={"vLLM": "tool_call_parser", "verl": "multi_turn.format"},
     )
-    limits: LimitsConfig = setting(LimitsConfig(), "What a process of environments may use.")
+    limits: LimitsConfig = setting(LimitsConfig(), "Limits of a process of environments.")
     settings: dict[str, Any] = setting({}, "Settings of the class.", takes_rest=True)
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Say where vLLM's API servers are that sample for the run, and how patient it is with them.
+    """vLLM's API servers that sample for the run, and the time limits of requests to them.
 
-    Every server must be there when the run starts. One that is lost later costs its requests, which others
-    sample again, and gets work again once it is back and has the newest weights.
+    Every server must respond when the run starts. If one is lost later, the other servers sample its requests
+    again; it gets new requests once it is back and has the newest weights.
     """
 
+    # Empty by default: only `engine: server` needs them.
     urls: tuple[str, ...] = setting(
         (),
         "Addresses of the servers, such as `http://host:8000`; `check` shows the command that starts one.",
         also_called={"TRL": "vllm_server_base_url", "slime": "rollout_external_engine_addrs"},
         conversion="ours is a list, with `engine: server`",
     )
+    # A request is a complete response: minutes, for a long one on a full server.
     request_timeout: float = setting(
         600.0, "Time after which a server that has not answered a request counts as lost.", **SECONDS
     )
     update_timeout: float = setting(
         300.0,
-        "Time that a server has to meet the trainers, and for each call that brings it weights.",
+        "Time limit for a server to join the trainers for a weight sync, and for each call that sends "
+        "weights.",
         **SECONDS,
     )
-    wait: float = setting(300.0, "Time that a step waits while no server is there.", **WAIT)
+    wait: float = setting(300.0, "Time that a step waits while no server is available.", **WAIT)
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Describe generation: the engine, its layout, and how responses are sampled.
+    """Generation: the engine, its layout, and the sampling of responses.
 
-    With ``oversample`` a step takes the groups that are complete first. The others are continued in the next
-    step with ``partial``, else discarded; their prompts then come again, and prompts with short responses
-    are learned from more often. Which are complete first is counted in rounds of tokens in the ``closed``
-    order, and told by the clock in the ``open`` one.
+    With ``oversample`` a step selects the groups that are complete first. The other groups are continued in
+    the next step with ``partial``. Without, they are discarded and their prompts come again, so that prompts
+    with short responses are trained on more often. The ``closed`` order counts completion in rounds of
+    tokens, the ``open`` order by the clock.
     """
 
     VALUE_KEY: ClassVar[str] = "engine"
 
+    # Engine and its ranks.
     engine: str = setting(
         "vllm",
-        "What generates: vLLM in the ranks, a plain torch model for small tests, vLLM's API servers, or an "
-        "engine of your own, by path: what is called as `make_engine` calls it, and gives a `Generator` and "
-        "`WeightStore` in one.",
+        "Rollout engine: vLLM in the ranks (vllm), a plain torch model for small tests (torch), vLLM's API "
+        "servers (server), or the path of your own: a class that `make_engine` calls with its arguments, "
+        "whose objects are both a `Generator` and a `WeightStore`.",
         choices=tuple(ENGINES),
         or_path=True,
         also_called={
@@ -129,9 +149,7 @@ class RolloutConfig:
         conversion={
             "rollout_num_gpus": RANKS_LISTED,
             "colocate": "roles share ranks unless their ranks are set apart",
-        }
-        | {
-            "rollout_gpus": "ours lists the ranks",
+            "rollout_gpus": RANKS_LISTED,
             "vllm_num_engines": "the number of engines is that of the ranks / rollout.tensor",
         },
     )
@@ -148,9 +166,10 @@ class RolloutConfig:
             "common": "rollout_tp, gen_tp",
         },
     )
+    # Sampling. The defaults are the model's own distribution, which the policy gradient assumes.
     temperature: float = setting(
         1.0,
-        "Temperature that responses are sampled with, and that log-probs are computed with.",
+        "Temperature of sampling, and of the log-probs that are computed in training.",
         more_than=0,
         at_most=100,
         per_task=True,
@@ -163,7 +182,7 @@ class RolloutConfig:
     )
     top_p: float = setting(
         1.0,
-        "Share of probability that is sampled from.",
+        "Probability mass of the tokens that are sampled from.",
         more_than=0,
         at_most=1,
         per_task=True,
@@ -172,7 +191,7 @@ class RolloutConfig:
     )
     top_k: int = setting(
         0,
-        "Number of tokens that are sampled from; 0 means all.",
+        "Number of most likely tokens that are sampled from; 0 means all.",
         unit="tokens",
         at_least=0,
         at_most=MOST_TOKENS,
@@ -182,14 +201,14 @@ class RolloutConfig:
     )
     min_p: float = setting(
         0.0,
-        "Smallest probability that is sampled from, as a share of the largest.",
+        "Smallest probability of a token that is sampled from, as a share of the largest.",
         **SHARE,
         per_task=True,
         advice="0 switches min-p off",
     )
     max_response_tokens: int = setting(
         256,
-        "Longest response; with an environment, all that follows the prompt together.",
+        "Largest length of a response; with an environment, of everything after the prompt together.",
         **TOKENS,
         per_task=True,
         also_called={
@@ -204,16 +223,20 @@ class RolloutConfig:
             "Megatron-LM": "inference_max_seq_length",
         },
         conversion=dict.fromkeys(
-            ("rollout_max_context_len", "max_total_sequence_length", "max_model_len"), _LONGEST_ROW
-        )
-        | {
-            "sequence_length": _LONGEST_ROW,
-            "inference_max_seq_length": _LONGEST_ROW,
-        },
+            (
+                "rollout_max_context_len",
+                "max_total_sequence_length",
+                "max_model_len",
+                "sequence_length",
+                "inference_max_seq_length",
+            ),
+            _LONGEST_ROW,
+        ),
     )
+    # One token each, since the engine gets them as stop token ids beside the model's own.
     stop: tuple[str, ...] = setting(
         (),
-        "Texts, of one token each, that end a response beside the model's own.",
+        "Texts, of one token each, that end a response beside the model's own end tokens.",
         per_task=True,
         also_called={
             "slime": "rollout_stop",
@@ -223,29 +246,31 @@ class RolloutConfig:
     )
     sampling_profiles: dict[str, dict[str, Any]] = setting(
         {},
-        "Sampling of single tasks, by task: temperature, top_p, top_k, min_p, max_response_tokens, stop.",
+        "Sampling of single tasks, by task: temperature, top_p, top_k, min_p, max_response_tokens and stop.",
         also_called={"common": "sampling_profile, register_sampling_profile"},
         conversion="ours has a section for each task: rollout.sampling_profiles: {TASK: {temperature: 0.7}}",
     )
+    # Order of sampling, and what happens to responses that are not complete when a step ends.
     order: str = setting(
         CLOSED,
-        "What a step learns from: what was sampled for it, the same in every run (`closed`), or the groups "
-        "that are complete first by the clock (`open`).",
+        "Groups that a step trains on: those sampled for it, equal in every run (`closed`), or those that "
+        "are complete first by the clock (`open`).",
         choices=(CLOSED, OPEN),
         advice="open needs rollout ranks of their own, asynchrony.steps_ahead, rollout.oversample and "
         "rollout.partial; its runs cannot be repeated",
     )
     on_update: str = setting(
         RECOMPUTE,
-        "How responses of the open order go on when weights arrive: from keys and values that the new "
-        "weights compute again (`recompute`), or from those of the older ones (`keep`).",
+        "Continuation of responses of the open order after new weights arrive: with keys and values that "
+        "the new weights compute again (`recompute`), or with those of the older weights (`keep`).",
         choices=(RECOMPUTE, KEEP),
-        advice="keep saves a prefill at each update; tokens after it are then of a mixture of policies, "
-        "which no weights alone agree with",
+        advice="keep saves a prefill at each update; later tokens are then sampled from a mixture of "
+        "policies, whose log-probs no single set of weights computes",
     )
+    # Over-sampling hides the longest responses: a step need not wait for them.
     oversample: float = setting(
         0.0,
-        "Fraction of further prompts sampled beside those of a step.",
+        "Further prompts sampled beside those of a step, as a fraction of them.",
         **SHARE,
         advice="0.25 samples a quarter more prompts than a step needs; 0 is off",
         also_called={
@@ -266,15 +291,15 @@ class RolloutConfig:
     )
     round_tokens: int | None = setting(
         None,
-        "Tokens per response after which the closed order looks at which over-sampled groups are complete.",
+        "Tokens per response after which the closed order counts the complete over-sampled groups.",
         **TOKENS,
         unset="an eighth of max_response_tokens",
     )
     max_in_flight: int | None = setting(
         None,
-        "Most episodes that a replica samples at once; it begins further ones of a step as others end.",
+        "Largest number of episodes that a replica samples at once. It begins further ones as others end.",
         unit="episodes",
-        unset="what the engine works on at once: `rollout.vllm.max_num_seqs`",
+        unset="the number of sequences that the engine schedules: `rollout.vllm.max_num_seqs`",
         **ENDLESS,
         also_called={
             "prime-rl": "max_inflight_rollouts",
@@ -284,13 +309,14 @@ class RolloutConfig:
         },
         conversion={
             "sglang_server_concurrency": "",
-            "rollout_per_device_batch_size": "ours is the most episodes of a replica at once; leave it "
-            "out to have the engine's own",
+            "rollout_per_device_batch_size": "ours is the largest number of episodes of a replica at once; "
+            "leave it out to have the engine's own",
         },
     )
+    # Conversations.
     environment: EnvironmentConfig | None = setting(
         None,
-        "What the policy talks to: `{name: my_env.py:Calculator, max_turns: 8}`.",
+        "Environment of conversations: `{name: my_env.py:Calculator, max_turns: 8}`.",
         unset="none: one turn, a response",
         also_called={
             "verl": "multi_turn.enable",
@@ -300,6 +326,8 @@ class RolloutConfig:
         },
         conversion="ours names a class: {name: my_env.py:Calculator}",
     )
+    # The rest of the memory is the trainer's, whose weights and optimizer stay on the device unless
+    # offloaded.
     memory_fraction: float = setting(
         0.6,
         "Fraction of a GPU's memory for the engine's weights and key-value cache.",
@@ -314,55 +342,124 @@ class RolloutConfig:
             "common": "gpu_memory_fraction",
         },
     )
+    # On, since the trainer's logits are float32 in both passes: other rounding would be a mismatch of every
+    # token.
     float32_head: bool = setting(
         True,
-        "Compute vLLM's logits in float32, as the trainer does, also where the model is of another dtype.",
+        "Compute vLLM's logits in float32, as the trainer does, also for a model of another dtype.",
     )
+    # Everything else that an engine can be told.
     server: ServerConfig = setting(ServerConfig(), "The servers of `engine: server`.")
     vllm: dict[str, Any] = setting(
         {}, "Fields of vLLM's EngineArgs.", also_called={"verl": "engine_kwargs", "NeMo-RL": "vllm_cfg"}
     )
 
-    def prompts_in_flight(self, wanted: int) -> int:
-        """Return how many prompts are sampled at once for ``wanted`` complete groups.
+    def prompts_in_flight(self, count: int) -> int:
+        """Return the number of prompts in flight for ``count`` complete groups.
 
         Example:
             >>> RolloutConfig(oversample=0.3).prompts_in_flight(8)
             11
         """
-        return wanted + math.ceil(wanted * self.oversample - 1e-9)
+        # The product may be above the integer that is meant by rounding alone: 100 * 0.07 > 7.
+        return count + math.ceil(count * self.oversample - 1e-9)
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """Return what the engine can do."""
+        """Return the capabilities of the engine."""
         return engine_capabilities(self.engine)
 
     @property
     def most_in_flight(self) -> int | None:
-        """Return the most episodes that a replica samples at once, None where no setting bounds them."""
+        """Return the largest number of episodes that a replica samples at once; None without a bound."""
         bounds = [self.max_in_flight, self.vllm.get("max_num_seqs")]
         return min((bound for bound in bounds if isinstance(bound, int)), default=None)
 
     @property
     def truncates(self) -> bool:
-        """Say whether some task is sampled from some of the tokens only."""
+        """Return whether any task is sampled with a filter, see `leaves_out`."""
         common = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
+
         settings = [common | profile for profile in ({}, *self.sampling_profiles.values())]
         return any(leaves_out(s["top_p"], s["top_k"], s["min_p"]) for s in settings)
 
 
 def leaves_out(top_p: float, top_k: int, min_p: float) -> bool:
-    """Say whether these filters draw from some of the tokens only."""
+    """Return whether these filters exclude some tokens from sampling."""
     return top_p < 1 or top_k > 0 or min_p > 0
+
+
+def profile_fields() -> dict[str, Setting]:
+    """Return the keys that a sampling profile can set, with their descriptions."""
+    descriptions = {item.name: setting_of(item) for item in fields(RolloutConfig)}
+    return {name: description for name, description in descriptions.items() if description.per_task}
+
+
+def profile_errors(rollout: RolloutConfig) -> list[UserError]:
+    """Return the errors of the sampling profiles, whose keys have the types and bounds of the rollout's own.
+
+    A profile is a free mapping and not a section, since a key that it leaves out has the rollout's value and
+    not a default.
+    """
+    descriptions = profile_fields()
+    errors = []
+    for task, profile in rollout.sampling_profiles.items():
+        for name, value in profile.items():
+            path = f"rollout.sampling_profiles.{task}.{name}"
+            if name not in descriptions:
+                errors.append(_profile_name_error(path, name, list(descriptions)))
+                continue
+
+            hint = hints(RolloutConfig)[name]
+            accepted, typed = convert(hint, value)
+            if not accepted or descriptions[name].error(path, typed) is not None:
+                expected = type_words(hint)
+                if descriptions[name].bounds():
+                    expected += f", {descriptions[name].bounds()}"
+                fix = "correct it, or remove it to have the value of the rollout section"
+                errors.append(out_of_range(path, value, expected, fix=fix))
+    return errors
+
+
+def _profile_name_error(path: str, name: str, names: list[str]) -> UserError:
+    message = f"`{path}` is not a sampling setting"
+    fix = "remove it"
+
+    close = nearest(name, names)
+    if close:
+        message += f"; did you mean `{close}`?"
+        fix = f"write `{close}`"
+    expected = f"one of {', '.join(names)}"
+    return UserError(message, where=path, expected=expected, got=f"`{name}`", fix=fix)
+
+
+def stop_strings(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
+    """Return the stop strings of the rollout and of each profile that has its own, by their setting."""
+    stops: dict[str, Sequence[str]] = {"rollout.stop": rollout.stop}
+    for task, profile in rollout.sampling_profiles.items():
+        if "stop" in profile:
+            stops[f"rollout.sampling_profiles.{task}.stop"] = profile["stop"]
+    return stops
+
+
+def stop_error(setting: str, text: str, tokens: Sequence[str]) -> UserError:
+    """Return the error of a stop string that the tokenizer does not encode as one token of the vocabulary."""
+    return UserError(
+        f"the stop string {text!r} is not one token of this model",
+        where=setting,
+        expected="stop strings that the tokenizer turns into exactly one known token",
+        got=f"{len(tokens)} tokens: {list(tokens)}",
+        fix="choose a stop string that is one token, or add it to the tokenizer as a special token",
+    )
 
 
 @dataclass(frozen=True)
 class HybridEngineConfig:
-    """Bound and check the movement of weights from the actor into the rollout engine."""
+    """Weight sync from the actor into the rollout engine: its memory and its verification."""
 
     staging_bytes: int = setting(
         256 * 2**20,
-        "Memory that a rank may use for weights under way.",
+        "Memory of a rank for weights in transfer.",
         unit="bytes",
         at_least=1 << 16,
         at_most=1 << 40,
@@ -370,22 +467,29 @@ class HybridEngineConfig:
         also_called={"verl": "update_weights_bucket_megabytes", "slime": "update_weight_buffer_size"},
         conversion={"update_weights_bucket_megabytes": "ours counts bytes"},
     )
+    # Full by default: wrong weights in the engine are otherwise only a slowly worse run.
     verify: str = setting(
         "full",
-        "Compare checksums after each weight sync: of every tensor, of some, or of none.",
+        "Comparison of checksums after each weight sync: of every tensor (full), of some (sampled), or of "
+        "none (off).",
         choices=("full", "sampled", "off"),
     )
 
 
 @dataclass(frozen=True)
 class MismatchConfig:
-    """Set when the difference of trainer and rollout log-probs warns and when it stops the run.
+    """Thresholds for the difference between the log-probs of trainer and rollout.
 
-    Both are the mean absolute difference per response token.
+    The difference is the mean absolute one per response token. A larger one than rounding explains means that
+    the engine sampled from other weights or another distribution than the trainer computes with.
     """
 
     warn: float | None = setting(
-        None, "Difference from which a step warns.", unit="nats", unset="by model.dtype", **POSITIVE
+        None,
+        "Difference from which a step warns.",
+        unit="nats",
+        unset="by model.dtype",
+        **POSITIVE,
     )
     stop: float | None = setting(
         None, "Difference from which the run stops.", unit="nats", unset="by model.dtype", **POSITIVE
@@ -394,17 +498,18 @@ class MismatchConfig:
 
 @dataclass(frozen=True)
 class AsynchronyConfig:
-    """Let rollout ranks sample ahead of the learner.
+    """Sampling ahead of training, on rollout ranks of their own.
 
-    More than 0 steps ahead needs rollout ranks that no other role uses. A response that would become older
-    than ``max_staleness`` is waited for.
+    More than 0 steps ahead needs rollout ranks that no other role uses. A step waits for a response that
+    would otherwise become older than ``max_staleness``.
     """
 
     VALUE_KEY: ClassVar[str] = "steps_ahead"
 
+    # Each step ahead is one more update between the sampling of a token and its training.
     steps_ahead: int = setting(
         0,
-        "Updates by which the rollouts of a step are old; 0 is the synchronous order.",
+        "Age of a step's rollouts in updates; 0 is the synchronous order.",
         unit="steps",
         at_least=0,
         at_most=64,
@@ -418,7 +523,7 @@ class AsynchronyConfig:
     )
     max_staleness: int | None = setting(
         None,
-        "Most updates by which a token that is learned from may be old.",
+        "Largest age of a trained token in updates.",
         unit="steps",
         unset="steps_ahead, and with rollout.partial two more",
         at_least=0,

@@ -1,4 +1,7 @@
-"""Training before reinforcement learning: supervised, on preferences, of reward models."""
+"""Training before reinforcement learning: supervised, on preferences, and of reward models.
+
+The one idea: all three are one kind of stage, with records that have one or two responses and a row for each.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,22 @@ from megatron_rl.config.setting import required, setting
 
 @dataclass(frozen=True)
 class StageConfig:
-    """Set what every stage has: its data, how long it takes, what it is measured on, and its optimizer."""
+    """Settings of every stage: its data, its length, its evaluation, and its optimizer."""
 
     VALUE_KEY: ClassVar[str] = "data"
 
+    # Name of a record; the subclass has a key `ROWs_per_step` or `PAIRs_per_step` with it.
+    UNIT: ClassVar[str]
+
+    # Settings that name the fields of responses; a record has a row for each.
+    RESPONSES: ClassVar[tuple[str, ...]]
+
     data: str | tuple[str, ...] = required(
-        "Records to learn from: the prompt field and one for each response.", example="data/responses.jsonl"
+        "Records to train on: each has the prompt field and one field for each response.",
+        example="data/responses.jsonl",
     )
+
+    # Data of a stage and of reinforcement learning come from different sources, with other names of fields.
     prompt_field: str | None = own_field(
         "prompt_field", "Field of the prompt in `data` and `held_out` of the stage."
     )
@@ -29,6 +41,8 @@ class StageConfig:
     chat_template: bool | None = own_field(
         "chat_template", "Put the prompts of the stage through the tokenizer's chat template."
     )
+
+    # Length: `steps` or `epochs`, of which `check` requires exactly one.
     steps: int | None = setting(
         None,
         "Optimizer steps of the stage.",
@@ -38,112 +52,113 @@ class StageConfig:
     )
     epochs: float | None = setting(
         None,
-        "Passes over the data, in place of `steps`; the last step may have fewer records.",
+        "Passes over the data, in place of `steps`. The last step may have fewer records.",
         unset="as many as `steps` take",
         more_than=0,
         at_most=MOST_STEPS,
     )
+
     held_out: str | tuple[str, ...] | None = setting(
         None,
-        "Records that the loss is only measured on: before the first step and after the last.",
-        unset="nothing is measured on other data",
+        "Records on which the loss is only evaluated, before the first step and after the last.",
+        unset="nothing is evaluated on other data",
     )
     evaluate_every: int | None = setting(
-        None, "Steps between further measurements on `held_out`.", **STEPS, unset="none"
+        None, "Steps between further evaluations on `held_out`.", **STEPS, unset="none"
     )
     until_loss: float | None = setting(
         None,
-        "Loss on `held_out` that is good enough: the stage ends at the first measurement at or below it, and "
-        "the job stops where `steps` or `epochs` do not reach it.",
+        "Target of the loss on `held_out`. The stage ends at the first evaluation at or below it, and the "
+        "job stops with an error if `steps` or `epochs` do not reach it.",
         unset="the stage takes all its steps, whatever the loss",
         **POSITIVE,
     )
     checkpoint_every: int | None = setting(
         None,
-        "Steps between checkpoints, from which a stage that was interrupted goes on.",
+        "Steps between checkpoints, from which an interrupted stage resumes.",
         **STEPS,
         unset="checkpoint.every",
     )
+    # Two tokens at least: a prompt and a response.
     max_row_tokens: int | None = setting(
         None,
-        "Longest prompt and response together; data.over_long says what happens to longer ones.",
+        "Largest length of prompt and response together; `data.over_long` applies to longer rows.",
         unit="tokens",
         unset="data.max_prompt_tokens + rollout.max_response_tokens",
         at_least=2,
         at_most=MOST_TOKENS,
     )
+    # Ten times the learning rate of reinforcement learning, as is usual for supervised training.
     optimizer: OptimizerConfig = setting(
-        OptimizerConfig(learning_rate=1e-5), "Optimizer of the stage, started afresh."
+        OptimizerConfig(learning_rate=1e-5), "Optimizer of the stage, with a new state."
     )
-
-    UNIT: ClassVar[str]
-    """What a record is called."""
-    RESPONSES: ClassVar[tuple[str, ...]]
-    """The settings that name the fields of responses; a record has a row for each."""
 
     @property
     def per_step(self) -> int:
-        """Return the number of records that a step learns from."""
+        """Return the number of records of a step."""
         return getattr(self, f"{self.UNIT}s_per_step")
 
     @property
     def every_turn(self) -> bool:
-        """Say whether a conversation that ends with its response teaches all turns of the assistant."""
+        """Return whether every assistant turn of a conversation is trained on, not its last one alone."""
         return False
 
 
 @dataclass(frozen=True)
 class SftConfig(StageConfig):
-    """Train the actor on given responses before reinforcement learning; the loss is on their tokens."""
-
-    rows_per_step: int = setting(64, "Rows that an optimizer step takes.", unit="rows", **MANY)
-    response_field: str = setting("response", "Field of the response.")
-    turns: str = setting(
-        "every",
-        "What is learned of a conversation whose last message is the response: every turn of the assistant, "
-        "or the last.",
-        choices=("every", "last"),
-    )
+    """Supervised training of the actor on given responses; the loss is on the tokens of responses alone."""
 
     UNIT = "row"
     RESPONSES = ("response_field",)
 
+    rows_per_step: int = setting(64, "Rows of an optimizer step.", unit="rows", **MANY)
+    response_field: str = setting("response", "Field of the response.")
+    turns: str = setting(
+        "every",
+        "Turns that are trained on in a conversation whose last message is the response: every turn of the "
+        "assistant, or the last one.",
+        choices=("every", "last"),
+    )
+
     @property
     def every_turn(self) -> bool:
-        """Say whether a conversation that ends with its response teaches all turns of the assistant."""
+        """Return whether every assistant turn of a conversation is trained on, not its last one alone."""
         return self.turns == "every"
 
 
 @dataclass(frozen=True)
 class PairsConfig(StageConfig):
-    """Train a reward model on preferences (Bradley-Terry) before reinforcement learning."""
-
-    pairs_per_step: int = setting(32, "Pairs that an optimizer step takes.", unit="pairs", **MANY)
-    chosen_field: str = setting("chosen", "Field of the preferred response.")
-    rejected_field: str = setting("rejected", "Field of the other response.")
+    """Training of a reward model on preferences (Bradley-Terry) before reinforcement learning."""
 
     UNIT = "pair"
     RESPONSES = ("chosen_field", "rejected_field")
 
+    pairs_per_step: int = setting(32, "Pairs of an optimizer step.", unit="pairs", **MANY)
+    chosen_field: str = setting("chosen", "Field of the preferred response.")
+    rejected_field: str = setting("rejected", "Field of the other response.")
+
 
 @dataclass(frozen=True)
 class PreferenceConfig(PairsConfig):
-    """Train the actor on preferences (DPO) before reinforcement learning, after ``sft`` where there is one.
+    """Training of the actor on preferences (DPO) before reinforcement learning, after ``sft`` if that is set.
 
     The reference is the policy that this training starts from.
     """
 
     loss: str = setting("sigmoid", "Loss of a pair.", choices=("sigmoid", "robust", "hinge", "ipo", "simpo"))
+    # SimPO divides log-probs by the length, so that its beta is of another size than DPO's.
     beta: float | None = setting(
         None, "Strength of the pull to the reference.", unset="0.1, and 2.0 with simpo", **POSITIVE
     )
+    # With half of the labels flipped, a pair has no information: the robust loss divides by 1 - 2 x
+    # smoothing.
     label_smoothing: float = setting(
         0.0, "Assumed share of flipped labels (sigmoid, robust).", at_least=0, less_than=0.5
     )
     margin: float = setting(0.5, "SimPO's gamma.", at_least=0, at_most=LARGE)
     sft_coef: float = setting(
         0.0,
-        "Weight of the chosen response's mean negative log-likelihood beside the loss.",
+        "Weight of the mean negative log-likelihood of the chosen response, which is added to the loss.",
         at_least=0,
         at_most=LARGE,
     )
