@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_rl.config.sections.rollout import HybridEngineConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import gather_objects, rank_in, sum_over_ranks
+from megatron_rl.error_forms import unknown_choice
 from megatron_rl.errors import UserError
 from megatron_rl.hf.peft import peft_boxes
 from megatron_rl.hf.weights import source_boxes
@@ -141,7 +142,6 @@ class HybridEngine:
         the base weights only once; otherwise adapters are merged into the weights.
     ``adapters``: storage of the engine's adapters, None on ranks without an engine.
     ``sleeps``: whether the engine on this rank releases its memory between uses.
-    ``apart``: older name of ``separate_adapters``.
     """
 
     def __init__(
@@ -156,16 +156,9 @@ class HybridEngine:
         separate_adapters: bool = False,
         adapters: Storage | None = None,
         sleeps: bool = True,
-        apart: bool = False,
     ) -> None:
         if verify not in VERIFY:
-            raise UserError(
-                "This kind of verification does not exist.",
-                where="hybrid_engine.verify",
-                expected="one of " + ", ".join(VERIFY),
-                got=repr(verify),
-            )
-        separate_adapters = separate_adapters or apart
+            raise unknown_choice("hybrid_engine.verify", verify, VERIFY)
         self.version = 0
         self._model = model
         self._engine = engine
