@@ -10,7 +10,7 @@ import socket
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,7 +26,12 @@ from megatron_rl.errors import UserError
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.megatron.model import Chunked
 from megatron_rl.metrics import Metrics
-from megatron_rl.rollout.engines.servers.base import Server, ServerError, make_servers, start_call
+from megatron_rl.rollout.engines.servers.base import (
+    Server,
+    ServerError,
+    make_servers,
+    start_call,
+)
 from megatron_rl.rollout.engines.servers.generator import ServerGenerator
 from megatron_rl.rollout.engines.servers.lease import Lease
 from megatron_rl.shapes.layout import ParallelLayout
@@ -54,6 +59,7 @@ def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator
     rank = device.rank()
     servers = make_servers(config)
     lease = Lease(servers, config.run_dir)
+    # One rank asks, since a server can be claimed only once; the answer or the error is the same on all.
     capacity: int | UserError = 0
     if rank == 0:
         try:
@@ -69,9 +75,17 @@ def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator
         raise capacity
     if rank not in layout.ranks:
         return None
+
+    # The servers' capacity is divided among the ranks that send requests.
     rank_in_layout = layout.ranks.index(rank)
     sequences = max(1, capacity // len(layout.ranks))
-    return ServerGenerator(config.rollout.server, longest_row(config), sequences, rank_in_layout, lease.close)
+    return ServerGenerator(
+        config.rollout.server,
+        longest_row(config),
+        sequences,
+        rank_in_layout,
+        lease.close,
+    )
 
 
 @dataclass(frozen=True)
@@ -116,6 +130,8 @@ class ServedWeights:
         say: Callable[[str], None] = print,
     ) -> None:
         self.version = 0
+
+        # What moves, and to whom.
         self._model = model
         self._actor = actor
         self._generator = generator
@@ -123,6 +139,7 @@ class ServedWeights:
         self._config = config.rollout.server
         self._resident = resident
         self._say = say
+
         self._servers = make_servers(config)
         self._links: dict[Server, _ServerLink] = {}
         self._unavailable: dict[Server, str] = {}
@@ -221,7 +238,7 @@ class ServedWeights:
         )
 
     def _states(self) -> list[_ServerState]:
-        """Return the state of every server, all of which are asked at the same time."""
+        """Return the state of every server; all servers are asked at the same time."""
         with ThreadPoolExecutor(len(self._servers)) as executor:
             return list(executor.map(self._state, self._servers))
 
@@ -249,14 +266,22 @@ class ServedWeights:
         address, failure = self._from_leader(lambda: self._prepare(server))
         with self._resident():
             # Every step is done on all ranks of the actor before any rank starts the next one.
-            for action in (partial(self._connect, address=address), self._start_update, self._transfer):
+            for action in (
+                partial(self._connect, address=address),
+                self._start_update,
+                self._transfer,
+            ):
                 if failure is None:
                     metrics, failure = self._run_on_actor(server, action)
 
+        # A failed step leaves the process group in an unknown state: the next sync forms a new one.
         if failure is not None:
             self._leave(server)
             return Metrics(), failure
-        maxima = {} if metrics is None else metrics.maxima
+        # Ranks without the actor have no metrics of the transfer.
+        maxima: Mapping[str, float] = {}
+        if metrics is not None:
+            maxima = metrics.maxima
         return Metrics({"time/reshard": (time.perf_counter() - start, 1.0)}, maxima), None
 
     def _run_on_actor(self, server: Server, action: Callable[[Server], Any]) -> tuple[Any, str | None]:
@@ -265,6 +290,7 @@ class ServedWeights:
         A rank on which it fails leaves the process group, so that no other rank waits for it there.
         Collective over the world.
         """
+        # Every rank takes part in the gather below, also those without the actor.
         result = None
         failure = None
         if self._model is not None:
@@ -275,12 +301,14 @@ class ServedWeights:
             except RuntimeError as error:  # a broken process group, or an error of the server
                 failure = f"{type(error).__name__}: {error}"
                 self._leave(server)
+
         failures = [reason for reason in gather_objects(failure) if reason is not None]
         return result, failures[0] if failures else None
 
     def _prepare(self, server: Server) -> tuple[dict[str, Any], str | None]:
         """Pause a server; return the rendezvous of a new process group, and the reason if it failed."""
         seconds = self._config.update_timeout
+        # Without a link the server is new to this job, or was restarted.
         rendezvous: dict[str, Any] = {}
         try:
             if server not in self._links:
@@ -289,6 +317,8 @@ class ServedWeights:
                 # A killed job may have left an update and its process group.
                 server.reset_updates(seconds)
                 rendezvous = _free_address(server) | {"workers": server.workers()}
+
+            # Requests in flight must not read weights of two versions.
             server.pause(seconds)
         except (ServerError, UserError, OSError) as error:
             return {}, str(error)
@@ -299,8 +329,12 @@ class ServedWeights:
         if server in self._links:
             return
 
+        # Both sides join at the same time: the server's call returns only once the plan is built.
         hybrid_engine = self._run_config.hybrid_engine
-        settings = {"staging_bytes": hybrid_engine.staging_bytes, "verify": hybrid_engine.verify}
+        settings = {
+            "staging_bytes": hybrid_engine.staging_bytes,
+            "verify": hybrid_engine.verify,
+        }
         seconds = self._config.update_timeout
         actor_ranks = len(self._actor)
         call = None
@@ -316,7 +350,10 @@ class ServedWeights:
                 actor_ranks + address["workers"],
                 seconds,
             )
-            self._links[server] = _ServerLink(HybridEngine(self._model, None, group=group, **settings), group)
+            self._links[server] = _ServerLink(
+                HybridEngine(self._model, None, group=group, **settings),
+                group,
+            )
             # The first access builds the plan, together with the workers.
             _ = self._links[server].transfer.plan
 
@@ -327,6 +364,7 @@ class ServedWeights:
 
     def _transfer(self, server: Server) -> Metrics:
         """Move the weights and let the server resume with them; return the metrics of the sync."""
+        # The workers receive while the actor's ranks send.
         seconds = self._config.update_timeout
         call = None
         if self._is_leader:
@@ -335,6 +373,8 @@ class ServedWeights:
             transfer = self._links[server].transfer
             transfer.version = self.version
             metrics = transfer.sync()
+
+        # The server uses the weights under their name only after both sides have verified them.
         if self._is_leader:
             server.finish_update(self._weights_name, seconds)
         return metrics
@@ -366,11 +406,12 @@ def _wait_for(call: Future[Any] | None) -> Iterator[None]:
 
 def _free_address(server: Server) -> dict[str, Any]:
     """Return an address of this machine that the server can reach, and a free port there."""
-    parts = urllib.parse.urlsplit(server.url)
+    url = urllib.parse.urlsplit(server.url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
         # Connecting a datagram socket selects the local address and sends nothing.
-        route.connect((parts.hostname, parts.port))
+        route.connect((url.hostname, url.port))
         address = route.getsockname()[0]
+    # The operating system chooses the port; it is free again when the probe is closed.
     with socket.socket() as probe:
         probe.bind((address, 0))
         return {"address": address, "port": probe.getsockname()[1]}

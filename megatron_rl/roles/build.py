@@ -17,10 +17,22 @@ import torch
 
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
-from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments, load_optimizer
-from megatron_rl.config.adapters import is_initial_actor, own_base_reason, separate_adapters
+from megatron_rl.checkpoint.megatron_lm import (
+    checkpoint_arguments,
+    load_optimizer,
+)
+from megatron_rl.config.adapters import (
+    is_initial_actor,
+    own_base_reason,
+    separate_adapters,
+)
 from megatron_rl.config.derive import longest_row
-from megatron_rl.config.placement import megatron_settings, role_layout, role_layouts, sleeping_ranks
+from megatron_rl.config.placement import (
+    megatron_settings,
+    role_layout,
+    role_layouts,
+    sleeping_ranks,
+)
 from megatron_rl.config.roles import (
     ACTOR,
     ADAPTED,
@@ -36,7 +48,12 @@ from megatron_rl.config.roles import (
 )
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import LoraConfig
-from megatron_rl.config.stage_plan import StagePlan, present_model, stage_plans, starting_model
+from megatron_rl.config.stage_plan import (
+    StagePlan,
+    present_model,
+    stage_plans,
+    starting_model,
+)
 from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups, communicator
@@ -97,13 +114,17 @@ class Roles:
     @property
     def learners(self) -> dict[str, ModelRole]:
         """Return the roles whose weights and optimizers are saved in checkpoints, by name."""
-        others = {name: role for name, role in self.scorers.items() if spec_of(name).trains}
-        return {ACTOR.name: self.actor, **others}
+        learning_scorers = {name: role for name, role in self.scorers.items() if spec_of(name).trains}
+        return {ACTOR.name: self.actor, **learning_scorers}
 
     @property
     def models(self) -> list[ModelRole]:
         """Return every role with a Megatron model."""
-        return [self.actor, *self.scorers.values(), *(model.role for model in self.reward_models)]
+        return [
+            self.actor,
+            *self.scorers.values(),
+            *(model.role for model in self.reward_models),
+        ]
 
     @contextmanager
     def learners_resident(self) -> Iterator[None]:
@@ -149,14 +170,28 @@ def build_roles(
     hybrid_engine = _build_hybrid_engine(config, actor, rollout, adapters is not None, say)
 
     needs_scoring_pass = scoring_reason(config, algorithm) is not None
-    roles = Roles(actor, rollout, hybrid_engine, reward, scorers, models, needs_scoring_pass)
+    roles = Roles(
+        actor,
+        rollout,
+        hybrid_engine,
+        reward,
+        scorers,
+        models,
+        needs_scoring_pass,
+    )
+
+    # Offloaded models leave the device until the first phase that needs them.
     for role in roles.models:
         role.residency.leave()
     return roles
 
 
 def build_frozen_roles(
-    config: RunConfig, tokenizer: Any, *, path: str | None, templated: bool = False
+    config: RunConfig,
+    tokenizer: Any,
+    *,
+    path: str | None,
+    templated: bool = False,
 ) -> Roles:
     """Build the roles that evaluation needs: a policy without an optimizer, the engine and the rewards.
 
@@ -197,6 +232,7 @@ def build_scorers(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> 
     These are the roles that the algorithm needs, and the configured ones that no algorithm needs. Collective
     over the world.
     """
+    # In the table's order, on every rank: building a model creates communicators, which is collective.
     scorers: dict[str, ModelRole] = {}
     for spec in MODEL_ROLES:
         if spec is ACTOR or spec.phase != ACTOR.phase:
@@ -211,7 +247,12 @@ def build_scorers(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> 
 def build_reward_model(config: RunConfig, name: str) -> RewardModel:
     """Build a reward model, frozen unless its training stage has not ended. Collective over the world."""
     section = config.reward.models[name]
-    role = build_model_role(config, REWARD_MODELS, f"{REWARD_MODELS.section}.{name}", updates=None)
+    role = build_model_role(
+        config,
+        REWARD_MODELS,
+        f"{REWARD_MODELS.section}.{name}",
+        updates=None,
+    )
     return RewardModel(name, section.weight, role)
 
 
@@ -234,15 +275,22 @@ def build_model_role(
     model, with the actor's adapters switched off, or the base beneath adapters of its own. ``updates`` as for
     `build_actor`, ignored for a role that never learns in a step. Collective over the world.
     """
+    # What the role starts from, and where.
     section: Any = role_sections(config)[path]
     assert section.layout is not None
     layout = role_layout(section.layout, f"{path}.layout")
     model_path, trainable = _starting_point(config, spec, path, section)
 
-    is_initial = actor is not None and is_initial_actor(config, path)
-    shares_base = actor is not None and spec.shares == ADAPTED and own_base_reason(config, path) is None
-    if actor is not None and is_initial:
-        model = actor.model
+    # Two ways of sharing weights with the actor, both on the actor's own ranks.
+    initial_of: ModelRole | None = None
+    base_owner: ModelRole | None = None
+    if is_initial_actor(config, path):
+        initial_of = actor
+    if spec.shares == ADAPTED and own_base_reason(config, path) is None:
+        base_owner = actor
+
+    if initial_of is not None:
+        model = initial_of.model
     else:
         model = build_pretrained(
             config,
@@ -256,13 +304,14 @@ def build_model_role(
             _attach_adapters(config, model, _adapters(config, spec, section), model_path)
 
     # Sharing and freezing come before the optimizer, which wraps the parameters that require a gradient.
-    if shares_base and actor is not None and actor.model is not None and model is not None:
-        share_base(model, actor.model)
+    if base_owner is not None and base_owner.model is not None and model is not None:
+        share_base(model, base_owner.model)
     if spec is ACTOR and model is not None:
         model.watch_routing()
         if config.actor.freeze_router:
             model.freeze_routers()
 
+    # DDP allocates gradient buffers, the optimizer its states: only for roles that learn in a step.
     optimizer = None
     if model is not None and spec.trains and updates is not None:
         wrap(model, section.optimizer.distributed, section.ddp)
@@ -270,6 +319,7 @@ def build_model_role(
         if spec is ACTOR and config.model.resume_optimizer:
             load_optimizer(optimizer, config.model.path)
 
+    # Updates replay the routing of the scoring pass, which only the actor records.
     routing = None
     if spec is ACTOR and updates is not None:
         routing = _routing_shape(config, "update")
@@ -283,8 +333,8 @@ def build_model_role(
         prefix=spec.metric_prefix,
         offload=section.offload,
         records=routing,
-        initial_of=actor if is_initial else None,
-        shares_base_with=actor if shares_base else None,
+        initial_of=initial_of,
+        shares_base_with=base_owner,
     )
 
 
@@ -371,11 +421,13 @@ def build_pretrained(
 
     Collective over the world.
     """
+    # Groups are created on all ranks of the job, also on those that then have no model.
     path = weights_folder(config, path)
     groups = ParallelGroups(layout)
     if not groups.member:
         return None
 
+    # The user's ``actor.megatron`` settings, after those that follow from the layout.
     _, overrides = megatron_settings(config, layout)
     model = build_model(
         read_hf_config(path),
@@ -412,6 +464,7 @@ def _provider(config: RunConfig, path: str) -> Provider | None:
     if config.model.provider is None:
         return None
 
+    # Name, head and tied embeddings may differ: the code builds any of them.
     shapes = [read_pretrained(Path(folder) / "config.json").shape for folder in (config.model.path, path)]
     comparable = {replace(shape, name="", scalar_head=False, tied=False) for shape in shapes}
     if len(comparable) > 1:
@@ -435,6 +488,9 @@ def _build_hybrid_engine(
         return ServedWeights(actor.model, actor.layout.ranks, engine, config, resident, say)
 
     assert not isinstance(engine, ServerGenerator)
+    engine_adapters = None
+    if engine is not None:
+        engine_adapters = engine.adapters
     return HybridEngine(
         actor.model,
         engine,
@@ -442,7 +498,7 @@ def _build_hybrid_engine(
         verify=config.hybrid_engine.verify,
         resident=resident,
         separate_adapters=has_separate_adapters,
-        adapters=engine.adapters if engine is not None else None,
+        adapters=engine_adapters,
         sleeps=device.rank() in sleeping_ranks(role_layouts(config, device.world_size())),
     )
 

@@ -16,7 +16,12 @@ from megatron_rl.megatron.lora import initial_policy, remove_adapters
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.optimizer import Optimizer
 from megatron_rl.megatron.residency import Residency, Use
-from megatron_rl.megatron.schedule import TokenScores, forward_backward, forward_loss, forward_only
+from megatron_rl.megatron.schedule import (
+    TokenScores,
+    forward_backward,
+    forward_loss,
+    forward_only,
+)
 from megatron_rl.metrics import Metrics
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
@@ -74,7 +79,9 @@ class ModelRole:
             # One model has one residency, whichever of the two roles uses it.
             self.residency = initial_of.residency
         else:
-            base = None if shares_base_with is None else shares_base_with.residency
+            base: Residency | None = None
+            if shares_base_with is not None:
+                base = shares_base_with.residency
             self.residency = Residency(model, offload=offload, base=base)
         self.optimizer = optimizer
 
@@ -103,24 +110,36 @@ class ModelRole:
         shard also has the ``experts`` of every token: [n, layers, k] int16. One rank per data-parallel
         replica has rows. Collective over the role's ranks.
         """
-        scored = self.forward(batch, batch.response_mask, record=self.records is not None)
-        shard = self._shard(batch, scored)
+        micro_outputs = self.forward(batch, batch.response_mask, record=self.records is not None)
+        shard = self._shard(batch, micro_outputs)
         if self.records is None:
             return shard
 
         no_experts = torch.zeros((0, *self.records), dtype=torch.int16)
-        experts = [micro.experts for micro in scored if micro.experts is not None]
-        columns = {**shard.tokens, "experts": torch.cat([no_experts, *experts])}
+        experts = [micro.experts for micro in micro_outputs if micro.experts is not None]
+        columns = {
+            **shard.tokens,
+            "experts": torch.cat([no_experts, *experts]),
+        }
         return replace(shard, tokens=columns)
 
-    def _shard(self, batch: Any, scored: list[TokenScores]) -> RowShard:
+    def _shard(self, batch: Any, micro_outputs: list[TokenScores]) -> RowShard:
         """Return the outputs of micro-batches as the columns of this role."""
-        rows = torch.tensor([row for micro in scored for row in micro.rows], dtype=torch.long)
+        # A rank without rows returns empty columns of the same names, as every shard must.
+        rows = torch.tensor(
+            [row for micro in micro_outputs for row in micro.rows],
+            dtype=torch.long,
+        )
         outputs = [torch.zeros(0) for _ in self.outputs]
-        if scored:
-            by_output = zip(*(micro.outputs for micro in scored), strict=True)
+        if micro_outputs:
+            by_output = zip(*(micro.outputs for micro in micro_outputs), strict=True)
             outputs = [torch.cat(values).float().cpu() for values in by_output]
-        return RowShard(rows, batch.lengths[rows], dict(zip(self.outputs, outputs, strict=True)), {})
+        return RowShard(
+            rows,
+            batch.lengths[rows],
+            dict(zip(self.outputs, outputs, strict=True)),
+            {},
+        )
 
     def forward(self, batch: Any, select: Tensor, **options: bool) -> list[TokenScores]:
         """Compute the head's outputs for the ``select``-ed tokens ([N] bool) of this rank's rows.
@@ -137,11 +156,17 @@ class ModelRole:
             # The batch's experts are those of the adapted actor; the initial policy must route by itself.
             batch = replace(batch, experts=None)
         with self.resident(Use.READ), policy:
-            scored = forward_only(self.model, batch, self.tokens_per_microbatch, select, **options)
-        return scored if self.is_output_rank else []
+            micro_outputs = forward_only(
+                self.model,
+                batch,
+                self.tokens_per_microbatch,
+                select,
+                **options,
+            )
+        return micro_outputs if self.is_output_rank else []
 
     def update(self, minibatch: TrainBatch, objective: Objective, **options: Any) -> Metrics:
-        """Take one optimizer step on a mini-batch whose loss weights have global denominators.
+        """Run one optimizer step on a mini-batch whose loss weights have global denominators.
 
         ``options``: ``before`` and ``unit`` of `megatron.schedule.forward_backward`. Collective over the
         role's ranks.
@@ -162,24 +187,29 @@ class ModelRole:
         assert self.optimizer is not None, f"{self.name} has no optimizer"
 
         self.optimizer.zero_grad()
-        scored, metrics = forward_backward(
-            self.model, minibatch, self.tokens_per_microbatch, minibatch.response_mask, objective, **options
+        micro_outputs, metrics = forward_backward(
+            self.model,
+            minibatch,
+            self.tokens_per_microbatch,
+            minibatch.response_mask,
+            objective,
+            **options,
         )
         # Every rank of a replica has the same outputs and metrics: one of them returns them.
         if not self.is_output_rank:
             return self._shard(minibatch, []), Metrics()
-        return self._shard(minibatch, scored), metrics
+        return self._shard(minibatch, micro_outputs), metrics
 
-    def step(self, more: bool = False) -> Metrics:
-        """Take the optimizer step whose gradient `accumulate` has computed.
+    def step(self, has_next: bool = False) -> Metrics:
+        """Run the optimizer step whose gradient `accumulate` has computed.
 
-        ``more``: whether another step follows before anything reads the weights. Collective over the role's
-        ranks.
+        ``has_next``: whether another step follows before anything else reads the weights. Collective over the
+        role's ranks.
         """
         if self.model is None or self.optimizer is None:
             return Metrics()
 
-        metrics = self.optimizer.step(more)
+        metrics = self.optimizer.step(has_next)
         # The optimizer's numbers are equal on all of the role's ranks: the first one returns them.
         if self.model.groups.rank != self.layout.ranks[0]:
             return Metrics()
@@ -194,7 +224,12 @@ class ModelRole:
             return Metrics()
         with self.resident(Use.READ):
             metrics = forward_loss(
-                self.model, batch, self.tokens_per_microbatch, batch.response_mask, objective, **options
+                self.model,
+                batch,
+                self.tokens_per_microbatch,
+                batch.response_mask,
+                objective,
+                **options,
             )
         return metrics if self.is_output_rank else Metrics()
 

@@ -34,7 +34,14 @@ from megatron_rl.rewards.worker import GROUP, TOKENS, TURNS, Answer
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.rollout.collate import to_rollouts
 from megatron_rl.rollout.types import SequenceGroup
-from megatron_rl.types import FINISH_FAILED, Outcome, PromptBatch, Rollouts, row_counts, split_rows
+from megatron_rl.types import (
+    FINISH_FAILED,
+    Outcome,
+    PromptBatch,
+    Rollouts,
+    row_counts,
+    split_rows,
+)
 
 COMPONENT = "component/"
 """Prefix of reward components among a shard's values, so that none is mistaken for ``rewards``."""
@@ -128,7 +135,10 @@ class RewardRole:
 
         try:
             for name, weight in config.scorers.items():
-                self._scorers[name] = (weight, _make_scorer(name, config, key))
+                self._scorers[name] = (
+                    weight,
+                    _make_scorer(name, config, key),
+                )
         except BaseException:
             # The scorers before the one that failed have started processes.
             self.close()
@@ -141,7 +151,7 @@ class RewardRole:
 
     @property
     def first_scorer(self) -> str:
-        """Return the name of the first scorer, whose rewards are those of accuracies."""
+        """Return the name of the first scorer, whose rewards count for accuracies."""
         return next(iter(self._scorers))
 
     @property
@@ -171,6 +181,7 @@ class RewardRole:
 
         ``index``: the group's index in its round.
         """
+        # Rows on which engine or environment failed, or that the environment rewarded, need no call.
         rollouts = to_rollouts([group])
         prompts = group.prompt.repeat(len(rollouts))
         answers = environment_answers(rollouts)
@@ -179,6 +190,7 @@ class RewardRole:
         if not rows:
             return
 
+        # All groups of a round have as many rows.
         round_rows = [index * len(rollouts) + row for row in rows]
         for name, scorer in self._functions.items():
             samples = self._samples(prompts, rollouts, rows, scorer.takes)
@@ -193,6 +205,7 @@ class RewardRole:
         if not rewards:
             return rewards
 
+        # Waits for the rewards that are still being computed.
         futures = self._early
         self._early = []
         for results in members.gather_objects([future.result() for future in futures]):
@@ -223,7 +236,18 @@ class RewardRole:
             rows = _rows_of_rank(rollouts, members, scorer)
             available = {**(early or {}).get(name, {}), **answers}
             call = partial(self._samples, prompts, rollouts, takes=scorer.takes)
-            results.append(_run_scorer(name, weight, scorer, call, rollouts, rows, available, members))
+            results.append(
+                _run_scorer(
+                    name,
+                    weight,
+                    scorer,
+                    call,
+                    rollouts,
+                    rows,
+                    available,
+                    members,
+                )
+            )
 
             # The environment's reward counts once, in the first scorer's place.
             answers = {
@@ -233,9 +257,14 @@ class RewardRole:
         return results
 
     def _samples(
-        self, prompts: PromptBatch, rollouts: Rollouts, rows: list[int], takes: frozenset[str]
+        self,
+        prompts: PromptBatch,
+        rollouts: Rollouts,
+        rows: list[int],
+        takes: frozenset[str],
     ) -> list[Sample]:
         """Return the arguments of a scorer's calls for the rows, with the optional fields that it takes."""
+        # Every scorer gets these; texts of turns and tokens are made only for those that read them.
         selected = rollouts.rows(rows)
         fields: dict[str, Sequence[Any]] = {
             "prompt": [prompts.prompts[row] for row in rows],
@@ -243,16 +272,21 @@ class RewardRole:
             "ground_truth": [prompts.ground_truths[row] for row in rows],
             "metadata": [dict(prompts.metadata[row]) for row in rows],
         }
+
+        # Without the prompt, which is a field of its own.
         if TURNS in takes:
             fields[TURNS] = [turns[1:] for turns in self.conversations(selected)]
         if TOKENS in takes:
             fields[TOKENS] = tokens_of(selected)
         if GROUP in takes:
             fields[GROUP] = selected.group.tolist()
+
+        # From columns to one mapping per sample.
         return [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
 
     def responses(self, rollouts: Rollouts) -> list[str]:
         """Return the response of each row as text, see `VisibleText`."""
+        # The policy's tokens of all rows are consecutive: cut them at the ends of the rows.
         tokens = rollouts.tokens[rollouts.response_mask].tolist()
         counts = row_counts(rollouts.response_mask, rollouts.lengths)
         ends = counts.cumsum(0).tolist()
@@ -279,14 +313,22 @@ class RewardRole:
         turns: list[dict[str, Any]] = []
         for is_policy, run in groupby(zip(tokens, mask, strict=True), key=itemgetter(1)):
             ids = [token for token, _ in run]
-            role = "policy"
-            if not is_policy:
-                role = "environment" if turns else "prompt"
+            if is_policy:
+                role = "policy"
+            elif turns:
+                role = "environment"
+            else:
+                role = "prompt"
 
-            turn = {"role": role, "content": self._tokenizer.decode(ids), "tokens": len(ids)}
-            calls = next(calls_by_turn, ()) if is_policy else ()
-            if calls:
-                turn["tool_calls"] = list(calls)
+            turn = {
+                "role": role,
+                "content": self._tokenizer.decode(ids),
+                "tokens": len(ids),
+            }
+            if is_policy:
+                calls = next(calls_by_turn, ())
+                if calls:
+                    turn["tool_calls"] = list(calls)
             turns.append(turn)
         return turns
 
@@ -317,18 +359,21 @@ def _run_scorer(
 
     Collective over the members.
     """
+    # Compute the missing rewards.
     failed = (rollouts.finish_reason == FINISH_FAILED).tolist()
     new_rows = [row for row in rows if row not in available and not failed[row]]
     new = scorer.score(make_samples(new_rows))
     answers = dict(zip(new_rows, new.answers, strict=True))
     answers |= {row: available[row] for row in rows if row in available}
 
+    # Failed rows have no answer: their rewards stay NaN.
     answered_rows = sorted(answers)
     result = RewardResult([answers[row] for row in answered_rows], new.measured)
     index_of = {row: index for index, row in enumerate(rows)}
     indices = torch.tensor([index_of[row] for row in answered_rows], dtype=torch.long)
     values = {"rewards": _scatter(result.rewards, indices, len(rows))}
 
+    # A failure's row counts the answers; others need the row of the batch.
     failures: dict[int, tuple[str, str]] = {}
     for failure in result.failures:
         message = ending(failure.message, MAX_REASON_CHARACTERS)
@@ -373,7 +418,10 @@ def _make_scorer(name: str, config: RewardConfig, key: str) -> Scorer:
 
 
 def _score_rows(
-    name: str, scorer: FunctionReward, rows: Sequence[int], samples: Sequence[Sample]
+    name: str,
+    scorer: FunctionReward,
+    rows: Sequence[int],
+    samples: Sequence[Sample],
 ) -> tuple[str, dict[int, Answer]]:
     """Return the name of a scorer and its answers by row."""
     return name, dict(zip(rows, scorer.answers(samples), strict=True))
@@ -381,11 +429,14 @@ def _score_rows(
 
 def _rows_of_rank(rollouts: Rollouts, members: ReplicaGroup, scorer: Scorer) -> list[int]:
     """Return the rows that this rank rewards: whole groups if the scorer reads the group."""
+    # Round robin over the ranks, by row or by group.
     rank = members.ranks.index(members.rank)
     rank_count = len(members.ranks)
 
     if isinstance(scorer, HttpReward | JudgeReward):
-        return list(range(len(rollouts))) if rank == 0 else []
+        if rank == 0:
+            return list(range(len(rollouts)))
+        return []
     if GROUP not in scorer.takes:
         return list(range(rank, len(rollouts), rank_count))
     return [row for row, group in enumerate(rollouts.group.tolist()) if group % rank_count == rank]
@@ -403,9 +454,13 @@ def tokens_of(rollouts: Rollouts) -> list[dict[str, list]]:
         split_rows(rollouts.rollout_log_probs, rollouts.lengths),
         strict=True,
     )
+
     result: list[dict[str, list]] = []
     for ids, mask, log_probs in rows:
-        start = int(mask.int().argmax()) if mask.any() else len(ids)
+        # A row that the engine failed on can be a prompt alone.
+        start = len(ids)
+        if mask.any():
+            start = int(mask.int().argmax())
         result.append({
             "prompt": ids[:start].tolist(),
             "response": ids[start:].tolist(),
@@ -448,15 +503,19 @@ class RewardModel:
 
         ``batch`` as for `ModelRole.infer`. Collective over the role's ranks.
         """
+        # ``before=False``: the output at a token itself, not at the token before it that predicts it.
         select = torch.zeros(len(batch.tokens), dtype=torch.bool)
         select[last_tokens(batch.lengths)] = True
-        scored = self.role.forward(batch, select, before=False)
+        micro_outputs = self.role.forward(batch, select, before=False)
 
-        rows = torch.tensor([row for micro in scored for row in micro.rows], dtype=torch.long)
+        rows = torch.tensor(
+            [row for micro in micro_outputs for row in micro.rows],
+            dtype=torch.long,
+        )
         rewards = torch.zeros(0)
-        if scored:
+        if micro_outputs:
             # One value per token of the rows; all but those of the last tokens are 0.
-            values = torch.cat([micro.outputs[0] for micro in scored]).float().cpu()
+            values = torch.cat([micro.outputs[0] for micro in micro_outputs]).float().cpu()
             rewards = values[last_tokens(batch.lengths[rows])]
         rewards = torch.where(rewards.isfinite(), rewards, float("nan"))
         return RowShard(rows, torch.zeros_like(rows), {}, {self.name: rewards})

@@ -7,9 +7,17 @@ from functools import partial
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import ReplicaGroup, broadcast_object, store_increment
+from megatron_rl.distributed.exchange import (
+    ReplicaGroup,
+    broadcast_object,
+    store_increment,
+)
 from megatron_rl.environments.hosts import Hosts
-from megatron_rl.rollout.collate import NewTokens, RoutingShape, collect_new_tokens
+from megatron_rl.rollout.collate import (
+    NewTokens,
+    RoutingShape,
+    collect_new_tokens,
+)
 from megatron_rl.rollout.engines.base import Engine, Generator, ToolParser
 from megatron_rl.rollout.engines.servers.generator import ServerGenerator
 from megatron_rl.rollout.multi_turn import MultiTurnScheduler
@@ -68,7 +76,11 @@ class RolloutRole:
         if environment is not None and engine is not None and layout.coordinates(rank).tensor == 0:
             self._hosts = Hosts(environment)
 
-    def infer(self, generation_round: GenerationRound, on_finished: OnFinished | None = None) -> NewTokens:
+    def infer(
+        self,
+        generation_round: GenerationRound,
+        on_finished: OnFinished | None = None,
+    ) -> NewTokens:
         """Sample a round; return this rank's new tokens. Collective over the role's ranks.
 
         ``on_finished`` is called with each group of this rank that is finished. A round of the open order
@@ -82,7 +94,10 @@ class RolloutRole:
         queue = broadcast_object(store_increment("rounds") if is_first else 0, self.layout.ranks)
         rendezvous = None
         if generation_round.rendezvous is not None:
-            rendezvous = Rendezvous(generation_round, device.world_size() - len(self.layout.ranks))
+            rendezvous = Rendezvous(
+                generation_round,
+                device.world_size() - len(self.layout.ranks),
+            )
 
         def report(index: int, group: SequenceGroup) -> None:
             if on_finished is not None:
@@ -97,7 +112,13 @@ class RolloutRole:
             self.layout,
             self.rank,
             generation_round,
-            next_ticket=partial(draw_ticket, f"of round {queue}", self.layout, self.rank, is_led),
+            next_ticket=partial(
+                draw_ticket,
+                f"of round {queue}",
+                self.layout,
+                self.rank,
+                is_led,
+            ),
             make_scheduler=partial(self._make_scheduler, rendezvous, is_led),
             routing=self._routing,
             max_in_flight=self._max_in_flight,
@@ -110,7 +131,10 @@ class RolloutRole:
         return new_tokens
 
     def gather(
-        self, new_tokens: NewTokens, members: ReplicaGroup, generation_round: GenerationRound
+        self,
+        new_tokens: NewTokens,
+        members: ReplicaGroup,
+        generation_round: GenerationRound,
     ) -> NewTokens:
         """Return the new tokens of all replicas, the same value on every member.
 
@@ -120,13 +144,22 @@ class RolloutRole:
         if generation_round.rendezvous is not None and self.engine is None:
             await_rendezvous(generation_round.rendezvous)
 
+        # Objects are pickled, which is slow: only runs that have any gather them.
         shard = members.gather_rows(new_tokens.shard)
         outcomes = {}
         prompts = {}
         resubmitted = 0
         if self.environment is not None or not self._in_process:
-            extras = (new_tokens.outcomes, new_tokens.prompts, new_tokens.resubmitted)
-            for rank_outcomes, rank_prompts, count in members.gather_objects(extras):
+            extras = (
+                new_tokens.outcomes,
+                new_tokens.prompts,
+                new_tokens.resubmitted,
+            )
+            for (
+                rank_outcomes,
+                rank_prompts,
+                count,
+            ) in members.gather_objects(extras):
                 outcomes |= rank_outcomes
                 prompts |= rank_prompts
                 resubmitted += count
@@ -137,19 +170,37 @@ class RolloutRole:
         return NewTokens(shard, outcomes, prompts, experts, resubmitted)
 
     def _make_scheduler(
-        self, rendezvous: Rendezvous | None, is_led: bool, engine: Generator, queue: ReplicaQueue
+        self,
+        rendezvous: Rendezvous | None,
+        is_led: bool,
+        engine: Generator,
+        queue: ReplicaQueue,
     ) -> ReplicaScheduler:
         """Return the scheduler of this rank's replica, for conversations on ranks that run environments."""
+        # In the open order the rendezvous ends the round; else it ends when all groups are sampled.
         replica = self.layout.coordinates(self.rank)
         ranks = self.layout.groups("tensor")[replica.data]
         stop_when = None if rendezvous is None else rendezvous.is_over
+
+        # The other ranks of the replica follow their first rank, which has the conversations.
         if self._hosts is not None:
             assert self._chat is not None
             return MultiTurnScheduler(
-                engine, queue, self._hosts, self._chat, self._parse, stop_when=stop_when, ranks=ranks
+                engine,
+                queue,
+                self._hosts,
+                self._chat,
+                self._parse,
+                stop_when=stop_when,
+                ranks=ranks,
             )
         return ReplicaScheduler(
-            engine, queue, stop_when=stop_when, ranks=ranks, is_led=is_led, is_leader=replica.tensor == 0
+            engine,
+            queue,
+            stop_when=stop_when,
+            ranks=ranks,
+            is_led=is_led,
+            is_leader=replica.tensor == 0,
         )
 
     @property

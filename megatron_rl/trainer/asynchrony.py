@@ -27,7 +27,13 @@ from megatron_rl.trainer.rewards import (
     count_informative,
     keep_informative,
 )
-from megatron_rl.trainer.sample import Pending, RolloutSource, SampledBatch, gather_complete, staleness
+from megatron_rl.trainer.sample import (
+    Pending,
+    RolloutSource,
+    SampledBatch,
+    gather_complete,
+    staleness,
+)
 from megatron_rl.types import Rollouts
 
 
@@ -44,7 +50,13 @@ class AheadBatches:
     Construction is collective over the world.
     """
 
-    def __init__(self, config: RunConfig, roles: Roles, algorithm: Algorithm, source: RolloutSource) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        roles: Roles,
+        algorithm: Algorithm,
+        source: RolloutSource,
+    ) -> None:
         self.config = config
         self.roles = roles
         self.algorithm = algorithm
@@ -112,7 +124,9 @@ class AheadBatches:
     def _start_sampling(self, step: int, phase: Phases) -> Pending:
         """Sample the batch of ``step`` on the rollout's ranks; learners return at once."""
         seed = step_seed(self.config, step)
-        timer = nullcontext() if self._learns else phase("generate")
+        timer = nullcontext()
+        if not self._learns:
+            timer = phase("generate")
         with timer:
             return self.source.start(self._prompt_count(), seed)
 
@@ -124,7 +138,12 @@ class AheadBatches:
 
         informative, total = self.source.informative
         ceiling = ROUND_CEILING * prompts_per_step
-        return prompts_to_sample(prompts_per_step + informative, informative, total, ceiling=ceiling)
+        return prompts_to_sample(
+            prompts_per_step + informative,
+            informative,
+            total,
+            ceiling=ceiling,
+        )
 
     def _staleness(self, sampled: SampledBatch) -> Metrics:
         """Return the age of a batch in updates; raise StalenessError if it is too old to learn from."""

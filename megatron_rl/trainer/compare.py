@@ -69,7 +69,8 @@ class Comparison:
     """Groups of runs that differ only in their seeds, with the tables of the page.
 
     Example: two seeds of one configuration and one run of another have the ``groups``
-    ``{"a and 1 more": [a, b], "c": [c]}``, and of ``settings`` the row ``["algorithm.name", '"grpo"', '"dapo"']``.
+    ``{"a and 1 more": [a, b], "c": [c]}``, and a row of ``settings`` is
+    ``["algorithm.name", '"grpo"', '"dapo"']``.
     """
 
     groups: Mapping[str, Sequence[ComparedRun]]
@@ -84,6 +85,7 @@ class Comparison:
 
 def compare(folders: Sequence[Path]) -> Comparison:
     """Compare runs by their folders; raise UserError for a folder without metrics."""
+    # Two folders of one name are told apart by their paths.
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
@@ -105,7 +107,9 @@ def _group_runs(
         settings = json.dumps([run.settings.get(key) for key in common_keys], default=str)
         by_settings.setdefault(settings, []).append(run)
 
+    # A copy of a run would count as a second seed.
     notes = [note for group in by_settings.values() for note in _leave_out_copies(group)]
+    # Groups are named after their first run; equal names get numbers.
     groups = {_group_name(group): group for group in by_settings.values()}
     if len(groups) < len(by_settings):
         numbered = enumerate(by_settings.values(), 1)
@@ -125,7 +129,9 @@ def _settings_rows(groups: Mapping[str, Sequence[ComparedRun]], keys: Sequence[s
     return rows
 
 
-def _result_rows(groups: Mapping[str, Sequence[ComparedRun]]) -> list[list[str]]:
+def _result_rows(
+    groups: Mapping[str, Sequence[ComparedRun]],
+) -> list[list[str]]:
     """Return the results: label, and the mean over the runs of each group."""
     rows = [["runs", *(str(len(group)) for group in groups.values())]]
     results = [[_results(run.metrics) for run in group] for group in groups.values()]
@@ -179,25 +185,29 @@ def write(folders: Sequence[Path], out: Path) -> str:
     names = list(comparison.groups)
     notes = [*comparison.notes, MEANING]
 
-    parts = [page.paragraph(note) for note in notes]
-    parts.append(page.heading("Results"))
+    # The page for browsers, and below the same tables as Markdown.
+    sections = [page.paragraph(note) for note in notes]
+    sections.append(page.heading("Results"))
     numeric = range(1, len(names) + 1)
-    parts.append(page.table(("", *names), comparison.results, numeric=numeric))
-    parts.append(page.heading("Settings that differ"))
+    sections.append(page.table(("", *names), comparison.results, numeric=numeric))
+    sections.append(page.heading("Settings that differ"))
     if comparison.settings:
-        parts.append(page.table(("", *names), comparison.settings))
+        sections.append(page.table(("", *names), comparison.settings))
     else:
-        parts.append(page.paragraph("none"))
+        sections.append(page.paragraph("none"))
 
     runs_by_group = {name: [run.metrics for run in group] for name, group in comparison.groups.items()}
-    parts += [page.heading("Curves"), page.pictures(overlaid(runs_by_group))]
+    sections += [
+        page.heading("Curves"),
+        page.pictures(overlaid(runs_by_group)),
+    ]
 
     markdown = "".join(f"{_escaped(note)}\n\n" for note in notes)
     markdown += f"## Results\n\n{_markdown(names, comparison.results)}\n\n"
     markdown += f"## Settings that differ\n\n{_markdown(names, comparison.settings)}\n"
 
     out.mkdir(parents=True, exist_ok=True)
-    page.write(out / "compare.html", "Comparison of runs", parts)
+    page.write(out / "compare.html", "Comparison of runs", sections)
     (out / "compare.md").write_text(f"# Comparison of runs\n\n{markdown}", "utf-8", "replace")
     return markdown
 
@@ -233,6 +243,7 @@ def _results(run: RunMetrics) -> dict[str, Result]:
             if values:
                 results[f"{name}: final {label}"] = (values[-1], ".3f")
 
+    # Accuracies are single measurements; rewards and other metrics of a step are noisy, hence means.
     for name in measured_accuracies(run.lines):
         _, values = series(run.lines, name)
         set_name = name.removeprefix("eval/").removesuffix("/accuracy")
@@ -254,15 +265,22 @@ def _time_results(run: RunMetrics) -> dict[str, Result]:
     """Return the numbers of steps, tokens and seconds of a run by their labels."""
     results: dict[str, Result] = {}
     if run.lines:
-        results["steps"] = (float(max(int(line["step"]) for line in run.lines)), ".0f")
+        results["steps"] = (
+            float(max(int(line["step"]) for line in run.lines)),
+            ".0f",
+        )
 
+    # Speeds are per step: times the seconds of the step they are tokens again.
     steps, seconds = series(run.lines, "time/step")
     speed_at = dict(zip(*series(run.lines, "throughput/tokens_per_second"), strict=True))
     if speed_at:
         step_seconds = zip(steps, seconds, strict=True)
         tokens = sum(speed_at.get(step, 0.0) * duration for step, duration in step_seconds)
         results["tokens"] = (tokens, ",.0f")
-        results["tokens per second"] = (tokens / max(sum(seconds), _MIN_SECONDS), ",.0f")
+        results["tokens per second"] = (
+            tokens / max(sum(seconds), _MIN_SECONDS),
+            ",.0f",
+        )
     if seconds:
         results["seconds of all steps"] = (sum(seconds), ",.1f")
         results["seconds per step"] = (fmean(seconds), ".2f")

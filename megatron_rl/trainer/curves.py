@@ -22,7 +22,16 @@ BLUE = "#2563a8"
 ORANGE = "#d9722b"
 GREY = "#6b7280"
 GRID = "#e5e7eb"
-COLOURS = (BLUE, ORANGE, "#3a9a5b", "#8a5bb5", "#c2a22d", "#5aa7b8", "#b5485d", GREY)
+COLOURS = (
+    BLUE,
+    ORANGE,
+    "#3a9a5b",
+    "#8a5bb5",
+    "#c2a22d",
+    "#5aa7b8",
+    "#b5485d",
+    GREY,
+)
 
 WINDOW = 10
 """Steps over which running means, and the first and last values of tables, are taken."""
@@ -33,7 +42,13 @@ _HEADROOM = 1.08
 _LEGEND_HEADROOM = 1.35
 """The same for stacked times, which leaves room for the legend."""
 
-STEP_PHASES = ("time/generate", "time/reward", "time/score", "time/estimate", "time/learn")
+STEP_PHASES = (
+    "time/generate",
+    "time/reward",
+    "time/score",
+    "time/estimate",
+    "time/learn",
+)
 """Phases that follow one another in a step, in order."""
 
 
@@ -72,7 +87,12 @@ PANELS = (
     Panel("reward/mean", "mean reward of the samples", main=True),
     Panel("response/length", "response length (tokens)", main=True),
     Panel("policy/entropy", "policy entropy (nats per token)", main=True),
-    Panel("mismatch/abs_diff", "trainer–rollout difference of log-probs", logarithmic=True, main=True),
+    Panel(
+        "mismatch/abs_diff",
+        "trainer–rollout difference of log-probs",
+        logarithmic=True,
+        main=True,
+    ),
     Panel("kl/ref", "KL to the reference (nats per token)"),
     Panel("policy/kl", "KL to the policy that sampled"),
     Panel("policy/loss", "policy loss"),
@@ -85,7 +105,11 @@ PANELS = (
     Panel("throughput/tokens_per_second", "tokens per second"),
     Panel("time/step", "seconds of a step"),
 )
-STAGE_METRICS = (("loss", "loss"), ("held_out_loss", "held-out loss"), ("accuracy", "accuracy on pairs"))
+STAGE_METRICS = (
+    ("loss", "loss"),
+    ("held_out_loss", "held-out loss"),
+    ("accuracy", "accuracy on pairs"),
+)
 """Metrics of a stage, below the group of its name, and their labels."""
 
 
@@ -112,7 +136,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def panels_of(lines: Lines) -> list[Panel]:
-    """Return the panels of the metrics that the lines have, those of evaluation sets first."""
+    """Return the panels of the metrics that the lines have, evaluation sets first."""
     names = measured_accuracies(lines)
     evaluation = [Panel(name, name, smooth=False, limits=(0.0, 1.0), main=True) for name in names]
     return [panel for panel in (*evaluation, *PANELS) if series(lines, panel.metric)[1]]
@@ -133,6 +157,7 @@ def stage_panels(stages: Mapping[str, Lines]) -> list[tuple[Lines, Panel]]:
 
 def draw(lines: Lines, stages: Mapping[str, Lines]) -> Figure:
     """Return a figure with the main panels of a run and of its stages, and the time of the steps."""
+    # One picture per main metric and stage metric, and the stacked times as the last one.
     panels = [(lines, panel) for panel in panels_of(lines) if panel.main] + stage_panels(stages)
     has_times = bool(_phase_seconds(lines))
     axes = _axes(len(panels) + has_times)
@@ -158,11 +183,14 @@ def pictures(lines: Lines, stages: Mapping[str, Lines]) -> list[tuple[str, bytes
     return result
 
 
-def overlaid(groups: Mapping[str, Sequence[RunMetrics]]) -> list[tuple[str, bytes]]:
+def overlaid(
+    groups: Mapping[str, Sequence[RunMetrics]],
+) -> list[tuple[str, bytes]]:
     """Return a title and an SVG picture for each metric of several runs, with all curves in one picture.
 
     Runs of one group differ only in their seeds: each has a thin line, and their mean a thick one.
     """
+    # A panel for each metric that any of the runs has.
     panels: dict[str, Panel] = {}
     for run in (run for runs in groups.values() for run in runs):
         panels |= {panel.metric: panel for panel in panels_of(run.lines)}
@@ -177,6 +205,7 @@ def _overlay(panel: Panel, groups: Mapping[str, Sequence[RunMetrics]]) -> Figure
     stage_name = panel.metric.partition("/")[0]
     for index, (name, runs) in enumerate(groups.items()):
         colour = COLOURS[index % len(COLOURS)]
+        # Runs can have different steps: the mean at a step is over the runs that have it.
         values_at: dict[int, list[float]] = {}
         for run in runs:
             steps, values = series([*run.lines, *run.stages.get(stage_name, ())], panel.metric)
@@ -190,7 +219,13 @@ def _overlay(panel: Panel, groups: Mapping[str, Sequence[RunMetrics]]) -> Figure
         if steps:
             means = [fmean(values_at[step]) for step in steps]
             # matplotlib hides labels that begin with an underscore, hence the space.
-            axis.plot(steps, means, color=colour, linewidth=1.8, label=f" {_shortened(name)}")
+            axis.plot(
+                steps,
+                means,
+                color=colour,
+                linewidth=1.8,
+                label=f" {_shortened(name)}",
+            )
 
     if panel.limits is not None:
         axis.set_ylim(panel.limits[0], panel.limits[1] * _HEADROOM)
@@ -216,6 +251,7 @@ def _axes(count: int) -> list[Axes]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    # Three columns fit on a page; a figure without any picture still needs axes.
     columns = min(3, max(1, count))
     rows = max(1, -(-count // columns))
     figure = Figure(figsize=(4.6 * columns, 3.3 * rows), layout="constrained")
@@ -251,14 +287,36 @@ def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
     """Draw the curve of one metric."""
     steps, values = series(lines, panel.metric)
     _set_title(axis, panel.title)
+    # A smoothed curve over the values, or points with the first and the last value written beside them.
     if panel.smooth:
         axis.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1)
         axis.plot(steps, smoothed(values), color=BLUE, linewidth=1.8)
     else:
-        axis.plot(steps, values, color=BLUE, linewidth=1.8, marker="o", markersize=3.5)
+        axis.plot(
+            steps,
+            values,
+            color=BLUE,
+            linewidth=1.8,
+            marker="o",
+            markersize=3.5,
+        )
         axis.axhline(values[0], color=GREY, linewidth=0.9, linestyle="--")
-        _annotate(axis, steps[0], values[0], offset=(4, -11), alignment="left", colour=GREY)
-        _annotate(axis, steps[-1], values[-1], offset=(0, 7), alignment="right", colour=BLUE)
+        _annotate(
+            axis,
+            steps[0],
+            values[0],
+            offset=(4, -11),
+            alignment="left",
+            colour=GREY,
+        )
+        _annotate(
+            axis,
+            steps[-1],
+            values[-1],
+            offset=(0, 7),
+            alignment="right",
+            colour=BLUE,
+        )
 
     if panel.limits is not None:
         axis.set_ylim(panel.limits[0], panel.limits[1] * _HEADROOM)
@@ -273,7 +331,13 @@ def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
 
 
 def _annotate(
-    axis: Axes, step: int, value: float, *, offset: tuple[int, int], alignment: str, colour: str
+    axis: Axes,
+    step: int,
+    value: float,
+    *,
+    offset: tuple[int, int],
+    alignment: str,
+    colour: str,
 ) -> None:
     """Write a value beside its point; ``offset`` in points."""
     axis.annotate(
@@ -310,5 +374,8 @@ def _draw_times(axis: Axes, lines: Lines) -> None:
         alpha=0.85,
     )
     _set_title(axis, "time of a step (s)")
-    axis.set_ylim(0, _LEGEND_HEADROOM * max(sum(values) for values in zip(*curves, strict=True)))
+    axis.set_ylim(
+        0,
+        _LEGEND_HEADROOM * max(sum(values) for values in zip(*curves, strict=True)),
+    )
     axis.legend(fontsize=7.5, frameon=False, ncols=2, loc="upper right")

@@ -16,11 +16,20 @@ from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.megatron.adoption import adopt_model, layout_of, require_set_up
+from megatron_rl.megatron.adoption import (
+    adopt_model,
+    layout_of,
+    require_set_up,
+)
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.megatron.optimizer import Optimizer
 from megatron_rl.roles.build import adopted_actor, build_roles
-from megatron_rl.trainer.loop import Phases, SameStepBatches, gather_step, train_step
+from megatron_rl.trainer.loop import (
+    Phases,
+    SameStepBatches,
+    gather_step,
+    train_step,
+)
 from megatron_rl.trainer.sample import RolloutSource
 from megatron_rl.trainer.state import TrainerState
 
@@ -31,7 +40,7 @@ class EmbeddedTrainer:
     ``config``: YAML file with data, reward, rollout, algorithm and batch. Its ``model.path`` has the
         config.json and the tokenizer; its layout, precision and optimizer of the actor are ignored.
     ``model``: DDP chunks, as Megatron-LM's setup_model_and_optimizer returns them.
-    ``optimizer``, ``scheduler``: what the same function returns.
+    ``optimizer``, ``scheduler``: optimizer and learning-rate scheduler from the same function.
     ``increment``: argument of ``scheduler.step`` after each optimizer step.
     ``overrides``: settings such as ``batch.prompts_per_step=8`` that replace those of the file.
 
@@ -50,6 +59,7 @@ class EmbeddedTrainer:
         increment: int = 1,
         overrides: Iterable[str] = (),
     ) -> None:
+        # The script has started communication already; this only finds its device.
         device.initialize()
         require_set_up(model, optimizer, scheduler)
         self.config = _checked_config(config, model, overrides)
@@ -57,27 +67,45 @@ class EmbeddedTrainer:
 
         tokenizer: Any = load_tokenizer(self.config.model.path)
         data = self.config.data.train or ""
-        prompts = load_prompts(self.config, "data.train", data, tokenizer, TokenFiles(None, print))
+        prompts = load_prompts(
+            self.config,
+            "data.train",
+            data,
+            tokenizer,
+            TokenFiles(None, print),
+        )
 
+        # The actor wraps what the script has built; all other roles are built here.
         parallel_model = adopt_model(model, read_hf_config(self.config.model.path))
         adopted_optimizer = Optimizer.adopted(parallel_model, optimizer, scheduler, increment)
         actor = adopted_actor(self.config, parallel_model, adopted_optimizer)
         self.roles = build_roles(
-            self.config, self.algorithm, tokenizer, templated=prompts.templated, actor=actor
+            self.config,
+            self.algorithm,
+            tokenizer,
+            templated=prompts.templated,
+            actor=actor,
         )
 
+        # The script's ranks all sample and learn, so batches are never sampled ahead.
         source = RolloutSource(self.config, self.roles, self.algorithm, prompts.next)
         self._batches = SameStepBatches(self.config, self.roles, self.algorithm, source)
         self.state = TrainerState(prompts, initial_state(self.algorithm), self.config.seed, source)
         self._phases = Phases()
 
     def step(self) -> dict[str, float]:
-        """Take one step of sampling, rewards and updates; return its metrics, the same on every rank."""
+        """Sample, compute rewards and update the weights once; return the metrics, the same on every rank."""
         state = self.state
         phases = self._phases
         phases.step = state.step + 1
         result = train_step(
-            self._batches, self.roles, self.algorithm, state.algorithm, self.config, phases.step, phases
+            self._batches,
+            self.roles,
+            self.algorithm,
+            state.algorithm,
+            self.config,
+            phases.step,
+            phases,
         )
         assert result is not None, "every rank of a training script learns"
 
@@ -86,7 +114,7 @@ class EmbeddedTrainer:
         return gather_step(result, phases.metrics()).values()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next step depends on beside the script's model, optimizer, schedule and RNG state.
+        """Return the state of the next step beside the script's model, optimizer, schedule and RNG state.
 
         That is the step, the position in the data, the algorithm's state and the responses that are not
         finished or not learned from. It is small and the same on every rank: save it on one of them.
@@ -107,9 +135,14 @@ def _checked_config(config: str | Path, model: Sequence[Any], overrides: Iterabl
 
     Raises UserErrors for settings that are invalid or have no effect here.
     """
+    # Layout and dtype are facts of the script's model; the memory estimate and the checks need them.
     settings = [f"actor.layout.{name}={size}" for name, size in layout_of(model).items()]
     settings.append(f"model.dtype={str(model[0].config.params_dtype).removeprefix('torch.')}")
-    report = check_config(load(config, [*overrides, *settings]), device.world_size(), training=True)
+    report = check_config(
+        load(config, [*overrides, *settings]),
+        device.world_size(),
+        training=True,
+    )
     resolved = report.valid()
     _reject_unsupported(resolved)
     return resolved

@@ -21,8 +21,15 @@ from megatron_rl.rewards.function import Failure
 from megatron_rl.rewards.math_answer import marked_answer
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.reward import COMPONENT, RewardRole
-from megatron_rl.trainer.rewards import compute_row_rewards, distinct_failures
-from megatron_rl.trainer.sample import Pending, complete_round, gather_complete
+from megatron_rl.trainer.rewards import (
+    compute_row_rewards,
+    distinct_failures,
+)
+from megatron_rl.trainer.sample import (
+    Pending,
+    complete_round,
+    gather_complete,
+)
 from megatron_rl.types import PromptBatch, Rollouts, row_counts
 
 CORRECT_REWARD = 1.0
@@ -160,7 +167,10 @@ def reward_answers(
 
 
 def _reward_set(
-    roles: Roles, evaluation_set: EvaluationSet, rollouts: Rollouts, world: ReplicaGroup
+    roles: Roles,
+    evaluation_set: EvaluationSet,
+    rollouts: Rollouts,
+    world: ReplicaGroup,
 ) -> EvaluationResult:
     """Compute the rewards and metrics of the answers to one set. Collective over the world."""
     prefix = f"eval/{evaluation_set.name}"
@@ -179,7 +189,11 @@ def _reward_set(
 
     metrics = Metrics.mean(f"{prefix}/accuracy", float(correct.sum()), len(prompts))
     metrics += Metrics.mean(f"{prefix}/reward", float(rewards[valid].sum()), float(valid.sum()))
-    metrics += Metrics.mean(f"{prefix}/response_length", float(rollouts.response_mask.sum()), len(prompts))
+    metrics += Metrics.mean(
+        f"{prefix}/response_length",
+        float(rollouts.response_mask.sum()),
+        len(prompts),
+    )
     metrics += Metrics.mean(f"{prefix}/invalid", float((~valid).sum()), len(prompts))
 
     texts = roles.reward.responses(rollouts)
@@ -195,12 +209,21 @@ def _reward_set(
         failures += [(f"evaluator {key}", failure) for failure in distinct_failures(evaluator_failures)]
 
     return EvaluationResult(
-        evaluation_set.name, metrics, prompts, rollouts, rewards, result.reasons, tuple(failures)
+        evaluation_set.name,
+        metrics,
+        prompts,
+        rollouts,
+        rewards,
+        result.reasons,
+        tuple(failures),
     )
 
 
 def _answer_statistics(
-    evaluation_set: EvaluationSet, rollouts: Rollouts, correct: Tensor, texts: Sequence[str]
+    evaluation_set: EvaluationSet,
+    rollouts: Rollouts,
+    correct: Tensor,
+    texts: Sequence[str],
 ) -> dict[str, float]:
     """Return pass@k, majority@k, their intervals and the diversity of the answers to a set."""
     samples = evaluation_set.settings.samples
@@ -226,7 +249,11 @@ def _answer_statistics(
 
 
 def _run_evaluator(
-    name: str, role: RewardRole, prompts: PromptBatch, rollouts: Rollouts, world: ReplicaGroup
+    name: str,
+    role: RewardRole,
+    prompts: PromptBatch,
+    rollouts: Rollouts,
+    world: ReplicaGroup,
 ) -> tuple[Metrics, tuple[Failure, ...]]:
     """Return the means of one evaluator's results over the answers that it did not fail on.
 
@@ -302,7 +329,9 @@ def majority_at(correct: ndarray, votes: Sequence[Sequence[str]], count: int) ->
     return probabilities
 
 
-def intervals(values: Mapping[str, ndarray]) -> dict[str, tuple[float, float]]:
+def intervals(
+    values: Mapping[str, ndarray],
+) -> dict[str, tuple[float, float]]:
     """Return the 95% bootstrap interval of the mean over prompts of each [P] array.
 
     Prompts are drawn with replacement; the draws are the same for all arrays and in every call.

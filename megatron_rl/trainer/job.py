@@ -22,7 +22,12 @@ from megatron_rl.config.load import changes, dump, to_plain, without_secrets
 from megatron_rl.config.placement import role_layouts
 from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.contained.code_copy import keep_copies, read_code, read_copy, write_copy
+from megatron_rl.contained.code_copy import (
+    keep_copies,
+    read_code,
+    read_copy,
+    write_copy,
+)
 from megatron_rl.contained.process import readable
 from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.distributed import device, watch
@@ -104,6 +109,7 @@ class Job:
 
         Collective over the world.
         """
+        # From here on the hang detector ends ranks that wait for one that never comes.
         watch.join(
             self.config.rank_timeout,
             lambda: f"{self.stop.rank_text} {self.phases.location}",
@@ -118,6 +124,7 @@ class Job:
                 self.folder.write_first_start(self.first_start)
             if self.config.checkpoint.resume == "never":
                 self.folder.start_over()
+        # Other ranks write into the folder next, which `start_over` may still be clearing.
         barrier()
 
     def _changes(self) -> list[str]:
@@ -128,7 +135,10 @@ class Job:
             folder = folder_of_checkpoint(Path(resume))
         if resume == "never" or folder is None or not (folder.config.is_file() and folder.has_begun()):
             return []
-        return changes(folder.config.read_text(encoding="utf-8", errors="replace"), self.config)
+        return changes(
+            folder.config.read_text(encoding="utf-8", errors="replace"),
+            self.config,
+        )
 
 
 @contextmanager
@@ -150,7 +160,16 @@ def job(config: RunConfig) -> Iterator[Job]:
         output_to(folder.rank_log(device.rank()), main) as console,
     ):
         with open_trackers(config, folder, console) if main else nullcontext() as trackers:
-            yield Job(config, folder, console, phases, main, stop, trackers, _first_start(config, folder))
+            yield Job(
+                config,
+                folder,
+                console,
+                phases,
+                main,
+                stop,
+                trackers,
+                _first_start(config, folder),
+            )
         watch.leave()
 
 
@@ -182,7 +201,11 @@ def open_trackers(config: RunConfig, folder: RunFolder, console: TextIO) -> Trac
     about = {
         "configuration": to_plain(without_secrets(config)),
         "versions": installed_versions(NUMBERS_DEPEND_ON),
-        "hardware": {**host(), "device": device.name(), "ranks": device.world_size()},
+        "hardware": {
+            **host(),
+            "device": device.name(),
+            "ranks": device.world_size(),
+        },
     }
     return Trackers(config.logging, folder, about, resumed=resumed, say=say)
 
@@ -259,14 +282,14 @@ def _removed_folder_error(config: RunConfig, error: BaseException) -> UserError 
 
     The exception itself is of whatever access to the folder came first, and does not name the reason.
     """
-    missing = [folder for folder in RunFolder(config.run_dir).directories() if not folder.is_dir()]
-    if not missing:
+    removed = [folder for folder in RunFolder(config.run_dir).directories() if not folder.is_dir()]
+    if not removed:
         return None
     return UserError(
         "the run folder was removed, or moved, while the run wrote to it",
         where=f"run_dir: {config.run_dir}",
         expected="a folder that stays until the run has ended",
-        got=f"no directory {missing[0]}; then {first_line(error)}",
+        got=f"no directory {removed[0]}; then {first_line(error)}",
         fix="put it back and start again, which resumes from its newest checkpoint; or set another run_dir",
     )
 
@@ -316,6 +339,7 @@ class Stop:
 
     def handle(self, number: int) -> None:
         """Handle a signal: wait for the end of the step if it can be saved; else, or the second time, end."""
+        # The second signal ends at once: whoever sends it does not want to wait for the step.
         name = signal.Signals(number).name
         if not self._can_save or self.signal_number is not None:
             self._end(number)
@@ -336,7 +360,8 @@ class Stop:
     def _end(self, number: int) -> None:
         calls = last_calls(self._main_thread)
         self.end_process(
-            f"{self.rank_text} was stopped {self._phases.location}, inside {calls}", 128 + number
+            f"{self.rank_text} was stopped {self._phases.location}, inside {calls}",
+            128 + number,
         )
 
 
@@ -365,6 +390,7 @@ def report_stop(rank_text: str, phases: Phases, seconds: float) -> Iterator[Stop
             if received[0] in SIGNALS:
                 stop.handle(received[0])
 
+    # A daemon: it must not keep a process alive whose main thread has ended.
     listener = threading.Thread(target=listen, name="report_stop", daemon=True)
     listener.start()
     try:
@@ -426,6 +452,7 @@ def _code_files(job: Job) -> dict[str, bytes]:
     if not files:
         return files
 
+    # Copies are named by their content: an unchanged file has the copy of the run before.
     copy = write_copy(folder, files)
     resumes = job.folder.has_begun() and job.config.checkpoint.resume != "never"
     if old_name and old_name != copy.name and resumes:

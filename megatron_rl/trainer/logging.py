@@ -39,7 +39,16 @@ COLUMNS = (
 )
 """Label, metric and format of what the console line of a step shows, in order. Metrics that a step does not
 have are left out; the seconds of `PHASES` and the accuracies of evaluation sets follow."""
-PHASES = ("generate", "reward", "score", "estimate", "learn", "evaluate", "idle_learn", "idle_rollout")
+PHASES = (
+    "generate",
+    "reward",
+    "score",
+    "estimate",
+    "learn",
+    "evaluate",
+    "idle_learn",
+    "idle_rollout",
+)
 """Phases of a step whose seconds the console line shows."""
 
 
@@ -83,39 +92,46 @@ class MetricsLog:
         self._start = time.monotonic()
         self._first_step = resumed_step or 0
 
-    def write(self, step: int, values: Mapping[str, float], shown: bool = True) -> None:
+    def write(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        to_console: bool = True,
+    ) -> None:
         """Write the metrics of ``step``; a value that is not `is_measurable` is stored as null."""
         stored = {name: float(value) if is_measurable(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"step": step, **stored}, allow_nan=False) + "\n")
         self._file.flush()
+
         # A checkpoint that survives a crash of the machine needs the lines before it.
         os.fsync(self._file.fileno())
 
         if self._trackers is not None:
             measurable = {name: value for name, value in stored.items() if value is not None}
             self._trackers.write(self.phase, step, measurable)
-        if shown:
+        if to_console:
             self.console.write(self.line(step, values) + "\n")
             self.console.flush()
 
     def line(self, step: int, values: Mapping[str, float]) -> str:
         """Return the console line of a step."""
         width = len(str(self.total_steps))
-        parts = [f"{self.phase} {step:>{width}}/{self.total_steps}"]
+        columns = [f"{self.phase} {step:>{width}}/{self.total_steps}"]
         for label, name, form in COLUMNS:
             if name in values:
-                parts.append(f"{label} {number_text(values[name], form)}")
+                columns.append(f"{label} {number_text(values[name], form)}")
 
         phases = [f"{name} {values[f'time/{name}']:.2f}" for name in PHASES if f"time/{name}" in values]
         if phases:
-            parts.append(f"({', '.join(phases)})")
-        parts += [f"{name} {values[name]:.3f}" for name in accuracies(values)]
+            columns.append(f"({', '.join(phases)})")
+        columns += [f"{name} {values[name]:.3f}" for name in accuracies(values)]
 
+        # From the mean time of the steps of this process.
         steps_taken = step - self._first_step
         if steps_taken > 0 and step < self.total_steps:
             seconds_per_step = (time.monotonic() - self._start) / steps_taken
-            parts.append(f"eta {clock(seconds_per_step * (self.total_steps - step))}")
-        return "  ".join(parts)
+            columns.append(f"eta {clock(seconds_per_step * (self.total_steps - step))}")
+        return "  ".join(columns)
 
     def _cut_after(self, step: int) -> None:
         """Remove the lines of later steps; keep a copy of the file if that loses any line for good."""
@@ -123,13 +139,14 @@ class MetricsLog:
         # A step that was taken twice has two lines, of which the later one counts.
         line_of = {line["step"]: json.dumps(line) + "\n" for line in lines}
         retained = [text for number, text in sorted(line_of.items()) if number <= step]
-        absent = [number for number in range(1, step + 1) if number not in line_of]
+        lost = [number for number in range(1, step + 1) if number not in line_of]
         beyond_end = [number for number in line_of if number > self.total_steps]
 
-        if absent or beyond_end:
-            reason = f"has lines up to step {max(beyond_end)}" if beyond_end else ""
-            if absent:
-                reason = f"has no line of steps {_spans(absent)}"
+        if lost or beyond_end:
+            if lost:
+                reason = f"has no line of steps {_spans(lost)}"
+            else:
+                reason = f"has lines up to step {max(beyond_end)}"
             warning = f"warning: {self.path.name} {reason}, and this run resumes after step {step}"
             if beyond_end or damaged:
                 copy = set_aside(self.path)
@@ -155,15 +172,20 @@ class Progress:
 
     ``title``: name of the phase.
     ``total``: units of the whole phase, None if unknown.
-    ``shown``: False prints nothing, as on all ranks but one.
+    ``enabled``: False prints nothing, as on all ranks but one.
     """
 
     def __init__(
-        self, title: str, total: int | None = None, *, shown: bool = True, console: TextIO | None = None
+        self,
+        title: str,
+        total: int | None = None,
+        *,
+        enabled: bool = True,
+        console: TextIO | None = None,
     ) -> None:
         self.title = title
         self.total = total
-        self.shown = shown
+        self.enabled = enabled
         self.console = console if console is not None else sys.stdout
         self._count = 0
         self._bar: Any = None
@@ -173,9 +195,9 @@ class Progress:
     def __enter__(self) -> Progress:
         self._start = time.monotonic()
         self._last_line = self._start
-        if self.shown and self.console.isatty():
+        if self.enabled and self.console.isatty():
             self._bar = self._start_bar()
-        elif self.shown:
+        elif self.enabled:
             self._print(f"{self.title} …")
         return self
 
@@ -207,8 +229,9 @@ class Progress:
             self._bar.update(self._bar.task_ids[0], advance=count, note=note)
             return
 
+        # Plain lines stay in a log file: one every few seconds is enough.
         now = time.monotonic()
-        if self.shown and now - self._last_line >= PLAIN_SECONDS:
+        if self.enabled and now - self._last_line >= PLAIN_SECONDS:
             self._last_line = now
             line = f"{self.title} {self._count}"
             if self.total is not None:
@@ -217,10 +240,14 @@ class Progress:
                 line += f"  {note}"
             self._print(line)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: TracebackType | BaseException | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        *_: TracebackType | BaseException | None,
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
-        if self.shown:
+        if self.enabled:
             outcome = "done" if kind is None else "stopped"
             self._print(f"{self.title}: {outcome} after {clock(time.monotonic() - self._start)}")
 

@@ -32,13 +32,29 @@ from megatron_rl.algorithms import (
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import MismatchConfig
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import GatherStats, ReplicaGroup, RowShard, gather_metrics
+from megatron_rl.distributed.exchange import (
+    GatherStats,
+    ReplicaGroup,
+    RowShard,
+    gather_metrics,
+)
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.build import Roles
-from megatron_rl.trainer.rewards import ScoredBatch, combine_rounds, compute_rewards, prompts_to_add
+from megatron_rl.trainer.rewards import (
+    ScoredBatch,
+    combine_rounds,
+    compute_rewards,
+    prompts_to_add,
+)
 from megatron_rl.trainer.sample import RolloutSource
-from megatron_rl.types import Rollouts, Scores, TrainBatch, row_index, token_index
+from megatron_rl.types import (
+    Rollouts,
+    Scores,
+    TrainBatch,
+    row_index,
+    token_index,
+)
 
 _SCORE_FIELDS = frozenset(item.name for item in fields(Scores))
 
@@ -90,7 +106,13 @@ class SameStepBatches:
 
     learners: tuple[int, ...] | None = None
 
-    def __init__(self, config: RunConfig, roles: Roles, algorithm: Algorithm, source: RolloutSource) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        roles: Roles,
+        algorithm: Algorithm,
+        source: RolloutSource,
+    ) -> None:
         self.config = config
         self.roles = roles
         self.algorithm = algorithm
@@ -104,8 +126,12 @@ class SameStepBatches:
         rounds: list[ScoredBatch] = []
         sync_metrics = Metrics()
         while prompt_count := prompts_to_add(rounds, self.algorithm, self.config):
+            # Every round of a step has a seed of its own, see `step_seed`.
             seed = step_seed(self.config, step) + len(rounds)
-            with phase("generate"), self.roles.hybrid_engine.generation_mode() as round_metrics:
+            with (
+                phase("generate"),
+                self.roles.hybrid_engine.generation_mode() as round_metrics,
+            ):
                 pending = self.source.start(prompt_count, seed)
                 batch = self.source.finish(pending, learners)
 
@@ -113,7 +139,10 @@ class SameStepBatches:
                 rounds.append(compute_rewards(self.roles, batch, learners))
             sync_metrics += round_metrics
 
-        yield combine_rounds(rounds, self.algorithm, self.config), sync_metrics
+        yield (
+            combine_rounds(rounds, self.algorithm, self.config),
+            sync_metrics,
+        )
 
 
 def train_step(
@@ -125,42 +154,66 @@ def train_step(
     step: int,
     phase: Phases,
 ) -> StepResult | None:
-    """Take one step: sample and reward a batch, compute log-probs and advantages, update critic and actor.
+    """Run one step: sample and reward a batch, compute log-probs and advantages, update critic and actor.
 
     The batch is the same value on every rank that learns. ``state`` is what the algorithm carries from step
     to step, such as a running mean of rewards. Returns None on ranks that only sample. Collective over the
     world.
     """
+    # The ranks that hold the batch: all of them, unless some only sample for later steps.
     learners = ReplicaGroup(batches.learners, phase.gather_stats)
     result = None
 
     with batches.next(step, phase, learners) as (batch, sampling_metrics):
-        # None on ranks that only sample: they generate for later steps while the learners work.
         if batch is not None:
+            # Forward passes of actor, critic and reference, each on its own ranks.
             with phase("score"):
                 batch = compute_log_probs(batch, roles, config, step, learners)
 
+            # Pure functions of the replicated batch: every learner computes the same advantages.
             with phase("estimate"):
                 train_batch, batch_metrics = build_train_batch(batch.rollouts, batch.scores, algorithm, state)
                 require_tokens(train_batch, batch_metrics)
 
+            # Optimizer steps of critic and actor, with global loss denominators.
             with phase("learn"):
-                update = update_weights(train_batch, batch, roles, algorithm, state, config, step, learners)
+                update = update_weights(
+                    train_batch,
+                    batch,
+                    roles,
+                    algorithm,
+                    state,
+                    config,
+                    step,
+                    learners,
+                )
 
-            result = _step_result(batch, batch_metrics, sampling_metrics, update, algorithm, state)
+            result = _step_result(
+                batch,
+                batch_metrics,
+                sampling_metrics,
+                update,
+                algorithm,
+                state,
+            )
 
+    # On every rank: the version decides whether the next generation syncs weights, which is collective.
     if actor_learns(config, roles, step):
         roles.hybrid_engine.mark_updated()
     return result
 
 
 def compute_log_probs(
-    batch: ScoredBatch, roles: Roles, config: RunConfig, step: int, learners: ReplicaGroup
+    batch: ScoredBatch,
+    roles: Roles,
+    config: RunConfig,
+    step: int,
+    learners: ReplicaGroup,
 ) -> ScoredBatch:
     """Run the actor, critic and reference forward passes and attach their log-probs and values.
 
-    The roles are those of `Roles.scorers` and the actor, whose pass is skipped if the first pass of
-    `update_weights` gives the same log-probs. An output without a field in `Scores` goes to its ``columns``.
+    Runs `Roles.scorers` and the actor, whose pass is skipped if the first pass of `update_weights` gives the
+    same log-probs. An output without a field in `Scores` goes to its ``columns``.
     Collective over the learners.
     """
     roles_to_run = list(roles.scorers.values())
@@ -173,8 +226,9 @@ def compute_log_probs(
     for shard in shards:
         columns |= learners.gather_rows(shard).tokens
 
-    named = {name: columns.pop(name) for name in _SCORE_FIELDS if name in columns}
-    return replace(batch, scores=replace(batch.scores, **named, columns=columns))
+    # The rest are outputs of roles that `Scores` has no field for.
+    score_fields = {name: columns.pop(name) for name in _SCORE_FIELDS if name in columns}
+    return replace(batch, scores=replace(batch.scores, **score_fields, columns=columns))
 
 
 @dataclass(frozen=True)
@@ -201,8 +255,8 @@ def update_weights(
 ) -> WeightUpdate:
     """Update the critic's and the actor's weights, one optimizer step per mini-batch.
 
-    Before the actor's weights change, its log-probs are compared with the rollout engine's: the log-probs of
-    `compute_log_probs`, or else those of the first pass here, which runs on the same weights. Raises
+    Before the actor's weights change, its log-probs are compared with the rollout engine's. They come from
+    `compute_log_probs`, or else from the first pass here, which runs on the same weights. Raises
     MismatchError. Collective over the learners.
     """
 
@@ -211,15 +265,23 @@ def update_weights(
         difference = fresh_difference(batch.rollouts, scores, valid, roles.hybrid_engine.version)
         return check_mismatch(difference, config.mismatch)
 
+    # With a scoring pass, a mismatch is found before any role's weights change.
     scores = batch.scores
     metrics = Metrics()
     warning = None
     if scores.old_log_probs is not None:
         warning = compare_with_engine(scores)
 
+    # The same mini-batches for critic and actor, in an order that depends on the step alone.
     seed = step_seed(config, step)
     batches = list(
-        minibatches(train_batch, algorithm, config.batch.optimizer_steps, config.batch.epochs, seed)
+        minibatches(
+            train_batch,
+            algorithm,
+            config.batch.optimizer_steps,
+            config.batch.epochs,
+            seed,
+        )
     )
 
     # One role after the other, so that only one needs to be in device memory on ranks that they share. On
@@ -241,12 +303,17 @@ def update_weights(
                     scores = scatter_log_probs(scores, minibatch, train_batch.lengths, outputs)
                     warning = compare_with_engine(scores)
 
-                metrics += pass_metrics + roles.actor.step(more=minibatch is not batches[-1])
+                metrics += pass_metrics + roles.actor.step(has_next=minibatch is not batches[-1])
 
     return WeightUpdate(scores, metrics, warning)
 
 
-def scatter_log_probs(scores: Scores, minibatch: TrainBatch, lengths: Tensor, outputs: RowShard) -> Scores:
+def scatter_log_probs(
+    scores: Scores,
+    minibatch: TrainBatch,
+    lengths: Tensor,
+    outputs: RowShard,
+) -> Scores:
     """Scatter the actor's outputs for a mini-batch back into the scores of the full batch.
 
     ``lengths``: [B] int64, tokens of each row of the full batch. Tokens outside the mini-batch get 0.
@@ -267,6 +334,7 @@ def _step_result(
     state: AlgorithmState,
 ) -> StepResult:
     """Return a step's metrics and the algorithm's next state."""
+    # Without a scoring pass, the update has found the log-probs that these metrics and the state need.
     if batch.scores.old_log_probs is None:
         batch_metrics += old_policy_metrics(batch.rollouts, update.scores, algorithm, state)
     state = next_state(algorithm, state, batch.rollouts, update.scores)
@@ -277,8 +345,8 @@ def _step_result(
 def gather_step(result: StepResult | None, local_metrics: Metrics) -> Metrics:
     """Return a step's metrics, the ranks' local ones summed. Collective over the world.
 
-    Metrics cross the ranks here, once a step. On a rank that did not learn ``result`` is None, and the
-    returned metrics are without those of the whole batch. Raises UserError if every token was rejected.
+    Metrics cross the ranks here, once a step. A rank that did not learn has no ``result``, and gets the
+    summed metrics without the batch's. Raises UserError if every token was rejected.
     """
     if result is None:
         return gather_metrics(local_metrics)
@@ -316,6 +384,7 @@ def require_tokens(batch: TrainBatch, metrics: Metrics) -> None:
 def require_unrejected(metrics: Metrics) -> None:
     """Raise UserError if every token was rejected; with `Correction.bypass` only the update measures that."""
     values = metrics.values()
+    # At least, not equal: it is a quotient of sums.
     if values.get("mismatch/rejected_fraction", 0.0) >= 1:
         raise _no_tokens_error(values)
 
@@ -326,6 +395,7 @@ def _no_tokens_error(values: Mapping[str, float]) -> UserError:
     log_ratio = -values.get("mismatch/kl", 0.0)
     truncated = values.get("response/truncated_fraction", 0.0)
 
+    # Two filters can remove every token: rejection by importance ratio, and that of truncated responses.
     if rejected:
         path = "algorithm.correction.rejection"
         fix = "widen the bands of rejection, lower asynchrony.steps_ahead or batch.optimizer_steps"
@@ -352,11 +422,13 @@ def fresh_difference(rollouts: Rollouts, scores: Scores, valid: Tensor, version:
     if scores.old_log_probs is None:
         return None
 
+    # The policy version of each token: [N].
     rows = row_index(rollouts.lengths)
     versions = rollouts.token_versions
     if versions is None:
         versions = rollouts.policy_version[rows]
 
+    # In float64: the sum over a large batch has more digits than float32 holds.
     fresh = rollouts.response_mask & (versions == version) & valid[rows]
     difference = (scores.old_log_probs - rollouts.rollout_log_probs)[fresh].abs().double()
     if not len(difference):
@@ -432,6 +504,7 @@ class Phases:
 
     def metrics(self) -> Metrics:
         """Return the measurements since the last call as maxima over ranks, and reset them."""
+        # The slowest rank and the fullest device are what a user can act on.
         maxima = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         maxima |= {f"memory/{name}_peak_bytes": float(peak) for name, peak in self._peak_bytes.items()}
         if self._peak_bytes:

@@ -7,8 +7,15 @@ from pathlib import Path
 
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import first, require_intact_models
-from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments, save_megatron
-from megatron_rl.config.checkpoint_meta import check_same_model, is_checkpoint, model_identity
+from megatron_rl.checkpoint.megatron_lm import (
+    checkpoint_arguments,
+    save_megatron,
+)
+from megatron_rl.config.checkpoint_meta import (
+    check_same_model,
+    is_checkpoint,
+    model_identity,
+)
 from megatron_rl.config.derive import resolve
 from megatron_rl.config.load import load_config
 from megatron_rl.config.placement import role_layout
@@ -25,9 +32,18 @@ from megatron_rl.errors import UserError
 from megatron_rl.hf.export import export, export_adapters
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.metrics import merge
-from megatron_rl.roles.build import Roles, build_frozen_policy, build_frozen_roles
+from megatron_rl.roles.build import (
+    Roles,
+    build_frozen_policy,
+    build_frozen_roles,
+)
 from megatron_rl.shapes.pretrained import read_pretrained
-from megatron_rl.trainer.evaluation import EvaluationSet, evaluate, evaluation_sets, failure_lines
+from megatron_rl.trainer.evaluation import (
+    EvaluationSet,
+    evaluate,
+    evaluation_sets,
+    failure_lines,
+)
 from megatron_rl.trainer.job import describe_rank, report_failure
 from megatron_rl.trainer.loop import Phases
 
@@ -53,7 +69,11 @@ def evaluate_checkpoints(
         with phases("data"):
             sources = {
                 name: load_prompts(
-                    config, f"evaluation.sets.{name}.data", settings.data, tokenizer, TokenFiles(None, print)
+                    config,
+                    f"evaluation.sets.{name}.data",
+                    settings.data,
+                    tokenizer,
+                    TokenFiles(None, print),
                 )
                 for name, settings in config.evaluation.sets.items()
             }
@@ -87,7 +107,12 @@ def _require_same_model(config: RunConfig, paths: Sequence[Path], hf_models: Seq
     model = read_pretrained(Path(config.model.path) / "config.json")
     for path in hf_models:
         identity = model_identity(read_pretrained(path / "config.json"))
-        check_same_model(path, identity, model, "evaluate it with a configuration whose model.path it is")
+        check_same_model(
+            path,
+            identity,
+            model,
+            "evaluate it with a configuration whose model.path it is",
+        )
 
     # A checkpoint of adapters is loaded into a model with adapters, which a whole model does not fit.
     if config.actor.lora is not None and 0 < len(hf_models) < len(paths):
@@ -129,7 +154,9 @@ def _evaluate_path(
 
 
 def _require_rewards(
-    config: RunConfig, paths: Sequence[Path], metrics: Sequence[Mapping[str, float]]
+    config: RunConfig,
+    paths: Sequence[Path],
+    metrics: Sequence[Mapping[str, float]],
 ) -> None:
     """Raise UserError if so many rewards failed that a run would have stopped."""
     max_fraction = config.reward.max_invalid_fraction
@@ -221,7 +248,10 @@ def export_checkpoint(path: Path, out: Path, *, form: str = "hf", trusted: bool 
         watch.leave()
 
     if device.rank() == 0:
-        print(f"wrote {out}{MEGATRON_HINT if form == 'megatron' else ''}", flush=True)
+        print(
+            f"wrote {out}{MEGATRON_HINT if form == 'megatron' else ''}",
+            flush=True,
+        )
 
 
 def _export_config(path: Path) -> tuple[RunConfig, LayoutConfig]:
@@ -247,4 +277,7 @@ def _export_config(path: Path) -> tuple[RunConfig, LayoutConfig]:
 
 def _join(config: RunConfig, phases: Phases) -> None:
     """Join a job that has nothing to save when it is stopped. Collective over the world."""
-    watch.join(config.rank_timeout, lambda: f"{describe_rank(config, device.rank())} {phases.location}")
+    watch.join(
+        config.rank_timeout,
+        lambda: f"{describe_rank(config, device.rank())} {phases.location}",
+    )

@@ -26,7 +26,10 @@ def _templates() -> Environment:
         lstrip_blocks=True,
     )
     # JSON has no NaN: better an error here than in the reader's browser.
-    templates.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "allow_nan": False}
+    templates.policies["json.dumps_kwargs"] = {
+        "ensure_ascii": False,
+        "allow_nan": False,
+    }
     return templates
 
 
@@ -34,9 +37,9 @@ def _render(template: str, **values: Any) -> Markup:
     return Markup(_templates().get_template(template).render(**values))
 
 
-def write(path: Path, title: str, parts: Sequence[Markup]) -> None:
-    """Write a page of ``parts``; lone surrogates become question marks."""
-    page = _render("page.html", title=title, parts=parts)
+def write(path: Path, title: str, sections: Sequence[Markup]) -> None:
+    """Write a page of ``sections``; lone surrogates become question marks."""
+    page = _render("page.html", title=title, parts=sections)
     path.write_text(page, encoding="utf-8", errors="replace")
 
 
@@ -50,7 +53,11 @@ def paragraph(text: str) -> Markup:
     return Markup("<p>{}</p>").format(text)
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[int] = ()) -> Markup:
+def table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    numeric: Sequence[int] = (),
+) -> Markup:
     """Return a table; the columns with the indices ``numeric`` are aligned to the right."""
     return _render("table.html", headings=headings, rows=rows, numeric=numeric)
 

@@ -104,16 +104,19 @@ def write(run_dir: str | Path, console: TextIO | None = None) -> Path:
     _print_tables(folder, rows, phases, console)
     draw(run.lines, run.stages).savefig(folder.curve, format="png", dpi=PICTURE_DPI)
     samples, unreadable = stored_samples(folder)
-    parts = _page_parts(folder, run, rows, phases, samples, unreadable)
-    page.write(folder.report, folder.path.resolve().name, parts)
+    sections = _page_sections(folder, run, rows, phases, samples, unreadable)
+    page.write(folder.report, folder.path.resolve().name, sections)
 
     for line in unreadable:
         print(f"warning: {line}", file=console)
-    print(f"learning curves: {folder.curve}\nreport:          {folder.report}", file=console)
+    print(
+        f"learning curves: {folder.curve}\nreport:          {folder.report}",
+        file=console,
+    )
     return folder.report
 
 
-def _page_parts(
+def _page_sections(
     folder: RunFolder,
     run: RunMetrics,
     rows: Sequence[SummaryRow],
@@ -121,21 +124,31 @@ def _page_parts(
     samples: Sequence[Mapping[str, Any]],
     unreadable: Sequence[str],
 ) -> list[Markup]:
-    """Return the parts of the page, from the final table to the configuration."""
-    parts = [page.table(("", "value", ""), rows, numeric=(1,))]
-    parts += [page.heading("Learning curves"), page.pictures(pictures(run.lines, run.stages))]
+    """Return the sections of the page, from the final table to the configuration."""
+    sections = [page.table(("", "value", ""), rows, numeric=(1,))]
+    sections += [
+        page.heading("Learning curves"),
+        page.pictures(pictures(run.lines, run.stages)),
+    ]
+
     if phases:
         headings = ("phase", "total", "per step", "share")
-        parts.append(page.heading("Time by phase"))
-        parts.append(page.table(headings, _phase_rows(phases), numeric=(1, 2, 3)))
+        sections.append(page.heading("Time by phase"))
+        sections.append(page.table(headings, _phase_rows(phases), numeric=(1, 2, 3)))
+
+    # Files that cannot be read are named even if no sample is left to show.
     if samples or unreadable:
-        parts += [page.heading("Samples"), *map(page.paragraph, unreadable)]
+        sections += [
+            page.heading("Samples"),
+            *map(page.paragraph, unreadable),
+        ]
     if samples:
-        parts.append(page.sample_browser(samples))
+        sections.append(page.sample_browser(samples))
+
     if folder.config.is_file():
         text = folder.config.read_text(encoding="utf-8", errors="replace")
-        parts += [page.heading("Configuration"), page.text(text)]
-    return parts
+        sections += [page.heading("Configuration"), page.text(text)]
+    return sections
 
 
 def summary(lines: Lines, stages: Mapping[str, Lines]) -> list[SummaryRow]:
@@ -148,6 +161,7 @@ def summary(lines: Lines, stages: Mapping[str, Lines]) -> list[SummaryRow]:
         rows.append(("steps", str(len(steps)), ""))
     rows += [_stage_row(name, stage_lines) for name, stage_lines in stages.items()]
 
+    # Numbers about the health of a run, as means with the worst or best step.
     _, speed = series(lines, "throughput/tokens_per_second")
     if speed:
         remark = f"best step {number_text(max(speed), ',.0f')}"
@@ -185,7 +199,13 @@ def _trend_rows(lines: Lines) -> list[SummaryRow]:
             # At most half of the steps: the first and last steps of a short run must not be the same ones.
             steps = max(1, min(WINDOW, len(values) // 2))
             remark = f"means of the first and last {steps} steps"
-            rows.append((label, _change(fmean(values[:steps]), fmean(values[-steps:]), form), remark))
+            rows.append(
+                (
+                    label,
+                    _change(fmean(values[:steps]), fmean(values[-steps:]), form),
+                    remark,
+                )
+            )
     return rows
 
 
@@ -218,6 +238,7 @@ def phase_times(lines: Lines) -> list[PhaseTime]:
     step_seconds = seconds.pop("step", [])
     step_total = sum(step_seconds)
 
+    # Shares are of the time of whole steps, which only the loop of reinforcement learning measures.
     phases: list[PhaseTime] = []
     for name, values in seconds.items():
         if values:
@@ -230,7 +251,10 @@ def phase_times(lines: Lines) -> list[PhaseTime]:
 
 
 def _print_tables(
-    folder: RunFolder, rows: Sequence[SummaryRow], phases: Sequence[PhaseTime], out: TextIO | None
+    folder: RunFolder,
+    rows: Sequence[SummaryRow],
+    phases: Sequence[PhaseTime],
+    out: TextIO | None,
 ) -> None:
     """Print the final table and the times of the phases."""
     from rich.console import Console
@@ -239,7 +263,11 @@ def _print_tables(
     # Names of sets and folders come from users: no markup or emoji of theirs may be interpreted.
     console = Console(file=out, highlight=False, soft_wrap=True, markup=False, emoji=False)
     table = Table(title=f"{folder.path.name}: result", title_justify="left")
-    for heading, justify in (("", "left"), ("value", "right"), ("", "left")):
+    for heading, justify in (
+        ("", "left"),
+        ("value", "right"),
+        ("", "left"),
+    ):
         table.add_column(heading, justify=justify)  # pyright: ignore[reportArgumentType]
     for row in rows:
         table.add_row(*row)
@@ -255,19 +283,32 @@ def _print_tables(
         console.print(times)
 
 
-def _phase_rows(phases: Sequence[PhaseTime]) -> list[tuple[str, str, str, str]]:
+def _phase_rows(
+    phases: Sequence[PhaseTime],
+) -> list[tuple[str, str, str, str]]:
     """Return the cells of the table of phases."""
     rows: list[tuple[str, str, str, str]] = []
     for phase in phases:
-        share = "" if phase.share is None else number_text(phase.share, ".0%")
-        rows.append((phase.name, clock(phase.total), f"{_three_digits(phase.per_step)} s", share))
+        share = ""
+        if phase.share is not None:
+            share = number_text(phase.share, ".0%")
+        rows.append(
+            (
+                phase.name,
+                clock(phase.total),
+                f"{_three_digits(phase.per_step)} s",
+                share,
+            )
+        )
     return rows
 
 
-def stored_samples(folder: RunFolder) -> tuple[list[dict[str, Any]], list[str]]:
+def stored_samples(
+    folder: RunFolder,
+) -> tuple[list[dict[str, Any]], list[str]]:
     """Return at most `SAMPLES` stored samples for the page, spread over the steps, with long texts cut.
 
-    An evaluation set has the same prompts of every step; training samples are spread over those of a step.
+    An evaluation set has the same prompts of every step; training samples are spread over the rows of a step.
     Also returns a line for each file that cannot be read, such as one that a crash of the machine has torn.
     """
     files: list[tuple[str, int, Path]] = []
@@ -277,6 +318,7 @@ def stored_samples(folder: RunFolder) -> tuple[list[dict[str, Any]], list[str]]:
             files.append((kind, int(step), path))
     files.sort()
 
+    # Every stride-th file, so that the page has at most `SAMPLES`.
     stride = max(1, -(-len(files) * SAMPLES_OF_A_STEP // SAMPLES))
     samples: list[dict[str, Any]] = []
     unreadable: list[str] = []
@@ -298,20 +340,28 @@ def _read_samples(kind: str, step: int, path: Path) -> list[dict[str, Any]]:
 
     require_file(path)
     rows = pyarrow.parquet.read_table(path).to_pylist()
-    stride = max(1, -(-len(rows) // SAMPLES_OF_A_STEP)) if kind == "step" else 1
+    # Evaluation answers are not spread: the first rows are the same prompts in every step.
+    stride = 1
+    if kind == "step":
+        stride = max(1, -(-len(rows) // SAMPLES_OF_A_STEP))
     samples: list[dict[str, Any]] = []
     for row in rows[::stride][:SAMPLES_OF_A_STEP]:
+        # NaN is a failed reward; JSON has no NaN.
         reward = row.get("reward")
+        if reward is not None:
+            reward = round(reward, 6) if math.isfinite(reward) else None
         finish = row.get("finish_reason")
+        if finish is not None:
+            finish = FINISH_REASONS[finish]
         samples.append({
             "set": "training" if kind == "step" else kind.removeprefix("eval_"),
             "step": step,
             "prompt": _cut(row.get("prompt")),
             "response": _cut(row.get("response")),
             "truth": _cut_optional(row.get("ground_truth")),
-            "reward": None if reward is None or not math.isfinite(reward) else round(reward, 6),
+            "reward": reward,
             "length": row.get("length"),
-            "finish": None if finish is None else FINISH_REASONS[finish],
+            "finish": finish,
             "turns": _turns(row.get("conversation")),
             "failure": _cut_optional(row.get("failure")),
         })  # fmt: skip

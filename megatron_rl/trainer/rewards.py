@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms import Algorithm
-from megatron_rl.algorithms.rewards import count_groups, informative_groups, prompts_to_sample, take_groups
+from megatron_rl.algorithms.rewards import (
+    count_groups,
+    informative_groups,
+    prompts_to_sample,
+    take_groups,
+)
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.distributed.exchange import ReplicaGroup
@@ -25,7 +30,14 @@ from megatron_rl.rewards.function import Failure, ending
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.reward import COMPONENT, EarlyRewards, ScorerResult
 from megatron_rl.trainer.sample import SampledBatch
-from megatron_rl.types import FINISH_FAILED, Outcome, PromptBatch, Rollouts, Scores, limited_counts
+from megatron_rl.types import (
+    FINISH_FAILED,
+    Outcome,
+    PromptBatch,
+    Rollouts,
+    Scores,
+    limited_counts,
+)
 
 ROUND_CEILING = 4
 """One round of dynamic sampling draws at most this many times the prompts of a step."""
@@ -42,7 +54,7 @@ NOT_FINITE = "a score, or their sum, is not finite"
 class ScoredBatch:
     """Rows with their rewards, the same value on every rank but for ``metrics`` and ``failures``.
 
-    Example: two responses to one prompt, the second of which the engine failed on, have
+    Example: two responses to one prompt, where the engine failed on the second, have
     ``scores.rewards=[1.0, nan]``, ``scores.valid=[True, False]`` and
     ``reasons=(None, "the engine gave no response")``.
     """
@@ -96,6 +108,7 @@ class RowRewards:
 
 def compute_rewards(roles: Roles, sampled: SampledBatch, learners: ReplicaGroup) -> ScoredBatch:
     """Compute the rewards of responses and of their greedy baselines. Collective over the learners."""
+    # The rows of a prompt are consecutive.
     samples_per_prompt = len(sampled.rollouts) // max(len(sampled.prompts), 1)
     prompts = sampled.prompts.repeat(samples_per_prompt)
     rewards = compute_row_rewards(roles, prompts, sampled.rollouts, learners, sampled.early)
@@ -103,6 +116,7 @@ def compute_rewards(roles: Roles, sampled: SampledBatch, learners: ReplicaGroup)
     scores = rewards.scores
     metrics = sampled.metrics + rewards.metrics
     failures = rewards.failures
+    # ReMax: the reward of the greedy response is the baseline of all samples of its prompt.
     if sampled.greedy is not None:
         baseline = compute_row_rewards(roles, sampled.prompts, sampled.greedy, learners)
         lengths = limited_counts(sampled.greedy)
@@ -114,7 +128,14 @@ def compute_rewards(roles: Roles, sampled: SampledBatch, learners: ReplicaGroup)
         metrics = metrics + baseline.metrics
         failures = failures + baseline.failures
 
-    return ScoredBatch(prompts, sampled.rollouts, scores, rewards.reasons, metrics, failures)
+    return ScoredBatch(
+        prompts,
+        sampled.rollouts,
+        scores,
+        rewards.reasons,
+        metrics,
+        failures,
+    )
 
 
 def compute_row_rewards(
@@ -127,14 +148,15 @@ def compute_row_rewards(
     """Sum the rewards of all scorers and reward models, each times its weight, into one reward per row.
 
     A row is valid if every one of them returned a finite number. A single scorer's reward is the row's, and
-    its components have their own names; several scorers are components by their names, and what a scorer
-    names itself is ``SCORER/NAME``. ``prompts`` has one entry per row. Metrics and failures are of this rank.
+    its components keep their names. Several scorers are components by their names, and their own components
+    become ``SCORER/NAME``. ``prompts`` has one entry per row. Metrics and failures are of this rank.
     Collective over the members.
     """
     # All start before any result is gathered: reward models on ranks of their own work at the same time.
     model_shards = [model.infer(rollouts) for model in roles.reward_models]
     results = roles.reward.infer(prompts, rollouts, members, early)
 
+    # Scorers outside the training process.
     weighted: list[Tensor] = []
     components: dict[str, Tensor] = {}
     for result in results:
@@ -149,10 +171,12 @@ def compute_row_rewards(
             prefix = f"{result.name}/"
         components |= {prefix + name.removeprefix(COMPONENT): value for name, value in values.items()}
 
+    # Reward models, whose passes have run meanwhile.
     for model, shard in zip(roles.reward_models, model_shards, strict=True):
         components[model.name] = members.gather_rows(shard).values[model.name]
         weighted.append(model.weight * components[model.name])
 
+    # A NaN of any scorer makes the sum NaN, and the row invalid.
     rewards = sum(weighted[1:], weighted[0])
     valid = rewards.isfinite() & (rollouts.finish_reason != FINISH_FAILED)
     rewards = rewards.masked_fill(~valid, float("nan"))
@@ -171,6 +195,7 @@ def _invalid_reasons(
     results: Sequence[ScorerResult], rollouts: Rollouts, valid: Tensor
 ) -> tuple[str | None, ...]:
     """Return why each row has no reward: [B], None for a valid row. The first scorer's reason counts."""
+    # An earlier scorer's reason replaces those of later ones.
     by_row: dict[int, str] = {}
     for result in results:
         by_row = {**result.reasons, **by_row}
@@ -203,23 +228,33 @@ def prompts_to_add(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: 
     if len(rounds) > algorithm.dynamic_sampling.further_rounds:
         return 0
 
+    # Sized by the fraction of informative groups so far, so that one more round is likely to be enough.
     counts = [count_informative(batch) for batch in rounds]
     informative = sum(count for count, _ in counts)
     total = sum(count for _, count in counts)
-    return prompts_to_sample(prompts_per_step, informative, total, ceiling=ROUND_CEILING * prompts_per_step)
+    return prompts_to_sample(
+        prompts_per_step,
+        informative,
+        total,
+        ceiling=ROUND_CEILING * prompts_per_step,
+    )
 
 
 def combine_rounds(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: RunConfig) -> ScoredBatch:
     """Return the batch of a step from its rounds of sampling, with the metrics of all rounds.
 
-    If the rounds have too few informative groups, the step uses those that there are, or the groups of the
-    first round without any. Surplus groups are dropped and counted.
+    With too few informative groups the step uses the available ones; without any, the groups of the first
+    round. Surplus groups are dropped and counted.
     """
     if not algorithm.dynamic_sampling.further_rounds:
         return rounds[0]
 
     metrics = Metrics.of({"sampling/rounds": float(len(rounds))})
-    batch = keep_informative(_concatenate(rounds), config.batch.prompts_per_step, fallback=rounds[0])
+    batch = keep_informative(
+        _concatenate(rounds),
+        config.batch.prompts_per_step,
+        fallback=rounds[0],
+    )
     return replace(batch, metrics=batch.metrics + metrics)
 
 
@@ -231,33 +266,40 @@ def count_informative(batch: ScoredBatch) -> tuple[int, int]:
 
 
 def keep_informative(batch: ScoredBatch, group_count: int, *, fallback: ScoredBatch) -> ScoredBatch:
-    """Return the first ``group_count`` groups whose rewards differ, or all of them if there are fewer.
+    """Return the first ``group_count`` groups with rewards that differ, or fewer if the batch lacks them.
 
-    Without any, the rows are those of ``fallback``; metrics and failures are the batch's in any case.
+    Without any, returns the rows of ``fallback``. Metrics and failures are the batch's in any case.
     """
     informative, total = count_informative(batch)
+
+    # The first ones in the order of sampling, whatever their rewards are.
     group = batch.rollouts.group
     rows = take_groups(
-        informative_groups(batch.scores.rewards, group, batch.scores.valid), group, group_count
+        informative_groups(batch.scores.rewards, group, batch.scores.valid),
+        group,
+        group_count,
     )
+
     metrics = Metrics.of({
         "sampling/prompts": float(total),
         "sampling/informative_fraction": informative / total,
         "sampling/dropped_groups": float(max(informative - group_count, 0)),
         "sampling/missing_groups": float(max(group_count - informative, 0)),
     })  # fmt: skip
+
     selected = batch.rows(rows) if rows else fallback
     return replace(selected, metrics=batch.metrics + metrics, failures=batch.failures)
 
 
 def _concatenate(rounds: Sequence[ScoredBatch]) -> ScoredBatch:
-    """Return the rows of all rounds; the groups of a round are numbered after those of the rounds before.
+    """Return the rows of all rounds, with the groups of later rounds numbered after the earlier ones.
 
     A reward component that a round does not have is NaN there.
     """
     if len(rounds) == 1:
         return rounds[0]
 
+    # Each round numbers its groups from 0; advantages need a number per group of the whole batch.
     renumbered: list[Rollouts] = []
     group_count = 0
     for batch in rounds:
@@ -265,6 +307,7 @@ def _concatenate(rounds: Sequence[ScoredBatch]) -> ScoredBatch:
         group_count = int(rollouts.group.max()) + 1
         renumbered.append(rollouts)
 
+    # A function may return a component in one round and not in another.
     component_names = sorted({name for batch in rounds for name in batch.scores.components})
     scores = Scores(
         rewards=torch.cat([batch.scores.rewards for batch in rounds]),
@@ -305,6 +348,7 @@ def _concatenate_baselines(rounds: Sequence[ScoredBatch], name: str) -> Tensor |
 
 def distinct_failures(failures: Iterable[Failure]) -> list[Failure]:
     """Return the first failure of each reason and exception class, at most `MAX_SHOWN_FAILURES`."""
+    # The last line of a Python traceback begins with the class of the exception.
     first: dict[tuple[str, str], Failure] = {}
     for failure in failures:
         last_line = failure.message.strip().rpartition("\n")[2]
@@ -332,12 +376,17 @@ class FailureWatch:
         self._steps = 0
 
     def check(
-        self, step: int, invalid_fraction: float, reasons: Counter[str], examples: Sequence[Failure]
+        self,
+        step: int,
+        invalid_fraction: float,
+        reasons: Counter[str],
+        examples: Sequence[Failure],
     ) -> None:
         """Count a step; raise UserError if too many rewards failed in `reward.invalid_steps` steps in a row.
 
         ``reasons``: number of failed rewards by reason, of all ranks.
         """
+        # A single bad step, such as one in which a server was restarted, must not end the run.
         if invalid_fraction <= self._max_fraction:
             self._steps = 0
             return
@@ -345,9 +394,13 @@ class FailureWatch:
         if self._steps < self._max_steps:
             return
 
+        # The failures of the most common reason are the ones to repair first.
         most_common = reasons.most_common(1)[0][0] if reasons else NO_RESPONSE
         got = f"most often: {most_common}"
-        example = next((failure.message for failure in examples if failure.reason == most_common), "")
+        example = next(
+            (failure.message for failure in examples if failure.reason == most_common),
+            "",
+        )
         if example:
             got += f"\n{ending(example, MAX_MESSAGE_CHARACTERS)}"
         raise UserError(

@@ -18,12 +18,21 @@ from megatron_rl.checkpoint.folders import (
     require_intact_models,
 )
 from megatron_rl.config.schema import TRAIN, RunConfig
-from megatron_rl.config.stage_plan import StagePlan, models_read, pending_stages, stage_plans
+from megatron_rl.config.stage_plan import (
+    StagePlan,
+    models_read,
+    pending_stages,
+    stage_plans,
+)
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.data.shards import DataPath
 from megatron_rl.data.tokenizing import as_warning, load_tokenizer
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import barrier, gather_metrics, gather_objects
+from megatron_rl.distributed.exchange import (
+    barrier,
+    gather_metrics,
+    gather_objects,
+)
 from megatron_rl.errors import first_line
 from megatron_rl.hf.export import export
 from megatron_rl.megatron.residency import Use
@@ -31,13 +40,24 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.rewards.function import Failure
 from megatron_rl.roles.build import Roles, build_roles
 from megatron_rl.trainer.asynchrony import AheadBatches
-from megatron_rl.trainer.evaluation import EvaluationSet, evaluate, evaluation_sets, reward_answers
+from megatron_rl.trainer.evaluation import (
+    EvaluationSet,
+    evaluate,
+    evaluation_sets,
+    reward_answers,
+)
 from megatron_rl.trainer.job import Job, Stopped, job, keep_code
 from megatron_rl.trainer.logging import MetricsLog, Progress
-from megatron_rl.trainer.loop import BatchSource, SameStepBatches, StepResult, gather_step, train_step
+from megatron_rl.trainer.loop import (
+    BatchSource,
+    SameStepBatches,
+    StepResult,
+    gather_step,
+    train_step,
+)
 from megatron_rl.trainer.report import write as write_report
 from megatron_rl.trainer.rewards import FailureWatch
-from megatron_rl.trainer.sample import RolloutSource
+from megatron_rl.trainer.sample import RolloutSource, SampledBatch
 from megatron_rl.trainer.samples import Samples
 from megatron_rl.trainer.stages import (
     delete_checkpoints,
@@ -101,17 +121,26 @@ class Run:
         job.join()
         keep_code(job)
 
+        # Before the models: a damaged checkpoint or model is found in seconds, not after they are built.
         self.checkpoint, self.pending_stages = self._find_start()
         with self.phases("data"):
             self.stage_data = [load_stage_data(plan, self.tokenizer, job) for plan in self.pending_stages]
-        with self.phases("build"), self._progress("build models and engine"):
+        with (
+            self.phases("build"),
+            self._progress("build models and engine"),
+        ):
             self.sets = evaluation_sets(config, held_out, self.tokenizer)
             templated = self.prompts.templated
             self.roles: Roles = build_roles(
-                config, self.algorithm, self.tokenizer, templated=templated, say=job.say
+                config,
+                self.algorithm,
+                self.tokenizer,
+                templated=templated,
+                say=job.say,
             )
         self._warn_of_missing_containment()
 
+        # The parts of a step, and what is written about it.
         self.samples = Samples(job, self.roles)
         self.failures = FailureWatch(config.reward)
         self.source = RolloutSource(config, self.roles, self.algorithm, self.prompts.next)
@@ -123,10 +152,17 @@ class Run:
         else:
             self.batches = SameStepBatches(config, self.roles, self.algorithm, self.source)
 
-        queue = [] if self.ahead is None else self.ahead.queue
+        # State and checkpoints, which share the queue with the source of batches.
+        queue: list[SampledBatch] = []
+        if self.ahead is not None:
+            queue = self.ahead.queue
         algorithm_state = initial_state(self.algorithm)
         self.state = TrainerState(self.prompts, algorithm_state, config.seed, self.source, queue)
-        self.checkpoints = Checkpoints(self.folder.checkpoints, config.checkpoint, self._write_checkpoint)
+        self.checkpoints = Checkpoints(
+            self.folder.checkpoints,
+            config.checkpoint,
+            self._write_checkpoint,
+        )
 
     def _warn_of_missing_containment(self) -> None:
         """Print the limits of contained processes that this machine does not enforce."""
@@ -137,6 +173,7 @@ class Run:
 
     def run(self) -> None:
         """Resume or run the stages, take the remaining steps, and write the model and the report."""
+        # A checkpoint of the run is from after its stages.
         if self.checkpoint is not None:
             self._resume(self.checkpoint)
         else:
@@ -148,6 +185,7 @@ class Run:
         if self.checkpoint is None and self.sets and self.config.evaluation.at_start:
             self._record(log, 0, self._evaluate(0, self.sets))
 
+        # A restored one: its answers were not in the checkpoint.
         self._run_deferred_evaluation(log)
         try:
             with self.job.stop.saves():
@@ -159,7 +197,11 @@ class Run:
         except BaseException:
             # The line of the last step; a resumed run writes it again with its evaluation.
             if self.state.deferred is not None:
-                self._record(log, self.state.deferred.step, self.state.deferred.metrics)
+                self._record(
+                    log,
+                    self.state.deferred.step,
+                    self.state.deferred.metrics,
+                )
             raise
 
         if log is not None:
@@ -189,7 +231,10 @@ class Run:
         require_intact_models(first(lambda: models_read(self.config)))
 
         # The first rank decides: a shared file system can show the ranks different files for a while.
-        stages = () if newest is not None else pending_stages(self.config)
+        # A run with a checkpoint has no stage left to run, and needs the models that they left.
+        stages: tuple[StagePlan, ...] = ()
+        if newest is None:
+            stages = pending_stages(self.config)
         stages = gather_objects(stages)[0]
         if newest is not None:
             require_stage_models(self.config)
@@ -206,7 +251,7 @@ class Run:
         return Path(resume)
 
     def _load_prompts(self, key: str, path: DataPath) -> PromptSource:
-        """Load the prompts of a configuration key, and print what is notable about them."""
+        """Load the prompts of a configuration key, and print their lengths and anomalies."""
         source = load_prompts(self.config, key, path, self.tokenizer, self.job.token_files)
         self.job.say(f"{key}: {source.length_report.line()}")
         for remark in source.remarks:
@@ -216,10 +261,10 @@ class Run:
         return source
 
     def _progress(self, title: str) -> Progress:
-        return Progress(title, shown=self.job.main, console=self.job.console)
+        return Progress(title, enabled=self.job.main, console=self.job.console)
 
     def _resume(self, path: Path) -> None:
-        """Restore a checkpoint, and write what a kill may have left out. Collective over the world."""
+        """Restore a checkpoint, and complete the files that a kill prevented. Collective over the world."""
         with self.phases("resume"):
             warning = self.state.restore(path, self.roles, trusted=self.config.checkpoint.trust)
         self.job.say(f"resumed from {path} at step {self.state.step}")
@@ -230,13 +275,17 @@ class Run:
 
     def _run_stages(self) -> None:
         """Run the pending stages. Collective over the world."""
+        # All plans in order: an ended stage still counts as a version, and its checkpoints can go.
         plans = stage_plans(self.config)
         data_of = {plan.where: data for plan, data in zip(self.pending_stages, self.stage_data, strict=True)}
         roles = {role.name: role for role in self.roles.models}
         for plan in plans:
             if plan.where in data_of:
                 at_end = stage_end(plan, self.roles, self.config)
-                run_stage(make_stage(plan, roles[plan.role], data_of[plan.where], at_end), self.job)
+                run_stage(
+                    make_stage(plan, roles[plan.role], data_of[plan.where], at_end),
+                    self.job,
+                )
             else:
                 self.job.say(f"{plan.where}: has ended before, and left {plan.model}")
                 delete_checkpoints(plan, self.job)
@@ -249,7 +298,7 @@ class Run:
             checkpoint.seed_generators(self.config.seed, 0, self.roles.actor.model)
 
     def _take_step(self, log: MetricsLog | None) -> None:
-        """Take a step, write its metrics and samples, evaluate and save. Collective over the world."""
+        """Run a step, write its metrics and samples, evaluate and save. Collective over the world."""
         step = self.state.step + 1
         self.phases.step = step
         start = time.perf_counter()
@@ -267,6 +316,7 @@ class Run:
             self._record(log, deferred.step, deferred.metrics + evaluation_metrics)
             self.state.deferred = None
 
+        # From here on metrics are those of all ranks.
         metrics = self._step_metrics(result, seconds)
         reasons, examples = self.samples.keep_step(step, result)
         metrics = self._evaluate_or_defer(log, step, metrics)
@@ -277,11 +327,22 @@ class Run:
     def _train_and_answer(
         self, step: int, sets: Sequence[EvaluationSet]
     ) -> tuple[StepResult | None, list[Rollouts]]:
-        """Take one step, beside which an asynchronous run answers ``sets``; return the answers, too."""
+        """Run one step; an asynchronous run answers ``sets`` beside it. Returns the answers, too.
+
+        Collective over the world.
+        """
         if self.ahead is not None:
             self.ahead.sets = sets
         state = self.state.algorithm
-        result = train_step(self.batches, self.roles, self.algorithm, state, self.config, step, self.phases)
+        result = train_step(
+            self.batches,
+            self.roles,
+            self.algorithm,
+            state,
+            self.config,
+            step,
+            self.phases,
+        )
         if result is not None:
             self.state.algorithm = result.algorithm_state
             if result.warning:
@@ -304,7 +365,7 @@ class Run:
     def _evaluate_or_defer(self, log: MetricsLog | None, step: int, metrics: Metrics) -> Metrics:
         """Run the evaluation that is due after a step, or defer it to run beside the next step.
 
-        Returns the step's metrics, with those of the evaluation if it has run. Collective over the world.
+        Returns the step's metrics, including the evaluation's if it has run. Collective over the world.
         """
         is_last = step == self.config.steps
         evaluation = self.config.evaluation
@@ -323,7 +384,11 @@ class Run:
         return metrics
 
     def _check_failures(
-        self, step: int, result: StepResult | None, reasons: Counter[str], examples: Sequence[Failure]
+        self,
+        step: int,
+        result: StepResult | None,
+        reasons: Counter[str],
+        examples: Sequence[Failure],
     ) -> None:
         """Raise UserError on the main rank if too many rewards have failed for too many steps."""
         if result is not None and self.job.main:
@@ -332,6 +397,7 @@ class Run:
 
     def _save_if_due(self, step: int, is_best: bool) -> None:
         """Save a checkpoint of the present step if one is due. Collective over the world."""
+        # The last checkpoint can be restored by any layout, and is complete before the run ends.
         if step == self.config.steps or self._patience_exhausted():
             with self.phases("checkpoint"):
                 self.checkpoints.save_final(step)
@@ -368,9 +434,15 @@ class Run:
         patience = self.config.evaluation.patience
         return patience is not None and self.state.best.waited >= patience
 
-    def _write_checkpoint(self, path: Path, layout: str, beside: bool) -> checkpoint.Saving:
+    def _write_checkpoint(self, path: Path, layout: str, in_background: bool) -> checkpoint.Saving:
         """Write a checkpoint of the present step, or begin to. Collective over the world."""
-        saving = self.state.save(path, self.roles, self.config.checkpoint, layout=layout, beside=beside)
+        saving = self.state.save(
+            path,
+            self.roles,
+            self.config.checkpoint,
+            layout=layout,
+            in_background=in_background,
+        )
         # A step that is saved in two layouts needs one checkpoint for Megatron-LM.
         saved = self.checkpoints.saved
         if saved is None or saved[0] != self.state.step:
@@ -410,6 +482,7 @@ class Run:
         """Export the model, release roles and servers, and write the report. Collective over the world."""
         if self.config.checkpoint.export:
             self._export()
+        # The export reads the actor's weights on its ranks: nobody may release anything before.
         barrier()
         for evaluation_set in self.sets:
             evaluation_set.close()

@@ -29,13 +29,14 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @contextlib.contextmanager
 def only_job_in(run_dir: Path, console: Any = None) -> Iterator[None]:
-    """Hold the folder's lock inside the block, on the one rank that writes there.
+    """Lock the folder inside the block, on the one rank that writes there.
 
     If another process holds the operating system's lock, another job is running. Not every file system
     carries locks from host to host: there the holder's heartbeat counts, and a lock without one for
     `STALE_SECONDS` is taken over, after waiting that long for a heartbeat. Raises UserError if another job
     holds the lock.
     """
+    # Never unlinked: two jobs could otherwise lock two files of one name.
     path = run_dir / "run.lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     stop_heartbeat = threading.Event()
@@ -44,11 +45,19 @@ def only_job_in(run_dir: Path, console: Any = None) -> Iterator[None]:
             raise _locked_error(path, _holder(path))
         _wait_until_stale(path, console)
 
-        content = {"host": socket.gethostname(), "process": os.getpid(), "since": time.strftime("%F %T")}
+        # What another job's error says about this one.
+        content = {
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "since": time.strftime("%F %T"),
+        }
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(content).encode(), 0)
         heartbeat = threading.Thread(
-            target=_heartbeat, args=(descriptor, stop_heartbeat), name="run_lock", daemon=True
+            target=_heartbeat,
+            args=(descriptor, stop_heartbeat),
+            name="run_lock",
+            daemon=True,
         )
         heartbeat.start()
         try:
@@ -81,11 +90,16 @@ def _wait_until_stale(path: Path, console: Any) -> None:
     if not holder or holder.get("host") == socket.gethostname():
         return
 
+    # Compare times of one clock: that of this host may differ from the file server's.
     last_heartbeat = path.stat().st_mtime
     remaining = STALE_SECONDS - (_file_system_time(path.parent) - last_heartbeat)
     if remaining > 0 and console is not None:
         host = holder.get("host")
-        print(f"{path} was held on {host} just now: waiting {remaining:.0f} s", file=console, flush=True)
+        print(
+            f"{path} was held on {host} just now: waiting {remaining:.0f} s",
+            file=console,
+            flush=True,
+        )
     while remaining > 0:
         time.sleep(min(remaining, 1.0))
         if path.stat().st_mtime != last_heartbeat:

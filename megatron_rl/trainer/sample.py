@@ -23,7 +23,11 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.reward import EarlyRewards
 from megatron_rl.roles.rollout import RolloutRole
-from megatron_rl.rollout.buffer import RolloutBuffer, early_rewards, note_early_rewards
+from megatron_rl.rollout.buffer import (
+    RolloutBuffer,
+    early_rewards,
+    note_early_rewards,
+)
 from megatron_rl.rollout.collate import (
     NewTokens,
     append_new_tokens,
@@ -34,7 +38,13 @@ from megatron_rl.rollout.collate import (
 )
 from megatron_rl.rollout.scheduler import GenerationRound
 from megatron_rl.rollout.types import SequenceGroup
-from megatron_rl.types import PromptBatch, Rollouts, observed_counts, row_index, turn_starts
+from megatron_rl.types import (
+    PromptBatch,
+    Rollouts,
+    observed_counts,
+    row_index,
+    turn_starts,
+)
 
 _RENDEZVOUS = itertools.count(1)
 """Numbers of the open order's rounds. One counter per process, equal on all ranks, since the rounds of all
@@ -90,15 +100,19 @@ class RolloutSource:
     learned from more often.
 
     The open order has no token rounds: the replicas sample until the learning ranks wait for them and enough
-    groups are finished. The next step continues the others, those that no replica has started as prompts.
+    groups are finished. The next step continues the others, also groups that no replica has started.
 
     ``draw``: returns the next n prompts of the training data.
     ``buffer``: the waiting, running and finished groups; part of the checkpoint.
-    ``informative``: number of informative groups and of all groups in the last batch; part of the checkpoint.
+    ``informative``: numbers of informative and of all groups in the last batch; part of the checkpoint.
     """
 
     def __init__(
-        self, config: RunConfig, roles: Roles, algorithm: Algorithm, draw: Callable[[int], PromptBatch]
+        self,
+        config: RunConfig,
+        roles: Roles,
+        algorithm: Algorithm,
+        draw: Callable[[int], PromptBatch],
     ) -> None:
         self.config = config
         self.roles = roles
@@ -121,12 +135,17 @@ class RolloutSource:
         if reward.has_functions and generation_round.token_round is None:
             on_finished = reward.start_early
         pending = Pending(generation_round, rollout.infer(generation_round, on_finished))
+
+        # The greedy responses are sampled by the same weights, so before the engine goes to sleep.
         if not self.algorithm.needs_greedy_baseline:
             return pending
 
         greedy_prompts = _with_greedy_sampling(to_prompts(generation_round.groups))
         greedy_round = complete_round(greedy_prompts, 1, seed, generation_round.version)
-        return replace(pending, greedy=Pending(greedy_round, rollout.infer(greedy_round)))
+        return replace(
+            pending,
+            greedy=Pending(greedy_round, rollout.infer(greedy_round)),
+        )
 
     def finish(self, pending: Pending, members: ReplicaGroup) -> SampledBatch:
         """Gather a round and return the groups that the step takes. Collective over the members."""
@@ -134,8 +153,12 @@ class RolloutSource:
         generation_round = pending.generation_round
         new_tokens = _gather_and_append(rollout, pending, members)
         if generation_round.token_round is None:
-            note_early_rewards(generation_round.groups, self.roles.reward.gather_early(members))
+            note_early_rewards(
+                generation_round.groups,
+                self.roles.reward.gather_early(members),
+            )
 
+        # All ranks have the same sequences now, and select the same groups.
         selected = self.buffer.select(generation_round.required, generation_round.wanted)
         prompts = to_prompts(selected)
         rollouts = to_rollouts(selected)
@@ -144,12 +167,20 @@ class RolloutSource:
         if not self.config.rollout.capabilities.in_process:
             metrics += Metrics.of({"rollout/sampled_again": float(new_tokens.resubmitted)})
 
+        # Without oversampling every group was selected, and all tokens are of one version.
         if not self.config.rollout.oversample:
             greedy = None
             if pending.greedy is not None:
                 greedy = gather_complete(rollout, pending.greedy, members)
-            return SampledBatch(prompts, without_token_versions(rollouts), greedy, metrics, early)
+            return SampledBatch(
+                prompts,
+                without_token_versions(rollouts),
+                greedy,
+                metrics,
+                early,
+            )
 
+        # With oversampling some groups remain, finished or not.
         metrics += self._round_metrics(generation_round, new_tokens)
         metrics += Metrics.of({"rollout/partial_fraction": partial_fraction(rollouts)})
         metrics += self._carry_over_or_restart()
@@ -174,6 +205,7 @@ class RolloutSource:
 
     def _carry_over_or_restart(self) -> Metrics:
         """Keep the groups that were not selected, or return their prompts to the buffer; count them."""
+        # A group without a token is as good as its prompt, and can be sampled by the next weights.
         unstarted = self.buffer.restart_unstarted()
         groups = float(len(self.buffer.started))
         tokens = float(sum(group.sampled_tokens for group in self.buffer.started))
@@ -185,34 +217,61 @@ class RolloutSource:
             })  # fmt: skip
 
         self.buffer.restart_all()
-        return Metrics.of({"rollout/discarded_prompts": groups, "rollout/discarded_tokens": tokens})
+        return Metrics.of(
+            {
+                "rollout/discarded_prompts": groups,
+                "rollout/discarded_tokens": tokens,
+            }
+        )
 
     def _next_round(self, prompt_count: int, seed: int) -> GenerationRound:
         """Top up the carried-over groups with new prompts to the in-flight limit; return them as a round."""
         version = self.roles.hybrid_engine.version
         rollout = self.config.rollout
 
+        # Carried-over groups count towards the limit: only the difference is filled with new prompts.
         in_flight_limit = prompt_count
         if rollout.oversample:
             in_flight_limit = rollout.prompts_in_flight(prompt_count)
         missing_groups = in_flight_limit - len(self.buffer.started)
         if missing_groups > 0:
             waiting = self._take_prompts(missing_groups)
-            self.buffer.add(start_groups(waiting, self.config.batch.samples_per_prompt, seed, version))
+            self.buffer.add(
+                start_groups(
+                    waiting,
+                    self.config.batch.samples_per_prompt,
+                    seed,
+                    version,
+                )
+            )
 
         groups = tuple(self.buffer.started)
         if not rollout.oversample:
             return GenerationRound(groups, (True,) * len(groups), len(groups), version)
 
+        # Groups that would be too old after one more step must finish in this round.
         required = (False,) * len(groups)
         if rollout.partial:
             required = self.buffer.required(version, ahead=self._steps_ahead, bound=self._max_staleness)
+        # The closed order has token rounds; the open one ends when enough groups are finished.
         if rollout.order == CLOSED:
-            return GenerationRound(groups, required, prompt_count, version, rollout.round_tokens)
-        return GenerationRound(groups, required, prompt_count, version, rendezvous=next(_RENDEZVOUS))
+            return GenerationRound(
+                groups,
+                required,
+                prompt_count,
+                version,
+                rollout.round_tokens,
+            )
+        return GenerationRound(
+            groups,
+            required,
+            prompt_count,
+            version,
+            rendezvous=next(_RENDEZVOUS),
+        )
 
     def _take_prompts(self, count: int) -> list[SequenceGroup]:
-        """Return ``count`` waiting groups: first those of the buffer, then new ones."""
+        """Return ``count`` waiting groups: groups of the buffer first, then new ones."""
         groups = self.buffer.take_waiting(count)
         if len(groups) < count:
             groups += waiting_groups(self.draw(count - len(groups)))
@@ -233,6 +292,7 @@ class RolloutSource:
         if not self.buffer.started:
             return
 
+        # A group cannot get further sequences, and without `rollout.partial` nothing continues it.
         samples = self.config.batch.samples_per_prompt
         same_samples = all(len(group.sequences) == samples for group in self.buffer.started)
         if self.config.rollout.partial and same_samples:
@@ -298,8 +358,13 @@ def conversation_metrics(rollouts: Rollouts) -> Metrics:
 
     rows = float(len(rollouts))
     metrics = Metrics.mean("environment/turns", float(turn_starts(rollouts).sum()), rows)
-    metrics += Metrics.mean("environment/observed_tokens", float(observed_counts(rollouts).sum()), rows)
+    metrics += Metrics.mean(
+        "environment/observed_tokens",
+        float(observed_counts(rollouts).sum()),
+        rows,
+    )
 
+    # By reason, so that a timeout is not mistaken for an error of the environment.
     failures = Counter(outcome.failure for outcome in rollouts.outcomes if outcome and outcome.failure)
     metrics += Metrics.mean("environment/failed", float(failures.total()), rows)
     for reason, count in failures.items():
@@ -317,6 +382,7 @@ def partial_fraction(rollouts: Rollouts) -> float:
     if rollouts.token_versions is None or not len(rollouts):
         return 0.0
 
+    # The newest version among the response tokens of each row: [B].
     mask = rollouts.response_mask
     rows = row_index(rollouts.lengths)[mask]
     newest = torch.zeros(len(rollouts), dtype=torch.int64)
@@ -330,6 +396,7 @@ def staleness(version: int, rollouts: Rollouts, max_updates: int) -> Metrics:
 
     A row is as old as its oldest token; ``staleness/token_mean`` is the mean over tokens.
     """
+    # Raised before the metrics: rows that are too old must not be learned from.
     age = (version - rollouts.policy_version).float()
     if len(age) and int(age.max()) > max_updates:
         raise StalenessError(
@@ -347,4 +414,7 @@ def staleness(version: int, rollouts: Rollouts, max_updates: int) -> Metrics:
 
 def _with_greedy_sampling(prompts: PromptBatch) -> PromptBatch:
     """Return the prompts with greedy decoding."""
-    return replace(prompts, sampling=tuple(sampling.greedy() for sampling in prompts.sampling))
+    return replace(
+        prompts,
+        sampling=tuple(sampling.greedy() for sampling in prompts.sampling),
+    )

@@ -18,7 +18,10 @@ from megatron_rl.roles.build import Roles
 from megatron_rl.trainer.evaluation import EvaluationResult, failure_lines
 from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.loop import StepResult
-from megatron_rl.trainer.rewards import distinct_failures, unused_scorers_warning
+from megatron_rl.trainer.rewards import (
+    distinct_failures,
+    unused_scorers_warning,
+)
 from megatron_rl.types import PromptBatch, Rollouts, row_counts
 
 MAX_CONSOLE_CHARACTERS = 300

@@ -13,7 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.algorithms import PreferenceSettings, dpo_objective, reward_model_objective, sft_objective
+from megatron_rl.algorithms import (
+    PreferenceSettings,
+    dpo_objective,
+    reward_model_objective,
+    sft_objective,
+)
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import (
     first,
@@ -37,7 +42,12 @@ from megatron_rl.config.stage_plan import (
 from megatron_rl.data.responses import ResponseSource, load_responses
 from megatron_rl.data.shards import DataPath
 from megatron_rl.data.tokenizing import load_tokenizer
-from megatron_rl.distributed.exchange import ReplicaGroup, barrier, gather_metrics, gather_objects
+from megatron_rl.distributed.exchange import (
+    ReplicaGroup,
+    barrier,
+    gather_metrics,
+    gather_objects,
+)
 from megatron_rl.errors import UserError
 from megatron_rl.hf.export import export
 from megatron_rl.hf.peft import note_base
@@ -138,22 +148,41 @@ def load_stage_data(plan: StagePlan, tokenizer: Any, job: Job) -> StageData:
     if settings.held_out is not None:
         held_out = load(settings.held_out, "held_out")
 
+    # The length of a stage is a number of steps, or of epochs.
     records = (settings.steps or 0) * settings.per_step
     if settings.epochs is not None:
         records = max(1, round(settings.epochs * len(train)))
     return StageData(train, held_out, settings.per_step, records)
 
 
-def make_stage(plan: StagePlan, role: ModelRole, data: StageData, at_end: Callable[[], None]) -> Stage:
+def make_stage(
+    plan: StagePlan,
+    role: ModelRole,
+    data: StageData,
+    at_end: Callable[[], None],
+) -> Stage:
     """Return the stage of a plan."""
+    # A supervised stage learns from each row by itself.
     settings = plan.settings
     if isinstance(settings, SftConfig):
-        return Stage(plan, "supervised warm-up", role, data, _sft_objective, at_end=at_end)
+        return Stage(
+            plan,
+            "supervised warm-up",
+            role,
+            data,
+            _sft_objective,
+            at_end=at_end,
+        )
 
+    # Preference losses compare the two rows of a pair; SimPO needs no reference (arXiv 2405.14734).
     if isinstance(settings, PreferenceConfig):
         assert settings.beta is not None
         loss = PreferenceSettings(
-            settings.loss, settings.beta, settings.label_smoothing, settings.margin, settings.sft_coef
+            settings.loss,
+            settings.beta,
+            settings.label_smoothing,
+            settings.margin,
+            settings.sft_coef,
         )
         return Stage(
             plan,
@@ -166,9 +195,18 @@ def make_stage(plan: StagePlan, role: ModelRole, data: StageData, at_end: Callab
             at_end=at_end,
         )
 
+    # A reward model's output at a token is read there, not as a prediction of the next one.
     title = f"reward model {plan.name.removeprefix('reward_')}"
     options = {"unit": PAIR, "before": False}
-    return Stage(plan, title, role, data, reward_model_objective, options=options, at_end=at_end)
+    return Stage(
+        plan,
+        title,
+        role,
+        data,
+        reward_model_objective,
+        options=options,
+        at_end=at_end,
+    )
 
 
 def _sft_objective(rows: TrainBatch, log_probs: Any, entropy: Any) -> Any:
@@ -176,16 +214,20 @@ def _sft_objective(rows: TrainBatch, log_probs: Any, entropy: Any) -> Any:
 
 
 def _preference_objective(
-    settings: PreferenceSettings, rows: TrainBatch, log_probs: Any, entropy: Any
+    settings: PreferenceSettings,
+    rows: TrainBatch,
+    log_probs: Any,
+    entropy: Any,
 ) -> Any:
     return dpo_objective(settings, rows, log_probs)
 
 
 def stage_end(plan: StagePlan, roles: Roles, config: RunConfig) -> Callable[[], None]:
-    """Return what the roles of a run do at the end of a stage.
+    """Return the action that the roles of a run take at the end of a stage.
 
     Roles that start from the actor's model load its weights; a trained reward model is frozen.
     """
+    # Roles that keep a model of their own have the actor's starting weights until now.
     if plan.role == "actor":
         return partial(_load_into_dependents, plan, roles, config)
     return next(model.role.freeze for model in roles.reward_models if model.role.name == plan.role)
@@ -194,9 +236,9 @@ def stage_end(plan: StagePlan, roles: Roles, config: RunConfig) -> Callable[[], 
 def _load_into_dependents(plan: StagePlan, roles: Roles, config: RunConfig) -> None:
     """Load the model of the actor's stage into the roles that start from it. Collective over the world."""
     starting_models = stated_models(config)
-    trained = {other.role for other in stage_plans(config) if other.ended and other.role != "actor"}
+    trained_roles = {item.role for item in stage_plans(config) if item.ended and item.role != "actor"}
     for role in roles.models:
-        if starting_models.get(role.name) != str(plan.model) or role.name in trained:
+        if starting_models.get(role.name) != str(plan.model) or role.name in trained_roles:
             continue
         # The initial policy is the actor's own model, whose weights the stage has trained.
         if role.initial_of is not None:
@@ -225,12 +267,12 @@ def require_stage_models(config: RunConfig) -> None:
             if spec_at(path).phase == ACTOR.phase and not spec_at(path).trains and model == str(plan.model)
         ]
         is_base = config.actor.lora is not None and starting_model(config) == str(plan.model)
-        needed = plan.role != "actor" or bool(frozen_roles) or is_base
-        if plan.ended or not needed:
+        is_read = plan.role != "actor" or bool(frozen_roles) or is_base
+        if plan.ended or not is_read:
             continue
 
         if plan.role == "actor":
-            key = f"{frozen_roles[0] if frozen_roles else 'reference'}.path"
+            key = f"{[*frozen_roles, 'reference'][0]}.path"
             change = f"set {key} to it"
         else:
             key = f"{plan.role}.path"
@@ -250,8 +292,8 @@ def set_damaged_models_aside(job: Job) -> None:
     Only for a run without a checkpoint to resume from: one with a checkpoint needs the very model that it was
     saved with. Collective over the world.
     """
-    ended = first(lambda: [plan for plan in stage_plans(job.config) if plan.ended])
-    for plan in ended:
+    ended_plans = first(lambda: [plan for plan in stage_plans(job.config) if plan.ended])
+    for plan in ended_plans:
         problems = model_damages(plan.model)
         if not problems:
             continue
@@ -297,7 +339,7 @@ def run_stage(stage: Stage, job: Job) -> None:
 
 
 def _export_stage_model(stage: Stage, job: Job) -> None:
-    """Write the stage's model and merge its adapters, so that the next stage starts from what was written.
+    """Write the stage's model and merge its adapters, so that the next stage starts from the written model.
 
     Collective over the role's ranks.
     """
@@ -334,23 +376,30 @@ def run_alone(job: Job) -> None:
     with job.phases("data"):
         data_of = {plan.where: load_stage_data(plan, tokenizer, job) for plan in pending}
 
+    # Every stage builds its role anew, from the model that the stage before has left.
     for plan in stage_plans(config):
         if plan.where in data_of:
             with job.phases("build"):
                 role = build_learner(config, plan)
-            run_stage(make_stage(plan, role, data_of[plan.where], role.freeze), job)
+            run_stage(
+                make_stage(plan, role, data_of[plan.where], role.freeze),
+                job,
+            )
         else:
             job.say(f"{plan.where}: has ended before")
             delete_checkpoints(plan, job)
 
-        if job.main and plan.role == "actor":
-            job.folder.publish(plan.model)
+        path = plan.model
+        if plan.role == "actor":
+            path = job.folder.model
+            if job.main:
+                job.folder.publish(plan.model)
         barrier()
-        job.say(f"{plan.where}: the model is in {job.folder.model if plan.role == 'actor' else plan.model}")
+        job.say(f"{plan.where}: the model is in {path}")
 
 
 def _take_steps(stage: Stage, job: Job) -> int:
-    """Take the remaining steps of a stage, with metrics and checkpoints; return the number of its last step.
+    """Run the remaining steps of a stage, with metrics and checkpoints; return the number of its last step.
 
     Collective over the world.
     """
@@ -361,7 +410,8 @@ def _take_steps(stage: Stage, job: Job) -> int:
     save_every = plan.settings.checkpoint_every
     assert save_every is not None
 
-    parts = {role.name: checkpoint.Part(role.model, role.optimizer)}
+    # Continue after the newest checkpoint of the stage, if there is one.
+    trained_parts = {role.name: checkpoint.Part(role.model, role.optimizer)}
     folder = job.folder.stage_checkpoints(plan.name)
     newest = newest_intact(folder, job.say)
     step = 0
@@ -377,19 +427,28 @@ def _take_steps(stage: Stage, job: Job) -> int:
     # weights are loaded.
     batches, held_out = _batches(stage, job, step)
     if newest is not None:
-        checkpoint.load(newest, parts)
+        checkpoint.load(newest, trained_parts)
         job.say(f"{stage.title}: resumed from {newest} at step {step}")
 
-    def write(path: Path, layout: str, beside: bool) -> checkpoint.Saving:
-        return checkpoint.save(path, parts, state, keep=1, layout=layout, beside=beside)
+    def write(path: Path, layout: str, in_background: bool) -> checkpoint.Saving:
+        # One checkpoint is enough: the stage's model replaces it.
+        return checkpoint.save(
+            path,
+            trained_parts,
+            state,
+            keep=1,
+            layout=layout,
+            beside=in_background,
+        )
 
     checkpoints = Checkpoints(folder, job.config.checkpoint, write)
     checkpoints.rewrite_for_any_layout(newest, step, job)
     with (
         _StageLog(stage, job, None if newest is None else step) as log,
-        Progress(stage.title, data.steps, shown=job.main, console=job.console) as progress,
+        Progress(stage.title, data.steps, enabled=job.main, console=job.console) as progress,
         job.stop.saves(),
     ):
+        # The loss before the first step, which may be good enough already.
         progress.advance(step)
         if held_out is not None and newest is None:
             values = log.write(0, _held_out_metrics(stage, held_out, job))
@@ -404,10 +463,16 @@ def _take_steps(stage: Stage, job: Job) -> int:
             if held_out is not None and _is_due(step, plan.settings.evaluate_every, data.steps):
                 metrics += _held_out_metrics(stage, held_out, job)
 
+            # Gathered values: every rank takes the same decisions on the loss.
             values = log.write(step, metrics)
             loss = values.get(f"{plan.name}/held_out_loss", loss)
             progress.advance(note=f"loss {values[f'{plan.name}/loss']:.3f}")
-            state = {"step": step, "seed": job.config.seed, "data": position, "held_out_loss": loss}
+            state = {
+                "step": step,
+                "seed": job.config.seed,
+                "data": position,
+                "held_out_loss": loss,
+            }
 
             checkpoints.complete_if_written()
             is_last = step == data.steps
@@ -513,7 +578,7 @@ class _StageLog:
         values = gather_metrics(metrics + self._phases.metrics()).values()
         values = {name.replace(self._prefix, f"{self._name}/"): value for name, value in values.items()}
         if self._log is not None:
-            self._log.write(step, values, shown=False)
+            self._log.write(step, values, to_console=False)
         return values
 
     def __enter__(self) -> _StageLog:

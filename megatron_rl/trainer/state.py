@@ -1,4 +1,4 @@
-"""What the next step depends on, and the checkpoints that it is saved in and restored from.
+"""State of a run between two steps, and the checkpoints that it is saved in and restored from.
 
 The one idea: the roles' tensors go into distributed checkpoints, and all else is one dictionary of plain
 values that is equal on every rank.
@@ -14,8 +14,17 @@ from typing import Any
 from megatron_rl.algorithms import AlgorithmState
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import first
-from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments, iteration_folder, save_megatron
-from megatron_rl.config.checkpoint_meta import ANY, checkpoint_path, read_meta, reads_anywhere
+from megatron_rl.checkpoint.megatron_lm import (
+    checkpoint_arguments,
+    iteration_folder,
+    save_megatron,
+)
+from megatron_rl.config.checkpoint_meta import (
+    ANY,
+    checkpoint_path,
+    read_meta,
+    reads_anywhere,
+)
 from megatron_rl.config.schema import CheckpointConfig, RunConfig
 from megatron_rl.data.prompts import PromptSource
 from megatron_rl.distributed.exchange import gather_objects
@@ -27,9 +36,21 @@ from megatron_rl.roles.build import Roles
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
-from megatron_rl.types import Outcome, PromptBatch, Rollouts, SamplingParameters
+from megatron_rl.types import (
+    Outcome,
+    PromptBatch,
+    Rollouts,
+    SamplingParameters,
+)
 
-TYPES = (PromptBatch, Rollouts, SamplingParameters, Outcome, Metrics, Answer)
+TYPES = (
+    PromptBatch,
+    Rollouts,
+    SamplingParameters,
+    Outcome,
+    Metrics,
+    Answer,
+)
 """Classes of the values in a checkpoint's state; a checkpoint with others is not read."""
 
 
@@ -53,7 +74,10 @@ class Best:
         self.waited = 0 if is_new_best else self.waited + 1
 
         # Equal values: the earlier step ranks first, so that a plateau does not replace checkpoints.
-        ranked = sorted([*self.kept, (step, value)], key=lambda item: (-sign * item[1], item[0]))
+        ranked = sorted(
+            [*self.kept, (step, value)],
+            key=lambda item: (-sign * item[1], item[0]),
+        )
         self.kept = ranked[: config.keep_best]
         return (step, value) in self.kept
 
@@ -92,9 +116,16 @@ class TrainerState:
     """Evaluation of the last step that has not run yet."""
 
     def save(
-        self, path: Path, roles: Roles, settings: CheckpointConfig, *, layout: str, beside: bool
+        self,
+        path: Path,
+        roles: Roles,
+        settings: CheckpointConfig,
+        *,
+        layout: str,
+        in_background: bool,
     ) -> checkpoint.Saving:
         """Save a checkpoint; arguments as for `checkpoint.save`. Collective over the world."""
+        # Checkpoints of the best steps stay, beside the newest ``keep``.
         best_steps = [step for step, _ in self.best.kept]
         with roles.learners_resident():
             return checkpoint.save(
@@ -104,7 +135,7 @@ class TrainerState:
                 settings.keep,
                 best_steps,
                 layout=layout,
-                beside=beside,
+                beside=in_background,
             )
 
     def restore(self, path: Path, roles: Roles, *, trusted: bool = False) -> str | None:
@@ -157,14 +188,17 @@ def _parts(roles: Roles) -> dict[str, checkpoint.Part]:
 
 
 class Checkpoints:
-    """Checkpoints of a run or a stage in ``folder``, at most one of which is being written at any time.
+    """Checkpoints of a run or a stage in ``folder``; at most one is being written at any time.
 
-    ``write(path, layout, beside)`` calls `checkpoint.save` with the state to save; ``beside`` is whether
-    training continues while the file is written.
+    ``write(path, layout, in_background)`` calls `checkpoint.save` with the state to save; in the background
+    training continues while the tensors are written.
     """
 
     def __init__(
-        self, folder: Path, settings: CheckpointConfig, write: Callable[[Path, str, bool], checkpoint.Saving]
+        self,
+        folder: Path,
+        settings: CheckpointConfig,
+        write: Callable[[Path, str, bool], checkpoint.Saving],
     ) -> None:
         self.saved: tuple[int, str] | None = None
         """Step of the checkpoint that this process began last, and its optimizer layout."""
@@ -176,13 +210,18 @@ class Checkpoints:
 
     def save_periodic(self, step: int) -> None:
         """Save the present step as the settings say, or start to. Collective over the world."""
-        self.save(step, self._settings.optimizer_layout, beside=self._settings.asynchronous)
+        self.save(
+            step,
+            self._settings.optimizer_layout,
+            in_background=self._settings.asynchronous,
+        )
 
     def save_final(self, step: int) -> Path:
         """Save the present step so that any layout can restore it; return the checkpoint's path.
 
         Collective over the world.
         """
+        # First as the settings say, unless this process has saved the step already.
         layout = self._settings.optimizer_layout
         if self.saved not in ((step, layout), (step, ANY)):
             self.save(step, layout)
@@ -205,11 +244,12 @@ class Checkpoints:
             self.save(step, ANY)
         job.say(f"step {step}: its checkpoint is written anew, for any layout")
 
-    def save(self, step: int, layout: str, *, beside: bool = False) -> None:
-        """Save the present step, or start to with ``beside``. Collective over the world."""
+    def save(self, step: int, layout: str, *, in_background: bool = False) -> None:
+        """Save the present step, or start to with ``in_background``. Collective over the world."""
+        # Only one is written at a time: wait for the one before.
         self.complete()
-        self._saving = self._write(checkpoint_path(self._folder, step), layout, beside)
-        if not beside:
+        self._saving = self._write(checkpoint_path(self._folder, step), layout, in_background)
+        if not in_background:
             self.complete()
         self.saved = (step, layout)
 
@@ -243,7 +283,13 @@ def save_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
         return
     arguments, first_iteration = checkpoint_arguments(config.model.path)
     with actor.resident(Use.READ):
-        save_megatron(settings.megatron, actor.model, arguments, first_iteration + steps, settings.keep)
+        save_megatron(
+            settings.megatron,
+            actor.model,
+            arguments,
+            first_iteration + steps,
+            settings.keep,
+        )
 
 
 def complete_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:

@@ -36,7 +36,7 @@ class Tracker(Protocol):
     """Client of one experiment tracker; ``phase`` is ``train`` or the name of a stage."""
 
     def begin(self, phase: str, resumed_step: int | None) -> None:
-        """Prepare for the steps of a phase after ``resumed_step``, or for all of them if it is None."""
+        """Prepare for the steps of a phase after ``resumed_step``, or for all its steps if it is None."""
         ...
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
@@ -48,7 +48,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Send what has not been sent."""
+        """Send everything that is still queued."""
         ...
 
 
@@ -119,10 +119,14 @@ class Trackers:
 
     def _serve(self) -> None:
         """Open the trackers, then make the queued calls until `close`."""
+        # In this thread, since importing a client takes seconds.
         for name in self._config.trackers:
             self._attempt(name, partial(self._open, name))
         if self._config.prometheus is not None:
-            self._attempt("prometheus", partial(self._open_prometheus, self._config.prometheus))
+            self._attempt(
+                "prometheus",
+                partial(self._open_prometheus, self._config.prometheus),
+            )
 
         method = ""
         while method != "close":
@@ -145,6 +149,7 @@ class Trackers:
             self._trackers[name] = TensorBoard(self._folder)
             return
 
+        # The id is stored before the first step: a run that is killed early is continued, too.
         ids_file = self._folder.path / "trackers.json"
         ids = self._read_ids(ids_file)
         resumed_id = ids.get(name) if self._resumed else None
@@ -214,7 +219,9 @@ class TensorBoard:
 @lru_cache(maxsize=1)
 def _silence_writer_threads() -> None:
     """Suppress the tracebacks of TensorBoard's writing threads, whose error the next write raises, too."""
-    from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
+    from tensorboard.summary.writer.event_file_writer import (
+        _AsyncWriterThread,
+    )
 
     original_hook = threading.excepthook
 
@@ -233,7 +240,11 @@ class Client:
     """
 
     def __init__(
-        self, config: LoggingConfig, folder: RunFolder, about: Mapping[str, Any], resumed_id: str | None
+        self,
+        config: LoggingConfig,
+        folder: RunFolder,
+        about: Mapping[str, Any],
+        resumed_id: str | None,
     ) -> None:
         self.id = resumed_id or uuid.uuid4().hex[:21]
         self.name = config.name or folder.path.resolve().name
@@ -247,7 +258,11 @@ class Wandb(Client):
     """Weights & Biases; offline below ``wandb/``, for ``wandb sync``."""
 
     def __init__(
-        self, config: LoggingConfig, folder: RunFolder, about: Mapping[str, Any], resumed_id: str | None
+        self,
+        config: LoggingConfig,
+        folder: RunFolder,
+        about: Mapping[str, Any],
+        resumed_id: str | None,
     ) -> None:
         import wandb
 
@@ -272,8 +287,10 @@ class Wandb(Client):
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """See `Tracker.write`."""
-        axis = "step" if phase == "train" else f"{phase}/step"
-        self._run.log({**values, axis: step})
+        if phase == "train":
+            self._run.log({**values, "step": step})
+        else:
+            self._run.log({**values, f"{phase}/step": step})
 
     def samples(self, kind: str, step: int, columns: Columns) -> None:
         """See `Tracker.samples`."""
@@ -290,7 +307,11 @@ class Mlflow(Client):
     """MLflow; offline in ``mlflow.db`` and ``mlartifacts/`` of the run folder."""
 
     def __init__(
-        self, config: LoggingConfig, folder: RunFolder, about: Mapping[str, Any], resumed_id: str | None
+        self,
+        config: LoggingConfig,
+        folder: RunFolder,
+        about: Mapping[str, Any],
+        resumed_id: str | None,
     ) -> None:
         # The client reads the variable when it is imported.
         if config.offline:
@@ -298,10 +319,15 @@ class Mlflow(Client):
         from mlflow import MlflowClient
 
         super().__init__(config, folder, about, resumed_id)
-        run_folder = folder.path.resolve()
-        self._client = MlflowClient(f"sqlite:///{run_folder / 'mlflow.db'}" if config.offline else None)
+        database: str | None = None
+        artifacts: str | None = None
+        if config.offline:
+            run_folder = folder.path.resolve()
+            database = f"sqlite:///{run_folder / 'mlflow.db'}"
+            artifacts = (run_folder / "mlartifacts").as_uri()
+
+        self._client = MlflowClient(database)
         if resumed_id is None:
-            artifacts = (run_folder / "mlartifacts").as_uri() if config.offline else None
             experiment_id = self._experiment_id(config.project, artifacts)
             self.id = self._client.create_run(experiment_id, run_name=self.name).info.run_id
         else:
@@ -340,7 +366,11 @@ class Swanlab(Client):
     """SwanLab; offline below ``swanlab/``, for ``swanlab sync``."""
 
     def __init__(
-        self, config: LoggingConfig, folder: RunFolder, about: Mapping[str, Any], resumed_id: str | None
+        self,
+        config: LoggingConfig,
+        folder: RunFolder,
+        about: Mapping[str, Any],
+        resumed_id: str | None,
     ) -> None:
         import swanlab
 
@@ -371,17 +401,30 @@ class Swanlab(Client):
         self._swanlab.finish()
 
 
-CLIENTS: Mapping[str, Callable[..., Any]] = {"wandb": Wandb, "mlflow": Mlflow, "swanlab": Swanlab}
+CLIENTS: Mapping[str, Callable[..., Any]] = {
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+    "swanlab": Swanlab,
+}
 
 
 class Prometheus:
     """Prometheus endpoint with the newest value of every metric, labelled by the metric's name."""
 
     def __init__(self, address: str) -> None:
-        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+        from prometheus_client import (
+            CollectorRegistry,
+            Gauge,
+            start_http_server,
+        )
 
         registry = CollectorRegistry()
-        self._values = Gauge("megatron_rl", "The newest value of a metric.", ["metric"], registry=registry)
+        self._values = Gauge(
+            "megatron_rl",
+            "The newest value of a metric.",
+            ["metric"],
+            registry=registry,
+        )
         interface, _, port = address.rpartition(":")
         self._server, _ = start_http_server(int(port), interface, registry)
 
@@ -390,7 +433,10 @@ class Prometheus:
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """See `Tracker.write`."""
-        for name, value in {**values, f"{phase}/at_step": float(step)}.items():
+        for name, value in {
+            **values,
+            f"{phase}/at_step": float(step),
+        }.items():
             self._values.labels(name).set(value)
 
     def samples(self, kind: str, step: int, columns: Columns) -> None:
