@@ -83,6 +83,8 @@ class WeightTransfer:
     def compile(self) -> Execution:
         """Return the execution of the plan on the live storages, compiled again if a storage was replaced."""
         plan = self.plan
+
+        # The compiled views are of the storages that were there before: any of them may be another one now.
         source, target = self._storages()
         key = (storage_key(source), storage_key(target))
         if self._execution is None or key != self._compiled_for:

@@ -26,6 +26,7 @@ class HybridWorker:
         now = time.monotonic()
         if holder != run and now < expiry:
             return holder
+
         self._claim = (run, now + seconds)
         return None
 
@@ -35,6 +36,7 @@ class HybridWorker:
         If a worker raises, vLLM leaves the replies of the other workers unread and returns them for later
         calls.
         """
+
         try:
             getattr(self, method)(*arguments)
         except Exception as error:

@@ -198,6 +198,7 @@ def build_frozen_roles(
     ``path`` as for `build_frozen_policy`. Collective over the world.
     """
     reward = RewardRole(config.reward, tokenizer)
+
     # A Hugging Face model has no adapters of its own that the engine could have separately.
     adapters = separate_adapters(config) if path is None else None
     rollout = _build_rollout(config, tokenizer, templated, adapters=adapters)
@@ -211,6 +212,7 @@ def build_frozen_roles(
         tokens_per_microbatch=_tokens_per_microbatch(config),
         outputs=ACTOR.outputs,
     )
+
     models = tuple(build_reward_model(config, name) for name in config.reward.models)
     hybrid_engine = _build_hybrid_engine(config, actor, rollout, adapters is not None)
     return Roles(actor, rollout, hybrid_engine, reward, reward_models=models)
@@ -237,6 +239,7 @@ def build_scorers(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> 
     for spec in MODEL_ROLES:
         if spec is ACTOR or spec.phase != ACTOR.phase:
             continue
+
         if spec.need is None or spec.needed(algorithm):
             for path in spec.sections(config):
                 updates = _update_count(config)
@@ -400,6 +403,8 @@ def build_frozen_policy(config: RunConfig, layout: ParallelLayout, path: str | N
     Collective over the world.
     """
     model = build_pretrained(config, layout, path=path or present_model(config), trainable=False)
+
+    # A checkpoint of a run with adapters is loaded into a model with adapters.
     if path is None and model is not None:
         lora = _adapters(config, ACTOR, config.actor)
         _attach_adapters(config, model, lora, present_model(config), trainable=False)
@@ -481,6 +486,7 @@ def _build_hybrid_engine(
     say: Callable[[str], None] = print,
 ) -> HybridEngine | ServedWeights:
     """Build the weight sync from the actor to an engine in these processes, or to servers."""
+    # Syncs read the weights, and need no gradients or optimizer states in device memory.
     engine = rollout.engine
     resident = partial(actor.resident, Use.READ)
     if not config.rollout.capabilities.in_process:
@@ -507,6 +513,7 @@ def _routing_shape(config: RunConfig, replay: str) -> tuple[int, int] | None:
     """Return the model's layers and experts per token if the run has this routing replay, None otherwise."""
     if config.actor.routing_replay != replay:
         return None
+
     shape = read_pretrained(Path(config.model.path) / "config.json").shape
     return shape.layers, shape.experts_per_token
 
@@ -521,6 +528,7 @@ def _build_rollout(
     """Build the engine, or the client of the servers, on the rollout's ranks. Collective over the world."""
     layouts = role_layouts(config, device.world_size())
     layout = layouts["rollout"].checked()
+
     # Creating a communicator is collective over the world, so all ranks do it here.
     for ranks in (layout.ranks, *layout.groups("tensor")):
         communicator(ranks)

@@ -130,8 +130,10 @@ class ModelRole:
             [row for micro in micro_outputs for row in micro.rows],
             dtype=torch.long,
         )
+
         outputs = [torch.zeros(0) for _ in self.outputs]
         if micro_outputs:
+            # From a tuple of outputs per micro-batch to a column per output.
             by_output = zip(*(micro.outputs for micro in micro_outputs), strict=True)
             outputs = [torch.cat(values).float().cpu() for values in by_output]
         return RowShard(
@@ -150,6 +152,7 @@ class ModelRole:
         if self.model is None:
             return []
 
+        # A reference that is the initial actor is the same model with its adapters off.
         policy = nullcontext()
         if self.initial_of is not None:
             policy = initial_policy(self.model)
@@ -186,6 +189,7 @@ class ModelRole:
             return self._shard(minibatch, []), Metrics()
         assert self.optimizer is not None, f"{self.name} has no optimizer"
 
+        # Gradients of all micro-batches add up, since loss weights have global denominators.
         self.optimizer.zero_grad()
         micro_outputs, metrics = forward_backward(
             self.model,

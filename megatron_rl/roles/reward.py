@@ -231,6 +231,7 @@ class RewardRole:
         if self._ignores_environments:
             answers = {row: answer for row, answer in answers.items() if answer.reason is not None}
 
+        # In the same order on every rank, since each scorer gathers.
         results: list[ScorerResult] = []
         for name, (weight, scorer) in self._scorers.items():
             rows = _rows_of_rank(rollouts, members, scorer)
@@ -309,6 +310,7 @@ class RewardRole:
 
     def _turns(self, tokens: list[int], mask: list[bool], outcome: Outcome | None) -> list[dict[str, Any]]:
         """Return the turns of one row: each run of equal ``mask`` is a turn."""
+        # The environment reports the parsed calls of each turn of the policy, in order.
         calls_by_turn = iter(outcome.calls if outcome else ())
         turns: list[dict[str, Any]] = []
         for is_policy, run in groupby(zip(tokens, mask, strict=True), key=itemgetter(1)):
@@ -330,6 +332,7 @@ class RewardRole:
                 if calls:
                     turn["tool_calls"] = list(calls)
             turns.append(turn)
+
         return turns
 
     def close(self) -> None:
@@ -413,6 +416,7 @@ def _make_scorer(name: str, config: RewardConfig, key: str) -> Scorer:
     """Start the scorer of the setting ``name``; ``key`` is the function's configuration key in errors."""
     if name == FUNCTION:
         return FunctionReward(config, key=key)
+
     section = getattr(config, name)
     return {"code": code_reward, "http": HttpReward, "judge": JudgeReward}[name](section)
 

@@ -80,6 +80,7 @@ class AheadBatches:
 
         See `BatchSource.next`.
         """
+        # New tokens are gathered onto all ranks, since all of them keep the queue.
         world = ReplicaGroup(gather_stats=phase.gather_stats)
         steps_ahead = self.config.asynchrony.steps_ahead
         batch = None
@@ -97,6 +98,7 @@ class AheadBatches:
             if step + steps_ahead <= self.config.steps:
                 pending = self._start_sampling(step + steps_ahead, phase)
 
+            # Learners have come here at once, and use the oldest batch.
             sampled = self.queue.pop(0)
             if self._learns:
                 metrics += self._staleness(sampled)

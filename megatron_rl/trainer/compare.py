@@ -101,6 +101,7 @@ def _group_runs(
     runs: Sequence[ComparedRun], keys: Sequence[str]
 ) -> tuple[dict[str, list[ComparedRun]], list[str]]:
     """Return the groups of runs with equal settings by name, and notes on the copies that are left out."""
+    # Settings as JSON text, since values such as lists cannot be keys of a dictionary.
     common_keys = [key for key in keys if key not in OF_ONE_RUN]
     by_settings: dict[str, list[ComparedRun]] = {}
     for run in runs:
@@ -123,6 +124,7 @@ def _settings_rows(groups: Mapping[str, Sequence[ComparedRun]], keys: Sequence[s
     for key in keys:
         if key in OF_ONE_FOLDER:
             continue
+        # The distinct values within each group: its runs may differ in their seed.
         values = [list(dict.fromkeys(_setting_text(run, key) for run in group)) for group in groups.values()]
         if any(value != values[0] for value in values):
             rows.append([key, *(", ".join(value) for value in values)])
@@ -133,6 +135,7 @@ def _result_rows(
     groups: Mapping[str, Sequence[ComparedRun]],
 ) -> list[list[str]]:
     """Return the results: label, and the mean over the runs of each group."""
+    # A row for every result that any run has; "-" in the columns of groups without it.
     rows = [["runs", *(str(len(group)) for group in groups.values())]]
     results = [[_results(run.metrics) for run in group] for group in groups.values()]
     labels = dict.fromkeys(label for group in results for run_results in group for label in run_results)
@@ -150,6 +153,7 @@ def _leave_out_copies(group: list[ComparedRun]) -> list[str]:
 
     Two folders whose first step took the same seconds to the last digit have that step from one run.
     """
+    # Runs that share their first step are copies of each other. A run without one is compared with none.
     by_first_step: dict[str, list[ComparedRun]] = {}
     for run in group:
         first_step = _first_timed_step(run.metrics)
@@ -160,6 +164,7 @@ def _leave_out_copies(group: list[ComparedRun]) -> list[str]:
 
     notes: list[str] = []
     for copies in by_first_step.values():
+        # The longest was resumed after it was copied, or is the one that was copied.
         original = max(copies, key=lambda run: len(run.metrics.lines))
         for run in copies:
             if run is not original:
@@ -196,6 +201,7 @@ def write(folders: Sequence[Path], out: Path) -> str:
     else:
         sections.append(page.paragraph("none"))
 
+    # One picture per metric, with a curve for each group.
     runs_by_group = {name: [run.metrics for run in group] for name, group in comparison.groups.items()}
     sections += [
         page.heading("Curves"),
@@ -303,6 +309,7 @@ def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table as Markdown."""
     if not rows:
         return "none"
+    # The first column is text, the others are numbers and aligned to the right.
     alignment = ["---", *["---:"] * len(names)]
     lines = [_markdown_row(["", *names]), f"| {' | '.join(alignment)} |"]
     return "\n".join([*lines, *(_markdown_row(row) for row in rows)])

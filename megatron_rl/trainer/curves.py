@@ -170,6 +170,7 @@ def draw(lines: Lines, stages: Mapping[str, Lines]) -> Figure:
 
 def pictures(lines: Lines, stages: Mapping[str, Lines]) -> list[tuple[str, bytes]]:
     """Return a title and an SVG picture for each metric of a run, and for the time of the steps."""
+    # A figure of its own for each, so that the page can arrange them by its width.
     result: list[tuple[str, bytes]] = []
     for panel_lines, panel in [(lines, panel) for panel in panels_of(lines)] + stage_panels(stages):
         axes = _axes(1)
@@ -271,6 +272,7 @@ def _styled_figure(axes: Sequence[Axes]) -> Figure:
         axis.grid(True, color=GRID, linewidth=0.7)
         axis.set_axisbelow(True)
         axis.set_xlabel("step", fontsize=8, color=GREY)
+
     figure = axes[0].get_figure()
     assert figure is not None
     return figure  # pyright: ignore[reportReturnType]
@@ -355,6 +357,7 @@ def _phase_seconds(lines: Lines) -> dict[str, list[float]]:
     """Return the seconds per step of the `STEP_PHASES` that took any time, in their order."""
     seconds: dict[str, list[float]] = {}
     for name in STEP_PHASES:
+        # Line 0 is an evaluation before the first step. A step without a phase took 0 s for it.
         values = [float(line.get(name) or 0.0) for line in lines if line["step"] > 0]
         if any(values):
             seconds[name] = values
@@ -363,6 +366,7 @@ def _phase_seconds(lines: Lines) -> dict[str, list[float]]:
 
 def _draw_times(axis: Axes, lines: Lines) -> None:
     """Draw the seconds of the steps' phases, stacked."""
+    # Smoothed, since a single slow step would hide the shares of the phases.
     seconds = _phase_seconds(lines)
     steps = [int(line["step"]) for line in lines if line["step"] > 0]
     curves = [smoothed(values) for values in seconds.values()]
@@ -373,6 +377,7 @@ def _draw_times(axis: Axes, lines: Lines) -> None:
         colors=COLOURS[: len(seconds)],
         alpha=0.85,
     )
+
     _set_title(axis, "time of a step (s)")
     axis.set_ylim(
         0,

@@ -95,6 +95,7 @@ class EmbeddedTrainer:
 
     def step(self) -> dict[str, float]:
         """Sample, compute rewards and update the weights once; return the metrics, the same on every rank."""
+        # The phases name the step in errors and in the hang detector's report.
         state = self.state
         phases = self._phases
         phases.step = state.step + 1
@@ -152,6 +153,8 @@ def _reject_unsupported(config: RunConfig) -> None:
     """Raise UserErrors for settings of an actor that the script's own model cannot have."""
     actor = config.actor
     ranks = role_layout(actor.layout, "actor.layout").ranks
+
+    # Each is something that a run of this package does to the actor it has built.
     unsupported = {
         "actor.lora": actor.lora,
         "actor.offload": actor.offload,
@@ -165,6 +168,7 @@ def _reject_unsupported(config: RunConfig) -> None:
         "sft": config.sft,
         "preference": config.preference,
     }
+
     errors = [_unsupported_error(key) for key, is_set in unsupported.items() if is_set]
     if errors:
         raise UserErrors(errors)

@@ -101,6 +101,7 @@ def evaluation_sets(
         settings = config.evaluation.sets[name]
         path = f"evaluation.sets.{name}"
 
+        # A set without a function of its own is rewarded as the training samples are.
         reward = None
         if settings.reward is not None:
             reward = _function_role(config, settings.reward, f"{path}.reward", tokenizer)
@@ -174,6 +175,7 @@ def _reward_set(
 ) -> EvaluationResult:
     """Compute the rewards and metrics of the answers to one set. Collective over the world."""
     prefix = f"eval/{evaluation_set.name}"
+    # The set's own function replaces all rewards of the run.
     if evaluation_set.reward is not None:
         roles = replace(roles, reward=evaluation_set.reward, reward_models=())
 
@@ -182,11 +184,13 @@ def _reward_set(
     rewards = result.scores.rewards
     valid = result.scores.valid
 
+    # Of several scorers the first one decides what is correct, not the weighted sum.
     marks = rewards
     if not roles.has_single_scorer:
         marks = result.scores.components[roles.reward.first_scorer]
     correct = valid & (marks >= CORRECT_REWARD)
 
+    # Means over all answers, but for the reward: a failed one has no value.
     metrics = Metrics.mean(f"{prefix}/accuracy", float(correct.sum()), len(prompts))
     metrics += Metrics.mean(f"{prefix}/reward", float(rewards[valid].sum()), float(valid.sum()))
     metrics += Metrics.mean(
@@ -196,10 +200,12 @@ def _reward_set(
     )
     metrics += Metrics.mean(f"{prefix}/invalid", float((~valid).sum()), len(prompts))
 
+    # Statistics of several answers per prompt, computed alike on every rank.
     texts = roles.reward.responses(rollouts)
     statistics = _answer_statistics(evaluation_set, rollouts, correct, texts)
     metrics += Metrics.of({f"{prefix}/{key}": value for key, value in statistics.items()})
 
+    # Evaluators see the same answers; their failures are shown beside those of the reward.
     failures = [("the reward", failure) for failure in distinct_failures(result.failures)]
     for key, role in evaluation_set.evaluators.items():
         evaluator_metrics, evaluator_failures = _run_evaluator(
@@ -233,6 +239,7 @@ def _answer_statistics(
     votes = [marked_answer(text) or text.strip() for text in texts]
     votes_by_prompt = [votes[start : start + samples] for start in range(0, len(votes), samples)]
 
+    # Per prompt, [P] each: the bootstrap resamples prompts.
     estimates = {"accuracy": marks.mean(axis=1)}
     for count in evaluation_set.settings.draws():
         estimates[f"pass_at_{count}"] = pass_at(marks, count)
@@ -243,6 +250,7 @@ def _answer_statistics(
         statistics[f"{key}_low"] = low
         statistics[f"{key}_high"] = high
 
+    # The response tokens of each answer.
     ends = row_counts(rollouts.response_mask, rollouts.lengths).cumsum(0)[:-1].numpy()
     responses = numpy.split(rollouts.tokens[rollouts.response_mask].numpy(), ends)
     return statistics | diversity(responses, samples)
@@ -312,17 +320,20 @@ def majority_at(correct: ndarray, votes: Sequence[Sequence[str]], count: int) ->
     samples = correct.shape[1]
     probabilities = numpy.zeros(len(correct))
     for prompt, texts in enumerate(votes):
+        # Number the distinct texts of this prompt.
         _, answers = numpy.unique(numpy.asarray(texts, dtype=object), return_inverse=True)
         distinct_count = int(answers.max()) + 1
         frequency = numpy.bincount(answers, minlength=distinct_count)
         # Equal texts can be marked differently: the fraction that is correct counts.
         credit = numpy.bincount(answers, correct[prompt], distinct_count) / frequency
 
+        # Subsets of the answers: all of them, or random ones.
         if count == samples:
             subsets = answers[None, :]
         else:
             subsets = answers[generator.random((SUBSETS, samples)).argsort(axis=1)[:, :count]]
 
+        # Votes per distinct text in each subset; equally frequent texts share the win.
         counts = (subsets[:, :, None] == numpy.arange(distinct_count)).sum(axis=1)
         winners = counts == counts.max(axis=1, keepdims=True)
         probabilities[prompt] = ((winners * credit).sum(axis=1) / winners.sum(axis=1)).mean()
@@ -336,6 +347,7 @@ def intervals(
 
     Prompts are drawn with replacement; the draws are the same for all arrays and in every call.
     """
+    # [P, estimates]: one resample of prompts serves all estimates.
     stacked = numpy.stack(list(values.values()), axis=1)
     generator = numpy.random.default_rng(0)
     means = [

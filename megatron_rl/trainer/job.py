@@ -116,6 +116,8 @@ class Job:
             self.stop.end_process,
             self.folder.flight_records,
         )
+
+        # The main rank writes the folder, after comparing with what an earlier job wrote there.
         if self.main:
             for change in self._changes():
                 self.say(f"warning: this run resumes with a changed setting: {change}")
@@ -148,6 +150,7 @@ def job(config: RunConfig) -> Iterator[Job]:
     A failure of any rank is reported with its rank, roles and phase and ends the process, and with it the
     job. Collective over the world.
     """
+    # Before any other rank is known: each of them creates the folders that do not exist.
     phases = Phases()
     folder = RunFolder(config.run_dir).create()
     main = device.rank() == 0
@@ -159,6 +162,7 @@ def job(config: RunConfig) -> Iterator[Job]:
         only_job_in(folder.path, sys.stdout) if main else nullcontext(),
         output_to(folder.rank_log(device.rank()), main) as console,
     ):
+        # Innermost, so that trackers are closed before the console is.
         with open_trackers(config, folder, console) if main else nullcontext() as trackers:
             yield Job(
                 config,
@@ -170,6 +174,8 @@ def job(config: RunConfig) -> Iterator[Job]:
                 trackers,
                 _first_start(config, folder),
             )
+
+        # Only without an exception: a failed rank leaves at once, see `report_failure`.
         watch.leave()
 
 
@@ -197,6 +203,7 @@ def open_trackers(config: RunConfig, folder: RunFolder, console: TextIO) -> Trac
         console.write(text + "\n")
         console.flush()
 
+    # A tracker shows what a run was, so that its numbers can be compared later.
     resumed = folder.has_begun() and config.checkpoint.resume != "never"
     about = {
         "configuration": to_plain(without_secrets(config)),
@@ -244,13 +251,16 @@ def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        # Only outside of `report_stop`, which handles SIGINT itself.
         raise
     except Stopped as stopped:
+        # State is saved and all ranks know: nothing to report.
         _end_process(stopped.code)
     except UserError as error:
         report_errors(error)
         _end_process(EXIT_BAD_INPUT)
     except BaseException as error:
+        # An exception of a full disk or a removed folder is no bug: report it as the user's.
         user_error = _user_error(config, error)
         if user_error is not None:
             report_errors(user_error)

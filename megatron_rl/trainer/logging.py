@@ -80,6 +80,8 @@ class MetricsLog:
         self.phase = phase
         self.console = console if console is not None else sys.stdout
         self.path = folder.metrics if phase == "train" else folder.stage_metrics(phase)
+
+        # The file, with the lines that a resumed run has passed.
         if resumed_step is None:
             set_aside(self.path)
         else:
@@ -89,6 +91,8 @@ class MetricsLog:
         self._trackers = trackers
         if trackers is not None:
             trackers.begin(phase, resumed_step)
+
+        # For the estimate of the remaining time.
         self._start = time.monotonic()
         self._first_step = resumed_step or 0
 
@@ -203,6 +207,7 @@ class Progress:
 
     def _start_bar(self) -> Any:
         """Return a running progress bar, or a spinner if the total is unknown."""
+        # Imported here, since only a terminal needs it.
         from rich.console import Console
         from rich.progress import (
             BarColumn,
@@ -217,6 +222,7 @@ class Progress:
         if self.total is not None:
             columns += [BarColumn(), MofNCompleteColumn()]
         columns += [TimeElapsedColumn(), TextColumn("{task.fields[note]}")]
+
         bar = Bar(*columns, console=Console(file=self.console), transient=True)
         bar.start()
         bar.add_task(self.title, total=self.total, note="")
@@ -264,17 +270,21 @@ def output_to(path: Path, main: bool) -> Iterator[TextIO]:
     output on the ``main`` rank and the log file on others. When the block ends, also by an exception, the
     output is restored, so that the error reaches the user.
     """
+    # Text that Python has buffered belongs to the old target.
     sys.stdout.flush()
     sys.stderr.flush()
     saved = (os.dup(1), os.dup(2))
     with path.open("a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+
+    # Line-buffered: a person reads along.
     console = os.fdopen(os.dup(saved[0] if main else 1), "w", buffering=1)
 
     try:
         yield console
     finally:
+        # The log's text first, then the original targets.
         console.close()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -133,16 +133,14 @@ class SameStepBatches:
                 self.roles.hybrid_engine.generation_mode() as round_metrics,
             ):
                 pending = self.source.start(prompt_count, seed)
-                batch = self.source.finish(pending, learners)
+                sampled = self.source.finish(pending, learners)
 
             with phase("reward"):
-                rounds.append(compute_rewards(self.roles, batch, learners))
+                rounds.append(compute_rewards(self.roles, sampled, learners))
             sync_metrics += round_metrics
 
-        yield (
-            combine_rounds(rounds, self.algorithm, self.config),
-            sync_metrics,
-        )
+        batch = combine_rounds(rounds, self.algorithm, self.config)
+        yield batch, sync_metrics
 
 
 def train_step(

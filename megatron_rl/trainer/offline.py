@@ -90,14 +90,17 @@ def evaluate_checkpoints(
                 path=str(hf_models[0]) if only_hf_models else None,
                 templated=_is_templated(sources),
             )
+        # The last collective work: one model after the other in the same roles.
         metrics = [_evaluate_path(config, path, roles, sets, phases, trusted) for path in paths]
 
+        # Release processes and the engine before the job ends.
         for evaluation_set in sets:
             evaluation_set.close()
         roles.close()
         if device.rank() == 0:
             print(table([str(path) for path in paths], metrics), flush=True)
         watch.leave()
+        # After the table, which a user wants to see in any case.
         _require_rewards(config, paths, metrics)
     return metrics
 
@@ -178,6 +181,7 @@ def table(names: Sequence[str], metrics: Sequence[Mapping[str, float]]) -> str:
 
     Intervals stand behind their values. Columns of several models are numbered, and listed above by name.
     """
+    # The bounds of an interval are shown with the metric that they belong to.
     is_interval = tuple(f"_{end}" for end in INTERVALS)
     metric_names = list(dict.fromkeys(name for values in metrics for name in values))
     metric_names = [name for name in metric_names if not name.endswith(is_interval)]
@@ -191,6 +195,7 @@ def table(names: Sequence[str], metrics: Sequence[Mapping[str, float]]) -> str:
     for name in metric_names:
         rows.append([name, *(_with_interval(name, values) for values in metrics)])
 
+    # Columns as wide as their longest cell.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
@@ -229,6 +234,7 @@ def export_checkpoint(path: Path, out: Path, *, form: str = "hf", trusted: bool 
 
     phases = Phases()
     with report_failure(config, phases), phases("export"):
+        # Arguments that Megatron-LM reads from a checkpoint, and the iteration that the run began with.
         arguments = {}
         first_iteration = 0
         if form == "megatron":
@@ -236,6 +242,7 @@ def export_checkpoint(path: Path, out: Path, *, form: str = "hf", trusted: bool 
         _join(config, phases)
         require_intact_models(first(lambda: models_read(config)))
 
+        # A distributed checkpoint can be loaded into any layout.
         model = build_frozen_policy(config, role_layout(layout, "layout"), None)
         meta = checkpoint.load_model(path, model, trusted=trusted)
         if form == "megatron":
@@ -266,11 +273,13 @@ def _export_config(path: Path) -> tuple[RunConfig, LayoutConfig]:
             fix="name a checkpoint inside its run folder: RUN/checkpoints/step_N",
         )
 
+    # The layout of the run fits as many ranks as the run had.
     world_size = device.world_size()
     config = load_config(folder.config)
     if config.world_size == world_size:
         return config, resolve(config, world_size).config.actor.layout
 
+    # Otherwise pipeline stages only: any number of them can hold the layers.
     config = load_config(folder.config, ["world_size=null", "rollout.ranks=null"])
     return config, LayoutConfig(ranks=tuple(range(world_size)), pipeline=world_size)
 

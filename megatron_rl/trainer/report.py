@@ -73,6 +73,7 @@ def run_metrics(folder: RunFolder) -> RunMetrics:
         if stage_lines:
             stages[readable(name)] = stage_lines
 
+    # A run that ended before its first step has a folder without metrics.
     if not lines and not stages:
         raise UserError(
             f"{folder.path} holds no metrics",

@@ -74,6 +74,7 @@ class ScoredBatch:
 
     def rows(self, ids: Sequence[int]) -> ScoredBatch:
         """Return the rows ``ids`` in that order, with the metrics and failures of the whole batch."""
+        # Log-probs and values are computed after the selection: there are none to select yet.
         index = torch.tensor(ids, dtype=torch.long)
         scores = Scores(
             rewards=self.scores.rewards[index],
@@ -200,6 +201,7 @@ def _invalid_reasons(
     for result in results:
         by_row = {**result.reasons, **by_row}
 
+    # A row without a scorer's reason had no response, or a number that is not finite.
     reasons: list[str | None] = []
     for row, is_valid in enumerate(valid.tolist()):
         if is_valid:

@@ -242,6 +242,7 @@ class Run:
 
     def _resumed_checkpoint(self) -> Path | None:
         """Return the checkpoint that `checkpoint.resume` selects, None to start from the beginning."""
+        # "auto" takes what an earlier job left in the run folder; a path may be of another folder.
         resume = self.config.checkpoint.resume
         if resume == "auto":
             return newest_intact(self.folder.checkpoints, self.job.say)
@@ -333,6 +334,7 @@ class Run:
         """
         if self.ahead is not None:
             self.ahead.sets = sets
+
         state = self.state.algorithm
         result = train_step(
             self.batches,
@@ -343,14 +345,21 @@ class Run:
             step,
             self.phases,
         )
+
+        # Ranks that only sample have no result, and keep the state that they do not use.
         if result is not None:
             self.state.algorithm = result.algorithm_state
             if result.warning:
                 self.job.say(f"step {step}: warning: {result.warning}")
-        return result, [] if self.ahead is None else self.ahead.answers
+
+        answers: list[Rollouts] = []
+        if self.ahead is not None:
+            answers = self.ahead.answers
+        return result, answers
 
     def _step_metrics(self, result: StepResult | None, seconds: float) -> Metrics:
         """Return the metrics of a step of all ranks. Collective over the world."""
+        # Of this rank: times, bytes and memory, whose maxima over the ranks are reported.
         local_metrics = Metrics({}, {"time/step": seconds}) + self.phases.metrics()
         local_metrics += self.checkpoints.complete_if_written()
         for role in self.roles.models:
@@ -416,6 +425,7 @@ class Run:
             return False
 
         is_best = self.state.best.record(step, value, settings)
+        # Every rank has the same measurements, so all of them save or end together.
         if is_best:
             self.job.say(
                 f"step {step}: {settings.best} {value:.4f} is among the best, and its checkpoint stays"

@@ -61,7 +61,10 @@ class Samples:
         Returns the number of failed rewards by reason, of all ranks, and the examples. Collective over the
         world.
         """
-        failures = () if result is None else result.batch.failures
+        # Each rank knows the failures of its own rows.
+        failures: Sequence[Failure] = ()
+        if result is not None:
+            failures = result.batch.failures
         local_reasons = Counter(failure.reason for failure in failures)
         gathered = gather_objects((local_reasons, distinct_failures(failures)))
         reasons: Counter[str] = sum((counts for counts, _ in gathered), Counter())
@@ -71,11 +74,14 @@ class Samples:
 
         self._print_failures(step, reasons, examples)
         batch = result.batch
+
+        # Once a run: the next steps would have the same warning.
         warning = unused_scorers_warning(self.job.config.reward, batch.rollouts.outcomes)
         if warning and not self._warned_of_unused_scorers:
             self.job.say(f"step {step}: {warning}")
             self._warned_of_unused_scorers = True
 
+        # One row per response, with what the learner knows of it.
         columns = self._columns(batch.prompts, batch.rollouts)
         columns["group"] = batch.rollouts.group.tolist()
         columns["reward"] = batch.scores.rewards.tolist()

@@ -127,6 +127,7 @@ def load_stage_data(plan: StagePlan, tokenizer: Any, job: Job) -> StageData:
 
     def load(path: DataPath, name: str) -> ResponseSource:
         key = f"{plan.where}.{name}"
+        # Errors about a record name the setting that its field comes from.
         fields = {getattr(settings, field): f"{plan.where}.{field}" for field in settings.RESPONSES}
         source = load_responses(
             job.config,
@@ -139,6 +140,7 @@ def load_stage_data(plan: StagePlan, tokenizer: Any, job: Job) -> StageData:
             settings.every_turn,
             data,
         )
+
         for remark in source.remarks():
             job.say(f"{key}: {remark}")
         return source
@@ -261,6 +263,7 @@ def require_stage_models(config: RunConfig) -> None:
     actor's adapters are read from the run folder.
     """
     for plan in stage_plans(config):
+        # A stage's model is read again by frozen roles that start from it, and as the base of adapters.
         frozen_roles = [
             path
             for path, model in stated_models(config).items()
@@ -271,6 +274,7 @@ def require_stage_models(config: RunConfig) -> None:
         if plan.ended or not is_read:
             continue
 
+        # The actor's stage cannot be removed: its model is what the checkpoint was trained from.
         if plan.role == "actor":
             key = f"{[*frozen_roles, 'reference'][0]}.path"
             change = f"set {key} to it"
@@ -536,10 +540,14 @@ def _batches(
         log_probs = ReplicaGroup().gather_rows(stage.role.infer(batch)).tokens["old_log_probs"]
         return replace(batch, ref_log_probs=log_probs)
 
-    held_out = None if data.held_out is None else data.held_out.everything()
+    # Held-out rows are one batch: their loss has one denominator.
+    held_out: TrainBatch | None = None
+    if data.held_out is not None:
+        held_out = data.held_out.everything()
     if not stage.needs_reference:
         return draw(), held_out
 
+    # All batches now: the first update changes the weights that the reference is.
     with job.phases("score"):
         batches = [(with_reference(batch), position) for batch, position in draw()]
         return iter(batches), held_out and with_reference(held_out)

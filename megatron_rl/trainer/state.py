@@ -152,6 +152,7 @@ class TrainerState:
 
         ``source`` and ``queue`` are changed in place, since the batch source has references to them.
         """
+        # What does not depend on anything else.
         self.step = int(state["step"])
         self.algorithm = AlgorithmState.from_state_dict(state["algorithm"])
         warning = self.prompts.load_state_dict(state["prompts"])
@@ -169,6 +170,7 @@ class TrainerState:
 
     def state_dict(self, roles: Roles) -> dict[str, Any]:
         """Return the plain values of the state, equal on every rank."""
+        # The keys are those of checkpoints that exist: a change needs a new STATE_FORMAT.
         return {
             "step": self.step,
             "seed": self.seed,
@@ -238,6 +240,7 @@ class Checkpoints:
 
         Collective over the world.
         """
+        # So that a run whose setting was changed can be moved to another layout at once.
         if path is None or self._settings.optimizer_layout != ANY or reads_anywhere(read_meta(path)):
             return
         with job.phases("checkpoint"):
@@ -268,6 +271,7 @@ class Checkpoints:
         # Only if all ranks have written: completing a checkpoint waits for every rank.
         if self._saving is not None and all(gather_objects(self._saving.written)):
             self.complete()
+
         times = self._write_times
         self._write_times = Metrics()
         return times
@@ -281,6 +285,8 @@ def save_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
     settings = config.checkpoint
     if settings.megatron is None:
         return
+
+    # Iterations continue those of the Megatron-LM checkpoint that the model came from.
     arguments, first_iteration = checkpoint_arguments(config.model.path)
     with actor.resident(Use.READ):
         save_megatron(

@@ -128,6 +128,7 @@ class Trackers:
                 partial(self._open_prometheus, self._config.prometheus),
             )
 
+        # `close` is passed on as the last call.
         method = ""
         while method != "close":
             method, arguments = self._queue.get()
@@ -264,6 +265,7 @@ class Wandb(Client):
         about: Mapping[str, Any],
         resumed_id: str | None,
     ) -> None:
+        # Clients are imported only if the settings name them: they are optional packages.
         import wandb
 
         super().__init__(config, folder, about, resumed_id)
@@ -278,6 +280,7 @@ class Wandb(Client):
             allow_val_change=True,
             mode="offline" if config.offline else None,
         )
+        # W&B's own step may only rise, which the steps of a resumed run do not.
         self._run.define_metric("*", step_metric="step")
 
     def begin(self, phase: str, resumed_step: int | None) -> None:
@@ -333,6 +336,7 @@ class Mlflow(Client):
         else:
             self._client.update_run(self.id, status="RUNNING")
 
+        # Tags can be searched in the tracker; the file has everything.
         for key in ("versions", "hardware"):
             self._client.set_tag(self.id, key, json.dumps(self.about.get(key)))
         self._client.log_dict(self.id, dict(self.about), "about.json")
@@ -374,6 +378,7 @@ class Swanlab(Client):
     ) -> None:
         import swanlab
 
+        # SwanLab has one run per process: its functions are those of the module.
         super().__init__(config, folder, about, resumed_id)
         self._swanlab = swanlab
         swanlab.init(
@@ -418,6 +423,7 @@ class Prometheus:
             start_http_server,
         )
 
+        # A registry of its own, without the metrics of the Python process.
         registry = CollectorRegistry()
         self._values = Gauge(
             "megatron_rl",
