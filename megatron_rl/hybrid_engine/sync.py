@@ -166,6 +166,7 @@ class HybridEngine:
         the base weights only once; otherwise adapters are merged into the weights.
     ``adapters``: storage of the engine's adapters, None on ranks without an engine.
     ``sleeps``: whether the engine on this rank releases its memory between uses.
+    ``apart``: former name of ``separate_adapters``, which users' scripts may still pass.
     """
 
     def __init__(
@@ -180,7 +181,9 @@ class HybridEngine:
         separate_adapters: bool = False,
         adapters: Storage | None = None,
         sleeps: bool = True,
+        apart: bool = False,
     ) -> None:
+        separate_adapters = separate_adapters or apart
         if verify not in VERIFY:
             raise unknown_choice("hybrid_engine.verify", verify, VERIFY)
 

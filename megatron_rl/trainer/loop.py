@@ -155,7 +155,7 @@ def train_step(
     """Run one step: sample and reward a batch, compute log-probs and advantages, update critic and actor.
 
     The batch is the same value on every rank that learns. ``state`` is what the algorithm carries from step
-    to step, such as a running mean of rewards. Returns None on ranks that only sample. Collective over the
+    to step, such as an adaptive KL coefficient. Returns None on ranks that only sample. Collective over the
     world.
     """
     # The ranks that hold the batch: all of them, unless some only sample for later steps.
