@@ -256,20 +256,16 @@ class HybridEngine:
 
         plans = [transfer.plan for transfer in transfers]
         # Bytes are those of the busiest rank, which need not be among the ranks that gather metrics.
-        timings = Metrics.of(
-            {
-                "time/reshard": transfer_end - start,
-                "time/reshard_verify": verify_end - transfer_end,
-            }
-        )
-        return timings + Metrics(
-            {},
-            {
-                "reshard/bytes_received_max": _max_over_ranks(plan.received for plan in plans),
-                "reshard/bytes_local_max": _max_over_ranks(plan.local for plan in plans),
-                "reshard/staging_bytes_max": float(max(execution.staging_peak for execution in executions)),
-            },
-        )
+        timings = {
+            "time/reshard": transfer_end - start,
+            "time/reshard_verify": verify_end - transfer_end,
+        }
+        maxima = {
+            "reshard/bytes_received_max": _max_over_ranks(plan.received for plan in plans),
+            "reshard/bytes_local_max": _max_over_ranks(plan.local for plan in plans),
+            "reshard/staging_bytes_max": float(max(execution.staging_peak for execution in executions)),
+        }
+        return Metrics.of(timings) + Metrics({}, maxima)
 
     def _pending_transfers(self) -> list[WeightTransfer]:
         """Return the transfers that this sync needs; skip base weights that the engine already has."""

@@ -236,19 +236,18 @@ class RewardRole:
         for name, (weight, scorer) in self._scorers.items():
             rows = _rows_of_rank(rollouts, members, scorer)
             available = {**(early or {}).get(name, {}), **answers}
-            call = partial(self._samples, prompts, rollouts, takes=scorer.takes)
-            results.append(
-                _run_scorer(
-                    name,
-                    weight,
-                    scorer,
-                    call,
-                    rollouts,
-                    rows,
-                    available,
-                    members,
-                )
+            make_samples = partial(self._samples, prompts, rollouts, takes=scorer.takes)
+            result = _run_scorer(
+                name,
+                weight,
+                scorer,
+                make_samples,
+                rollouts,
+                rows,
+                available,
+                members,
             )
+            results.append(result)
 
             # The environment's reward counts once, in the first scorer's place.
             answers = {

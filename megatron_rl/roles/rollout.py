@@ -144,25 +144,18 @@ class RolloutRole:
         if generation_round.rendezvous is not None and self.engine is None:
             await_rendezvous(generation_round.rendezvous)
 
-        # Objects are pickled, which is slow: only runs that have any gather them.
         shard = members.gather_rows(new_tokens.shard)
+
+        # Objects are pickled, which is slow: only runs that have any gather them.
         outcomes = {}
         prompts = {}
         resubmitted = 0
         if self.environment is not None or not self._in_process:
-            extras = (
-                new_tokens.outcomes,
-                new_tokens.prompts,
-                new_tokens.resubmitted,
-            )
-            for (
-                rank_outcomes,
-                rank_prompts,
-                count,
-            ) in members.gather_objects(extras):
+            objects = (new_tokens.outcomes, new_tokens.prompts, new_tokens.resubmitted)
+            for rank_outcomes, rank_prompts, rank_resubmitted in members.gather_objects(objects):
                 outcomes |= rank_outcomes
                 prompts |= rank_prompts
-                resubmitted += count
+                resubmitted += rank_resubmitted
 
         experts = None
         if new_tokens.experts is not None:

@@ -502,7 +502,7 @@ class Phases:
 
     def metrics(self) -> Metrics:
         """Return the measurements since the last call as maxima over ranks, and reset them."""
-        # The slowest rank and the fullest device are what a user can act on.
+        # Maxima, since the slowest rank and the fullest device limit the job.
         maxima = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         maxima |= {f"memory/{name}_peak_bytes": float(peak) for name, peak in self._peak_bytes.items()}
         if self._peak_bytes:

@@ -28,6 +28,7 @@ from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.distributed import device, watch
+from megatron_rl.error_forms import requires
 from megatron_rl.errors import UserError
 from megatron_rl.hf.export import export, export_adapters
 from megatron_rl.hf.weights import load_weights
@@ -224,11 +225,11 @@ def export_checkpoint(path: Path, out: Path, *, form: str = "hf", trusted: bool 
     """
     config, layout = _export_config(path)
     if form == "peft" and config.actor.lora is None:
-        raise UserError(
-            "the run trained weights, not adapters",
-            where="--format",
-            expected="a checkpoint of a run with actor.lora",
-            got="peft",
+        raise requires(
+            "--format",
+            "peft",
+            "a checkpoint of a run with actor.lora",
+            got="a run that trained all weights",
             fix="leave --format out: the whole model is written",
         )
 

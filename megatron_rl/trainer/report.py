@@ -200,13 +200,8 @@ def _trend_rows(lines: Lines) -> list[SummaryRow]:
             # At most half of the steps: the first and last steps of a short run must not be the same ones.
             steps = max(1, min(WINDOW, len(values) // 2))
             remark = f"means of the first and last {steps} steps"
-            rows.append(
-                (
-                    label,
-                    _change(fmean(values[:steps]), fmean(values[-steps:]), form),
-                    remark,
-                )
-            )
+            change = _change(fmean(values[:steps]), fmean(values[-steps:]), form)
+            rows.append((label, change, remark))
     return rows
 
 
@@ -293,14 +288,10 @@ def _phase_rows(
         share = ""
         if phase.share is not None:
             share = number_text(phase.share, ".0%")
-        rows.append(
-            (
-                phase.name,
-                clock(phase.total),
-                f"{_three_digits(phase.per_step)} s",
-                share,
-            )
-        )
+
+        total = clock(phase.total)
+        per_step = f"{_three_digits(phase.per_step)} s"
+        rows.append((phase.name, total, per_step, share))
     return rows
 
 

@@ -217,12 +217,10 @@ class RolloutSource:
             })  # fmt: skip
 
         self.buffer.restart_all()
-        return Metrics.of(
-            {
-                "rollout/discarded_prompts": groups,
-                "rollout/discarded_tokens": tokens,
-            }
-        )
+        return Metrics.of({
+            "rollout/discarded_prompts": groups,
+            "rollout/discarded_tokens": tokens,
+        })  # fmt: skip
 
     def _next_round(self, prompt_count: int, seed: int) -> GenerationRound:
         """Top up the carried-over groups with new prompts to the in-flight limit; return them as a round."""
