@@ -160,8 +160,7 @@ def build_roles(
     reward = RewardRole(config.reward, tokenizer)
     adapters = separate_adapters(config)
 
-    # The engine comes first and is put to sleep, so that engine and models need not fit in device memory at
-    # once.
+    # The engine comes first and is put to sleep: engine and models need not fit in device memory together.
     routing = _routing_shape(config, "rollout")
     rollout = _build_rollout(config, tokenizer, templated, routing, adapters)
     actor = actor or build_actor(config, updates=_update_count(config))

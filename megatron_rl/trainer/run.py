@@ -93,8 +93,7 @@ def run(config: RunConfig) -> None:
         try:
             training.run()
         except Stopped:
-            # Servers keep the run's claim until it is released or expires: who resumes must not wait for
-            # that.
+            # Release the servers: a resumed run would otherwise wait until this run's claim expires.
             training.roles.close()
             raise
 
