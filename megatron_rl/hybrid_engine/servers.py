@@ -1,7 +1,7 @@
-"""Keep the weights of servers equal to a Megatron model's: one meeting per server.
+"""Weight sync from a Megatron model to vLLM's API servers, in a process group of its own for each server.
 
-At a meeting all ranks of the actor and all workers of one server form a process group of their own, in which
-a `HybridEngine` moves the weights. So a server that dies breaks its own meeting and no other.
+The one idea: all ranks of the actor and all workers of one server form a process group, in which a
+`HybridEngine` moves the weights by a plan built once. A server that dies breaks its own group and no other.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import socket
 import time
 import urllib.parse
 import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.schema import RunConfig
@@ -25,56 +26,98 @@ from megatron_rl.errors import UserError
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.megatron.model import Chunked
 from megatron_rl.metrics import Metrics
-from megatron_rl.rollout.engines.servers.base import Server, ServerError, alongside, make_servers
+from megatron_rl.rollout.engines.servers.base import (
+    Server,
+    ServerError,
+    make_servers,
+    start_call,
+)
 from megatron_rl.rollout.engines.servers.generator import ServerGenerator
 from megatron_rl.rollout.engines.servers.lease import Lease
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.weights.execute import WeightMismatchError
 
-CURRENT, OLD, STRANGE, GONE = "current", "old", "strange", "gone"
+CURRENT = "current"
+"""The server has the newest weights."""
+OUTDATED = "outdated"
+"""The server has older weights of this job, and its process group is intact."""
+FOREIGN = "foreign"
+"""The server has weights of another job, or was restarted."""
+UNREACHABLE = "unreachable"
+"""The server does not answer."""
+
 _POLL_SECONDS = 2.0
+"""Interval of the attempts to reach a server while none is available."""
 
 
 def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator | None:
     """Return the generator that samples at the run's servers, None on ranks outside ``layout``.
 
-    Raises UserError on all ranks unless every server is there, fits the run and is no other's.
+    Raises UserError on all ranks unless every server is reachable, fits the run and is used by no other run.
     Collective over the world.
     """
-    settings, rank, answer = config.rollout.server, device.rank(), None
+    rank = device.rank()
     servers = make_servers(config)
     lease = Lease(servers, config.run_dir)
+    # One rank asks, since a server can be claimed only once; the answer or the error is the same on all.
+    capacity: int | UserError = 0
     if rank == 0:
         try:
-            answer = sum(server.require_fit(config) for server in servers)
+            capacity = sum(server.require_fit(config) for server in servers)
             lease.take()
             for server in servers:
                 server.require_open()
         except UserError as error:
-            answer = error
-    answer = gather_objects(answer)[0]
-    if isinstance(answer, UserError):
-        raise answer
+            capacity = error
+
+    capacity = gather_objects(capacity)[0]
+    if isinstance(capacity, UserError):
+        raise capacity
     if rank not in layout.ranks:
         return None
-    place = layout.ranks.index(rank)
-    rows = max(1, answer // len(layout.ranks))
-    return ServerGenerator(settings, longest_row(config), rows, place, lease.close)
+
+    # The servers' capacity is divided among the ranks that send requests.
+    rank_in_layout = layout.ranks.index(rank)
+    sequences = max(1, capacity // len(layout.ranks))
+    return ServerGenerator(
+        config.rollout.server,
+        longest_row(config),
+        sequences,
+        rank_in_layout,
+        lease.close,
+    )
 
 
-class _Link(NamedTuple):
-    """Hold the meeting with one server: what moves the weights, and the process group."""
+@dataclass(frozen=True)
+class _ServerLink:
+    """Process group with the workers of one server."""
 
     transfer: HybridEngine
+    """Weight sync inside the group."""
     group: Any
+    """The process group."""
+
+
+@dataclass(frozen=True)
+class _ServerState:
+    """State of one server's weights, and the reason if it is unreachable.
+
+    Example: ``_ServerState("unreachable", "ServerError: http://a:8000/health: connection refused")``.
+    """
+
+    name: str
+    reason: str = ""
 
 
 class ServedWeights:
-    """Bring servers the weights of a model, and tell the generators which servers have them.
+    """Weight sync with servers; a run uses it as a `HybridEngine` for an engine in its own processes.
 
-    It stands where a `HybridEngine` stands for an engine in the ranks. ``model`` is None on ranks without the
-    actor, whose ranks are ``actor``; ``generator`` on ranks that do not sample. ``resident`` is as in
-    `HybridEngine`. ``say`` prints a line where the user reads it.
+    ``model``: the trained model, None on ranks without the actor.
+    ``actor``: ranks of the actor.
+    ``generator``: client of the servers, None on ranks that do not sample.
+    ``resident``: context in which the model's weights are in device memory.
+    ``say``: prints a line on the console.
+    ``version``: number of updates of the model's weights.
     """
 
     def __init__(
@@ -87,218 +130,288 @@ class ServedWeights:
         say: Callable[[str], None] = print,
     ) -> None:
         self.version = 0
-        self._model, self._actor, self._generator = model, actor, generator
-        self._run, self._config, self._resident = config, config.rollout.server, resident
+
+        # What moves, and to whom.
+        self._model = model
+        self._actor = actor
+        self._generator = generator
+        self._run_config = config
+        self._config = config.rollout.server
+        self._resident = resident
         self._say = say
+
         self._servers = make_servers(config)
-        self._links: dict[Server, _Link] = {}
-        self._away: dict[Server, str] = {}
-        self._leads = device.rank() == actor[0]
-        self._name = self._told(lambda: uuid.uuid4().hex)
+        self._links: dict[Server, _ServerLink] = {}
+        self._unavailable: dict[Server, str] = {}
+        self._is_leader = device.rank() == actor[0]
+        # Unique, so that a server with weights of another job is never mistaken for a current one.
+        self._job_name = self._from_leader(lambda: uuid.uuid4().hex)
         self._started = False
 
-    def _told(self, answer: Callable[[], Any]) -> Any:
-        """Return the first actor rank's answer on every rank. Collective over the world."""
-        return gather_objects(answer() if self._leads else None)[self._actor[0]]
+    def _from_leader(self, function: Callable[[], Any]) -> Any:
+        """Call a function on the actor's first rank; return its result on every rank.
+
+        Collective over the world.
+        """
+        return gather_objects(function() if self._is_leader else None)[self._actor[0]]
 
     def mark_updated(self, *, base: bool = False) -> None:
-        """Say that the model's weights have changed; ``base`` makes no difference: all of them move."""
+        """Increment the version, after the model's weights changed.
+
+        ``base`` is ignored: servers get merged adapters, so that all weights move in any case.
+        """
         self.version += 1
 
     @property
-    def _weights(self) -> str:
-        """Return the name of the newest weights, which no other job's have."""
-        return f"{self._name} {self.version}"
+    def _weights_name(self) -> str:
+        """Return the name of the newest weights, which no other job uses."""
+        return f"{self._job_name} {self.version}"
 
     @contextmanager
     def generation_mode(self) -> Iterator[Metrics]:
-        """Bring every server that is there up to ``version``, and have the generators use these alone.
+        """Sync every reachable server to ``version``, and make the generators use only these servers.
 
-        Waits for the first where none is there. Yields what moving weights measured, and how many servers
-        have them. Raises UserError where none comes, and at first where one does not take the weights.
+        Waits for one if none is reachable. Yields the metrics of the sync and the number of servers. Raises
+        UserError if none comes in time, and at the start of a run if any server does not take the weights.
         Collective over the world.
         """
-        until, metrics = time.monotonic() + self._config.wait, Metrics()
+        deadline = time.monotonic() + self._config.wait
+        metrics = Metrics()
         while True:
-            states, late = self._told(lambda: (self._states(), time.monotonic() > until))
-            anew, away = list[Server](), dict[Server, str]()
-            for server, (state, why) in zip(self._servers, states, strict=True):
-                if state == GONE:
-                    away[server] = why
-                if state in (STRANGE, GONE):
+            # One rank asks the servers and reads the clock: all ranks must take the same branches.
+            states, timed_out = self._from_leader(lambda: (self._states(), time.monotonic() > deadline))
+            unavailable: dict[Server, str] = {}
+            foreign: list[Server] = []
+            for server, state in zip(self._servers, states, strict=True):
+                if state.name == UNREACHABLE:
+                    unavailable[server] = state.reason
+                if state.name in (FOREIGN, UNREACHABLE):
                     self._leave(server)
-                if state in (STRANGE, OLD):
-                    moved, failure = self._update(server)
-                    metrics += moved
-                    away |= {server: failure} if failure else {}
-                    anew += [server] if state == STRANGE else []
-            self._tell(away, anew)
-            if len(away) < len(self._servers) or late or not self._started:
+                if state.name == FOREIGN:
+                    foreign.append(server)
+                if state.name in (FOREIGN, OUTDATED):
+                    sync_metrics, failure = self._update(server)
+                    metrics += sync_metrics
+                    if failure is not None:
+                        unavailable[server] = failure
+
+            self._report_changes(unavailable, foreign)
+            if len(unavailable) < len(self._servers) or timed_out or not self._started:
                 break
             time.sleep(_POLL_SECONDS)
-        self._refuse_lost(away)
+
+        self._require_servers(unavailable)
         self._started = True
-        ready = [server for server in self._servers if server not in away]
+        available = [server for server in self._servers if server not in unavailable]
         if self._generator is not None:
-            self._generator.use(ready, self._weights)
-        yield metrics + Metrics.of({"rollout/servers": float(len(ready))})
+            self._generator.use(available, self._weights_name)
+        yield metrics + Metrics.of({"rollout/servers": float(len(available))})
 
-    def _tell(self, away: dict[Server, str], anew: list[Server]) -> None:
-        """Say which servers are away that were not, which are back, and which had strange weights.
+    def _report_changes(self, unavailable: dict[Server, str], foreign: list[Server]) -> None:
+        """Print which servers became unavailable, which are back, and which had foreign weights.
 
-        At the start all have them.
+        Not at the start, when every server has foreign weights.
         """
         if device.rank() == 0 and self._started:
-            for server in self._away.keys() - away.keys():
+            for server in self._unavailable.keys() - unavailable.keys():
                 self._say(f"server {server.url} is back, with the newest weights")
-            for server in anew:
-                if server not in away and server not in self._away:
-                    self._say(f"warning: server {server.url} had weights of another run, or was started anew")
-            for server in away.keys() - self._away.keys():
-                self._say(f"warning: server {server.url} is away: {away[server]}")
-            if len(away) == len(self._servers) > len(self._away):
+            for server in foreign:
+                if server not in unavailable and server not in self._unavailable:
+                    self._say(f"warning: server {server.url} had weights of another run, or was restarted")
+            for server in unavailable.keys() - self._unavailable.keys():
+                self._say(f"warning: server {server.url} is away: {unavailable[server]}")
+            if len(unavailable) == len(self._servers) > len(self._unavailable):
                 self._say(f"warning: no server is left: waiting for {self._config.wait:g} s for one")
-        self._away = away
+        self._unavailable = unavailable
 
-    def _refuse_lost(self, away: dict[Server, str]) -> None:
-        """Raise UserError where no server has the weights, or at the start of a run not all of them."""
-        if not away or (len(away) < len(self._servers) and self._started):
+    def _require_servers(self, unavailable: dict[Server, str]) -> None:
+        """Raise UserError if no server has the weights; at the start of a run, if any lacks them."""
+        some_available = len(unavailable) < len(self._servers)
+        if not unavailable or (some_available and self._started):
             return
         raise UserError(
             "servers do not take the run's weights",
             where="rollout.server.urls",
-            expected="every server" if not self._started else "at least one server",
-            got="\n".join(f"{server.url}: {why}" for server, why in away.items()),
-            fix="start them again; a run that has ended goes on from its last checkpoint",
+            expected="at least one server" if self._started else "every server",
+            got="\n".join(f"{server.url}: {reason}" for server, reason in unavailable.items()),
+            fix="start them again; a run that has ended resumes from its last checkpoint",
         )
 
-    def _states(self) -> list[tuple[str, str]]:
-        """Return how every server is, asked at the same time, and why one is away."""
+    def _states(self) -> list[_ServerState]:
+        """Return the state of every server; all servers are asked at the same time."""
+        with ThreadPoolExecutor(len(self._servers)) as executor:
+            return list(executor.map(self._state, self._servers))
 
-        def state(server: Server) -> tuple[str, str]:
-            try:
-                weights = server.weights()
-            except (ServerError, KeyError, TypeError) as error:
-                return GONE, f"{type(error).__name__}: {error}"
-            if weights == self._weights:
-                return CURRENT, ""
-            known = weights.startswith(f"{self._name} ") and server in self._links
-            return (OLD if known else STRANGE), ""
-
-        with ThreadPoolExecutor(len(self._servers)) as pool:
-            return list(pool.map(state, self._servers))
+    def _state(self, server: Server) -> _ServerState:
+        """Return the state of one server."""
+        try:
+            weights = server.weights()
+        except (ServerError, KeyError, TypeError) as error:
+            return _ServerState(UNREACHABLE, f"{type(error).__name__}: {error}")
+        if weights == self._weights_name:
+            return _ServerState(CURRENT)
+        # Without a link, a server with weights of this job must be connected again.
+        if weights.startswith(f"{self._job_name} ") and server in self._links:
+            return _ServerState(OUTDATED)
+        return _ServerState(FOREIGN)
 
     def _update(self, server: Server) -> tuple[Metrics, str | None]:
-        """Bring a server the newest weights; return what that measured, and why it failed.
+        """Sync the newest weights to a server; return the metrics, and the reason if it failed.
 
-        Requests of others that are in flight there go on with the new weights. Raises WeightMismatchError.
+        Requests that are in flight there continue with the new weights. Raises WeightMismatchError.
         Collective over the world.
         """
-        begun, moved = time.perf_counter(), None
-        place, failure = self._told(lambda: self._prepared(server))
+        start = time.perf_counter()
+        metrics = None
+        address, failure = self._from_leader(lambda: self._prepare(server))
         with self._resident():
-            for work in (partial(self._meet, place=place), self._begin, self._move):
+            # Every step is done on all ranks of the actor before any rank starts the next one.
+            for action in (
+                partial(self._connect, address=address),
+                self._start_update,
+                self._transfer,
+            ):
                 if failure is None:
-                    moved, failure = self._tried(server, work)
+                    metrics, failure = self._run_on_actor(server, action)
+
+        # A failed step leaves the process group in an unknown state: the next sync forms a new one.
         if failure is not None:
             self._leave(server)
             return Metrics(), failure
-        maxima = moved.maxima if moved is not None else {}
-        return Metrics({"time/reshard": (time.perf_counter() - begun, 1.0)}, maxima), None
+        # Ranks without the actor have no metrics of the transfer.
+        maxima: Mapping[str, float] = {}
+        if metrics is not None:
+            maxima = metrics.maxima
+        return Metrics({"time/reshard": (time.perf_counter() - start, 1.0)}, maxima), None
 
-    def _tried(self, server: Server, work: Callable[[Server], Any]) -> tuple[Any, str | None]:
-        """Do some work on the actor's ranks; return its result, and why it failed on any of them.
+    def _run_on_actor(self, server: Server, action: Callable[[Server], Any]) -> tuple[Any, str | None]:
+        """Run an action on the actor's ranks; return its result, and the reason if it failed on any of them.
 
-        A rank that fails leaves the meeting, so that no other waits for it there. Collective over the world.
+        A rank on which it fails leaves the process group, so that no other rank waits for it there.
+        Collective over the world.
         """
-        result = failure = None
+        # Every rank takes part in the gather below, also those without the actor.
+        result = None
+        failure = None
         if self._model is not None:
             try:
-                result = work(server)
+                result = action(server)
             except WeightMismatchError:
                 raise
-            except RuntimeError as error:  # a broken meeting, or what the server said
+            except RuntimeError as error:  # a broken process group, or an error of the server
                 failure = f"{type(error).__name__}: {error}"
                 self._leave(server)
-        failures = [told for told in gather_objects(failure) if told is not None]
+
+        failures = [reason for reason in gather_objects(failure) if reason is not None]
         return result, failures[0] if failures else None
 
-    def _prepared(self, server: Server) -> tuple[dict[str, Any], str | None]:
-        """Return where a server that is new here meets the actor's ranks, and why it cannot."""
-        seconds, place = self._config.update_timeout, {}
+    def _prepare(self, server: Server) -> tuple[dict[str, Any], str | None]:
+        """Pause a server; return the rendezvous of a new process group, and the reason if it failed."""
+        seconds = self._config.update_timeout
+        # Without a link the server is new to this job, or was restarted.
+        rendezvous: dict[str, Any] = {}
         try:
             if server not in self._links:
-                server.require_fit(self._run)
+                server.require_fit(self._run_config)
                 server.require_open()
-                # A job that was killed may have left an update, and its meeting.
+                # A killed job may have left an update and its process group.
                 server.reset_updates(seconds)
-                place = _meeting_place(server) | {"workers": server.workers()}
+                rendezvous = _free_address(server) | {"workers": server.workers()}
+
+            # Requests in flight must not read weights of two versions.
             server.pause(seconds)
         except (ServerError, UserError, OSError) as error:
             return {}, str(error)
-        return place, None
+        return rendezvous, None
 
-    def _meet(self, server: Server, place: dict[str, Any]) -> None:
-        """Form the process group with a server's workers, where there is none, and plan the movement."""
+    def _connect(self, server: Server, address: dict[str, Any]) -> None:
+        """Form the process group with a server's workers, unless there is one, and build the plan."""
         if server in self._links:
             return
-        movement, seconds, waits = self._run.hybrid_engine, self._config.update_timeout, None
-        settings = {"staging_bytes": movement.staging_bytes, "verify": movement.verify}
-        count = len(self._actor)
-        if self._leads:
-            info = place | settings | {"trainers": count}
-            waits = alongside(server.join_transfer, info, seconds)
-        rank = self._actor.index(device.rank())
-        with _explained(waits):
-            group = join_span(place["address"], place["port"], rank, count + place["workers"], seconds)
-            self._links[server] = _Link(HybridEngine(self._model, None, group=group, **settings), group)
+
+        # Both sides join at the same time: the server's call returns only once the plan is built.
+        hybrid_engine = self._run_config.hybrid_engine
+        settings = {
+            "staging_bytes": hybrid_engine.staging_bytes,
+            "verify": hybrid_engine.verify,
+        }
+        seconds = self._config.update_timeout
+        actor_ranks = len(self._actor)
+        call = None
+        if self._is_leader:
+            rendezvous = address | settings | {"trainers": actor_ranks}
+            call = start_call(server.join_transfer, rendezvous, seconds)
+
+        with _wait_for(call):
+            group = join_span(
+                address["address"],
+                address["port"],
+                self._actor.index(device.rank()),
+                actor_ranks + address["workers"],
+                seconds,
+            )
+            self._links[server] = _ServerLink(
+                HybridEngine(self._model, None, group=group, **settings),
+                group,
+            )
+            # The first access builds the plan, together with the workers.
             _ = self._links[server].transfer.plan
 
-    def _begin(self, server: Server) -> None:
-        if self._leads:
+    def _start_update(self, server: Server) -> None:
+        """Announce the update to a server."""
+        if self._is_leader:
             server.start_update(self._config.update_timeout)
 
-    def _move(self, server: Server) -> Metrics:
-        """Move the weights, and let the server go on with them."""
-        seconds, waits = self._config.update_timeout, None
-        if self._leads:
-            waits = alongside(server.receive_weights, self.version, seconds)
-        with _explained(waits):
+    def _transfer(self, server: Server) -> Metrics:
+        """Move the weights and let the server resume with them; return the metrics of the sync."""
+        # The workers receive while the actor's ranks send.
+        seconds = self._config.update_timeout
+        call = None
+        if self._is_leader:
+            call = start_call(server.receive_weights, self.version, seconds)
+        with _wait_for(call):
             transfer = self._links[server].transfer
             transfer.version = self.version
-            moved = transfer.sync()
-        if self._leads:
-            server.finish_update(self._weights, seconds)
-        return moved
+            metrics = transfer.sync()
+
+        # The server uses the weights under their name only after both sides have verified them.
+        if self._is_leader:
+            server.finish_update(self._weights_name, seconds)
+        return metrics
 
     def _leave(self, server: Server) -> None:
-        """End the meeting with a server on this rank, where there is one."""
+        """Leave the process group with a server on this rank, if there is one."""
         link = self._links.pop(server, None)
         if link is not None:
             leave_span(link.group)
 
 
 @contextmanager
-def _explained(waits: Callable[[], Any] | None) -> Iterator[None]:
-    """Wait for the server's answer at the end; where both sides failed the server knows better why."""
+def _wait_for(call: Future[Any] | None) -> Iterator[None]:
+    """Wait for a server's call at the end of the block.
+
+    If the block fails too, the server's error is raised: it names the reason that broke the process group.
+    """
     try:
         yield
     except WeightMismatchError:
         raise
     except RuntimeError:
-        if waits is not None:
-            waits()
+        if call is not None:
+            call.result()
         raise
-    if waits is not None:
-        waits()
+    if call is not None:
+        call.result()
 
 
-def _meeting_place(server: Server) -> dict[str, Any]:
-    """Return an address of this machine that the server reaches, and a free port there."""
-    parts = urllib.parse.urlsplit(server.url)
+def _free_address(server: Server) -> dict[str, Any]:
+    """Return an address of this machine that the server can reach, and a free port there."""
+    url = urllib.parse.urlsplit(server.url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-        route.connect((parts.hostname, parts.port))  # of a datagram: nothing is sent
+        # Connecting a datagram socket selects the local address and sends nothing.
+        route.connect((url.hostname, url.port))
         address = route.getsockname()[0]
+    # The operating system chooses the port; it is free again when the probe is closed.
     with socket.socket() as probe:
         probe.bind((address, 0))
         return {"address": address, "port": probe.getsockname()[1]}

@@ -18,7 +18,12 @@ from torch import Tensor
 
 from megatron_rl.config.sections.rollout import HybridEngineConfig
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import gather_objects, rank_in, sum_over_ranks
+from megatron_rl.distributed.exchange import (
+    gather_objects,
+    rank_in,
+    sum_over_ranks,
+)
+from megatron_rl.error_forms import unknown_choice
 from megatron_rl.errors import UserError
 from megatron_rl.hf.peft import peft_boxes
 from megatron_rl.hf.weights import source_boxes
@@ -53,7 +58,11 @@ class WeightTransfer:
     """
 
     def __init__(
-        self, source: WeightSource | None, target: Storage | None, staging_bytes: int, group: Any
+        self,
+        source: WeightSource | None,
+        target: Storage | None,
+        staging_bytes: int,
+        group: Any,
     ) -> None:
         self._source = source
         self._target = target
@@ -74,10 +83,19 @@ class WeightTransfer:
     def compile(self) -> Execution:
         """Return the execution of the plan on the live storages, compiled again if a storage was replaced."""
         plan = self.plan
-        held, written = self._storages()
-        key = (storage_key(held), storage_key(written))
+
+        # The compiled views are of the storages that were there before: any of them may be another one now.
+        source, target = self._storages()
+        key = (storage_key(source), storage_key(target))
         if self._execution is None or key != self._compiled_for:
-            self._execution = Execution(plan, self._rank, held, written, self._staging_bytes, self._group)
+            self._execution = Execution(
+                plan,
+                self._rank,
+                source,
+                target,
+                self._staging_bytes,
+                self._group,
+            )
             self._compiled_for = key
         return self._execution
 
@@ -85,22 +103,28 @@ class WeightTransfer:
         """Drop the compiled views, and with them tensors that nothing else references."""
         self._execution = None
 
-    def _storages(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    def _storages(
+        self,
+    ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """Return this rank's source and destination storages by name."""
-        held = self._source.parameters() if self._source is not None else {}
-        written = self._target.parameters() if self._target is not None else {}
-        return held, written
+        source = self._source.parameters() if self._source is not None else {}
+        target = self._target.parameters() if self._target is not None else {}
+        return source, target
 
     def _build_plan(self) -> ReshardPlan:
-        held, written = self._storages()
-        source_boxes = self._source.boxes() if self._source is not None else None
-        target_boxes = self._target.boxes() if self._target is not None else None
+        source, target = self._storages()
+        source_boxes: list[TensorBox] | None = None
+        if self._source is not None:
+            source_boxes = self._source.boxes()
+        target_boxes: Sequence[TensorBox] | None = None
+        if self._target is not None:
+            target_boxes = self._target.boxes()
         self._reject_engine_without_boxes(target_boxes)
 
         # Before the first exchange, in which some ranks have no messages.
         connect(self._group)
-        sources = gather_layout(source_boxes, _dtypes(held), self._group)
-        destinations = gather_layout(target_boxes, _dtypes(written), self._group)
+        sources = gather_layout(source_boxes, _dtypes(source), self._group)
+        destinations = gather_layout(target_boxes, _dtypes(target), self._group)
 
         # Hosts are the nodes within which the plan prefers to send.
         host_of = dict(gather_objects((self._rank, socket.gethostname()), self._group))
@@ -110,6 +134,7 @@ class WeightTransfer:
 
     def _reject_engine_without_boxes(self, boxes: Sequence[TensorBox] | None) -> None:
         """Raise UserError on all ranks if an engine has no boxes: no weight could be moved or compared."""
+        # Gathered, so that all ranks raise: the other ranks would wait in the exchange of layouts.
         name = None
         if boxes is not None and not boxes:
             name = f"{type(self._target).__name__} on rank {self._rank}"
@@ -141,7 +166,7 @@ class HybridEngine:
         the base weights only once; otherwise adapters are merged into the weights.
     ``adapters``: storage of the engine's adapters, None on ranks without an engine.
     ``sleeps``: whether the engine on this rank releases its memory between uses.
-    ``apart``: older name of ``separate_adapters``.
+    ``apart``: former name of ``separate_adapters``, which users' scripts may still pass.
     """
 
     def __init__(
@@ -158,14 +183,10 @@ class HybridEngine:
         sleeps: bool = True,
         apart: bool = False,
     ) -> None:
-        if verify not in VERIFY:
-            raise UserError(
-                "This kind of verification does not exist.",
-                where="hybrid_engine.verify",
-                expected="one of " + ", ".join(VERIFY),
-                got=repr(verify),
-            )
         separate_adapters = separate_adapters or apart
+        if verify not in VERIFY:
+            raise unknown_choice("hybrid_engine.verify", verify, VERIFY)
+
         self.version = 0
         self._model = model
         self._engine = engine
@@ -173,11 +194,19 @@ class HybridEngine:
         self._resident = resident
         self._verify = verify
         self._sleeps = sleeps
+
+        # The weights come first: base weights must be there before adapters are used over them.
         self._transfers = [
-            WeightTransfer(_weight_source(model, separate_adapters), engine, staging_bytes, group)
+            WeightTransfer(
+                _weight_source(model, separate_adapters),
+                engine,
+                staging_bytes,
+                group,
+            )
         ]
         if separate_adapters:
             self._transfers.append(WeightTransfer(_adapter_source(model), adapters, staging_bytes, group))
+
         self._base_synced = False
         self._synced_version: int | None = None
 
@@ -199,6 +228,7 @@ class HybridEngine:
 
         Raises WeightMismatchError on all ranks if a checksum differs. Collective over the group.
         """
+        # All plans are built and compiled before any weight moves.
         start = time.perf_counter()
         transfers = self._pending_transfers()
         executions = [transfer.compile() for transfer in transfers]
@@ -207,10 +237,12 @@ class HybridEngine:
         device.synchronize()
         transfer_end = time.perf_counter()
 
+        # Verification reads what was written, after the copies of every rank.
         for execution in executions:
             execution.verify(self._verify, self.version)
         verify_end = time.perf_counter()
 
+        # Only verified weights are activated.
         if self._engine is not None:
             self._engine.finish_update(self.version)
         self._check_engine_versions()
@@ -224,17 +256,16 @@ class HybridEngine:
 
         plans = [transfer.plan for transfer in transfers]
         # Bytes are those of the busiest rank, which need not be among the ranks that gather metrics.
-        timings = Metrics.of(
-            {"time/reshard": transfer_end - start, "time/reshard_verify": verify_end - transfer_end}
-        )
-        return timings + Metrics(
-            {},
-            {
-                "reshard/bytes_received_max": _max_over_ranks(plan.received for plan in plans),
-                "reshard/bytes_local_max": _max_over_ranks(plan.local for plan in plans),
-                "reshard/staging_bytes_max": float(max(execution.staging_peak for execution in executions)),
-            },
-        )
+        timings = {
+            "time/reshard": transfer_end - start,
+            "time/reshard_verify": verify_end - transfer_end,
+        }
+        maxima = {
+            "reshard/bytes_received_max": _max_over_ranks(plan.received for plan in plans),
+            "reshard/bytes_local_max": _max_over_ranks(plan.local for plan in plans),
+            "reshard/staging_bytes_max": float(max(execution.staging_peak for execution in executions)),
+        }
+        return Metrics.of(timings) + Metrics({}, maxima)
 
     def _pending_transfers(self) -> list[WeightTransfer]:
         """Return the transfers that this sync needs; skip base weights that the engine already has."""
@@ -260,6 +291,7 @@ class HybridEngine:
 
         Yields the metrics of the sync, empty ones without a sync. Collective over the group.
         """
+        # The sync writes into the engine's storage, which exists only while it is awake.
         if self._engine is not None:
             self._engine.wake()
         metrics = Metrics()
@@ -270,6 +302,7 @@ class HybridEngine:
         try:
             yield metrics
         finally:
+            # Also after an error, so that a caller that handles it finds the device memory free.
             if self._engine is not None and self._sleeps:
                 self._engine.sleep()
 

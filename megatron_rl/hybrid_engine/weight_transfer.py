@@ -23,7 +23,10 @@ from typing import Any
 
 from megatron_rl.distributed.groups import join_span, leave_span
 from megatron_rl.hybrid_engine.sync import HybridEngine
-from megatron_rl.rollout.engines.vllm.setup import keep_weights_writable, prepare_vllm
+from megatron_rl.rollout.engines.vllm.setup import (
+    keep_weights_writable,
+    prepare_vllm,
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,10 @@ class TrainedModel:
 
     @classmethod
     def of(
-        cls, chunks: Sequence[Any], hf_config: Any, names: Mapping[str, str] | None = None
+        cls,
+        chunks: Sequence[Any],
+        hf_config: Any,
+        names: Mapping[str, str] | None = None,
     ) -> TrainedModel:
         """Create a model from the chunks of Megatron's training loop, bare or in DDP and Float16Module."""
         return cls([_bare(chunk) for chunk in chunks], hf_config, names or {})
@@ -77,16 +83,26 @@ def _connect(rendezvous: Any, live: Any, rank: int) -> tuple[HybridEngine, Calla
 
     Collective over the trainers and workers.
     """
+    # In one job the world is the process group, and nobody leaves it.
     group = None
     end = _nothing
     if rendezvous.address is not None:
-        group = join_span(rendezvous.address, rendezvous.port, rank, rendezvous.trainers + rendezvous.workers)
+        group = join_span(
+            rendezvous.address,
+            rendezvous.port,
+            rank,
+            rendezvous.trainers + rendezvous.workers,
+        )
 
         def end() -> None:
             leave_span(group)
 
     hybrid = HybridEngine(
-        rendezvous.model, live, staging_bytes=rendezvous.staging_bytes, verify=rendezvous.verify, group=group
+        rendezvous.model,
+        live,
+        staging_bytes=rendezvous.staging_bytes,
+        verify=rendezvous.verify,
+        group=group,
     )
     # The first access builds the plan, on all ranks together.
     _ = hybrid.plan

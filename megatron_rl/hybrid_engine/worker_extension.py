@@ -21,19 +21,22 @@ class HybridWorker:
 
     def claim(self, run: str, seconds: float) -> str | None:
         """Reserve this server for a run; return the other run that has reserved it, or None on success."""
+        # A claim expires, so that a killed job does not block the server.
         holder, expiry = self._claim
         now = time.monotonic()
         if holder != run and now < expiry:
             return holder
+
         self._claim = (run, now + seconds)
         return None
 
     def attempt(self, method: str, *arguments: Any) -> str | None:
         """Call a method of this worker and return its error as text, None on success.
 
-        If a worker raises, vLLM leaves the replies of the other workers unread and takes them for those of
-        later calls.
+        If a worker raises, vLLM leaves the replies of the other workers unread and returns them for later
+        calls.
         """
+
         try:
             getattr(self, method)(*arguments)
         except Exception as error:

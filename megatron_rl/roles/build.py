@@ -1,20 +1,38 @@
-"""Make the roles of a run from its resolved configuration."""
+"""Construction of a run's roles from its resolved configuration.
+
+The one idea: every role with a Megatron model is built by `build_model_role` from its row of the table in
+`config.roles` and its section. `build_roles` adds the rollout engine, the weight sync and the rewards.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
-from megatron_rl.checkpoint.megatron_lm import load_optimizer
-from megatron_rl.config.adapters import is_initial_actor, own_base_reason, separate_adapters
+from megatron_rl.checkpoint.megatron_lm import (
+    checkpoint_arguments,
+    load_optimizer,
+)
+from megatron_rl.config.adapters import (
+    is_initial_actor,
+    own_base_reason,
+    separate_adapters,
+)
 from megatron_rl.config.derive import longest_row
-from megatron_rl.config.placement import role_layout, role_layouts, sleeping_ranks
+from megatron_rl.config.placement import (
+    megatron_settings,
+    role_layout,
+    role_layouts,
+    sleeping_ranks,
+)
 from megatron_rl.config.roles import (
     ACTOR,
     ADAPTED,
@@ -25,28 +43,37 @@ from megatron_rl.config.roles import (
     RoleSpec,
     role_of,
     role_sections,
+    spec_at,
     spec_of,
 )
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.models import ActorConfig, CriticConfig
-from megatron_rl.config.stage_plan import StagePlan, present_model, stage_plans
+from megatron_rl.config.sections.models import LoraConfig
+from megatron_rl.config.stage_plan import (
+    StagePlan,
+    present_model,
+    stage_plans,
+    starting_model,
+)
 from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.distributed import device
-from megatron_rl.distributed.groups import communicator
+from megatron_rl.distributed.groups import ParallelGroups, communicator
 from megatron_rl.hf.peft import add_adapters, note_base
+from megatron_rl.hf.weights import load_weights
 from megatron_rl.hybrid_engine.servers import ServedWeights, make_generator
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.megatron.lora import share_base
-from megatron_rl.megatron.model import ParallelModel
+from megatron_rl.megatron.model import ParallelModel, build_model
+from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.megatron.optimizer import Optimizer, wrap
+from megatron_rl.megatron.provider import Provider, load_provider
 from megatron_rl.megatron.residency import Use
 from megatron_rl.roles.model_role import ModelRole
-from megatron_rl.roles.policy import add_lora, build_policy, stored_at
 from megatron_rl.roles.reward import RewardModel, RewardRole
 from megatron_rl.roles.rollout import RolloutRole
 from megatron_rl.rollout.engines.base import make_engine
 from megatron_rl.rollout.engines.servers.generator import ServerGenerator
 from megatron_rl.rollout.engines.vllm.tools import make_tool_parser
+from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.shapes.pretrained import read_pretrained
 
@@ -55,43 +82,53 @@ from megatron_rl.shapes.pretrained import read_pretrained
 class Roles:
     """Roles of one run on this rank.
 
-    ``scorers`` are the roles beside the actor that infer in the score phase, by name and in the order of the
-    table. ``scoring_pass`` says whether the actor scores a batch before it learns from it, see
-    `scoring_reason`.
+    Example: GRPO with a KL penalty has the ``scorers`` ``{"reference": ...}`` and no ``reward_models``; PPO
+    has ``{"critic": ..., "reference": ...}``.
     """
 
     actor: ModelRole
+    """The policy that learns."""
     rollout: RolloutRole
+    """The engine that samples."""
     hybrid_engine: HybridEngine | ServedWeights
+    """Weight sync from the actor to the engine."""
     reward: RewardRole
+    """Rewards that are computed outside the training process."""
     scorers: Mapping[str, ModelRole] = field(default_factory=dict)
+    """Roles beside the actor that infer in the score phase, by name, in the order of the table of roles."""
     reward_models: tuple[RewardModel, ...] = ()
+    """Rewards by frozen models."""
     scoring_pass: bool = True
+    """Whether the actor computes log-probs before its first update of a step, see `scoring_reason`."""
 
     @property
     def critic(self) -> ModelRole | None:
-        """Return the role that learns values, None where the algorithm has none."""
+        """Return the role that learns values, None if the algorithm has none."""
         return self.scorers.get(CRITIC.name)
 
     @property
-    def one_judge(self) -> bool:
-        """Say whether the reward of a row is what one scorer says of it."""
-        return not self.reward_models and self.reward.scorers == 1
+    def has_single_scorer(self) -> bool:
+        """Return whether a row's reward is the reward of one scorer, not a weighted sum."""
+        return not self.reward_models and self.reward.scorer_count == 1
 
     @property
     def learners(self) -> dict[str, ModelRole]:
-        """Return the roles whose weights and optimizers are the state of a run, by name."""
-        others = {name: role for name, role in self.scorers.items() if spec_of(name).trains}
-        return {ACTOR.name: self.actor, **others}
+        """Return the roles whose weights and optimizers are saved in checkpoints, by name."""
+        learning_scorers = {name: role for name, role in self.scorers.items() if spec_of(name).trains}
+        return {ACTOR.name: self.actor, **learning_scorers}
 
     @property
     def models(self) -> list[ModelRole]:
         """Return every role with a Megatron model."""
-        return [self.actor, *self.scorers.values(), *(model.role for model in self.reward_models)]
+        return [
+            self.actor,
+            *self.scorers.values(),
+            *(model.role for model in self.reward_models),
+        ]
 
     @contextmanager
     def learners_resident(self) -> Iterator[None]:
-        """Have the learning roles' state on the device, to save or restore it."""
+        """Keep weights and optimizer states of the learners in device memory, to save or restore them."""
         with ExitStack() as stack:
             for role in self.learners.values():
                 stack.enter_context(role.resident(Use.STATE))
@@ -112,89 +149,370 @@ def build_roles(
     actor: ModelRole | None = None,
     say: Callable[[str], None] = print,
 ) -> Roles:
-    """Build every role with its starting weights; the engine's come with the first sync.
+    """Build every role of a resolved configuration; the engine gets its weights at the first sync.
 
-    ``config`` is resolved: nothing is left to derive. ``templated`` says whether prompts went through the
-    tokenizer's chat template. ``actor`` is one that is there already. ``say`` prints a line where the user
-    reads it. Collective over the world.
+    ``templated``: whether prompts were rendered with the tokenizer's chat template.
+    ``actor``: an actor to use instead of building one.
+    ``say``: prints a line on the console.
+
+    Collective over the world.
     """
     reward = RewardRole(config.reward, tokenizer)
     adapters = separate_adapters(config)
-    rollout = _build_rollout(config, tokenizer, templated, _records(config, "rollout"), adapters)
-    actor = actor or build_actor(config, updates=_updates(config))
+
+    # The engine comes first and is put to sleep: engine and models need not fit in device memory together.
+    routing = _routing_shape(config, "rollout")
+    rollout = _build_rollout(config, tokenizer, templated, routing, adapters)
+    actor = actor or build_actor(config, updates=_update_count(config))
     scorers = build_scorers(config, algorithm, actor)
     models = tuple(build_reward_model(config, name) for name in config.reward.models)
-    engine = _hybrid_engine(config, actor, rollout, adapters is not None, say)
-    scoring_pass = scoring_reason(config, algorithm) is not None
-    roles = Roles(actor, rollout, engine, reward, scorers, models, scoring_pass)
+    hybrid_engine = _build_hybrid_engine(config, actor, rollout, adapters is not None, say)
+
+    needs_scoring_pass = scoring_reason(config, algorithm) is not None
+    roles = Roles(
+        actor,
+        rollout,
+        hybrid_engine,
+        reward,
+        scorers,
+        models,
+        needs_scoring_pass,
+    )
+
+    # Offloaded models leave the device until the first phase that needs them.
     for role in roles.models:
         role.residency.leave()
     return roles
 
 
+def build_frozen_roles(
+    config: RunConfig,
+    tokenizer: Any,
+    *,
+    path: str | None,
+    templated: bool = False,
+) -> Roles:
+    """Build the roles that evaluation needs: a policy without an optimizer, the engine and the rewards.
+
+    ``path`` as for `build_frozen_policy`. Collective over the world.
+    """
+    reward = RewardRole(config.reward, tokenizer)
+
+    # A Hugging Face model has no adapters of its own that the engine could have separately.
+    adapters = separate_adapters(config) if path is None else None
+    rollout = _build_rollout(config, tokenizer, templated, adapters=adapters)
+
+    layout = role_layout(config.actor.layout, "actor.layout")
+    model = build_frozen_policy(config, layout, path)
+    actor = ModelRole(
+        ACTOR.name,
+        layout,
+        model,
+        tokens_per_microbatch=_tokens_per_microbatch(config),
+        outputs=ACTOR.outputs,
+    )
+
+    models = tuple(build_reward_model(config, name) for name in config.reward.models)
+    hybrid_engine = _build_hybrid_engine(config, actor, rollout, adapters is not None)
+    return Roles(actor, rollout, hybrid_engine, reward, reward_models=models)
+
+
+def build_actor(config: RunConfig, *, updates: int | None) -> ModelRole:
+    """Build the actor from the model of its last ended stage, or from `model.path`.
+
+    ``updates``: optimizer steps of the learning-rate schedule; None builds the actor without an optimizer.
+
+    Collective over the world.
+    """
+    return build_model_role(config, ACTOR, ACTOR.section, updates=updates)
+
+
+def build_scorers(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> dict[str, ModelRole]:
+    """Build the roles beside the actor that infer in the score phase, by name.
+
+    These are the roles that the algorithm needs, and the configured ones that no algorithm needs. Collective
+    over the world.
+    """
+    # In the table's order, on every rank: building a model creates communicators, which is collective.
+    scorers: dict[str, ModelRole] = {}
+    for spec in MODEL_ROLES:
+        if spec is ACTOR or spec.phase != ACTOR.phase:
+            continue
+
+        if spec.need is None or spec.needed(algorithm):
+            for path in spec.sections(config):
+                updates = _update_count(config)
+                scorers[role_of(path)] = build_model_role(config, spec, path, updates=updates, actor=actor)
+    return scorers
+
+
+def build_reward_model(config: RunConfig, name: str) -> RewardModel:
+    """Build a reward model, frozen unless its training stage has not ended. Collective over the world."""
+    section = config.reward.models[name]
+    role = build_model_role(
+        config,
+        REWARD_MODELS,
+        f"{REWARD_MODELS.section}.{name}",
+        updates=None,
+    )
+    return RewardModel(name, section.weight, role)
+
+
+def build_learner(config: RunConfig, plan: StagePlan) -> ModelRole:
+    """Build the role that a stage trains, without an optimizer. Collective over the world."""
+    return build_model_role(config, spec_at(plan.role), plan.role, updates=None)
+
+
+def build_model_role(
+    config: RunConfig,
+    spec: RoleSpec,
+    path: str,
+    *,
+    updates: int | None,
+    actor: ModelRole | None = None,
+) -> ModelRole:
+    """Build the role of a row of the table of roles whose section is at ``path``.
+
+    With ``actor`` it shares weights if the table allows it and both start from the same ones: the whole
+    model, with the actor's adapters switched off, or the base beneath adapters of its own. ``updates`` as for
+    `build_actor`, ignored for a role that never learns in a step. Collective over the world.
+    """
+    # What the role starts from, and where.
+    section: Any = role_sections(config)[path]
+    assert section.layout is not None
+    layout = role_layout(section.layout, f"{path}.layout")
+    model_path, trainable = _starting_point(config, spec, path, section)
+
+    # Two ways of sharing weights with the actor, both on the actor's own ranks.
+    initial_of: ModelRole | None = None
+    base_owner: ModelRole | None = None
+    if is_initial_actor(config, path):
+        initial_of = actor
+    if spec.shares == ADAPTED and own_base_reason(config, path) is None:
+        base_owner = actor
+
+    if initial_of is not None:
+        model = initial_of.model
+    else:
+        model = build_pretrained(
+            config,
+            layout,
+            path=model_path,
+            recompute=getattr(section, "recompute", "none"),
+            head="value" if spec.head == NUMBER else "lm",
+            trainable=trainable,
+        )
+        if model is not None and trainable:
+            _attach_adapters(config, model, _adapters(config, spec, section), model_path)
+
+    # Sharing and freezing come before the optimizer, which wraps the parameters that require a gradient.
+    if base_owner is not None and base_owner.model is not None and model is not None:
+        share_base(model, base_owner.model)
+    if spec is ACTOR and model is not None:
+        model.watch_routing()
+        if config.actor.freeze_router:
+            model.freeze_routers()
+
+    # DDP allocates gradient buffers, the optimizer its states: only for roles that learn in a step.
+    optimizer = None
+    if model is not None and spec.trains and updates is not None:
+        wrap(model, section.optimizer.distributed, section.ddp)
+        optimizer = Optimizer(model, section.optimizer, updates)
+        if spec is ACTOR and config.model.resume_optimizer:
+            load_optimizer(optimizer, config.model.path)
+
+    # Updates replay the routing of the scoring pass, which only the actor records.
+    routing = None
+    if spec is ACTOR and updates is not None:
+        routing = _routing_shape(config, "update")
+    return ModelRole(
+        path,
+        layout,
+        model,
+        tokens_per_microbatch=_tokens_per_microbatch(config),
+        outputs=spec.outputs or (path.removeprefix(f"{spec.section}."),),
+        optimizer=optimizer,
+        prefix=spec.metric_prefix,
+        offload=section.offload,
+        records=routing,
+        initial_of=initial_of,
+        shares_base_with=base_owner,
+    )
+
+
 def adopted_actor(config: RunConfig, model: ParallelModel, optimizer: Optimizer) -> ModelRole:
-    """Return the actor whose model and optimizer a training script has set up."""
+    """Return the actor of a model and an optimizer that a training script has built."""
     return ModelRole(
         ACTOR.name,
         model.groups.layout,
         model,
-        tokens_per_microbatch=_token_budget(config),
+        tokens_per_microbatch=_tokens_per_microbatch(config),
         outputs=ACTOR.outputs,
         optimizer=optimizer,
         prefix=ACTOR.metric_prefix,
     )
 
 
-def build_frozen_roles(
-    config: RunConfig, tokenizer: Any, *, path: str | None, templated: bool = False
-) -> Roles:
-    """Build what evaluation needs: the policy at ``path`` without an optimizer, engine and reward.
+def _starting_point(config: RunConfig, spec: RoleSpec, path: str, section: Any) -> tuple[str | None, bool]:
+    """Return the Hugging Face model that a role starts from, and whether its weights are trainable."""
+    if spec is ACTOR:
+        return present_model(config), True
+    if spec is not REWARD_MODELS:
+        return section.path, spec.trains
 
-    Without a path it is built to hold a checkpoint of the run. Collective over the world.
+    # A reward model learns in a stage of its own, and is frozen once that stage has left its model.
+    for plan in stage_plans(config):
+        if plan.role == path and plan.ended:
+            return str(plan.model), False
+    return section.path, section.training is not None
+
+
+def _adapters(config: RunConfig, spec: RoleSpec, section: Any) -> LoraConfig | None:
+    """Return the adapters to attach to a role's model, None without adapters.
+
+    A stage of the actor that has ended has merged the adapters of ``lora.path`` into its model, so that new
+    ones start from zero.
     """
-    reward = RewardRole(config.reward, tokenizer)
-    adapters = separate_adapters(config) if path is None else None
-    rollout = _build_rollout(config, tokenizer, templated, adapters=adapters)
-    layout = role_layout(config.actor.layout, "actor.layout")
-    model = build_policy(config, layout, path=path or present_model(config), trainable=False)
-    if path is None:
-        add_lora(config, model, trainable=False)
-    actor = ModelRole(
-        ACTOR.name, layout, model, tokens_per_microbatch=_token_budget(config), outputs=ACTOR.outputs
+    lora = getattr(section, "lora", None)
+    if lora is not None and spec is ACTOR and present_model(config) != config.model.path:
+        return replace(lora, path=None)
+    return lora
+
+
+def _attach_adapters(
+    config: RunConfig,
+    model: ParallelModel,
+    lora: LoraConfig | None,
+    path: str | None,
+    *,
+    trainable: bool = True,
+) -> None:
+    """Attach adapters to a model that starts from ``path``. Collective over the model's ranks."""
+    if lora is not None:
+        add_adapters(model, lora, config.seed, trainable=trainable)
+        note_base(model, weights_folder(config, path))
+
+
+def build_frozen_policy(config: RunConfig, layout: ParallelLayout, path: str | None) -> ParallelModel | None:
+    """Build a policy that does not learn; None on ranks outside the layout.
+
+    ``path``: Hugging Face model to load; None builds a model, with the actor's adapters if it has any, that a
+    checkpoint of the run can be loaded into.
+
+    Collective over the world.
+    """
+    model = build_pretrained(config, layout, path=path or present_model(config), trainable=False)
+
+    # A checkpoint of a run with adapters is loaded into a model with adapters.
+    if path is None and model is not None:
+        lora = _adapters(config, ACTOR, config.actor)
+        _attach_adapters(config, model, lora, present_model(config), trainable=False)
+    return model
+
+
+def build_pretrained(
+    config: RunConfig,
+    layout: ParallelLayout,
+    *,
+    path: str | None = None,
+    recompute: str = "none",
+    head: str = "lm",
+    trainable: bool,
+) -> ParallelModel | None:
+    """Build a model on ``layout`` and load its Hugging Face weights; None on ranks outside the layout.
+
+    ``head``: ``lm`` for a policy, ``value`` for a critic or a reward model.
+
+    Collective over the world.
+    """
+    # Groups are created on all ranks of the job, also on those that then have no model.
+    path = weights_folder(config, path)
+    groups = ParallelGroups(layout)
+    if not groups.member:
+        return None
+
+    # The user's ``actor.megatron`` settings, after those that follow from the layout.
+    _, overrides = megatron_settings(config, layout)
+    model = build_model(
+        read_hf_config(path),
+        groups,
+        dtype=getattr(torch, config.model.dtype),
+        recompute=recompute,
+        overrides=overrides,
+        attention=config.model.attention,
+        head=head,
+        trainable=trainable,
+        seed=config.seed,
+        provider=_provider(config, path),
     )
-    models = tuple(build_reward_model(config, name) for name in config.reward.models)
-    engine = _hybrid_engine(config, actor, rollout, adapters is not None)
-    return Roles(actor, rollout, engine, reward, reward_models=models)
+    load_weights(model, path)
+    return model
 
 
-def _hybrid_engine(
+def weights_folder(config: RunConfig, path: str | None) -> str:
+    """Return the folder to read a role's weights from.
+
+    A role that starts from the model of the actor's stages gets `model.path` until the stages have written
+    that model, which is then loaded into it.
+    """
+    if path is None or (path == starting_model(config) and not Path(path).is_dir()):
+        return config.model.path
+    return path
+
+
+def _provider(config: RunConfig, path: str) -> Provider | None:
+    """Return the user's model code for the model at ``path``, None for a model of another shape.
+
+    Such a model, for example a smaller reward model, is built by Megatron's own code.
+    """
+    if config.model.provider is None:
+        return None
+
+    # Name, head and tied embeddings may differ: the code builds any of them.
+    shapes = [read_pretrained(Path(folder) / "config.json").shape for folder in (config.model.path, path)]
+    comparable = {replace(shape, name="", scalar_head=False, tied=False) for shape in shapes}
+    if len(comparable) > 1:
+        return None
+    arguments, _ = checkpoint_arguments(config.model.path)
+    return load_provider(config.model.provider, config.model.weights, arguments)
+
+
+def _build_hybrid_engine(
     config: RunConfig,
     actor: ModelRole,
     rollout: RolloutRole,
-    apart: bool,
+    has_separate_adapters: bool,
     say: Callable[[str], None] = print,
 ) -> HybridEngine | ServedWeights:
-    settings, engine, resident = config.hybrid_engine, rollout.engine, partial(actor.resident, Use.READ)
+    """Build the weight sync from the actor to an engine in these processes, or to servers."""
+    # Syncs read the weights, and need no gradients or optimizer states in device memory.
+    engine = rollout.engine
+    resident = partial(actor.resident, Use.READ)
     if not config.rollout.capabilities.in_process:
         assert engine is None or isinstance(engine, ServerGenerator)
         return ServedWeights(actor.model, actor.layout.ranks, engine, config, resident, say)
+
     assert not isinstance(engine, ServerGenerator)
+    engine_adapters = None
+    if engine is not None:
+        engine_adapters = engine.adapters
     return HybridEngine(
         actor.model,
         engine,
-        staging_bytes=settings.staging_bytes,
-        verify=settings.verify,
+        staging_bytes=config.hybrid_engine.staging_bytes,
+        verify=config.hybrid_engine.verify,
         resident=resident,
-        separate_adapters=apart,
-        adapters=engine.adapters if engine is not None else None,
+        separate_adapters=has_separate_adapters,
+        adapters=engine_adapters,
         sleeps=device.rank() in sleeping_ranks(role_layouts(config, device.world_size())),
     )
 
 
-def _records(config: RunConfig, replay: str) -> tuple[int, int] | None:
-    """Return the model's layers and experts per token where ``replay`` is the run's, None elsewhere."""
+def _routing_shape(config: RunConfig, replay: str) -> tuple[int, int] | None:
+    """Return the model's layers and experts per token if the run has this routing replay, None otherwise."""
     if config.actor.routing_replay != replay:
         return None
+
     shape = read_pretrained(Path(config.model.path) / "config.json").shape
     return shape.layers, shape.experts_per_token
 
@@ -203,17 +521,24 @@ def _build_rollout(
     config: RunConfig,
     tokenizer: Any,
     templated: bool,
-    records: tuple[int, int] | None = None,
+    routing: tuple[int, int] | None = None,
     adapters: AdaptedModel | None = None,
 ) -> RolloutRole:
+    """Build the engine, or the client of the servers, on the rollout's ranks. Collective over the world."""
     layouts = role_layouts(config, device.world_size())
-    layout, environment = layouts["rollout"].checked(), config.rollout.environment
+    layout = layouts["rollout"].checked()
+
+    # Creating a communicator is collective over the world, so all ranks do it here.
     for ranks in (layout.ranks, *layout.groups("tensor")):
         communicator(ranks)
-    chat = parse = None
+
+    environment = config.rollout.environment
+    chat = None
+    parse_tool_calls = None
     if environment is not None:
         chat = ChatFormats(tokenizer, templated)
-        parse = make_tool_parser(environment.tool_parser, tokenizer)
+        parse_tool_calls = make_tool_parser(environment.tool_parser, tokenizer)
+
     in_process = config.rollout.capabilities.in_process
     if not in_process:
         engine = make_generator(config, layout)
@@ -226,154 +551,32 @@ def _build_rollout(
             dtype=config.model.dtype,
             seed=config.seed,
             max_model_len=longest_row(config),
-            records=records,
+            records=routing,
             adapters=adapters,
         )
+        # The roles that share its ranks are built next, in the memory that it releases.
         if engine is not None and device.rank() in sleeping_ranks(layouts):
             engine.sleep()
-    most = config.rollout.max_in_flight
-    return RolloutRole(layout, engine, device.rank(), environment, chat, records, most, parse, in_process)
 
-
-def build_learner(config: RunConfig, plan: StagePlan) -> ModelRole:
-    """Build the role that a stage trains, without an optimizer. Collective over the world."""
-    if plan.role == ACTOR.section:
-        return build_actor(config, updates=None)
-    return build_reward_model(config, plan.role.removeprefix(f"{REWARD_MODELS.section}.")).role
-
-
-def build_actor(config: RunConfig, *, updates: int | None) -> ModelRole:
-    """Build the actor with an optimizer for ``updates`` steps, without one where it is None.
-
-    It starts from the Hugging Face checkpoint of the model, or of its last stage that has ended. Collective
-    over the world.
-    """
-    layout = role_layout(config.actor.layout, "actor.layout")
-    recompute = config.actor.recompute
-    model = build_policy(config, layout, path=present_model(config), recompute=recompute, trainable=True)
-    add_lora(config, model, trainable=True)
-    if model is not None:
-        model.watch_routing()
-        if config.actor.freeze_router:
-            model.freeze_routers()
-    optimizer = None if updates is None else _optimizer(model, config.actor, updates)
-    if optimizer is not None and config.model.resume_optimizer:
-        load_optimizer(optimizer, config.model.path)
-    return ModelRole(
-        ACTOR.name,
+    return RolloutRole(
         layout,
-        model,
-        tokens_per_microbatch=_token_budget(config),
-        outputs=ACTOR.outputs,
-        optimizer=optimizer,
-        prefix=ACTOR.metric_prefix,
-        offload=config.actor.offload,
-        records=None if updates is None else _records(config, "update"),
+        engine,
+        device.rank(),
+        environment,
+        chat,
+        routing,
+        config.rollout.max_in_flight,
+        parse_tool_calls,
+        in_process,
     )
 
 
-def build_scorers(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> dict[str, ModelRole]:
-    """Build the roles beside the actor that infer in the score phase, by name.
-
-    These are the ones that the algorithm needs, and those without such a need that the configuration states.
-    Collective over the world.
-    """
-    scorers: dict[str, ModelRole] = {}
-    for spec in MODEL_ROLES:
-        if spec is ACTOR or spec.phase != ACTOR.phase:
-            continue
-
-        if spec.need is None or spec.needed(algorithm):
-            for path in spec.sections(config):
-                scorers[role_of(path)] = _build_scorer(config, spec, path, actor)
-    return scorers
-
-
-def _build_scorer(config: RunConfig, spec: RoleSpec, path: str, actor: ModelRole) -> ModelRole:
-    """Build the role whose section is at ``path``, with an optimizer where it learns in the step.
-
-    It shares weights with the actor where the table lets it, and both have the same: the whole model, the
-    actor's adapters switched off, or the base beneath adapters of its own. Collective over the world.
-    """
-    section: Any = role_sections(config)[path]
-    assert section.layout is not None
-    layout = role_layout(section.layout, f"{path}.layout")
-
-    initial = is_initial_actor(config, path)
-    if initial:
-        model = actor.model
-    else:
-        model = build_policy(
-            config,
-            layout,
-            path=section.path,
-            recompute=getattr(section, "recompute", "none"),
-            head="value" if spec.head == NUMBER else "lm",
-            trainable=spec.trains,
-        )
-
-    shares_base = spec.shares == ADAPTED and own_base_reason(config, path) is None
-    lora = getattr(section, "lora", None)
-    if lora is not None and model is not None:
-        add_adapters(model, lora, config.seed, trainable=True)
-        note_base(model, stored_at(config, section.path))
-        if shares_base and actor.model is not None:
-            share_base(model, actor.model)
-
-    return ModelRole(
-        role_of(path),
-        layout,
-        model,
-        tokens_per_microbatch=_token_budget(config),
-        outputs=spec.outputs,
-        optimizer=_optimizer(model, section, _updates(config)) if spec.trains else None,
-        prefix=spec.metric_prefix,
-        offload=section.offload,
-        base_of=actor if initial else None,
-        over=actor if shares_base else None,
-    )
-
-
-def build_reward_model(config: RunConfig, name: str) -> RewardModel:
-    """Build a reward model as it scores, or as its stage begins. Collective over the world."""
-    section = config.reward.models[name]
-    assert section.layout is not None
-    where = f"{REWARD_MODELS.section}.{name}"
-    layout = role_layout(section.layout, f"{where}.layout")
-    path, trainable = section.path, section.training is not None
-    for plan in stage_plans(config):
-        if plan.role == where and plan.ended:
-            path, trainable = str(plan.model), False
-    model = build_policy(config, layout, path=path, head="value", trainable=trainable)
-    if trainable and section.lora is not None and model is not None:
-        add_adapters(model, section.lora, config.seed, trainable=True)
-        note_base(model, stored_at(config, path))
-    role = ModelRole(
-        where,
-        layout,
-        model,
-        tokens_per_microbatch=_token_budget(config),
-        outputs=(name,),
-        prefix=REWARD_MODELS.metric_prefix,
-        offload=section.offload,
-    )
-    return RewardModel(name, section.weight, role)
-
-
-def _optimizer(
-    model: ParallelModel | None, section: ActorConfig | CriticConfig, updates: int
-) -> Optimizer | None:
-    if model is None:
-        return None
-    wrap(model, section.optimizer.distributed, section.ddp)
-    return Optimizer(model, section.optimizer, updates)
-
-
-def _updates(config: RunConfig) -> int:
+def _update_count(config: RunConfig) -> int:
+    """Return the number of optimizer steps of the whole run."""
     return config.steps * config.batch.optimizer_steps * config.batch.epochs
 
 
-def _token_budget(config: RunConfig) -> int:
+def _tokens_per_microbatch(config: RunConfig) -> int:
     budget = config.batch.tokens_per_microbatch
     assert budget is not None
     return budget

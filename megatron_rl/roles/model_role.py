@@ -1,4 +1,4 @@
-"""A role that holds a Megatron model: actor, critic and reference differ in what is plugged in."""
+"""A role with a Megatron model: actor, critic, reference and reward models differ only in their arguments."""
 
 from __future__ import annotations
 
@@ -16,24 +16,38 @@ from megatron_rl.megatron.lora import initial_policy, remove_adapters
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.optimizer import Optimizer
 from megatron_rl.megatron.residency import Residency, Use
-from megatron_rl.megatron.schedule import TokenScores, forward_backward, forward_loss, forward_only
+from megatron_rl.megatron.schedule import (
+    TokenScores,
+    forward_backward,
+    forward_loss,
+    forward_only,
+)
 from megatron_rl.metrics import Metrics
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
 
 Objective = Callable[..., tuple[Tensor, Metrics]]
+"""Function from rows of a batch and the head's outputs for them to their loss and metrics."""
 
 
 class ModelRole:
-    """Score rows with a model and, where it has an optimizer, learn from them.
+    """Forward passes and optimizer steps of one model on the ranks of its layout.
 
-    ``outputs`` names the per-token fields of `infer`, one for each output of the model's head, so that
-    several roles' answers can stand in one batch. ``prefix`` groups the metrics of `update`. ``model`` is
-    None on ranks outside the role's ``layout``. With ``offload`` the model is in host memory except while
-    the role works. ``answers`` says whether this rank holds the outputs of its data-parallel replica.
-    ``records`` are the layers, and experts per token, of a model whose routing `infer` is to tell.
-    A role that is the ``base_of`` another has that one's model, and scores as it was before its adapters
-    learned; one with weights ``over`` another's base has them where that one is, see `Residency`.
+    On ranks outside the layout every method returns at once, so roles on different ranks work at the same
+    time.
+
+    ``name``: configuration path of the role's section, such as ``critic`` or ``reward.models.helpful``.
+    ``layout``: ranks of the role and their parallelism.
+    ``model``: the model, None on ranks outside the layout.
+    ``tokens_per_microbatch``: maximum of tokens in a packed micro-batch.
+    ``outputs``: per-token columns of the head's outputs, in the head's order.
+    ``optimizer``: optimizer of the model's weights, None for a frozen role.
+    ``prefix``: group of the optimizer's metrics, the name unless given.
+    ``offload``: whether the model is in host memory except while the role works.
+    ``records``: layers and experts per token, if `infer` also returns the routing; None otherwise.
+    ``initial_of``: role whose model this role runs with its adapters switched off, as a reference does.
+    ``shares_base_with``: role whose base weights are also the base of this role's adapters.
+    ``is_output_rank``: whether this rank returns the outputs of its data-parallel replica.
     """
 
     def __init__(
@@ -48,128 +62,183 @@ class ModelRole:
         prefix: str = "",
         offload: bool = False,
         records: tuple[int, int] | None = None,
-        base_of: ModelRole | None = None,
-        over: ModelRole | None = None,
+        initial_of: ModelRole | None = None,
+        shares_base_with: ModelRole | None = None,
     ) -> None:
         self.name = name
-        self.records = records
         self.layout = layout
-        self.answers = device.rank() in layout.outputs()
         self.model = model
         self.tokens_per_microbatch = tokens_per_microbatch
         self.outputs = outputs
-        self.base_of = base_of
-        base = None if over is None else over.residency
-        residency = Residency(model, offload=offload, base=base)
-        self.residency = residency if base_of is None else base_of.residency
-        self.optimizer = optimizer
+        self.records = records
+        self.initial_of = initial_of
+        self.is_output_rank = device.rank() in layout.outputs()
         self.prefix = prefix or name
+
+        if initial_of is not None:
+            # One model has one residency, whichever of the two roles uses it.
+            self.residency = initial_of.residency
+        else:
+            base: Residency | None = None
+            if shares_base_with is not None:
+                base = shares_base_with.residency
+            self.residency = Residency(model, offload=offload, base=base)
+        self.optimizer = optimizer
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """Return what steps the model's weights, None where the role does not learn."""
+        """Return the optimizer of the model's weights, None for a frozen role."""
         return self._optimizer
 
     @optimizer.setter
     def optimizer(self, optimizer: Optimizer | None) -> None:
         self._optimizer = optimizer
-        if self.base_of is None:
+        # The residency moves the states of the optimizer that owns the model.
+        if self.initial_of is None:
             self.residency.optimizer = optimizer
 
     def resident(self, use: Use = Use.LEARN) -> AbstractContextManager[None]:
-        """Have what ``use`` names on the device inside the block; where the role offloads, only there."""
-        return self.residency.resident(use) if self.residency.moves else nullcontext()
+        """Keep the parts that ``use`` names in device memory inside the block, if the role offloads them."""
+        if not self.residency.moves:
+            return nullcontext()
+        return self.residency.resident(use)
 
     def infer(self, batch: Any) -> RowShard:
-        """Return the head's outputs for response tokens, 0 elsewhere, for this rank's rows.
+        """Return the head's outputs for the response tokens of this rank's rows, 0 for other tokens.
 
         ``batch`` has ``tokens``, ``lengths``, ``response_mask`` and ``temperature``. With ``records`` the
-        ``experts`` of all tokens are among the answers. Only one rank per data-parallel replica answers.
-        Collective over the role's ranks.
+        shard also has the ``experts`` of every token: [n, layers, k] int16. One rank per data-parallel
+        replica has rows. Collective over the role's ranks.
         """
-        scored = self.score(batch, batch.response_mask, record=self.records is not None)
-        shard = self._shard(batch, scored)
+        micro_outputs = self.forward(batch, batch.response_mask, record=self.records is not None)
+        shard = self._shard(batch, micro_outputs)
         if self.records is None:
             return shard
-        none = torch.zeros((0, *self.records), dtype=torch.int16)
-        experts = torch.cat([none, *(micro.experts for micro in scored if micro.experts is not None)])
-        return replace(shard, tokens={**shard.tokens, "experts": experts})
 
-    def _shard(self, batch: Any, scored: list[TokenScores]) -> RowShard:
-        rows = torch.tensor([row for micro in scored for row in micro.rows], dtype=torch.long)
+        no_experts = torch.zeros((0, *self.records), dtype=torch.int16)
+        experts = [micro.experts for micro in micro_outputs if micro.experts is not None]
+        columns = {
+            **shard.tokens,
+            "experts": torch.cat([no_experts, *experts]),
+        }
+        return replace(shard, tokens=columns)
+
+    def _shard(self, batch: Any, micro_outputs: list[TokenScores]) -> RowShard:
+        """Return the outputs of micro-batches as the columns of this role."""
+        # A rank without rows returns empty columns of the same names, as every shard must.
+        rows = torch.tensor(
+            [row for micro in micro_outputs for row in micro.rows],
+            dtype=torch.long,
+        )
+
         outputs = [torch.zeros(0) for _ in self.outputs]
-        if scored:
-            by_output = zip(*(micro.outputs for micro in scored), strict=True)
+        if micro_outputs:
+            # From a tuple of outputs per micro-batch to a column per output.
+            by_output = zip(*(micro.outputs for micro in micro_outputs), strict=True)
             outputs = [torch.cat(values).float().cpu() for values in by_output]
-        return RowShard(rows, batch.lengths[rows], dict(zip(self.outputs, outputs, strict=True)), {})
+        return RowShard(
+            rows,
+            batch.lengths[rows],
+            dict(zip(self.outputs, outputs, strict=True)),
+            {},
+        )
 
-    def score(self, batch: Any, select: Tensor, **how: bool) -> list[TokenScores]:
-        """Return what the head says of the ``select``-ed tokens of the rows that this rank answers for.
+    def forward(self, batch: Any, select: Tensor, **options: bool) -> list[TokenScores]:
+        """Compute the head's outputs for the ``select``-ed tokens ([N] bool) of this rank's rows.
 
-        ``how`` are the ``before`` and ``record`` of `megatron.schedule.forward_only`. Collective over the
-        role's ranks.
+        ``options``: ``before`` and ``record`` of `megatron.schedule.forward_only`. Collective over the role's
+        ranks.
         """
         if self.model is None:
             return []
+
+        # A reference that is the initial actor is the same model with its adapters off.
         policy = nullcontext()
-        if self.base_of is not None:
-            # The experts that a batch gives are the actor's; a model of its own would choose.
-            policy, batch = initial_policy(self.model), replace(batch, experts=None)
+        if self.initial_of is not None:
+            policy = initial_policy(self.model)
+            # The batch's experts are those of the adapted actor; the initial policy must route by itself.
+            batch = replace(batch, experts=None)
         with self.resident(Use.READ), policy:
-            scored = forward_only(self.model, batch, self.tokens_per_microbatch, select, **how)
-        return scored if self.answers else []
+            micro_outputs = forward_only(
+                self.model,
+                batch,
+                self.tokens_per_microbatch,
+                select,
+                **options,
+            )
+        return micro_outputs if self.is_output_rank else []
 
-    def update(self, minibatch: TrainBatch, objective: Objective, **how: Any) -> Metrics:
-        """Take one optimizer step down ``objective``, whose loss weights are global.
+    def update(self, minibatch: TrainBatch, objective: Objective, **options: Any) -> Metrics:
+        """Run one optimizer step on a mini-batch whose loss weights have global denominators.
 
-        ``how`` are the ``before`` and ``unit`` of `learn`. Collective over the role's ranks.
+        ``options``: ``before`` and ``unit`` of `megatron.schedule.forward_backward`. Collective over the
+        role's ranks.
         """
         with self.resident():
-            _, metrics = self.accumulate(minibatch, objective, **how)
+            _, metrics = self.accumulate(minibatch, objective, **options)
             return metrics + self.step()
 
-    def accumulate(self, minibatch: TrainBatch, objective: Objective, **how: Any) -> tuple[RowShard, Metrics]:
-        """Compute a step's gradient without taking it; return what `infer` would, and the loss's metrics.
+    def accumulate(
+        self, minibatch: TrainBatch, objective: Objective, **options: Any
+    ) -> tuple[RowShard, Metrics]:
+        """Compute the gradient of a step without taking it; return the outputs as `infer`, and the metrics.
 
-        The role stays `resident` from here to `step`. Collective over the role's ranks.
+        The caller keeps the role `resident` until `step`. Collective over the role's ranks.
         """
         if self.model is None:
             return self._shard(minibatch, []), Metrics()
-        assert self.optimizer is not None, f"{self.name} does not learn"
+        assert self.optimizer is not None, f"{self.name} has no optimizer"
+
+        # Gradients of all micro-batches add up, since loss weights have global denominators.
         self.optimizer.zero_grad()
-        scored, metrics = forward_backward(
-            self.model, minibatch, self.tokens_per_microbatch, minibatch.response_mask, objective, **how
+        micro_outputs, metrics = forward_backward(
+            self.model,
+            minibatch,
+            self.tokens_per_microbatch,
+            minibatch.response_mask,
+            objective,
+            **options,
         )
-        # One rank of each data-parallel replica speaks for it.
-        return self._shard(minibatch, scored if self.answers else []), metrics if self.answers else Metrics()
+        # Every rank of a replica has the same outputs and metrics: one of them returns them.
+        if not self.is_output_rank:
+            return self._shard(minibatch, []), Metrics()
+        return self._shard(minibatch, micro_outputs), metrics
 
-    def step(self, more: bool = False) -> Metrics:
-        """Take the step that `accumulate` has the gradient of; ``more`` say that another follows at once.
+    def step(self, has_next: bool = False) -> Metrics:
+        """Run the optimizer step whose gradient `accumulate` has computed.
 
-        Collective over the role's ranks.
+        ``has_next``: whether another step follows before anything else reads the weights. Collective over the
+        role's ranks.
         """
         if self.model is None or self.optimizer is None:
             return Metrics()
-        stepped = self.optimizer.step(more)
+
+        metrics = self.optimizer.step(has_next)
+        # The optimizer's numbers are equal on all of the role's ranks: the first one returns them.
         if self.model.groups.rank != self.layout.ranks[0]:
             return Metrics()
-        return Metrics({f"{self.prefix}/{name}": value for name, value in stepped.sums.items()})
+        return Metrics({f"{self.prefix}/{name}": value for name, value in metrics.sums.items()})
 
-    def measure(self, batch: TrainBatch, objective: Objective, **how: Any) -> Metrics:
-        """Return the metrics of ``objective`` on rows that are not learned from.
+    def eval_step(self, batch: TrainBatch, objective: Objective, **options: Any) -> Metrics:
+        """Compute the metrics of an objective on rows without a gradient; ``options`` as for `update`.
 
-        ``how`` as in `update`. Collective over the role's ranks.
+        Collective over the role's ranks.
         """
         if self.model is None:
             return Metrics()
         with self.resident(Use.READ):
             metrics = forward_loss(
-                self.model, batch, self.tokens_per_microbatch, batch.response_mask, objective, **how
+                self.model,
+                batch,
+                self.tokens_per_microbatch,
+                batch.response_mask,
+                objective,
+                **options,
             )
-        return metrics if self.answers else Metrics()
+        return metrics if self.is_output_rank else Metrics()
 
     def freeze(self) -> None:
-        """End the role's training: it only scores from now on. Adapters go: its weights have taken them."""
+        """End the role's training and remove its adapters, which must be merged into the weights before."""
         if self.model is not None:
             self.model.freeze()
             remove_adapters(self.model)

@@ -1,15 +1,18 @@
-"""The roles that judge responses: with a Python function, or a model that gives one score per row."""
+"""Rewards of responses: by Python functions and servers outside the training process, and by reward models.
+
+The one idea: each rank rewards its share of the rows and returns them as a `RowShard`, as a role with a model
+does; the step gathers the shards of all scorers and sums them.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,27 +34,38 @@ from megatron_rl.rewards.worker import GROUP, TOKENS, TURNS, Answer
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.rollout.collate import to_rollouts
 from megatron_rl.rollout.types import SequenceGroup
-from megatron_rl.types import FINISH_FAILED, PromptBatch, Rollouts, row_counts, split_rows
+from megatron_rl.types import (
+    FINISH_FAILED,
+    Outcome,
+    PromptBatch,
+    Rollouts,
+    row_counts,
+    split_rows,
+)
 
 COMPONENT = "component/"
+"""Prefix of reward components among a shard's values, so that none is mistaken for ``rewards``."""
 NO_REWARD = "no_reward"
-LONGEST_REASON = 600
-"""Characters of a failure's message that are stored beside its sample."""
-_SILENT = "the environment returned no reward, and nothing else judges"
+MAX_REASON_CHARACTERS = 600
+"""Length to which the message of a failed reward is cut before it is stored beside its sample."""
+_NO_SCORER = "the environment returned no reward, and no other scorer is configured"
+
+EarlyRewards = Mapping[str, Mapping[int, Answer]]
+"""Rewards computed while other groups were still sampled: name of the scorer -> row -> answer."""
 
 
 class Scorer(Protocol):
-    """What judges samples outside the training process.
+    """Source of rewards outside the training process: a function's worker processes, or a server.
 
-    ``takes`` are the names of what its samples hold beside the usual, see `Sample`; ``missing`` says in words
-    what of its limits this machine does not enforce.
+    ``takes``: optional fields of `Sample` that it reads, such as `TURNS`.
+    ``missing``: limits of its processes that this machine does not enforce, as texts.
     """
 
     takes: frozenset[str]
     missing: tuple[str, ...]
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
-        """Return what it says of samples, in their order."""
+        """Return the rewards of the samples, in their order."""
         ...
 
     def close(self) -> None:
@@ -59,8 +73,8 @@ class Scorer(Protocol):
         ...
 
 
-class Silent:
-    """Say of every sample the same: of those that no other scorer judges."""
+class NullScorer:
+    """Scorer that gives every sample the same answer, for a run without any other scorer."""
 
     takes: frozenset[str] = frozenset()
     missing: tuple[str, ...] = ()
@@ -76,193 +90,203 @@ class Silent:
         """See `Scorer.close`."""
 
 
-class Beside:
-    """Have one job after the other done in a thread, beside what the process does."""
+@dataclass(frozen=True)
+class ScorerResult:
+    """Rewards by one scorer of this rank's share of the rows.
 
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Future, Callable[[], Any]]] = SimpleQueue()
-        self._given: list[Future] = []
-        self._thread: threading.Thread | None = None
-
-    def do(self, job: Callable[[], Any]) -> None:
-        """Do ``job`` after those before."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
-            self._thread.start()
-        self._given.append(Future())
-        self._jobs.put((self._given[-1], job))
-
-    def results(self) -> list[Any]:
-        """Wait for the jobs given since the last call and return what they returned; raise what they did."""
-        given, self._given = self._given, []
-        return [future.result() for future in given]
-
-    def _run(self) -> None:
-        while True:
-            future, job = self._jobs.get()
-            try:
-                future.set_result(job())
-            except BaseException as error:
-                future.set_exception(error)
-
-
-EarlyAnswers = Mapping[str, Mapping[int, Answer]]
-"""What scorers said of rows while others were sampled, by the scorer's name and the row."""
-
-
-class Judgement(NamedTuple):
-    """Hold what the scorer ``name`` says of this rank's share of the rows, and ``weight`` of its rewards.
-
-    ``reasons`` say of each row that failed on any rank why.
+    Example: on a rank that rewards rows 0 and 2, a function that returned ``{"reward": 1.0, "format": 0.5}``
+    and then raised has ``shard.values`` ``{"rewards": [1.0, nan], "component/format": [0.5, nan]}`` and
+    ``reasons={2: "exception: ..."}``.
     """
 
     name: str
+    """Name of the scorer: ``function``, ``code``, ``http`` or ``judge``."""
     weight: float
+    """Factor of its rewards in the sum over scorers."""
     shard: RowShard
+    """``rewards`` [b] float32 and components of this rank's rows, NaN if they failed."""
     metrics: Metrics
+    """Metrics of the scorer on this rank."""
     failures: tuple[Failure, ...]
+    """Rewards that failed on this rank."""
     reasons: Mapping[int, str]
+    """Reason of each row that failed on any rank."""
 
 
 class RewardRole:
-    """Score rows outside the training process, by every scorer that the configuration has.
+    """Rewards of rows by every configured scorer, computed outside the training process.
 
-    Functions and tests judge each rank's share of the rows, in processes of the rank. Servers are asked by
-    the first rank alone: so limits of requests, what is kept of answers and what is known of a server's
-    health hold for the whole job. ``leading`` is the name of the first of ``scorers`` scorers. ``key`` names
-    the function to the user where it is another than the run's, which judges what environments rewarded too.
+    Functions and tests reward each rank's share of the rows, in worker processes of the rank. Only the first
+    rank sends requests to servers, so that request limits, cached answers and a server's health count for the
+    whole job.
+
+    ``key``: configuration key of a function that is not the run's own, such as an evaluator's. Such a
+    function also rewards rows that an environment has rewarded.
     """
 
     def __init__(self, config: RewardConfig, tokenizer: Any, key: str = "") -> None:
         self._tokenizer = tokenizer
         self._visible = VisibleText(tokenizer)
-        self._own = bool(key)
-        self._beside = Beside()
+        self._ignores_environments = bool(key)
         self._scorers: dict[str, tuple[float, Scorer]] = {}
+        # One worker: a function's processes work on one list of samples after the other.
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
+        self._early: list[Future[tuple[str, dict[int, Answer]]]] = []
+
         try:
             for name, weight in config.scorers.items():
-                self._scorers[name] = weight, _scorer(name, config, key)
+                self._scorers[name] = (
+                    weight,
+                    _make_scorer(name, config, key),
+                )
         except BaseException:
+            # The scorers before the one that failed have started processes.
             self.close()
             raise
+
         if not self._scorers:
-            otherwise = Answer(None, "", 0.0) if config.models else Answer(NO_REWARD, _SILENT)
-            self._scorers[FUNCTION] = config.weight, Silent(otherwise)
-        self.leading, self.scorers = next(iter(self._scorers)), len(self._scorers)
+            # With reward models a row without another reward is valid, and this scorer adds nothing.
+            answer = Answer(None, "", 0.0) if config.models else Answer(NO_REWARD, _NO_SCORER)
+            self._scorers[FUNCTION] = (config.weight, NullScorer(answer))
 
-    def begin(self, index: int, group: SequenceGroup) -> None:
-        """Compute a finished group's rewards while others are sampled; see `early`.
+    @property
+    def first_scorer(self) -> str:
+        """Return the name of the first scorer, whose rewards count for accuracies."""
+        return next(iter(self._scorers))
 
-        ``index`` is that of the group in its round.
+    @property
+    def scorer_count(self) -> int:
+        """Return the number of scorers, at least 1."""
+        return len(self._scorers)
+
+    @property
+    def has_functions(self) -> bool:
+        """Return whether a scorer can reward a group before the others are finished, see `start_early`."""
+        return bool(self._functions)
+
+    @property
+    def _functions(self) -> dict[str, FunctionReward]:
+        """Return the scorers that run on this rank, by name: servers are only called for whole batches."""
+        return {
+            name: scorer for name, (_, scorer) in self._scorers.items() if isinstance(scorer, FunctionReward)
+        }
+
+    @property
+    def not_enforced(self) -> tuple[str, ...]:
+        """Return the limits of the scorers' processes that this machine does not enforce, as texts."""
+        return tuple(dict.fromkeys(text for _, scorer in self._scorers.values() for text in scorer.missing))
+
+    def start_early(self, index: int, group: SequenceGroup) -> None:
+        """Start to reward a finished group in a thread, while other groups are sampled; see `gather_early`.
+
+        ``index``: the group's index in its round.
         """
+        # Rows on which engine or environment failed, or that the environment rewarded, need no call.
         rollouts = to_rollouts([group])
-        prompts, known = group.prompt.repeat(len(rollouts)), environments_answers(rollouts)
+        prompts = group.prompt.repeat(len(rollouts))
+        answers = environment_answers(rollouts)
         failed = (rollouts.finish_reason == FINISH_FAILED).tolist()
-        rows = [row for row in range(len(rollouts)) if row not in known and not failed[row]]
-        numbers = [index * len(rollouts) + row for row in rows]
-        for name, scorer in self._functions.items() if rows else ():
-            samples = self._samples(prompts, rollouts, rows, scorer.takes)
-            self._beside.do(partial(_answers, name, scorer, numbers, samples))
+        rows = [row for row in range(len(rollouts)) if row not in answers and not failed[row]]
+        if not rows:
+            return
 
-    def early(self, members: ReplicaGroup) -> EarlyAnswers:
-        """Return what was said of the groups begun since the last call. Collective over the members."""
-        result: dict[str, dict[int, Answer]] = {name: {} for name in self._functions}
-        if not result:
-            return result
-        for answered in members.gather_objects(self._beside.results()):
-            for name, answers in answered:
-                result[name].update(answers)
-        return result
+        # All groups of a round have as many rows.
+        round_rows = [index * len(rollouts) + row for row in rows]
+        for name, scorer in self._functions.items():
+            samples = self._samples(prompts, rollouts, rows, scorer.takes)
+            self._early.append(self._executor.submit(_score_rows, name, scorer, round_rows, samples))
+
+    def gather_early(self, members: ReplicaGroup) -> EarlyRewards:
+        """Return the rewards of the groups started since the last call, by row of the round.
+
+        Collective over the members.
+        """
+        rewards: dict[str, dict[int, Answer]] = {name: {} for name in self._functions}
+        if not rewards:
+            return rewards
+
+        # Waits for the rewards that are still being computed.
+        futures = self._early
+        self._early = []
+        for results in members.gather_objects([future.result() for future in futures]):
+            for name, answers in results:
+                rewards[name].update(answers)
+        return rewards
 
     def infer(
         self,
         prompts: PromptBatch,
         rollouts: Rollouts,
         members: ReplicaGroup,
-        early: EarlyAnswers | None = None,
-    ) -> list[Judgement]:
-        """Return what each scorer says of its share of the rows on this rank: ``rewards``, NaN where failed.
+        early: EarlyRewards | None = None,
+    ) -> list[ScorerResult]:
+        """Return the rewards of each scorer for this rank's share of the rows.
 
-        A named component stands beside them as ``component/NAME``, NaN where a row has none, so that no name
-        that a function chooses is taken for another field. ``prompts`` has one entry per row. What an
-        environment rewarded, no scorer is asked about: it counts as the first one's, and for nothing with
-        the others. Rows that engine or environment failed on are invalid without being scored; those of
-        which the ranks know ``early`` are not judged again. Collective over the members.
+        ``prompts`` has one entry per row. A row that an environment rewarded reaches no scorer: its reward is
+        the first scorer's, and 0 from the others. Rows on which the engine or the environment failed are
+        invalid without a call, and rows with ``early`` rewards are not rewarded again. Collective over the
+        members.
         """
-        known = environments_answers(rollouts)
-        if self._own:
-            known = {row: answer for row, answer in known.items() if answer.reason is not None}
-        judgements = []
-        for name, (weight, scorer) in self._scorers.items():
-            rows, told = _share(rollouts, members, scorer), {**(early or {}).get(name, {}), **known}
-            judgements.append(
-                Judgement(name, weight, *self._judged(prompts, rollouts, rows, scorer, told, members))
-            )
-            known = {
-                row: Answer(None, "", 0.0) if answer.reason is None else answer
-                for row, answer in known.items()
-            }
-        return judgements
+        answers = environment_answers(rollouts)
+        if self._ignores_environments:
+            answers = {row: answer for row, answer in answers.items() if answer.reason is not None}
 
-    def _judged(
+        # In the same order on every rank, since each scorer gathers.
+        results: list[ScorerResult] = []
+        for name, (weight, scorer) in self._scorers.items():
+            rows = _rows_of_rank(rollouts, members, scorer)
+            available = {**(early or {}).get(name, {}), **answers}
+            make_samples = partial(self._samples, prompts, rollouts, takes=scorer.takes)
+            result = _run_scorer(
+                name,
+                weight,
+                scorer,
+                make_samples,
+                rollouts,
+                rows,
+                available,
+                members,
+            )
+            results.append(result)
+
+            # The environment's reward counts once, in the first scorer's place.
+            answers = {
+                row: Answer(None, "", 0.0) if answer.reason is None else answer
+                for row, answer in answers.items()
+            }
+        return results
+
+    def _samples(
         self,
         prompts: PromptBatch,
         rollouts: Rollouts,
         rows: list[int],
-        scorer: Scorer,
-        known: Mapping[int, Answer],
-        members: ReplicaGroup,
-    ) -> tuple[RowShard, Metrics, tuple[Failure, ...], dict[int, str]]:
-        failed = (rollouts.finish_reason == FINISH_FAILED).tolist()
-        asked = [row for row in rows if row not in known and not failed[row]]
-        new = scorer.score(self._samples(prompts, rollouts, asked, scorer.takes))
-        answers = dict(zip(asked, new.answers, strict=True)) | {
-            row: known[row] for row in rows if row in known
-        }
-        judged = sorted(answers)
-        result = RewardResult([answers[row] for row in judged], new.measured)
-        places = {row: place for place, row in enumerate(rows)}
-        index = torch.tensor([places[row] for row in judged], dtype=torch.long)
-        rewards = torch.full((len(rows),), float("nan"))
-        rewards[index] = result.rewards
-        values = {"rewards": rewards}
-        failures = {
-            judged[failure.row]: (failure.reason, ending(failure.message, LONGEST_REASON))
-            for failure in result.failures
-        }
-        # Every rank must name the same fields, whatever its own samples returned.
-        names, others = zip(*members.gather_objects((set(result.components), failures)), strict=True)
-        for name in sorted(set().union(*names)):
-            component = torch.full((len(rows),), float("nan"))
-            if name in result.components:
-                component[index] = result.components[name]
-            values[COMPONENT + name] = component
-        no_tokens = torch.zeros(len(rows), dtype=torch.long)
-        shard = RowShard(torch.tensor(rows, dtype=torch.long), no_tokens, {}, values)
-        reasons = {row: words for failures in others for row, words in failures.items()}
-        metrics = result.metrics({kind for kind, _ in reasons.values()})
-        return shard, metrics, result.failures, {row: ": ".join(words) for row, words in reasons.items()}
-
-    def _samples(
-        self, prompts: PromptBatch, rollouts: Rollouts, rows: list[int], takes: frozenset[str]
+        takes: frozenset[str],
     ) -> list[Sample]:
-        chosen = rollouts.rows(rows)
+        """Return the arguments of a scorer's calls for the rows, with the optional fields that it takes."""
+        # Every scorer gets these; texts of turns and tokens are made only for those that read them.
+        selected = rollouts.rows(rows)
         fields: dict[str, Sequence[Any]] = {
             "prompt": [prompts.prompts[row] for row in rows],
-            "response": self.responses(chosen),
+            "response": self.responses(selected),
             "ground_truth": [prompts.ground_truths[row] for row in rows],
             "metadata": [dict(prompts.metadata[row]) for row in rows],
         }
+
+        # Without the prompt, which is a field of its own.
         if TURNS in takes:
-            fields[TURNS] = [turns[1:] for turns in self.conversations(chosen)]
+            fields[TURNS] = [turns[1:] for turns in self.conversations(selected)]
         if TOKENS in takes:
-            fields[TOKENS] = tokens_of(chosen)
+            fields[TOKENS] = tokens_of(selected)
         if GROUP in takes:
-            fields[GROUP] = chosen.group.tolist()
+            fields[GROUP] = selected.group.tolist()
+
+        # From columns to one mapping per sample.
         return [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
 
     def responses(self, rollouts: Rollouts) -> list[str]:
-        """Return the responses as text, see `VisibleText`."""
+        """Return the response of each row as text, see `VisibleText`."""
+        # The policy's tokens of all rows are consecutive: cut them at the ends of the rows.
         tokens = rollouts.tokens[rollouts.response_mask].tolist()
         counts = row_counts(rollouts.response_mask, rollouts.lengths)
         ends = counts.cumsum(0).tolist()
@@ -270,90 +294,176 @@ class RewardRole:
         return self._visible.texts(ids)
 
     def conversations(self, rollouts: Rollouts) -> list[list[dict[str, Any]]]:
-        """Return who said what in each row: the ``prompt``, then ``policy`` and ``environment`` in turn.
+        """Return the turns of each row: the ``prompt``, then ``policy`` and ``environment`` alternately.
 
-        Each turn has its ``role``, ``content`` with special tokens, and number of ``tokens``; one of the
-        policy has the ``tool_calls`` that were found in it.
+        A turn has its ``role``, its ``content`` with special tokens and its number of ``tokens``; a turn of
+        the policy has the ``tool_calls`` that were parsed from it.
         """
-        result = []
-        for tokens, mask, outcome in zip(
+        rows = zip(
             split_rows(rollouts.tokens, rollouts.lengths),
             split_rows(rollouts.response_mask, rollouts.lengths),
             rollouts.outcomes or (None,) * len(rollouts),
             strict=True,
-        ):
-            runs = groupby(zip(tokens.tolist(), mask.tolist(), strict=True), key=itemgetter(1))
-            calls = iter(outcome.calls if outcome else ())
-            turns: list[dict[str, Any]] = []
-            for policy, run in runs:
-                ids = [token for token, _ in run]
-                role = "policy" if policy else "environment" if turns else "prompt"
-                turns.append({"role": role, "content": self._tokenizer.decode(ids), "tokens": len(ids)})
-                if policy and (called := next(calls, ())):
-                    turns[-1]["tool_calls"] = list(called)
-            result.append(turns)
-        return result
+        )
+        return [self._turns(tokens.tolist(), mask.tolist(), outcome) for tokens, mask, outcome in rows]
 
-    @property
-    def judges_early(self) -> bool:
-        """Return whether something judges a group before the others are complete, see `begin`."""
-        return bool(self._functions)
+    def _turns(self, tokens: list[int], mask: list[bool], outcome: Outcome | None) -> list[dict[str, Any]]:
+        """Return the turns of one row: each run of equal ``mask`` is a turn."""
+        # The environment reports the parsed calls of each turn of the policy, in order.
+        calls_by_turn = iter(outcome.calls if outcome else ())
+        turns: list[dict[str, Any]] = []
+        for is_policy, run in groupby(zip(tokens, mask, strict=True), key=itemgetter(1)):
+            ids = [token for token, _ in run]
+            if is_policy:
+                role = "policy"
+            elif turns:
+                role = "environment"
+            else:
+                role = "prompt"
 
-    @property
-    def _functions(self) -> dict[str, FunctionReward]:
-        return {
-            name: scorer for name, (_, scorer) in self._scorers.items() if isinstance(scorer, FunctionReward)
-        }
+            turn = {
+                "role": role,
+                "content": self._tokenizer.decode(ids),
+                "tokens": len(ids),
+            }
+            if is_policy:
+                calls = next(calls_by_turn, ())
+                if calls:
+                    turn["tool_calls"] = list(calls)
+            turns.append(turn)
 
-    @property
-    def not_enforced(self) -> tuple[str, ...]:
-        """Return in words what of the scorers' limits this machine does not enforce."""
-        return tuple(dict.fromkeys(words for _, scorer in self._scorers.values() for words in scorer.missing))
+        return turns
 
     def close(self) -> None:
-        """End the worker processes."""
+        """End the thread and the scorers' processes."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
         for _, scorer in self._scorers.values():
             scorer.close()
 
 
-def _scorer(name: str, config: RewardConfig, key: str) -> Scorer:
-    """Start what judges by the setting ``name``; ``key`` names the function to the user."""
+class _MakeSamples(Protocol):
+    """Function that returns the arguments of a scorer's calls for the rows."""
+
+    def __call__(self, rows: list[int]) -> list[Sample]: ...
+
+
+def _run_scorer(
+    name: str,
+    weight: float,
+    scorer: Scorer,
+    make_samples: _MakeSamples,
+    rollouts: Rollouts,
+    rows: list[int],
+    available: Mapping[int, Answer],
+    members: ReplicaGroup,
+) -> ScorerResult:
+    """Reward ``rows`` that neither failed nor have an ``available`` answer; return the rewards of all.
+
+    Collective over the members.
+    """
+    # Compute the missing rewards.
+    failed = (rollouts.finish_reason == FINISH_FAILED).tolist()
+    new_rows = [row for row in rows if row not in available and not failed[row]]
+    new = scorer.score(make_samples(new_rows))
+    answers = dict(zip(new_rows, new.answers, strict=True))
+    answers |= {row: available[row] for row in rows if row in available}
+
+    # Failed rows have no answer: their rewards stay NaN.
+    answered_rows = sorted(answers)
+    result = RewardResult([answers[row] for row in answered_rows], new.measured)
+    index_of = {row: index for index, row in enumerate(rows)}
+    indices = torch.tensor([index_of[row] for row in answered_rows], dtype=torch.long)
+    values = {"rewards": _scatter(result.rewards, indices, len(rows))}
+
+    # A failure's row counts the answers; others need the row of the batch.
+    failures: dict[int, tuple[str, str]] = {}
+    for failure in result.failures:
+        message = ending(failure.message, MAX_REASON_CHARACTERS)
+        failures[answered_rows[failure.row]] = (failure.reason, message)
+
+    # Every rank must name the same fields, whatever the function returned for its own samples.
+    gathered = members.gather_objects((set(result.components), failures))
+    component_names = set().union(*(names for names, _ in gathered))
+    for component in sorted(component_names):
+        component_values = result.components.get(component)
+        values[COMPONENT + component] = _scatter(component_values, indices, len(rows))
+
+    all_failures: dict[int, tuple[str, str]] = {}
+    for _, rank_failures in gathered:
+        all_failures |= rank_failures
+
+    no_tokens = torch.zeros(len(rows), dtype=torch.long)
+    return ScorerResult(
+        name,
+        weight,
+        RowShard(torch.tensor(rows, dtype=torch.long), no_tokens, {}, values),
+        result.metrics({reason for reason, _ in all_failures.values()}),
+        result.failures,
+        {row: f"{reason}: {message}" for row, (reason, message) in all_failures.items()},
+    )
+
+
+def _scatter(values: Tensor | None, indices: Tensor, count: int) -> Tensor:
+    """Return ``values`` at ``indices`` of ``count`` numbers, NaN elsewhere: [count] float32."""
+    result = torch.full((count,), float("nan"))
+    if values is not None:
+        result[indices] = values
+    return result
+
+
+def _make_scorer(name: str, config: RewardConfig, key: str) -> Scorer:
+    """Start the scorer of the setting ``name``; ``key`` is the function's configuration key in errors."""
     if name == FUNCTION:
         return FunctionReward(config, key=key)
+
     section = getattr(config, name)
     return {"code": code_reward, "http": HttpReward, "judge": JudgeReward}[name](section)
 
 
-def _answers(
-    name: str, scorer: FunctionReward, numbers: Sequence[int], samples: Sequence[Sample]
+def _score_rows(
+    name: str,
+    scorer: FunctionReward,
+    rows: Sequence[int],
+    samples: Sequence[Sample],
 ) -> tuple[str, dict[int, Answer]]:
-    return name, dict(zip(numbers, scorer.answers(samples), strict=True))
+    """Return the name of a scorer and its answers by row."""
+    return name, dict(zip(rows, scorer.answers(samples), strict=True))
 
 
-def _share(rollouts: Rollouts, members: ReplicaGroup, scorer: Scorer) -> list[int]:
-    """Return the rows that this rank judges: whole groups where they are judged together."""
-    place, count = members.ranks.index(members.rank), len(members.ranks)
+def _rows_of_rank(rollouts: Rollouts, members: ReplicaGroup, scorer: Scorer) -> list[int]:
+    """Return the rows that this rank rewards: whole groups if the scorer reads the group."""
+    # Round robin over the ranks, by row or by group.
+    rank = members.ranks.index(members.rank)
+    rank_count = len(members.ranks)
+
     if isinstance(scorer, HttpReward | JudgeReward):
-        return [] if place else list(range(len(rollouts)))
+        if rank == 0:
+            return list(range(len(rollouts)))
+        return []
     if GROUP not in scorer.takes:
-        return list(range(place, len(rollouts), count))
-    return [row for row, group in enumerate(rollouts.group.tolist()) if group % count == place]
+        return list(range(rank, len(rollouts), rank_count))
+    return [row for row, group in enumerate(rollouts.group.tolist()) if group % rank_count == rank]
 
 
 def tokens_of(rollouts: Rollouts) -> list[dict[str, list]]:
-    """Return of each row the ids of ``prompt`` and of what follows, its ``mask`` and its ``log_probs``.
+    """Return the token ids of each row's ``prompt`` and ``response``, with ``mask`` and ``log_probs``.
 
-    ``mask`` is true on what the policy sampled, and ``log_probs`` are the engine's, 0 where it is false.
+    The response begins with the policy's first token. ``mask`` is true for tokens of the policy;
+    ``log_probs`` are the engine's, 0 for other tokens.
     """
-    result = []
-    for ids, mask, log_probs in zip(
-        *(
-            split_rows(values, rollouts.lengths)
-            for values in (rollouts.tokens, rollouts.response_mask, rollouts.rollout_log_probs)
-        ),
+    rows = zip(
+        split_rows(rollouts.tokens, rollouts.lengths),
+        split_rows(rollouts.response_mask, rollouts.lengths),
+        split_rows(rollouts.rollout_log_probs, rollouts.lengths),
         strict=True,
-    ):
-        start = int(mask.int().argmax()) if mask.any() else len(ids)
+    )
+
+    result: list[dict[str, list]] = []
+    for ids, mask, log_probs in rows:
+        # A row that the engine failed on can be a prompt alone.
+        start = len(ids)
+        if mask.any():
+            start = int(mask.int().argmax())
         result.append({
             "prompt": ids[:start].tolist(),
             "response": ids[start:].tolist(),
@@ -363,22 +473,27 @@ def tokens_of(rollouts: Rollouts) -> list[dict[str, list]]:
     return result
 
 
-def environments_answers(rollouts: Rollouts) -> dict[int, Answer]:
-    """Return what environments say of rows, those left out that they leave to others."""
-    answers = {}
+def environment_answers(rollouts: Rollouts) -> dict[int, Answer]:
+    """Return the rewards and failures of environments by row, without rows that they leave to scorers."""
+    answers: dict[int, Answer] = {}
     for row, outcome in enumerate(rollouts.outcomes or ()):
-        if outcome is not None and outcome.failure is not None:
+        if outcome is None:
+            continue
+        if outcome.failure is not None:
             answers[row] = Answer(outcome.failure, outcome.message)
-        elif outcome is not None and outcome.reward is not None:
+        elif outcome.reward is not None:
             answers[row] = Answer(None, "", outcome.reward, outcome.components)
     return answers
 
 
 class RewardModel:
-    """Score rows with a frozen model, which ``role`` holds.
+    """Frozen model whose head's value at a row's last token is the row's reward.
 
-    A score is the head's value at the row's last token, as transformers' ``*ForSequenceClassification``
-    classes take it.
+    That is how transformers' ``*ForSequenceClassification`` classes read a causal model.
+
+    ``name``: name of its section in `reward.models`, and of its component.
+    ``weight``: factor of its rewards in the sum over scorers and reward models.
+    ``role``: role that runs the model.
     """
 
     def __init__(self, name: str, weight: float, role: ModelRole) -> None:
@@ -387,21 +502,26 @@ class RewardModel:
         self.role = role
 
     def infer(self, batch: Any) -> RowShard:
-        """Return the score of this rank's rows under the model's name, [b] float32, NaN where not finite.
+        """Return the rewards of this rank's rows under the model's name: [b] float32, NaN if not finite.
 
         ``batch`` as for `ModelRole.infer`. Collective over the role's ranks.
         """
+        # ``before=False``: the output at a token itself, not at the token before it that predicts it.
         select = torch.zeros(len(batch.tokens), dtype=torch.bool)
         select[last_tokens(batch.lengths)] = True
-        scored = self.role.score(batch, select, before=False)
-        rows = torch.tensor([row for micro in scored for row in micro.rows], dtype=torch.long)
-        scores = torch.zeros(0)
-        if scored:
-            # Every other token of a row is 0 here.
-            values = torch.cat([micro.outputs[0] for micro in scored]).float().cpu()
-            scores = values[last_tokens(batch.lengths[rows])]
-        scores = torch.where(scores.isfinite(), scores, float("nan"))
-        return RowShard(rows, torch.zeros_like(rows), {}, {self.name: scores})
+        micro_outputs = self.role.forward(batch, select, before=False)
+
+        rows = torch.tensor(
+            [row for micro in micro_outputs for row in micro.rows],
+            dtype=torch.long,
+        )
+        rewards = torch.zeros(0)
+        if micro_outputs:
+            # One value per token of the rows; all but those of the last tokens are 0.
+            values = torch.cat([micro.outputs[0] for micro in micro_outputs]).float().cpu()
+            rewards = values[last_tokens(batch.lengths[rows])]
+        rewards = torch.where(rewards.isfinite(), rewards, float("nan"))
+        return RowShard(rows, torch.zeros_like(rows), {}, {self.name: rewards})
 
 
 def last_tokens(lengths: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The role that samples a round of sequences, on as many engine replicas as its ranks make."""
+"""The role that samples rounds of sequences, on as many engine replicas as its ranks make."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from functools import partial
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import ReplicaGroup, broadcast_object, store_increment
+from megatron_rl.distributed.exchange import (
+    ReplicaGroup,
+    broadcast_object,
+    store_increment,
+)
 from megatron_rl.environments.hosts import Hosts
-from megatron_rl.rollout.collate import NewTokens, RoutingShape, collect_new_tokens
+from megatron_rl.rollout.collate import (
+    NewTokens,
+    RoutingShape,
+    collect_new_tokens,
+)
 from megatron_rl.rollout.engines.base import Engine, Generator, ToolParser
 from megatron_rl.rollout.engines.servers.generator import ServerGenerator
 from megatron_rl.rollout.multi_turn import MultiTurnScheduler
@@ -28,13 +36,18 @@ from megatron_rl.shapes.layout import ParallelLayout
 
 
 class RolloutRole:
-    """Sampling on engine replicas; ``engine`` is None on ranks outside the role's ``layout``.
+    """Generation on the replicas of an engine, or at servers.
 
-    ``layout.tensor`` is the engine's tensor parallelism and ``layout.data`` the number of replicas. With an
-    ``environment`` the first rank of each replica runs its processes, ``chat`` says how it is spoken to, and
-    ``parse`` finds calls of tools. ``max_in_flight`` sequences are sampled at once on a replica, as many as
-    its engine works on unless given. ``routing`` is the shape of the experts that the engine reports. On
-    ranks that send requests to servers ``in_process`` is False, on all ranks alike.
+    ``layout``: ranks of the role; ``tensor`` is the engine's tensor parallelism, ``data`` its replicas.
+    ``engine``: the engine or the client of the servers on this rank, None on ranks outside the layout.
+    ``rank``: rank of this process.
+    ``environment``: section of the environment for multi-turn rollouts, None for single responses. The first
+        rank of each replica runs its processes.
+    ``chat``: chat formats that render an environment's messages.
+    ``routing``: layers and experts per token of the routing that the engine reports, None if it does not.
+    ``max_in_flight``: limit of sequences in flight on a replica, None for the engine's own limit.
+    ``parse``: parser of tool calls in a turn.
+    ``in_process``: whether the engine runs in these processes and not at servers; equal on all ranks.
     """
 
     def __init__(
@@ -49,18 +62,29 @@ class RolloutRole:
         parse: ToolParser | None = None,
         in_process: bool = True,
     ) -> None:
-        self.layout, self.engine, self.rank = layout, engine, rank
-        self.environment, self._chat, self._parse = environment, chat, parse
-        self._routing, self._max_in_flight = routing, max_in_flight
+        self.layout = layout
+        self.engine = engine
+        self.rank = rank
+        self.environment = environment
+        self._chat = chat
+        self._routing = routing
+        self._max_in_flight = max_in_flight
+        self._parse = parse
         self._in_process = in_process
+
         self._hosts: Hosts | None = None
         if environment is not None and engine is not None and layout.coordinates(rank).tensor == 0:
             self._hosts = Hosts(environment)
 
-    def infer(self, generation_round: GenerationRound, on_finished: OnFinished | None = None) -> NewTokens:
+    def infer(
+        self,
+        generation_round: GenerationRound,
+        on_finished: OnFinished | None = None,
+    ) -> NewTokens:
         """Sample a round; return this rank's new tokens. Collective over the role's ranks.
 
-        A round of the open order goes on until every rank without an engine waits in `gather`.
+        ``on_finished`` is called with each group of this rank that is finished. A round of the open order
+        ends only when every rank without an engine waits in `gather`.
         """
         if self.engine is None:
             return collect_new_tokens([], [], [], {}, self._routing)
@@ -70,7 +94,10 @@ class RolloutRole:
         queue = broadcast_object(store_increment("rounds") if is_first else 0, self.layout.ranks)
         rendezvous = None
         if generation_round.rendezvous is not None:
-            rendezvous = Rendezvous(generation_round, device.world_size() - len(self.layout.ranks))
+            rendezvous = Rendezvous(
+                generation_round,
+                device.world_size() - len(self.layout.ranks),
+            )
 
         def report(index: int, group: SequenceGroup) -> None:
             if on_finished is not None:
@@ -85,55 +112,93 @@ class RolloutRole:
             self.layout,
             self.rank,
             generation_round,
-            next_ticket=partial(draw_ticket, f"of round {queue}", self.layout, self.rank, is_led),
-            make_scheduler=partial(self._scheduler, rendezvous, is_led),
+            next_ticket=partial(
+                draw_ticket,
+                f"of round {queue}",
+                self.layout,
+                self.rank,
+                is_led,
+            ),
+            make_scheduler=partial(self._make_scheduler, rendezvous, is_led),
             routing=self._routing,
             max_in_flight=self._max_in_flight,
             on_finished=None if on_finished is None and rendezvous is None else report,
         )
+
         if not self._in_process:
             assert isinstance(self.engine, ServerGenerator)
             new_tokens = new_tokens._replace(resubmitted=self.engine.resubmitted())
         return new_tokens
 
     def gather(
-        self, new_tokens: NewTokens, members: ReplicaGroup, generation_round: GenerationRound
+        self,
+        new_tokens: NewTokens,
+        members: ReplicaGroup,
+        generation_round: GenerationRound,
     ) -> NewTokens:
-        """Return what all replicas added to a round, the same value on every member.
+        """Return the new tokens of all replicas, the same value on every member.
 
         Collective over the members.
         """
+        # In the open order the replicas sample until all ranks without an engine are here.
         if generation_round.rendezvous is not None and self.engine is None:
             await_rendezvous(generation_round.rendezvous)
+
         shard = members.gather_rows(new_tokens.shard)
-        outcomes, prompts, resubmitted = {}, {}, 0
+
+        # Objects are pickled, which is slow: only runs that have any gather them.
+        outcomes = {}
+        prompts = {}
+        resubmitted = 0
         if self.environment is not None or not self._in_process:
-            extras = (new_tokens.outcomes, new_tokens.prompts, new_tokens.resubmitted)
-            for own_outcomes, own_prompts, count in members.gather_objects(extras):
-                outcomes |= own_outcomes
-                prompts |= own_prompts
-                resubmitted += count
-        experts = None if new_tokens.experts is None else members.gather_rows(new_tokens.experts)
+            objects = (new_tokens.outcomes, new_tokens.prompts, new_tokens.resubmitted)
+            for rank_outcomes, rank_prompts, rank_resubmitted in members.gather_objects(objects):
+                outcomes |= rank_outcomes
+                prompts |= rank_prompts
+                resubmitted += rank_resubmitted
+
+        experts = None
+        if new_tokens.experts is not None:
+            experts = members.gather_rows(new_tokens.experts)
         return NewTokens(shard, outcomes, prompts, experts, resubmitted)
 
-    def _scheduler(
-        self, rendezvous: Rendezvous | None, is_led: bool, engine: Generator, queue: ReplicaQueue
+    def _make_scheduler(
+        self,
+        rendezvous: Rendezvous | None,
+        is_led: bool,
+        engine: Generator,
+        queue: ReplicaQueue,
     ) -> ReplicaScheduler:
+        """Return the scheduler of this rank's replica, for conversations on ranks that run environments."""
+        # In the open order the rendezvous ends the round; else it ends when all groups are sampled.
         replica = self.layout.coordinates(self.rank)
         ranks = self.layout.groups("tensor")[replica.data]
         stop_when = None if rendezvous is None else rendezvous.is_over
+
+        # The other ranks of the replica follow their first rank, which has the conversations.
         if self._hosts is not None:
             assert self._chat is not None
             return MultiTurnScheduler(
-                engine, queue, self._hosts, self._chat, self._parse, stop_when=stop_when, ranks=ranks
+                engine,
+                queue,
+                self._hosts,
+                self._chat,
+                self._parse,
+                stop_when=stop_when,
+                ranks=ranks,
             )
         return ReplicaScheduler(
-            engine, queue, stop_when=stop_when, ranks=ranks, is_led=is_led, is_leader=replica.tensor == 0
+            engine,
+            queue,
+            stop_when=stop_when,
+            ranks=ranks,
+            is_led=is_led,
+            is_leader=replica.tensor == 0,
         )
 
     @property
     def not_enforced(self) -> tuple[str, ...]:
-        """Return in words what of the environments' limits this machine does not enforce."""
+        """Return the limits of the environments' processes that this machine does not enforce, as texts."""
         return () if self._hosts is None else self._hosts.missing
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """Batches of an asynchronous run: rollout ranks sample for later steps while the other ranks learn.
 
-Nothing runs in threads. Every rank takes the same `train_step`, and calls of a role return at once on ranks
-that do not hold it; so rollout ranks still generate when the others learn from rollouts sampled before.
+The one idea: no threads. Every rank runs the same `train_step`, and a call of a role returns at once on ranks
+without the role. So the rollout's ranks are still generating while the other ranks compute log-probs and
+update weights of a batch that was sampled ``steps_ahead`` steps before.
 """
 
 from __future__ import annotations
@@ -17,122 +18,151 @@ from megatron_rl.distributed.exchange import ReplicaGroup, gather_objects
 from megatron_rl.distributed.groups import communicator
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.build import Roles
-from megatron_rl.trainer.dynamic_sampling import ROUND_CEILING, informative, take_informative
-from megatron_rl.trainer.evaluation import EvaluationSet, ask
+from megatron_rl.trainer.evaluation import EvaluationSet, start_evaluation
 from megatron_rl.trainer.loop import Phases, step_seed
+from megatron_rl.trainer.rewards import (
+    ROUND_CEILING,
+    ScoredBatch,
+    compute_rewards,
+    count_informative,
+    keep_informative,
+)
 from megatron_rl.trainer.sample import (
     Pending,
     RolloutSource,
     SampledBatch,
-    ScoredBatch,
-    gathered,
-    grade,
+    gather_complete,
     staleness,
 )
 from megatron_rl.types import Rollouts
 
 
 class AheadBatches:
-    """Batches that rollout ranks of their own sampled ``steps_ahead`` steps before others learn from them.
+    """Batches that the rollout's own ranks sample ``steps_ahead`` steps before the other ranks use them.
 
-    Dynamic sampling cannot wait for rewards here: each batch has as many prompts as the share of groups that
-    taught something in the last learned batch calls for, and a step that lacks groups goes on with fewer.
+    Dynamic sampling cannot wait for rewards here. Each batch has as many prompts as the last learned batch's
+    fraction of informative groups calls for, and a step with too few informative groups uses those it has.
 
-    ``queue`` holds the rollouts that are sampled and not yet learned from, and is state of the run. The
-    weights that sample also answer the evaluation ``sets``, whose ``answers`` are there when the step ends.
-    Making one is collective over the world.
+    ``queue``: batches that are sampled and not yet learned from; part of the checkpoint.
+    ``sets``: evaluation sets to answer during the next step, with the weights that also sample.
+    ``answers``: the responses to ``sets``, once that step has ended.
+
+    Construction is collective over the world.
     """
 
-    def __init__(self, config: RunConfig, roles: Roles, algorithm: Algorithm, source: RolloutSource) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        roles: Roles,
+        algorithm: Algorithm,
+        source: RolloutSource,
+    ) -> None:
         self.config = config
         self.roles = roles
         self.algorithm = algorithm
         self.source = source
-        self.ahead = config.asynchrony.steps_ahead
         self.queue: list[SampledBatch] = []
         self.sets: Sequence[EvaluationSet] = ()
         self.answers: list[Rollouts] = []
 
-        outside = set(roles.rollout.layout.ranks)
-        ranks = tuple(rank for rank in range(device.world_size()) if rank not in outside)
+        rollout_ranks = set(roles.rollout.layout.ranks)
+        ranks = tuple(rank for rank in range(device.world_size()) if rank not in rollout_ranks)
         self.learners: tuple[int, ...] | None = ranks
-        self.learns = device.rank() in ranks
+        self._learns = device.rank() in ranks
+        # Creating a communicator is collective over the world, so it cannot wait until only learners need it.
         communicator(ranks)
 
     @contextmanager
     def next(
         self, step: int, phase: Phases, learners: ReplicaGroup
     ) -> Iterator[tuple[ScoredBatch | None, Metrics]]:
-        """Give the oldest rollouts, while later ones are sampled with the newest weights.
+        """Yield the oldest batch of the queue, while the newest weights sample a later one.
 
         See `BatchSource.next`.
         """
+        # New tokens are gathered onto all ranks, since all of them keep the queue.
         world = ReplicaGroup(gather_stats=phase.gather_stats)
-        batch, counts = None, None
-        with self.roles.hybrid_engine.generation_mode() as measured:
-            while len(self.queue) < min(self.ahead, self.config.steps - step + 1):
-                # Only before the first step: nothing has been sampled yet.
-                pending = self._sample(step + len(self.queue), phase)
+        steps_ahead = self.config.asynchrony.steps_ahead
+        batch = None
+        counts = None
+
+        with self.roles.hybrid_engine.generation_mode() as metrics:
+            # Fill the queue, which only the first step after a start has to: nothing was sampled before it.
+            while len(self.queue) < min(steps_ahead, self.config.steps - step + 1):
+                pending = self._start_sampling(step + len(self.queue), phase)
                 self.queue.append(self.source.finish(pending, world))
 
-            asked = self._ask(phase)
+            # On the rollout's ranks these two calls take as long as the learners' whole step.
+            evaluation = self._start_evaluation(phase)
             pending = None
-            if step + self.ahead <= self.config.steps:
-                pending = self._sample(step + self.ahead, phase)
+            if step + steps_ahead <= self.config.steps:
+                pending = self._start_sampling(step + steps_ahead, phase)
 
+            # Learners have come here at once, and use the oldest batch.
             sampled = self.queue.pop(0)
-            if self.learns:
-                measured += self._staleness(sampled)
-                batch, counts = self._reward(sampled, phase, learners)
-            yield batch, measured
+            if self._learns:
+                metrics += self._staleness(sampled)
+                batch, counts = self._compute_rewards(sampled, phase, learners)
+            yield batch, metrics
 
-            # Whoever comes here first waits for the others.
-            with phase("idle_learn" if self.learns else "idle_rollout"):
+            # The first gather makes the faster side wait for the slower one, which is measured as idle time.
+            with phase("idle_learn" if self._learns else "idle_rollout"):
                 if pending is not None:
                     self.queue.append(self.source.finish(pending, world))
-                self.answers = [gathered(self.roles.rollout, one, world) for one in asked]
+                self.answers = [gather_complete(self.roles.rollout, item, world) for item in evaluation]
 
         if self.algorithm.dynamic_sampling.further_rounds:
-            # Ranks that only sample learn here how many groups taught something.
+            # Ranks that only sample have no rewards, and size their next batch by these counts.
             self.source.informative = next(filter(None, gather_objects(counts)))
 
-    def _ask(self, phase: Phases) -> list[Pending]:
-        """Have the rollout answer evaluation sets; ranks that learn return at once."""
-        with nullcontext() if self.learns or not self.sets else phase("evaluate"):
-            return ask(self.roles, self.sets, self.config.seed)
+    def _start_evaluation(self, phase: Phases) -> list[Pending]:
+        """Answer the evaluation sets on the rollout's ranks; learners return at once."""
+        timer = nullcontext()
+        if self.sets and not self._learns:
+            timer = phase("evaluate")
+        with timer:
+            return start_evaluation(self.roles, self.sets, self.config.seed)
 
-    def _wanted(self) -> int:
-        """Return for how many prompts the next batch is sampled."""
-        wanted = self.config.batch.prompts_per_step
+    def _start_sampling(self, step: int, phase: Phases) -> Pending:
+        """Sample the batch of ``step`` on the rollout's ranks; learners return at once."""
+        seed = step_seed(self.config, step)
+        timer = nullcontext()
+        if not self._learns:
+            timer = phase("generate")
+        with timer:
+            return self.source.start(self._prompt_count(), seed)
+
+    def _prompt_count(self) -> int:
+        """Return the number of prompts to sample for the next batch."""
+        prompts_per_step = self.config.batch.prompts_per_step
         if not self.algorithm.dynamic_sampling.further_rounds:
-            return wanted
-        kept, sampled = self.source.informative
-        return prompts_to_sample(wanted + kept, kept, sampled, ceiling=ROUND_CEILING * wanted)
+            return prompts_per_step
 
-    def _sample(self, step: int, phase: Phases) -> Pending:
-        """Start sampling the batch of ``step``; ranks that learn return at once."""
-        seed, wanted = step_seed(self.config, step), self._wanted()
-        if self.learns:
-            return self.source.start(wanted, seed)
-        with phase("generate"):
-            return self.source.start(wanted, seed)
+        informative, total = self.source.informative
+        ceiling = ROUND_CEILING * prompts_per_step
+        return prompts_to_sample(
+            prompts_per_step + informative,
+            informative,
+            total,
+            ceiling=ceiling,
+        )
 
     def _staleness(self, sampled: SampledBatch) -> Metrics:
-        """Return how old the rollouts are; raise StalenessError where they are too old to learn from."""
-        bound = self.config.asynchrony.max_staleness
-        assert bound is not None
-        return staleness(self.roles.hybrid_engine.version, sampled.rollouts, bound)
+        """Return the age of a batch in updates; raise StalenessError if it is too old to learn from."""
+        max_updates = self.config.asynchrony.max_staleness
+        assert max_updates is not None
+        return staleness(self.roles.hybrid_engine.version, sampled.rollouts, max_updates)
 
-    def _reward(
+    def _compute_rewards(
         self, sampled: SampledBatch, phase: Phases, learners: ReplicaGroup
     ) -> tuple[ScoredBatch, tuple[int, int]]:
-        """Return the rewarded rows, and the numbers of groups that taught something and of all.
+        """Return the rewarded rows, and the numbers of informative groups and of all groups.
 
         Collective over the learners.
         """
         with phase("reward"):
-            batch = grade(self.roles, sampled, learners)
-        counts = informative(batch)
+            batch = compute_rewards(self.roles, sampled, learners)
+        counts = count_informative(batch)
         if self.algorithm.dynamic_sampling.further_rounds:
-            batch = take_informative(batch, self.config.batch.prompts_per_step, instead=batch)
+            batch = keep_informative(batch, self.config.batch.prompts_per_step, fallback=batch)
         return batch, counts

@@ -1,4 +1,4 @@
-"""Several runs beside each other: what differs in their settings, what they reached, and their curves."""
+"""Comparison of several runs: the settings that differ, the results, and the curves of all in one picture."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from megatron_rl.trainer import page
 from megatron_rl.trainer.curves import (
     STAGE_METRICS,
     WINDOW,
-    Measured,
+    RunMetrics,
     measured_accuracies,
     overlaid,
     running_mean,
     series,
 )
-from megatron_rl.trainer.report import measured
+from megatron_rl.trainer.report import run_metrics
 
 OF_ONE_RUN = ("seed", "run_dir", "prepare", "checkpoint.resume")
-"""Settings that may differ between runs of one group."""
+"""Settings that may differ between the runs of one group."""
+OF_ONE_FOLDER = ("run_dir", "prepare")
+"""Settings that differ between any two runs, and say nothing about them."""
 LAST_MEANS = (
     ("kl/ref", "KL to the reference", ".4f"),
     ("policy/entropy", "entropy", ".3f"),
@@ -36,7 +38,9 @@ LAST_MEANS = (
     ("mismatch/abs_diff", "mismatch", ".1e"),
     ("reward/invalid", "invalid rewards", ".3f"),
 )
-"""Metrics whose mean over the last steps is shown: metric, words, format."""
+"""Metrics whose mean over the last steps is a result: metric, label, format."""
+_MIN_SECONDS = 1e-9
+"""Smallest duration that tokens are divided by."""
 
 MEANING = (
     f"Accuracies are the last and the best measurement, other final values means of the last {WINDOW} steps. "
@@ -44,82 +48,135 @@ MEANING = (
     "± is the standard deviation over the runs of a column."
 )
 
+Result = tuple[float, str]
+"""Number and the format to print it with."""
+
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """Hold a run's metrics and its settings by dotted name."""
+    """One run of a comparison."""
 
     name: str
+    """Name of its folder, or the folder's path if two have one name."""
     settings: Mapping[str, Any]
-    measured: Measured
+    """Settings by configuration key."""
+    metrics: RunMetrics
+    """Metrics of its steps and stages."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Hold groups of runs that differ in their seeds alone, by name, with the tables of the page.
+    """Groups of runs that differ only in their seeds, with the tables of the page.
 
-    ``settings`` and ``results`` are rows of texts: what is shown, and a value for each group. ``notes`` are
-    sentences on folders that are no runs of their own.
+    Example: two seeds of one configuration and one run of another have the ``groups``
+    ``{"a and 1 more": [a, b], "c": [c]}``, and a row of ``settings`` is
+    ``["algorithm.name", '"grpo"', '"dapo"']``.
     """
 
     groups: Mapping[str, Sequence[ComparedRun]]
+    """Runs by the name of their group."""
     settings: Sequence[Sequence[str]]
+    """Rows of the settings that differ: key, and a value for each group."""
     results: Sequence[Sequence[str]]
+    """Rows of the results: label, and a value for each group."""
     notes: Sequence[str] = ()
+    """Sentences about folders that are copies of other runs."""
 
 
 def compare(folders: Sequence[Path]) -> Comparison:
-    """Compare runs by their folders; one without metrics raises a UserError."""
+    """Compare runs by their folders; raise UserError for a folder without metrics."""
+    # Two folders of one name are told apart by their paths.
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
-    runs = [_read(folder, name) for folder, name in zip(folders, names, strict=True)]
-    keys = dict.fromkeys(key for run in runs for key in run.settings)
-    same = [key for key in keys if key not in OF_ONE_RUN]
-    sorted_: dict[str, list[ComparedRun]] = {}
+    runs = [_read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    keys = list(dict.fromkeys(key for run in runs for key in run.settings))
+
+    groups, notes = _group_runs(runs, keys)
+    settings = _settings_rows(groups, keys)
+    return Comparison(groups, settings, _result_rows(groups), notes)
+
+
+def _group_runs(
+    runs: Sequence[ComparedRun], keys: Sequence[str]
+) -> tuple[dict[str, list[ComparedRun]], list[str]]:
+    """Return the groups of runs with equal settings by name, and notes on the copies that are left out."""
+    # Settings as JSON text, since values such as lists cannot be keys of a dictionary.
+    common_keys = [key for key in keys if key not in OF_ONE_RUN]
+    by_settings: dict[str, list[ComparedRun]] = {}
     for run in runs:
-        sorted_.setdefault(json.dumps([run.settings.get(key) for key in same], default=str), []).append(run)
-    notes = [note for members in sorted_.values() for note in _leave_out_copies(members)]
-    groups = {_name(members): members for members in sorted_.values()}
-    if len(groups) < len(sorted_):
-        groups = {f"[{place}] {_name(members)}": members for place, members in enumerate(sorted_.values(), 1)}
-    settings = []
+        settings = json.dumps([run.settings.get(key) for key in common_keys], default=str)
+        by_settings.setdefault(settings, []).append(run)
+
+    # A copy of a run would count as a second seed.
+    notes = [note for group in by_settings.values() for note in _leave_out_copies(group)]
+    # Groups are named after their first run; equal names get numbers.
+    groups = {_group_name(group): group for group in by_settings.values()}
+    if len(groups) < len(by_settings):
+        numbered = enumerate(by_settings.values(), 1)
+        groups = {f"[{number}] {_group_name(group)}": group for number, group in numbered}
+    return groups, notes
+
+
+def _settings_rows(groups: Mapping[str, Sequence[ComparedRun]], keys: Sequence[str]) -> list[list[str]]:
+    """Return the settings that differ between groups: key, and the values of each group."""
+    rows: list[list[str]] = []
     for key in keys:
-        values = [list(dict.fromkeys(_text(run, key) for run in members)) for members in groups.values()]
-        if any(value != values[0] for value in values) and key not in ("run_dir", "prepare"):
-            settings.append([key, *(", ".join(value) for value in values)])
-    results = [["runs", *(str(len(members)) for members in groups.values())]]
-    reached = [[_reached(run.measured) for run in members] for members in groups.values()]
-    for key in dict.fromkeys(name for members in reached for values in members for name in values):
-        cells = [_spread([values[key] for values in members if key in values]) for members in reached]
-        results.append([key, *cells])
-    return Comparison(groups, settings, results, notes)
+        if key in OF_ONE_FOLDER:
+            continue
+        # The distinct values within each group: its runs may differ in their seed.
+        values = [list(dict.fromkeys(_setting_text(run, key) for run in group)) for group in groups.values()]
+        if any(value != values[0] for value in values):
+            rows.append([key, *(", ".join(value) for value in values)])
+    return rows
 
 
-def _leave_out_copies(members: list[ComparedRun]) -> list[str]:
-    """Take copies of a run's folder out of a group, but the one that went on longest; return what to say.
+def _result_rows(
+    groups: Mapping[str, Sequence[ComparedRun]],
+) -> list[list[str]]:
+    """Return the results: label, and the mean over the runs of each group."""
+    # A row for every result that any run has; "-" in the columns of groups without it.
+    rows = [["runs", *(str(len(group)) for group in groups.values())]]
+    results = [[_results(run.metrics) for run in group] for group in groups.values()]
+    labels = dict.fromkeys(label for group in results for run_results in group for label in run_results)
+    for label in labels:
+        cells = [
+            _mean_and_deviation([run_results[label] for run_results in group if label in run_results])
+            for group in results
+        ]
+        rows.append([label, *cells])
+    return rows
 
-    A first step that took the same seconds to the last digit is one step that two folders hold.
+
+def _leave_out_copies(group: list[ComparedRun]) -> list[str]:
+    """Remove copies of a run's folder from a group, but for the longest; return notes on the removed ones.
+
+    Two folders whose first step took the same seconds to the last digit have that step from one run.
     """
-    by_begin: dict[str, list[ComparedRun]] = {}
-    for run in members:
-        begin = _first_timed_step(run.measured)
-        key = run.name if begin is None else json.dumps([run.settings.get("seed"), begin], sort_keys=True)
-        by_begin.setdefault(key, []).append(run)
-    notes = []
-    for same in by_begin.values():
-        kept = max(same, key=lambda run: len(run.measured.lines))
-        for run in same:
-            if run is not kept:
-                members.remove(run)
+    # Runs that share their first step are copies of each other. A run without one is compared with none.
+    by_first_step: dict[str, list[ComparedRun]] = {}
+    for run in group:
+        first_step = _first_timed_step(run.metrics)
+        key = run.name
+        if first_step is not None:
+            key = json.dumps([run.settings.get("seed"), first_step], sort_keys=True)
+        by_first_step.setdefault(key, []).append(run)
+
+    notes: list[str] = []
+    for copies in by_first_step.values():
+        # The longest was resumed after it was copied, or is the one that was copied.
+        original = max(copies, key=lambda run: len(run.metrics.lines))
+        for run in copies:
+            if run is not original:
+                group.remove(run)
                 notes.append(
-                    f"{run.name} begins with the very steps of {kept.name}: it is a copy, and left out."
+                    f"{run.name} begins with the very steps of {original.name}: it is a copy, and left out."
                 )
     return notes
 
 
-def _first_timed_step(run: Measured) -> Mapping[str, Any] | None:
-    """Return the metrics of the first step that took time, of a stage in a run of stages alone.
+def _first_timed_step(run: RunMetrics) -> Mapping[str, Any] | None:
+    """Return the metrics of the first step with a time, from the stages for a run of stages alone.
 
     An evaluation before the first step has a line without a time, which equal runs share.
     """
@@ -129,96 +186,141 @@ def _first_timed_step(run: Measured) -> Mapping[str, Any] | None:
 
 def write(folders: Sequence[Path], out: Path) -> str:
     """Write ``compare.html`` and ``compare.md`` into a folder; return the Markdown."""
-    compared = compare(folders)
-    names = list(compared.groups)
-    tables = (("Results", compared.results), ("Settings that differ", compared.settings))
-    said = (*compared.notes, MEANING)
-    parts = [page.paragraph(note) for note in said]
-    for (title, rows), numeric in zip(tables, (range(1, len(names) + 1), ()), strict=True):
-        shown = page.table(("", *names), rows, numeric=numeric) if rows else page.paragraph("none")
-        parts += [page.heading(title), shown]
-    curves = overlaid({name: [run.measured for run in runs] for name, runs in compared.groups.items()})
-    parts += [page.heading("Curves"), page.pictures(curves)]
-    markdown = "\n".join(f"## {title}\n\n{_markdown(names, rows)}\n" for title, rows in tables)
-    markdown = "".join(f"{_escaped(note)}\n\n" for note in said) + markdown
+    comparison = compare(folders)
+    names = list(comparison.groups)
+    notes = [*comparison.notes, MEANING]
+
+    # The page for browsers, and below the same tables as Markdown.
+    sections = [page.paragraph(note) for note in notes]
+    sections.append(page.heading("Results"))
+    numeric = range(1, len(names) + 1)
+    sections.append(page.table(("", *names), comparison.results, numeric=numeric))
+    sections.append(page.heading("Settings that differ"))
+    if comparison.settings:
+        sections.append(page.table(("", *names), comparison.settings))
+    else:
+        sections.append(page.paragraph("none"))
+
+    # One picture per metric, with a curve for each group.
+    runs_by_group = {name: [run.metrics for run in group] for name, group in comparison.groups.items()}
+    sections += [
+        page.heading("Curves"),
+        page.pictures(overlaid(runs_by_group)),
+    ]
+
+    markdown = "".join(f"{_escaped(note)}\n\n" for note in notes)
+    markdown += f"## Results\n\n{_markdown(names, comparison.results)}\n\n"
+    markdown += f"## Settings that differ\n\n{_markdown(names, comparison.settings)}\n"
+
     out.mkdir(parents=True, exist_ok=True)
-    page.write(out / "compare.html", "Comparison of runs", parts)
+    page.write(out / "compare.html", "Comparison of runs", sections)
     (out / "compare.md").write_text(f"# Comparison of runs\n\n{markdown}", "utf-8", "replace")
     return markdown
 
 
-def _read(path: Path, name: str) -> ComparedRun:
+def _read_run(path: Path, name: str) -> ComparedRun:
+    """Return the settings and metrics of a run folder."""
     folder = RunFolder(path)
     text = ""
     if folder.config.is_file():
         text = folder.config.read_text(encoding="utf-8", errors="replace")
-    settings = read_tree(text, str(folder.config), []).leaves()
-    return ComparedRun(name, {key: leaf.value for key, leaf in settings}, measured(folder))
+    leaves = read_tree(text, str(folder.config), []).leaves()
+    settings = {key: leaf.value for key, leaf in leaves}
+    return ComparedRun(name, settings, run_metrics(folder))
 
 
-def _name(members: Sequence[ComparedRun]) -> str:
-    more = f" and {len(members) - 1} more" if len(members) > 1 else ""
-    return members[0].name + more
+def _group_name(group: Sequence[ComparedRun]) -> str:
+    suffix = f" and {len(group) - 1} more" if len(group) > 1 else ""
+    return group[0].name + suffix
 
 
-def _text(run: ComparedRun, key: str) -> str:
-    return json.dumps(run.settings[key], ensure_ascii=False, default=str) if key in run.settings else "-"
-
-
-def _reached(run: Measured) -> dict[str, tuple[float, str]]:
-    """Return what a run reached: words -> number and format."""
-    lines, reached = run.lines, {}
-    for name, stage in run.stages.items():
-        for metric, words in STAGE_METRICS:
-            if values := series(stage, f"{name}/{metric}")[1]:
-                reached[f"{name}: final {words}"] = values[-1], ".3f"
-    for name in measured_accuracies(lines):
-        values = series(lines, name)[1]
-        label = name.removeprefix("eval/").removesuffix("/accuracy")
-        reached |= {f"{label}: final accuracy": (values[-1], ".3f")}
-        reached |= {f"{label}: best accuracy": (max(values), ".3f")}
-    rewards = series(lines, "reward/mean")[1]
-    if rewards:
-        reached["final reward"] = fmean(rewards[-WINDOW:]), ".3f"
-        reached["best reward"] = max(running_mean(rewards)), ".3f"
-    for name, words, form in LAST_MEANS:
-        values = series(lines, name)[1]
-        if values:
-            reached[words] = fmean(values[-WINDOW:]), form
-    steps, seconds = series(lines, "time/step")
-    speeds = dict(zip(*series(lines, "throughput/tokens_per_second"), strict=True))
-    if lines:
-        reached["steps"] = float(max(int(line["step"]) for line in lines)), ".0f"
-    if speeds:
-        tokens = sum(speeds.get(step, 0.0) * taken for step, taken in zip(steps, seconds, strict=True))
-        reached["tokens"] = tokens, ",.0f"
-        reached["tokens per second"] = tokens / max(sum(seconds), 1e-9), ",.0f"
-    if seconds:
-        reached["seconds of all steps"] = sum(seconds), ",.1f"
-        reached["seconds per step"] = fmean(seconds), ".2f"
-    return reached
-
-
-def _spread(values: Sequence[tuple[float, str]]) -> str:
-    """Return the mean over runs, with the standard deviation where there are several."""
-    if not values:
+def _setting_text(run: ComparedRun, key: str) -> str:
+    if key not in run.settings:
         return "-"
-    numbers, form = [number for number, _ in values], values[0][1]
-    spread = stdev(numbers) if len(numbers) > 1 else None
-    words = "" if spread is None else f" ± {number_text(spread, form)}"
-    return number_text(fmean(numbers), form) + words
+    return json.dumps(run.settings[key], ensure_ascii=False, default=str)
+
+
+def _results(run: RunMetrics) -> dict[str, Result]:
+    """Return the results of a run by their labels, in the order of the table."""
+    results: dict[str, Result] = {}
+    for name, stage_lines in run.stages.items():
+        for metric, label in STAGE_METRICS:
+            _, values = series(stage_lines, f"{name}/{metric}")
+            if values:
+                results[f"{name}: final {label}"] = (values[-1], ".3f")
+
+    # Accuracies are single measurements; rewards and other metrics of a step are noisy, hence means.
+    for name in measured_accuracies(run.lines):
+        _, values = series(run.lines, name)
+        set_name = name.removeprefix("eval/").removesuffix("/accuracy")
+        results[f"{set_name}: final accuracy"] = (values[-1], ".3f")
+        results[f"{set_name}: best accuracy"] = (max(values), ".3f")
+
+    _, rewards = series(run.lines, "reward/mean")
+    if rewards:
+        results["final reward"] = (fmean(rewards[-WINDOW:]), ".3f")
+        results["best reward"] = (max(running_mean(rewards)), ".3f")
+    for name, label, form in LAST_MEANS:
+        _, values = series(run.lines, name)
+        if values:
+            results[label] = (fmean(values[-WINDOW:]), form)
+    return results | _time_results(run)
+
+
+def _time_results(run: RunMetrics) -> dict[str, Result]:
+    """Return the numbers of steps, tokens and seconds of a run by their labels."""
+    results: dict[str, Result] = {}
+    if run.lines:
+        results["steps"] = (
+            float(max(int(line["step"]) for line in run.lines)),
+            ".0f",
+        )
+
+    # Speeds are per step: times the seconds of the step they are tokens again.
+    steps, seconds = series(run.lines, "time/step")
+    speed_at = dict(zip(*series(run.lines, "throughput/tokens_per_second"), strict=True))
+    if speed_at:
+        step_seconds = zip(steps, seconds, strict=True)
+        tokens = sum(speed_at.get(step, 0.0) * duration for step, duration in step_seconds)
+        results["tokens"] = (tokens, ",.0f")
+        results["tokens per second"] = (
+            tokens / max(sum(seconds), _MIN_SECONDS),
+            ",.0f",
+        )
+    if seconds:
+        results["seconds of all steps"] = (sum(seconds), ",.1f")
+        results["seconds per step"] = (fmean(seconds), ".2f")
+    return results
+
+
+def _mean_and_deviation(results: Sequence[Result]) -> str:
+    """Return the mean over runs, with the standard deviation of several."""
+    if not results:
+        return "-"
+    numbers = [number for number, _ in results]
+    form = results[0][1]
+    text = number_text(fmean(numbers), form)
+    if len(numbers) > 1:
+        text += f" ± {number_text(stdev(numbers), form)}"
+    return text
 
 
 def _markdown(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as Markdown."""
     if not rows:
         return "none"
-    cells = [["", *names], ["---", *["---:"] * len(names)], *rows]
-    escaped = [[cell if row is cells[1] else _escaped(cell) for cell in row] for row in cells]
-    return "\n".join(f"| {' | '.join(row)} |" for row in escaped)
+    # The first column is text, the others are numbers and aligned to the right.
+    alignment = ["---", *["---:"] * len(names)]
+    lines = [_markdown_row(["", *names]), f"| {' | '.join(alignment)} |"]
+    return "\n".join([*lines, *(_markdown_row(row) for row in rows)])
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(_escaped(cell) for cell in cells)} |"
 
 
 def _escaped(text: str) -> str:
-    """Return text as Markdown that shows it in one line, and makes neither HTML, a link nor a cell of it."""
+    """Return text on one line that Markdown shows as it is, without HTML, links or further cells."""
     one_line = readable(" ".join(text.split()))
     marked = re.sub(r"([\\`*\[\]|~])", r"\\\1", one_line)
     return escape(marked, quote=False)

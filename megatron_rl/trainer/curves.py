@@ -1,4 +1,4 @@
-"""Curves of a run's metrics: a picture of the main ones, and one for each metric on a page."""
+"""Curves of a run's metrics: one picture of the main ones, and one for each metric on a page."""
 
 from __future__ import annotations
 
@@ -16,38 +16,83 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Lines = Sequence[Mapping[str, Any]]
-"""What a metrics file holds, a mapping of names to numbers per step."""
-BLUE, ORANGE, GREY, GRID = "#2563a8", "#d9722b", "#6b7280", "#e5e7eb"
-COLOURS = (BLUE, ORANGE, "#3a9a5b", "#8a5bb5", "#c2a22d", "#5aa7b8", "#b5485d", GREY)
+"""Lines of a metrics file: for each step, name of a metric -> number."""
+
+BLUE = "#2563a8"
+ORANGE = "#d9722b"
+GREY = "#6b7280"
+GRID = "#e5e7eb"
+COLOURS = (
+    BLUE,
+    ORANGE,
+    "#3a9a5b",
+    "#8a5bb5",
+    "#c2a22d",
+    "#5aa7b8",
+    "#b5485d",
+    GREY,
+)
+
 WINDOW = 10
-"""Steps that a running mean, and the first and last values of tables, are taken over."""
+"""Steps over which running means, and the first and last values of tables, are taken."""
+_MIN_LOGARITHMIC = 1e-100
+"""Smallest value on a logarithmic axis: matplotlib cannot place the ticks of numbers nearly zero."""
+_HEADROOM = 1.08
+"""Factor from a panel's upper limit to the top of its axis, so that points at the limit are not cut."""
+_LEGEND_HEADROOM = 1.35
+"""The same for stacked times, which leaves room for the legend."""
+
+STEP_PHASES = (
+    "time/generate",
+    "time/reward",
+    "time/score",
+    "time/estimate",
+    "time/learn",
+)
+"""Phases that follow one another in a step, in order."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Hold the metrics of a run, and of its stages by name."""
+class RunMetrics:
+    """Metrics of one run."""
 
     lines: Lines
+    """Lines of the steps, empty for a run of stages alone."""
     stages: Mapping[str, Lines]
+    """Lines of each stage by its name."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Describe one picture: the metric on its vertical axis and how it is drawn; ``main`` ones come first."""
+    """Picture of one metric over the steps.
+
+    Example: ``Panel("kl/ref", "KL to the reference (nats per token)")``.
+    """
 
     metric: str
+    """Metric of the vertical axis."""
     title: str
+    """Title of the picture, with the unit."""
     smooth: bool = True
+    """Whether a running mean is drawn over the values."""
     logarithmic: bool = False
+    """Whether the vertical axis is logarithmic if the values allow it."""
     limits: tuple[float, float] | None = None
+    """Range of the vertical axis, None for that of the values."""
     main: bool = False
+    """Whether the picture of the whole run has this panel."""
 
 
 PANELS = (
     Panel("reward/mean", "mean reward of the samples", main=True),
     Panel("response/length", "response length (tokens)", main=True),
     Panel("policy/entropy", "policy entropy (nats per token)", main=True),
-    Panel("mismatch/abs_diff", "trainer–rollout difference of log-probs", logarithmic=True, main=True),
+    Panel(
+        "mismatch/abs_diff",
+        "trainer–rollout difference of log-probs",
+        logarithmic=True,
+        main=True,
+    ),
     Panel("kl/ref", "KL to the reference (nats per token)"),
     Panel("policy/kl", "KL to the policy that sampled"),
     Panel("policy/loss", "policy loss"),
@@ -60,8 +105,12 @@ PANELS = (
     Panel("throughput/tokens_per_second", "tokens per second"),
     Panel("time/step", "seconds of a step"),
 )
-STAGE_METRICS = (("loss", "loss"), ("held_out_loss", "held-out loss"), ("accuracy", "accuracy on pairs"))
-"""What is reported of a stage, below the group of its name: metric, words."""
+STAGE_METRICS = (
+    ("loss", "loss"),
+    ("held_out_loss", "held-out loss"),
+    ("accuracy", "accuracy on pairs"),
+)
+"""Metrics of a stage, below the group of its name, and their labels."""
 
 
 def series(lines: Lines, name: str) -> tuple[list[int], list[float]]:
@@ -76,65 +125,73 @@ def measured_accuracies(lines: Lines) -> list[str]:
 
 
 def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """Return for each value the mean over up to ``window`` values around it, fewer towards the ends."""
+    """Return for each value the mean of it and ``window // 2`` values before and after it."""
     half = window // 2
-    return [fmean(values[max(0, place - half) : place + half + 1]) for place in range(len(values))]
+    return [fmean(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Return the line that is drawn through values: a running mean that leaves a short run its shape."""
+    """Return a running mean whose window is short enough that the curve of a short run keeps its shape."""
     return running_mean(values, min(WINDOW, len(values) // 4))
 
 
 def panels_of(lines: Lines) -> list[Panel]:
-    """Return the panels of what was measured, those of evaluation sets first."""
+    """Return the panels of the metrics that the lines have, evaluation sets first."""
     names = measured_accuracies(lines)
-    evaluated = [Panel(name, name, smooth=False, limits=(0.0, 1.0), main=True) for name in names]
-    return [panel for panel in (*evaluated, *PANELS) if series(lines, panel.metric)[1]]
+    evaluation = [Panel(name, name, smooth=False, limits=(0.0, 1.0), main=True) for name in names]
+    return [panel for panel in (*evaluation, *PANELS) if series(lines, panel.metric)[1]]
 
 
 def stage_panels(stages: Mapping[str, Lines]) -> list[tuple[Lines, Panel]]:
-    """Return the panels of stages, each with the lines that it draws."""
-    panels = [
-        (measured, Panel(f"{name}/{metric}", f"{name}: {words}", not metric.startswith("held_out")))
-        for name, measured in stages.items()
-        for metric, words in STAGE_METRICS
-    ]
-    return [(measured, panel) for measured, panel in panels if series(measured, panel.metric)[1]]
+    """Return the panels of stages, each with the lines of its stage."""
+    panels: list[tuple[Lines, Panel]] = []
+    for name, lines in stages.items():
+        for metric, label in STAGE_METRICS:
+            # A held-out loss is evaluated only every few steps.
+            smooth = not metric.startswith("held_out")
+            panel = Panel(f"{name}/{metric}", f"{name}: {label}", smooth)
+            if series(lines, panel.metric)[1]:
+                panels.append((lines, panel))
+    return panels
 
 
 def draw(lines: Lines, stages: Mapping[str, Lines]) -> Figure:
-    """Return a figure with the main panels of what was measured, those of stages, and the steps' time."""
+    """Return a figure with the main panels of a run and of its stages, and the time of the steps."""
+    # One picture per main metric and stage metric, and the stacked times as the last one.
     panels = [(lines, panel) for panel in panels_of(lines) if panel.main] + stage_panels(stages)
-    timed = bool(_stacked(lines)[1])
-    axes = _axes(len(panels) + timed)
-    for axis, (source, panel) in zip(axes, panels, strict=False):
-        _draw_panel(axis, source, panel)
-    if timed:
+    has_times = bool(_phase_seconds(lines))
+    axes = _axes(len(panels) + has_times)
+    for axis, (panel_lines, panel) in zip(axes, panels, strict=False):
+        _draw_panel(axis, panel_lines, panel)
+    if has_times:
         _draw_times(axes[-1], lines)
-    return _finished(axes)
+    return _styled_figure(axes)
 
 
 def pictures(lines: Lines, stages: Mapping[str, Lines]) -> list[tuple[str, bytes]]:
-    """Return a title and an SVG for each metric that was measured, and for the time of the steps."""
-    shown = []
-    for source, panel in [(lines, panel) for panel in panels_of(lines)] + stage_panels(stages):
+    """Return a title and an SVG picture for each metric of a run, and for the time of the steps."""
+    # A figure of its own for each, so that the page can arrange them by its width.
+    result: list[tuple[str, bytes]] = []
+    for panel_lines, panel in [(lines, panel) for panel in panels_of(lines)] + stage_panels(stages):
         axes = _axes(1)
-        _draw_panel(axes[0], source, panel)
-        shown.append((panel.title, _svg(_finished(axes))))
-    if _stacked(lines)[1]:
+        _draw_panel(axes[0], panel_lines, panel)
+        result.append((panel.title, _svg(_styled_figure(axes))))
+
+    if _phase_seconds(lines):
         axes = _axes(1)
         _draw_times(axes[0], lines)
-        shown.append(("time of a step (s)", _svg(_finished(axes))))
-    return shown
+        result.append(("time of a step (s)", _svg(_styled_figure(axes))))
+    return result
 
 
-def overlaid(groups: Mapping[str, Sequence[Measured]]) -> list[tuple[str, bytes]]:
-    """Return a title and an SVG for each metric that runs have, their curves laid over each other.
+def overlaid(
+    groups: Mapping[str, Sequence[RunMetrics]],
+) -> list[tuple[str, bytes]]:
+    """Return a title and an SVG picture for each metric of several runs, with all curves in one picture.
 
-    Runs of one group differ in their seeds: each has a thin line, and where there are several their mean a
-    thick one.
+    Runs of one group differ only in their seeds: each has a thin line, and their mean a thick one.
     """
+    # A panel for each metric that any of the runs has.
     panels: dict[str, Panel] = {}
     for run in (run for runs in groups.values() for run in runs):
         panels |= {panel.metric: panel for panel in panels_of(run.lines)}
@@ -142,56 +199,69 @@ def overlaid(groups: Mapping[str, Sequence[Measured]]) -> list[tuple[str, bytes]
     return [(panel.title, _svg(_overlay(panel, groups))) for panel in panels.values()]
 
 
-def _overlay(panel: Panel, groups: Mapping[str, Sequence[Measured]]) -> Figure:
+def _overlay(panel: Panel, groups: Mapping[str, Sequence[RunMetrics]]) -> Figure:
+    """Return the curves of all groups for one metric."""
     axes = _axes(1)
     axis = axes[0]
-    for place, (name, runs) in enumerate(groups.items()):
-        colour = COLOURS[place % len(COLOURS)]
-        values: dict[int, list[float]] = {}
+    stage_name = panel.metric.partition("/")[0]
+    for index, (name, runs) in enumerate(groups.items()):
+        colour = COLOURS[index % len(COLOURS)]
+        # Runs can have different steps: the mean at a step is over the runs that have it.
+        values_at: dict[int, list[float]] = {}
         for run in runs:
-            stage = run.stages.get(panel.metric.partition("/")[0], ())
-            steps, numbers = series([*run.lines, *stage], panel.metric)
-            smooth = smoothed(numbers) if panel.smooth else numbers
-            for step, value in zip(steps, smooth, strict=True):
-                values.setdefault(step, []).append(value)
+            steps, values = series([*run.lines, *run.stages.get(stage_name, ())], panel.metric)
+            curve = smoothed(values) if panel.smooth else values
+            for step, value in zip(steps, curve, strict=True):
+                values_at.setdefault(step, []).append(value)
             if len(runs) > 1:
-                axis.plot(steps, smooth, color=colour, alpha=0.3, linewidth=0.9)
-        steps = sorted(values)
+                axis.plot(steps, curve, color=colour, alpha=0.3, linewidth=0.9)
+
+        steps = sorted(values_at)
         if steps:
-            means = [fmean(values[step]) for step in steps]
-            # The space: a label that begins with an underscore would not be shown.
-            axis.plot(steps, means, color=colour, linewidth=1.8, label=f" {_shortened(name)}")
+            means = [fmean(values_at[step]) for step in steps]
+            # matplotlib hides labels that begin with an underscore, hence the space.
+            axis.plot(
+                steps,
+                means,
+                color=colour,
+                linewidth=1.8,
+                label=f" {_shortened(name)}",
+            )
+
     if panel.limits is not None:
-        axis.set_ylim(panel.limits[0], panel.limits[1] * 1.08)
+        axis.set_ylim(panel.limits[0], panel.limits[1] * _HEADROOM)
     _set_title(axis, panel.title)
     for text in axis.legend(fontsize=7.5, frameon=False, loc="best").get_texts():
         text.set_parse_math(False)
-    return _finished(axes)
+    return _styled_figure(axes)
 
 
 def _set_title(axis: Axes, title: str) -> None:
-    """Set the title of a picture; a ``$`` in the name of a user's set begins no formula."""
+    """Set the title of a picture; a ``$`` in the name of a user's set does not begin a formula."""
     axis.set_title(_shortened(title, 60), fontsize=10, loc="left").set_parse_math(False)
 
 
-def _shortened(name: str, longest: int = 32) -> str:
-    """Return a name as it can be drawn: of so many characters at most, without halves of surrogate pairs."""
+def _shortened(name: str, max_characters: int = 32) -> str:
+    """Return a name that can be drawn: cut in the middle, and without halves of surrogate pairs."""
     name = name.encode("utf-8", "replace").decode("utf-8")
-    return name if len(name) <= longest else f"{name[: longest - 12]}…{name[-11:]}"
+    return name if len(name) <= max_characters else f"{name[: max_characters - 12]}…{name[-11:]}"
 
 
 def _axes(count: int) -> list[Axes]:
+    """Return the axes of a new figure with so many pictures, at most three in a row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    # Three columns fit on a page; a figure without any picture still needs axes.
     columns = min(3, max(1, count))
     rows = max(1, -(-count // columns))
     figure = Figure(figsize=(4.6 * columns, 3.3 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    return [figure.add_subplot(rows, columns, place + 1) for place in range(count)] or [figure.add_subplot()]
+    return [figure.add_subplot(rows, columns, index + 1) for index in range(max(1, count))]
 
 
-def _finished(axes: Sequence[Axes]) -> Figure:
+def _styled_figure(axes: Sequence[Axes]) -> Figure:
+    """Return the figure of the axes, with grid, labels and frame in the style of all pictures."""
     from matplotlib.ticker import MaxNLocator
 
     for axis in axes:
@@ -202,41 +272,59 @@ def _finished(axes: Sequence[Axes]) -> Figure:
         axis.grid(True, color=GRID, linewidth=0.7)
         axis.set_axisbelow(True)
         axis.set_xlabel("step", fontsize=8, color=GREY)
+
     figure = axes[0].get_figure()
     assert figure is not None
     return figure  # pyright: ignore[reportReturnType]
 
 
 def _svg(figure: Figure) -> bytes:
+    """Return a figure as SVG, without a date: equal runs have equal pictures."""
     target = io.BytesIO()
     figure.savefig(target, format="svg", metadata={"Date": None})
     return target.getvalue()
 
 
 def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
+    """Draw the curve of one metric."""
     steps, values = series(lines, panel.metric)
     _set_title(axis, panel.title)
+    # A smoothed curve over the values, or points with the first and the last value written beside them.
     if panel.smooth:
         axis.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1)
         axis.plot(steps, smoothed(values), color=BLUE, linewidth=1.8)
     else:
-        axis.plot(steps, values, color=BLUE, linewidth=1.8, marker="o", markersize=3.5)
+        axis.plot(
+            steps,
+            values,
+            color=BLUE,
+            linewidth=1.8,
+            marker="o",
+            markersize=3.5,
+        )
         axis.axhline(values[0], color=GREY, linewidth=0.9, linestyle="--")
-        for place, offset, align in ((0, (4, -11), "left"), (-1, (0, 7), "right")):
-            axis.annotate(
-                number_text(values[place], ".3f"),
-                (steps[place], values[place]),
-                xytext=offset,
-                textcoords="offset points",
-                ha=align,
-                fontsize=9,
-                color=BLUE if place else GREY,
-            )
+        _annotate(
+            axis,
+            steps[0],
+            values[0],
+            offset=(4, -11),
+            alignment="left",
+            colour=GREY,
+        )
+        _annotate(
+            axis,
+            steps[-1],
+            values[-1],
+            offset=(0, 7),
+            alignment="right",
+            colour=BLUE,
+        )
+
     if panel.limits is not None:
-        axis.set_ylim(panel.limits[0], panel.limits[1] * 1.08)
+        axis.set_ylim(panel.limits[0], panel.limits[1] * _HEADROOM)
     if panel.logarithmic:
-        # matplotlib cannot place the ticks of numbers that are nearly zero.
-        if min(values) > 1e-100 and max(values) >= 10 * min(values):
+        spans_a_decade = max(values) >= 10 * min(values)
+        if min(values) > _MIN_LOGARITHMIC and spans_a_decade:
             axis.set_yscale("log")
         else:
             axis.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
@@ -244,24 +332,55 @@ def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
             axis.set_ylim(bottom=0)
 
 
-def _stacked(lines: Lines) -> tuple[list[str], dict[str, list[float]]]:
-    """Return the phases that follow one another in a step, in order, with their seconds per step."""
-    order = ("time/generate", "time/reward", "time/score", "time/estimate", "time/learn")
-    series = {name: [float(line.get(name) or 0.0) for line in lines if line["step"] > 0] for name in order}
-    return [name for name in order if any(series[name])], {n: v for n, v in series.items() if any(v)}
+def _annotate(
+    axis: Axes,
+    step: int,
+    value: float,
+    *,
+    offset: tuple[int, int],
+    alignment: str,
+    colour: str,
+) -> None:
+    """Write a value beside its point; ``offset`` in points."""
+    axis.annotate(
+        number_text(value, ".3f"),
+        (step, value),
+        xytext=offset,
+        textcoords="offset points",
+        ha=alignment,
+        fontsize=9,
+        color=colour,
+    )
+
+
+def _phase_seconds(lines: Lines) -> dict[str, list[float]]:
+    """Return the seconds per step of the `STEP_PHASES` that took any time, in their order."""
+    seconds: dict[str, list[float]] = {}
+    for name in STEP_PHASES:
+        # Line 0 is an evaluation before the first step. A step without a phase took 0 s for it.
+        values = [float(line.get(name) or 0.0) for line in lines if line["step"] > 0]
+        if any(values):
+            seconds[name] = values
+    return seconds
 
 
 def _draw_times(axis: Axes, lines: Lines) -> None:
-    names, seconds = _stacked(lines)
+    """Draw the seconds of the steps' phases, stacked."""
+    # Smoothed, since a single slow step would hide the shares of the phases.
+    seconds = _phase_seconds(lines)
     steps = [int(line["step"]) for line in lines if line["step"] > 0]
-    smooth = [smoothed(seconds[name]) for name in names]
+    curves = [smoothed(values) for values in seconds.values()]
     axis.stackplot(
         steps,
-        smooth,
-        labels=[name.removeprefix("time/") for name in names],
-        colors=COLOURS[: len(names)],
+        curves,
+        labels=[name.removeprefix("time/") for name in seconds],
+        colors=COLOURS[: len(seconds)],
         alpha=0.85,
     )
+
     _set_title(axis, "time of a step (s)")
-    axis.set_ylim(0, 1.35 * max(sum(values) for values in zip(*smooth, strict=True)))
+    axis.set_ylim(
+        0,
+        _LEGEND_HEADROOM * max(sum(values) for values in zip(*curves, strict=True)),
+    )
     axis.legend(fontsize=7.5, frameon=False, ncols=2, loc="upper right")

@@ -16,25 +16,37 @@ from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.megatron.adoption import adopt_model, layout_of, require_set_up
+from megatron_rl.megatron.adoption import (
+    adopt_model,
+    layout_of,
+    require_set_up,
+)
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.megatron.optimizer import Optimizer
 from megatron_rl.roles.build import adopted_actor, build_roles
-from megatron_rl.trainer.loop import Phases, SameStepBatches, gather_step, train_step
+from megatron_rl.trainer.loop import (
+    Phases,
+    SameStepBatches,
+    gather_step,
+    train_step,
+)
 from megatron_rl.trainer.sample import RolloutSource
 from megatron_rl.trainer.state import TrainerState
 
 
 class EmbeddedTrainer:
-    """Teach the model of a Megatron training script, step by step, inside its own loop.
+    """Reinforcement learning on the model of a Megatron training script, one step per call.
 
-    ``model`` (DDP chunks), ``optimizer`` and ``scheduler`` are what Megatron-LM's setup_model_and_optimizer
-    returns; the schedule goes on by ``increment`` with each optimizer step. Arguments, layout, optimizer,
-    timers and checkpoints stay the script's; `state_dict` belongs into these. The YAML file at ``config``
-    says the rest: data, reward, rollout, algorithm and batch; its ``model.path`` has config.json and the
-    tokenizer, and what it says of the actor's layout, precision and optimizer does not count. Weights are
-    those that ``model`` has.
-    Raises UserErrors for what does not fit. Collective over the world, as `step` is.
+    ``config``: YAML file with data, reward, rollout, algorithm and batch. Its ``model.path`` has the
+        config.json and the tokenizer; its layout, precision and optimizer of the actor are ignored.
+    ``model``: DDP chunks, as Megatron-LM's setup_model_and_optimizer returns them.
+    ``optimizer``, ``scheduler``: optimizer and learning-rate scheduler from the same function.
+    ``increment``: argument of ``scheduler.step`` after each optimizer step.
+    ``overrides``: settings such as ``batch.prompts_per_step=8`` that replace those of the file.
+
+    Arguments, layout, optimizer, timers and checkpoints remain the script's, which saves `state_dict` in its
+    checkpoints. Training starts from the weights that ``model`` has. Raises UserErrors for settings that do
+    not fit. Collective over the world, as `step` is.
     """
 
     def __init__(
@@ -47,49 +59,71 @@ class EmbeddedTrainer:
         increment: int = 1,
         overrides: Iterable[str] = (),
     ) -> None:
+        # The script has started communication already; this only finds its device.
         device.initialize()
         require_set_up(model, optimizer, scheduler)
-        layout = layout_of(model)
-        stated = [f"actor.layout.{name}={size}" for name, size in layout.items()]
-        stated.append(f"model.dtype={str(model[0].config.params_dtype).removeprefix('torch.')}")
-        report = check_config(load(config, [*overrides, *stated]), device.world_size(), training=True)
-        self.config = valid = report.valid()
-        _require_plain(valid)
-        self.algorithm = algorithm_of(valid)
-        tokenizer: Any = load_tokenizer(valid.model.path)
+        self.config = _checked_config(config, model, overrides)
+        self.algorithm = algorithm_of(self.config)
+
+        tokenizer: Any = load_tokenizer(self.config.model.path)
+        data = self.config.data.train or ""
         prompts = load_prompts(
-            valid, "data.train", valid.data.train or "", tokenizer, TokenFiles(None, print)
+            self.config,
+            "data.train",
+            data,
+            tokenizer,
+            TokenFiles(None, print),
         )
-        adopted = adopt_model(model, read_hf_config(valid.model.path))
-        stepped = Optimizer.adopted(adopted, optimizer, scheduler, increment)
-        actor = adopted_actor(valid, adopted, stepped)
-        self.roles = build_roles(valid, self.algorithm, tokenizer, templated=prompts.templated, actor=actor)
-        source = RolloutSource(valid, self.roles, self.algorithm, prompts.next)
-        self._batches = SameStepBatches(valid, self.roles, self.algorithm, source)
-        self.state = TrainerState(prompts, initial_state(self.algorithm), valid.seed, source)
+
+        # The actor wraps what the script has built; all other roles are built here.
+        parallel_model = adopt_model(model, read_hf_config(self.config.model.path))
+        adopted_optimizer = Optimizer.adopted(parallel_model, optimizer, scheduler, increment)
+        actor = adopted_actor(self.config, parallel_model, adopted_optimizer)
+        self.roles = build_roles(
+            self.config,
+            self.algorithm,
+            tokenizer,
+            templated=prompts.templated,
+            actor=actor,
+        )
+
+        # The script's ranks all sample and learn, so batches are never sampled ahead.
+        source = RolloutSource(self.config, self.roles, self.algorithm, prompts.next)
+        self._batches = SameStepBatches(self.config, self.roles, self.algorithm, source)
+        self.state = TrainerState(prompts, initial_state(self.algorithm), self.config.seed, source)
         self._phases = Phases()
 
     def step(self) -> dict[str, float]:
-        """Sample, judge and learn once; return the step's metrics, the same on every rank."""
-        state, phases = self.state, self._phases
+        """Sample, compute rewards and update the weights once; return the metrics, the same on every rank."""
+        # The phases name the step in errors and in the hang detector's report.
+        state = self.state
+        phases = self._phases
         phases.step = state.step + 1
         result = train_step(
-            self._batches, self.roles, self.algorithm, state.algorithm, self.config, phases.step, phases
+            self._batches,
+            self.roles,
+            self.algorithm,
+            state.algorithm,
+            self.config,
+            phases.step,
+            phases,
         )
         assert result is not None, "every rank of a training script learns"
-        state.step, state.algorithm = phases.step, result.algorithm_state
+
+        state.step = phases.step
+        state.algorithm = result.algorithm_state
         return gather_step(result, phases.metrics()).values()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next step depends on beside the script's model, optimizer, schedule and generators.
+        """Return the state of the next step beside the script's model, optimizer, schedule and RNG state.
 
-        That is the step, the position in the data, what the algorithm carries, and responses that are begun
-        or not yet learned from. It is the same on every rank, and small: one of them saves it.
+        That is the step, the position in the data, the algorithm's state and the responses that are not
+        finished or not learned from. It is small and the same on every rank: save it on one of them.
         """
         return self.state.state_dict(self.roles)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned, beside the model and the optimizer of the same step."""
+        """Restore what `state_dict` returned, with the model and the optimizer of the same step."""
         self.state.load_state_dict(state, self.roles)
 
     def close(self) -> None:
@@ -97,10 +131,31 @@ class EmbeddedTrainer:
         self.roles.close()
 
 
-def _require_plain(config: RunConfig) -> None:
-    """Raise UserErrors for what a run of its own does with an actor, and a training script's does not."""
-    actor, ranks = config.actor, role_layout(config.actor.layout, "actor.layout").ranks
-    refused = {
+def _checked_config(config: str | Path, model: Sequence[Any], overrides: Iterable[str]) -> RunConfig:
+    """Return the resolved configuration, with layout and dtype of the script's model.
+
+    Raises UserErrors for settings that are invalid or have no effect here.
+    """
+    # Layout and dtype are facts of the script's model; the memory estimate and the checks need them.
+    settings = [f"actor.layout.{name}={size}" for name, size in layout_of(model).items()]
+    settings.append(f"model.dtype={str(model[0].config.params_dtype).removeprefix('torch.')}")
+    report = check_config(
+        load(config, [*overrides, *settings]),
+        device.world_size(),
+        training=True,
+    )
+    resolved = report.valid()
+    _reject_unsupported(resolved)
+    return resolved
+
+
+def _reject_unsupported(config: RunConfig) -> None:
+    """Raise UserErrors for settings of an actor that the script's own model cannot have."""
+    actor = config.actor
+    ranks = role_layout(actor.layout, "actor.layout").ranks
+
+    # Each is something that a run of this package does to the actor it has built.
+    unsupported = {
         "actor.lora": actor.lora,
         "actor.offload": actor.offload,
         "actor.freeze_router": actor.freeze_router,
@@ -108,21 +163,25 @@ def _require_plain(config: RunConfig) -> None:
         "actor.layout.ranks": ranks != tuple(range(device.world_size())),
         "asynchrony.steps_ahead": config.asynchrony.steps_ahead,
         "model.provider": config.model.provider,
-        "critic": algorithm_of(config).needs_critic,  # whose weights the script's checkpoints would lack
+        # The script's checkpoints would lack the critic's weights.
+        "critic": algorithm_of(config).needs_critic,
         "sft": config.sft,
         "preference": config.preference,
     }
-    errors = [
-        UserError(
-            f"a training script's own model is trained without {where}",
-            where=where,
-            expected="its default" if where != "actor.layout.ranks" else "every rank of the script",
-            got="another value",
-            fix=("choose an algorithm without a critic" if where == "critic" else f"remove {where}")
-            + ", or train with `python -m megatron_rl train`",
-        )
-        for where, value in refused.items()
-        if value
-    ]
+
+    errors = [_unsupported_error(key) for key, is_set in unsupported.items() if is_set]
     if errors:
         raise UserErrors(errors)
+
+
+def _unsupported_error(key: str) -> UserError:
+    """Return the error of a setting that a training script's own model cannot have."""
+    expected = "every rank of the script" if key == "actor.layout.ranks" else "its default"
+    change = "choose an algorithm without a critic" if key == "critic" else f"remove {key}"
+    return UserError(
+        f"a training script's own model is trained without {key}",
+        where=key,
+        expected=expected,
+        got="another value",
+        fix=f"{change}, or train with `python -m megatron_rl train`",
+    )

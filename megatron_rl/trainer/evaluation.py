@@ -1,13 +1,15 @@
-"""Answer the evaluation sets with the current policy, grade the answers and measure them."""
+"""Evaluation on held-out sets: answers of the current policy, their rewards and statistics."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
-import torch
+from numpy import ndarray
+from torch import Tensor
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.evaluation import EvaluationSetConfig
@@ -19,27 +21,49 @@ from megatron_rl.rewards.function import Failure
 from megatron_rl.rewards.math_answer import marked_answer
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.reward import COMPONENT, RewardRole
-from megatron_rl.trainer.answers import diversity, intervals, majority_at, pass_at
-from megatron_rl.trainer.reward_failures import of_each_kind
-from megatron_rl.trainer.sample import Pending, gathered, judge, whole
+from megatron_rl.trainer.rewards import (
+    compute_row_rewards,
+    distinct_failures,
+)
+from megatron_rl.trainer.sample import (
+    Pending,
+    complete_round,
+    gather_complete,
+)
 from megatron_rl.types import PromptBatch, Rollouts, row_counts
 
-FULL_MARKS = 1.0
-"""A response counts as right when its reward is at least this."""
+CORRECT_REWARD = 1.0
+"""Smallest reward of a response that counts as correct."""
+
+RESAMPLES = 1000
+"""Bootstrap resamples of an interval: enough for two digits of a 95% interval."""
+SUBSETS = 200
+"""Random subsets of a prompt's answers over which majority@k is a mean, if k is not all of them."""
+_TAIL_PERCENT = 2.5
+"""Percentage of a 95% interval's resamples that lie beyond each of its ends."""
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Hold what is asked and what judges: ``reward`` is None where the run's own judges do."""
+    """Prompts of one held-out set and what rewards the answers to them.
+
+    Example: ``evaluation.sets.gsm8k`` with ``samples: 4`` has ``name="gsm8k"``, its prompts once each, and no
+    ``reward`` of its own.
+    """
 
     name: str
+    """Name of the set; its metrics are ``eval/NAME/...``."""
     settings: EvaluationSetConfig
+    """Section of the set, such as its number of samples per prompt."""
     prompts: PromptBatch
+    """[P] prompts with the set's sampling parameters."""
     reward: RewardRole | None
+    """Reward function of the set, None if the run's own rewards are used."""
     evaluators: Mapping[str, RewardRole]
+    """Further functions by name, whose results are metrics and no rewards."""
 
     def close(self) -> None:
-        """End the processes of what judges."""
+        """End the processes of the set's functions."""
         for role in (self.reward, *self.evaluators.values()):
             if role is not None:
                 role.close()
@@ -47,146 +71,329 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Hold graded answers, the same value on every rank; ``prompts`` has one entry per answer.
-
-    ``reasons`` as of a `ScoredBatch`. ``failures`` are examples of what rewards and evaluators failed on,
-    each with its name; of this rank.
-    """
+    """Rewarded answers to one set, the same value on every rank but for ``failures``."""
 
     name: str
+    """Name of the set."""
     metrics: Metrics
+    """Metrics of the set, named ``eval/NAME/...``."""
     prompts: PromptBatch
+    """One entry per answer."""
     rollouts: Rollouts
-    rewards: torch.Tensor
+    """The answers, those to one prompt consecutive."""
+    rewards: Tensor
+    """[B] float32, NaN if the reward failed."""
     reasons: tuple[str | None, ...]
+    """[B], why an answer has no reward; None if it has one."""
     failures: tuple[tuple[str, Failure], ...]
+    """Examples of failed rewards and evaluators on this rank, each with the name of what failed."""
 
 
 def evaluation_sets(
     config: RunConfig, sources: Mapping[str, PromptSource], tokenizer: Any
 ) -> tuple[EvaluationSet, ...]:
-    """Return the sets with their judges loaded; raises UserError where a function cannot be."""
+    """Return the configured sets with their functions loaded; raise UserError if a function cannot be loaded.
+
+    ``sources``: prompts by name of the set.
+    """
     sets: list[EvaluationSet] = []
     for name, source in sources.items():
-        settings, where = config.evaluation.sets[name], f"evaluation.sets.{name}"
+        settings = config.evaluation.sets[name]
+        path = f"evaluation.sets.{name}"
 
-        def role(function: str, where: str) -> RewardRole:
-            judging = config.reward
-            described = RewardConfig(
-                function,
-                timeout=judging.timeout,
-                workers=judging.workers,
-                concurrency=judging.concurrency,
-                limits=judging.limits,
-            )
-            return RewardRole(described, tokenizer, where)
+        # A set without a function of its own is rewarded as the training samples are.
+        reward = None
+        if settings.reward is not None:
+            reward = _function_role(config, settings.reward, f"{path}.reward", tokenizer)
+        evaluators = {
+            key: _function_role(config, function, f"{path}.evaluators.{key}", tokenizer)
+            for key, function in settings.evaluators.items()
+        }
 
         prompts = source.everything(settings.max_prompts, settings.temperature, settings.top_p)
-        reward = None if settings.reward is None else role(settings.reward, f"{where}.reward")
-        evaluators = {
-            key: role(function, f"{where}.evaluators.{key}") for key, function in settings.evaluators.items()
-        }
         sets.append(EvaluationSet(name, settings, prompts, reward, evaluators))
     return tuple(sets)
+
+
+def _function_role(config: RunConfig, function: str, path: str, tokenizer: Any) -> RewardRole:
+    """Return a role that calls one function, with the time and resource limits of the run's rewards."""
+    settings = RewardConfig(
+        function,
+        timeout=config.reward.timeout,
+        workers=config.reward.workers,
+        concurrency=config.reward.concurrency,
+        limits=config.reward.limits,
+    )
+    return RewardRole(settings, tokenizer, path)
 
 
 def evaluate(
     roles: Roles, sets: Sequence[EvaluationSet], seed: int
 ) -> tuple[list[EvaluationResult], Metrics]:
-    """Answer each set and grade the answers; return the results and what bringing the weights took.
+    """Answer each set and reward the answers; return the results and the metrics of the weight sync.
 
-    ``eval/NAME/accuracy`` is the share of answers with a reward of 1 or more among all answers: the first
-    scorer's own where several judge; an answer whose reward failed is not right. ``eval/NAME/reward`` is the
-    mean over valid answers. See `EvaluationSetConfig` for the others. Collective over the world.
+    ``eval/NAME/accuracy`` is the fraction of answers with a reward of at least `CORRECT_REWARD` among all
+    answers; of several scorers the first one's rewards count. An answer whose reward failed is not correct.
+    ``eval/NAME/reward`` is the mean over valid answers. `EvaluationSetConfig` describes the other metrics.
+    Collective over the world.
     """
     world = ReplicaGroup()
-    with roles.hybrid_engine.generation_mode() as synced:
-        answered = [gathered(roles.rollout, pending, world) for pending in ask(roles, sets, seed)]
-    # Its seconds are part of time/evaluate, not of a step.
-    return graded(roles, sets, answered), Metrics({}, synced.maxima)
+    with roles.hybrid_engine.generation_mode() as sync_metrics:
+        pending = start_evaluation(roles, sets, seed)
+        answers = [gather_complete(roles.rollout, item, world) for item in pending]
+
+    # The sync's sums are seconds of a step; here they are part of time/evaluate already.
+    return reward_answers(roles, sets, answers), Metrics({}, sync_metrics.maxima)
 
 
-def ask(roles: Roles, sets: Sequence[EvaluationSet], seed: int) -> list[Pending]:
-    """Answer each set on the ranks of the rollout, with its weights; other ranks return at once.
+def start_evaluation(roles: Roles, sets: Sequence[EvaluationSet], seed: int) -> list[Pending]:
+    """Answer each set on the rollout's ranks with the engine's weights; other ranks return at once.
 
     Collective over the rollout's ranks.
     """
-    rounds = [whole(one.prompts, one.settings.samples, seed, roles.hybrid_engine.version) for one in sets]
-    return [Pending(one, roles.rollout.infer(one)) for one in rounds]
+    version = roles.hybrid_engine.version
+    rounds = [complete_round(item.prompts, item.settings.samples, seed, version) for item in sets]
+    return [Pending(item, roles.rollout.infer(item)) for item in rounds]
 
 
-def graded(
-    roles: Roles, sets: Sequence[EvaluationSet], answered: Sequence[Rollouts]
+def reward_answers(
+    roles: Roles, sets: Sequence[EvaluationSet], answers: Sequence[Rollouts]
 ) -> list[EvaluationResult]:
-    """Grade the answers to each set; see `evaluate`. Collective over the world."""
+    """Compute rewards and metrics of the answers to each set, see `evaluate`. Collective over the world."""
     world = ReplicaGroup()
-    return [_graded(roles, one, rollouts, world) for one, rollouts in zip(sets, answered, strict=True)]
+    return [
+        _reward_set(roles, evaluation_set, rollouts, world)
+        for evaluation_set, rollouts in zip(sets, answers, strict=True)
+    ]
 
 
-def _graded(roles: Roles, asked: EvaluationSet, rollouts: Rollouts, world: ReplicaGroup) -> EvaluationResult:
-    name, samples = f"eval/{asked.name}", asked.settings.samples
-    if asked.reward is not None:
-        roles = replace(roles, reward=asked.reward, reward_models=())
-    rows = asked.prompts.repeat(samples)
-    scores, reasons, _, failed_rewards = judge(roles, rows, rollouts, world)
-    rewards, valid = scores.rewards, scores.valid
-    marks = rewards if roles.one_judge else scores.components[roles.reward.leading]
-    right = valid & (marks >= FULL_MARKS)
-    metrics = Metrics.mean(f"{name}/accuracy", float(right.sum()), len(rows))
-    metrics += Metrics.mean(f"{name}/reward", float(rewards[valid].sum()), float(valid.sum()))
-    metrics += Metrics.mean(f"{name}/response_length", float(rollouts.response_mask.sum()), len(rows))
-    metrics += Metrics.mean(f"{name}/invalid", float((~valid).sum()), len(rows))
-    texts = roles.reward.responses(rollouts)
-    metrics += Metrics.of(
-        {f"{name}/{key}": value for key, value in _measured(asked, rollouts, right, texts).items()}
+def _reward_set(
+    roles: Roles,
+    evaluation_set: EvaluationSet,
+    rollouts: Rollouts,
+    world: ReplicaGroup,
+) -> EvaluationResult:
+    """Compute the rewards and metrics of the answers to one set. Collective over the world."""
+    prefix = f"eval/{evaluation_set.name}"
+    # The set's own function replaces all rewards of the run.
+    if evaluation_set.reward is not None:
+        roles = replace(roles, reward=evaluation_set.reward, reward_models=())
+
+    prompts = evaluation_set.prompts.repeat(evaluation_set.settings.samples)
+    result = compute_row_rewards(roles, prompts, rollouts, world)
+    rewards = result.scores.rewards
+    valid = result.scores.valid
+
+    # Of several scorers the first one decides what is correct, not the weighted sum.
+    marks = rewards
+    if not roles.has_single_scorer:
+        marks = result.scores.components[roles.reward.first_scorer]
+    correct = valid & (marks >= CORRECT_REWARD)
+
+    # Means over all answers, but for the reward: a failed one has no value.
+    metrics = Metrics.mean(f"{prefix}/accuracy", float(correct.sum()), len(prompts))
+    metrics += Metrics.mean(f"{prefix}/reward", float(rewards[valid].sum()), float(valid.sum()))
+    metrics += Metrics.mean(
+        f"{prefix}/response_length",
+        float(rollouts.response_mask.sum()),
+        len(prompts),
     )
-    failures = [("the reward", failure) for failure in of_each_kind(failed_rewards)]
-    for key, role in asked.evaluators.items():
-        said, failed = _evaluated(f"{name}/{key}", role, rows, rollouts, world)
-        metrics += said
-        failures += [(f"evaluator {key}", failure) for failure in of_each_kind(failed)]
-    return EvaluationResult(asked.name, metrics, rows, rollouts, rewards, reasons, tuple(failures))
+    metrics += Metrics.mean(f"{prefix}/invalid", float((~valid).sum()), len(prompts))
+
+    # Statistics of several answers per prompt, computed alike on every rank.
+    texts = roles.reward.responses(rollouts)
+    statistics = _answer_statistics(evaluation_set, rollouts, correct, texts)
+    metrics += Metrics.of({f"{prefix}/{key}": value for key, value in statistics.items()})
+
+    # Evaluators see the same answers; their failures are shown beside those of the reward.
+    failures = [("the reward", failure) for failure in distinct_failures(result.failures)]
+    for key, role in evaluation_set.evaluators.items():
+        evaluator_metrics, evaluator_failures = _run_evaluator(
+            f"{prefix}/{key}", role, prompts, rollouts, world
+        )
+        metrics += evaluator_metrics
+        failures += [(f"evaluator {key}", failure) for failure in distinct_failures(evaluator_failures)]
+
+    return EvaluationResult(
+        evaluation_set.name,
+        metrics,
+        prompts,
+        rollouts,
+        rewards,
+        result.reasons,
+        tuple(failures),
+    )
 
 
-def _measured(
-    asked: EvaluationSet, rollouts: Rollouts, right: torch.Tensor, texts: Sequence[str]
+def _answer_statistics(
+    evaluation_set: EvaluationSet,
+    rollouts: Rollouts,
+    correct: Tensor,
+    texts: Sequence[str],
 ) -> dict[str, float]:
-    """Return pass@k, majority@k, intervals and diversity of a set's answers."""
-    samples = asked.settings.samples
-    marks = right.view(-1, samples).numpy().astype(float)
+    """Return pass@k, majority@k, their intervals and the diversity of the answers to a set."""
+    samples = evaluation_set.settings.samples
+    marks = correct.view(-1, samples).numpy().astype(float)
+
+    # A vote is the marked answer of a response, or the whole response without a marked one.
     votes = [marked_answer(text) or text.strip() for text in texts]
-    grouped = [votes[start : start + samples] for start in range(0, len(votes), samples)]
+    votes_by_prompt = [votes[start : start + samples] for start in range(0, len(votes), samples)]
+
+    # Per prompt, [P] each: the bootstrap resamples prompts.
     estimates = {"accuracy": marks.mean(axis=1)}
-    for count in asked.settings.draws():
+    for count in evaluation_set.settings.draws():
         estimates[f"pass_at_{count}"] = pass_at(marks, count)
-        estimates[f"majority_at_{count}"] = majority_at(marks, grouped, count)
-    result = {key: float(values.mean()) for key, values in estimates.items() if key != "accuracy"}
+        estimates[f"majority_at_{count}"] = majority_at(marks, votes_by_prompt, count)
+
+    statistics = {key: float(values.mean()) for key, values in estimates.items() if key != "accuracy"}
     for key, (low, high) in intervals(estimates).items():
-        result |= {f"{key}_low": low, f"{key}_high": high}
+        statistics[f"{key}_low"] = low
+        statistics[f"{key}_high"] = high
+
+    # The response tokens of each answer.
     ends = row_counts(rollouts.response_mask, rollouts.lengths).cumsum(0)[:-1].numpy()
-    sampled = numpy.split(rollouts.tokens[rollouts.response_mask].numpy(), ends)
-    return result | diversity(sampled, samples)
+    responses = numpy.split(rollouts.tokens[rollouts.response_mask].numpy(), ends)
+    return statistics | diversity(responses, samples)
 
 
-def _evaluated(
-    name: str, role: RewardRole, rows: PromptBatch, rollouts: Rollouts, world: ReplicaGroup
+def _run_evaluator(
+    name: str,
+    role: RewardRole,
+    prompts: PromptBatch,
+    rollouts: Rollouts,
+    world: ReplicaGroup,
 ) -> tuple[Metrics, tuple[Failure, ...]]:
-    """Return what one evaluator says of the answers; what it fails on counts for nothing else."""
-    (judgement,) = role.infer(rows, rollouts, world)
+    """Return the means of one evaluator's results over the answers that it did not fail on.
+
+    Collective over the world.
+    """
+    (result,) = role.infer(prompts, rollouts, world)
     metrics = Metrics()
-    for key, values in world.gather_rows(judgement.shard).values.items():
-        known = values.isfinite()
-        full = name if key == "rewards" else f"{name}/{key.removeprefix(COMPONENT)}"
-        metrics += Metrics.mean(full, float(values[known].sum()), float(known.sum()))
-        if key == "rewards":
-            metrics += Metrics.mean(f"{name}_failed", float((~known).sum()), len(values))
-    return metrics, judgement.failures
+    for key, values in world.gather_rows(result.shard).values.items():
+        finite = values.isfinite()
+        is_reward = key == "rewards"
+        metric = name if is_reward else f"{name}/{key.removeprefix(COMPONENT)}"
+        metrics += Metrics.mean(metric, float(values[finite].sum()), float(finite.sum()))
+        if is_reward:
+            metrics += Metrics.mean(f"{name}_failed", float((~finite).sum()), len(values))
+    return metrics, result.failures
 
 
 def failure_lines(results: Sequence[EvaluationResult], step: int) -> Iterator[str]:
-    """Yield a line for each kind of failure of a reward or an evaluator on this rank."""
+    """Yield a console line for each kind of failed reward or evaluator on this rank."""
     for result in results:
         for key, failure in result.failures:
-            message = failure.message.strip().rpartition("\n")[2][-300:]
-            words = f"{key} of {result.name} failed ({failure.reason}): {message}"
-            yield f"step {step}: warning: {words}"
+            last_line = failure.message.strip().rpartition("\n")[2][-300:]
+            yield f"step {step}: warning: {key} of {result.name} failed ({failure.reason}): {last_line}"
+
+
+# Estimators of what several answers to the same prompt say about a policy.
+
+
+def pass_at(correct: ndarray, count: int) -> ndarray:
+    """Return for each prompt the probability that at least one of ``count`` answers is correct: [P].
+
+    ``correct``: [P, n], 1 for a correct answer. With c correct answers of n, the unbiased estimate is
+    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374).
+
+    Example:
+        >>> pass_at(numpy.array([[1, 0, 0, 0]]), 2)
+        array([0.5])
+    """
+    samples = correct.shape[1]
+    incorrect = samples - correct.sum(axis=1)
+
+    # The probability that every draw is incorrect, as a product: binomials of large n overflow.
+    all_incorrect = numpy.ones(len(correct))
+    for draw in range(count):
+        all_incorrect *= numpy.clip(incorrect - draw, 0, None) / (samples - draw)
+    return 1.0 - all_incorrect
+
+
+def majority_at(correct: ndarray, votes: Sequence[Sequence[str]], count: int) -> ndarray:
+    """Return for each prompt the probability that the most frequent of ``count`` answers is correct: [P].
+
+    ``votes``: the n answers to each prompt. For k < n answers it is a mean over random subsets, which are the
+    same in every call; equally frequent answers share the vote (Wang et al. 2022, arXiv 2203.11171).
+    """
+    generator = numpy.random.default_rng(0)
+    samples = correct.shape[1]
+    probabilities = numpy.zeros(len(correct))
+    for prompt, texts in enumerate(votes):
+        # Number the distinct texts of this prompt.
+        _, answers = numpy.unique(numpy.asarray(texts, dtype=object), return_inverse=True)
+        distinct_count = int(answers.max()) + 1
+        frequency = numpy.bincount(answers, minlength=distinct_count)
+        # Equal texts can be marked differently: the fraction that is correct counts.
+        credit = numpy.bincount(answers, correct[prompt], distinct_count) / frequency
+
+        # Subsets of the answers: all of them, or random ones.
+        if count == samples:
+            subsets = answers[None, :]
+        else:
+            subsets = answers[generator.random((SUBSETS, samples)).argsort(axis=1)[:, :count]]
+
+        # Votes per distinct text in each subset; equally frequent texts share the win.
+        counts = (subsets[:, :, None] == numpy.arange(distinct_count)).sum(axis=1)
+        winners = counts == counts.max(axis=1, keepdims=True)
+        probabilities[prompt] = ((winners * credit).sum(axis=1) / winners.sum(axis=1)).mean()
+    return probabilities
+
+
+def intervals(
+    values: Mapping[str, ndarray],
+) -> dict[str, tuple[float, float]]:
+    """Return the 95% bootstrap interval of the mean over prompts of each [P] array.
+
+    Prompts are drawn with replacement; the draws are the same for all arrays and in every call.
+    """
+    # [P, estimates]: one resample of prompts serves all estimates.
+    stacked = numpy.stack(list(values.values()), axis=1)
+    generator = numpy.random.default_rng(0)
+    means = [
+        stacked[generator.integers(0, len(stacked), len(stacked))].mean(axis=0) for _ in range(RESAMPLES)
+    ]
+    low, high = numpy.percentile(means, (_TAIL_PERCENT, 100 - _TAIL_PERCENT), axis=0)
+    return {name: (float(low[index]), float(high[index])) for index, name in enumerate(values)}
+
+
+def diversity(responses: Sequence[ndarray], samples: int) -> dict[str, float]:
+    """Return the diversity of responses, given as token ids, ``samples`` consecutive ones per prompt.
+
+    ``distinct_n``: distinct n-grams as a fraction of all n-grams in the answers to a prompt, mean over
+    prompts (Li et al. 2016, arXiv 1510.03055). ``ngram_entropy``: entropy of the 2-grams of all responses, in
+    nats.
+    ``repetition``: fraction of a response's 4-grams that occur earlier in it, mean over responses.
+    """
+    groups = [responses[start : start + samples] for start in range(0, len(responses), samples)]
+    _, counts = numpy.unique(_ngrams(responses, 2), axis=0, return_counts=True)
+    frequencies = counts / max(counts.sum(), 1)
+    return {
+        "distinct_1": _mean([_distinct_fraction(_ngrams(group, 1)) for group in groups]),
+        "distinct_2": _mean([_distinct_fraction(_ngrams(group, 2)) for group in groups]),
+        "ngram_entropy": float(-(frequencies * numpy.log(frequencies)).sum()),
+        "repetition": 1.0 - _mean([_distinct_fraction(_ngrams([response], 4)) for response in responses]),
+    }
+
+
+def _ngrams(responses: Sequence[ndarray], length: int) -> ndarray:
+    """Return the n-grams of all responses, none across two of them: [count, length] int64."""
+    windows = [
+        numpy.lib.stride_tricks.sliding_window_view(response, length)
+        for response in responses
+        if len(response) >= length
+    ]
+    if not windows:
+        return numpy.zeros((0, length), numpy.int64)
+    return numpy.concatenate(windows)
+
+
+def _distinct_fraction(ngrams: ndarray) -> float:
+    """Return the number of distinct n-grams as a fraction of all n-grams, 1 without any."""
+    if not len(ngrams):
+        return 1.0
+    return len(numpy.unique(ngrams, axis=0)) / len(ngrams)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan

@@ -1,10 +1,15 @@
-"""A job on this rank: its folder, its console, where it is, and how it ends when something fails."""
+"""A job on this rank: its folder and console, the signals that stop it, and how it ends when something fails.
+
+The one idea: a rank that fails never waits for others, which may wait for it inside a collective. It reports
+where it was and ends its process at once; the launcher then ends the others.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,67 +22,85 @@ from megatron_rl.config.load import changes, dump, to_plain, without_secrets
 from megatron_rl.config.placement import role_layouts
 from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.contained.code_copy import (
+    keep_copies,
+    read_code,
+    read_copy,
+    write_copy,
+)
 from megatron_rl.contained.process import readable
 from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.distributed import device, watch
 from megatron_rl.distributed.exchange import barrier, gather_objects
-from megatron_rl.durable import file_error
+from megatron_rl.distributed.watch import last_calls
+from megatron_rl.durable import file_error, write_text
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError, first_line
-from megatron_rl.launcher import report_errors
+from megatron_rl.launcher import launch, report_errors
+from megatron_rl.rewards.judgement import is_function
 from megatron_rl.shapes.layout import problems
 from megatron_rl.trainer.logging import output_to
 from megatron_rl.trainer.loop import Phases
 from megatron_rl.trainer.run_lock import only_job_in
-from megatron_rl.trainer.stop import Stop, Stopped, report_stop
 from megatron_rl.trainer.trackers import Trackers, host
 from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that ask a job to stop: from launchers, terminals, and schedulers before they preempt it."""
+
+CURRENT_CODE = "current"
+"""File beside the code copies that names the one in use."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Hold what every part of a job needs: the settings, where it writes and where it is.
-
-    ``main`` is true on the one rank that writes the run folder, speaks on the console and has ``trackers``.
-    ``first_start`` is the time that a chat template takes for now, so that a run which is resumed on another
-    day has the prompts that it began with.
-    """
+    """Settings and surroundings of a job on this rank, which every part of it shares."""
 
     config: RunConfig
+    """Resolved configuration."""
     folder: RunFolder
+    """Run folder."""
     console: TextIO
+    """Where a line reaches the user, on the main rank."""
     phases: Phases
+    """Current phase and step of this rank."""
     main: bool
+    """Whether this is the one rank that writes the run folder, the console and to trackers."""
     stop: Stop
+    """Whether the job was asked to stop."""
     trackers: Trackers | None = None
+    """Experiment trackers, on the main rank."""
     first_start: datetime | None = None
+    """Time that chat templates take for now: a run that is resumed on another day has the same prompts."""
 
     @property
     def token_files(self) -> TokenFiles:
-        """Return where the job keeps its data as tokens."""
+        """Return the files in which the job stores its tokenised data."""
         return TokenFiles(self.folder.tokens, self.say)
 
     def say(self, text: str) -> None:
-        """Print a line on the console, on the main rank.
+        """Print a text on the console, on the main rank; its lines after the first are indented.
 
-        Further lines of a text, such as what a reward function says, are indented: they are no lines of ours.
+        So a text from outside, such as a reward function's message, cannot look like a line of the run.
         """
         if self.main:
             self.console.write(readable(text).replace("\n", "\n    ") + "\n")
             self.console.flush()
 
     def stop_if_asked(self, save: Callable[[int], Path]) -> None:
-        """End the job in order if any rank was asked to stop, with what ``save`` wrote of the present step.
+        """End the job in order if any rank was asked to stop, after ``save`` has saved the present step.
 
-        The same step ends it on all ranks. Collective over the world.
+        Gathering the signals makes all ranks end after the same step. Collective over the world.
         """
-        asked = [number for number in gather_objects(self.stop.asked) if number is not None]
-        if not asked:
+        signals = [number for number in gather_objects(self.stop.signal_number) if number is not None]
+        if not signals:
             return
+
         with self.phases("checkpoint"):
-            saved = save(self.phases.step)
-        code = 128 + asked[0]
-        name = signal.Signals(asked[0]).name
-        self.say(f"stopped by {name} after step {self.phases.step}: saved {saved}; exit code {code}")
+            path = save(self.phases.step)
+        code = 128 + signals[0]
+        name = signal.Signals(signals[0]).name
+        self.say(f"stopped by {name} after step {self.phases.step}: saved {path}; exit code {code}")
+        # No rank may end before all have written their part of the checkpoint.
         barrier()
         raise Stopped(code)
 
@@ -86,52 +109,78 @@ class Job:
 
         Collective over the world.
         """
-        place, phases = self.stop.place, self.phases
-        limit, records = self.config.rank_timeout, self.folder.flight_records
-        watch.join(limit, lambda: f"{place} {phases.place}", self.stop.leave, records)
+        # From here on the hang detector ends ranks that wait for one that never comes.
+        watch.join(
+            self.config.rank_timeout,
+            lambda: f"{self.stop.rank_text} {self.phases.location}",
+            self.stop.end_process,
+            self.folder.flight_records,
+        )
+
+        # The main rank writes the folder, after comparing with what an earlier job wrote there.
         if self.main:
-            for words in self._changes():
-                self.say(f"warning: this run goes on with another setting: {words}")
+            for change in self._changes():
+                self.say(f"warning: this run resumes with a changed setting: {change}")
             self.folder.write_config(dump(without_secrets(self.config)))
             if self.first_start is not None:
                 self.folder.write_first_start(self.first_start)
             if self.config.checkpoint.resume == "never":
                 self.folder.start_over()
+        # Other ranks write into the folder next, which `start_over` may still be clearing.
         barrier()
 
     def _changes(self) -> list[str]:
-        """Return the settings that are not those of the run that goes on, none where none does."""
+        """Return the settings that differ from the run being resumed."""
         resume = self.config.checkpoint.resume
-        folder = self.folder if resume in ("auto", "never") else folder_of_checkpoint(Path(resume))
+        folder = self.folder
+        if resume not in ("auto", "never"):
+            folder = folder_of_checkpoint(Path(resume))
         if resume == "never" or folder is None or not (folder.config.is_file() and folder.has_begun()):
             return []
-        return changes(folder.config.read_text(encoding="utf-8", errors="replace"), self.config)
+        return changes(
+            folder.config.read_text(encoding="utf-8", errors="replace"),
+            self.config,
+        )
 
 
 @contextmanager
 def job(config: RunConfig) -> Iterator[Job]:
-    """Hold the run folder inside the block, send output to the rank's log, and leave the job at the end.
+    """Lock the run folder, redirect output to the rank's log and yield the job; leave the job at the end.
 
-    A failure of any rank is reported with its rank, role and phase and ends the process, and with it the job.
-    Collective over the world.
+    A failure of any rank is reported with its rank, roles and phase and ends the process, and with it the
+    job. Collective over the world.
     """
+    # Before any other rank is known: each of them creates the folders that do not exist.
     phases = Phases()
     folder = RunFolder(config.run_dir).create()
     main = device.rank() == 0
+    rank_text = describe_rank(config, device.rank())
     with (
-        # Outermost: a rank may be stopped while it reports the failure that a lost peer caused it.
-        report_stop(describe_rank(config, device.rank()), phases, config.checkpoint.stop_seconds) as stop,
+        # Outermost: a rank may be stopped while it reports the failure that a lost peer caused.
+        report_stop(rank_text, phases, config.checkpoint.stop_seconds) as stop,
         report_failure(config, phases),
         only_job_in(folder.path, sys.stdout) if main else nullcontext(),
         output_to(folder.rank_log(device.rank()), main) as console,
     ):
-        with trackers_of(config, folder, console) if main else nullcontext() as trackers:
-            yield Job(config, folder, console, phases, main, stop, trackers, _first_start(config, folder))
+        # Innermost, so that trackers are closed before the console is.
+        with open_trackers(config, folder, console) if main else nullcontext() as trackers:
+            yield Job(
+                config,
+                folder,
+                console,
+                phases,
+                main,
+                stop,
+                trackers,
+                _first_start(config, folder),
+            )
+
+        # Only without an exception: a failed rank leaves at once, see `report_failure`.
         watch.leave()
 
 
 def _first_start(config: RunConfig, folder: RunFolder) -> datetime:
-    """Return when the run started first, the same on every rank, before ranks can speak to each other."""
+    """Return when the run was first started, the same on every rank, before the ranks can communicate."""
     now = datetime.now().replace(microsecond=0)
     resume = config.checkpoint.resume
 
@@ -139,85 +188,33 @@ def _first_start(config: RunConfig, folder: RunFolder) -> datetime:
     if resume == "never":
         return now.replace(hour=0, minute=0, second=0)
 
-    resumed = None if resume == "auto" else folder_of_checkpoint(Path(resume))
-    before = None if resumed is None else resumed.read_first_start()
-    return before or folder.keep_first_start(now)
+    first_start = None
+    if resume != "auto":
+        resumed_folder = folder_of_checkpoint(Path(resume))
+        if resumed_folder is not None:
+            first_start = resumed_folder.read_first_start()
+    return first_start or folder.keep_first_start(now)
 
 
-def trackers_of(config: RunConfig, folder: RunFolder, console: TextIO) -> Trackers:
-    """Return the trackers of a job, which go on with the run where the job does."""
+def open_trackers(config: RunConfig, folder: RunFolder, console: TextIO) -> Trackers:
+    """Return the trackers of a job; they continue their run if the job resumes."""
 
     def say(text: str) -> None:
         console.write(text + "\n")
         console.flush()
 
+    # A tracker shows what a run was, so that its numbers can be compared later.
     resumed = folder.has_begun() and config.checkpoint.resume != "never"
     about = {
         "configuration": to_plain(without_secrets(config)),
         "versions": installed_versions(NUMBERS_DEPEND_ON),
-        "hardware": {**host(), "device": device.name(), "ranks": device.world_size()},
+        "hardware": {
+            **host(),
+            "device": device.name(),
+            "ranks": device.world_size(),
+        },
     }
     return Trackers(config.logging, folder, about, resumed=resumed, say=say)
-
-
-@contextmanager
-def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
-    """Report an exception of the block and leave the process at once.
-
-    Other ranks may wait for this one inside a collective, so nothing here waits for them: the launcher
-    ends them when this process is gone. What the user can mend exits with 2, anything else with 1.
-    """
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise
-    except Stopped as stopped:
-        _leave(stopped.code)
-    except UserError as error:
-        report_errors(error)
-        _leave(EXIT_BAD_INPUT)
-    except BaseException as error:
-        removed = _removed_folder(config, error)
-        if removed is not None:
-            report_errors(removed)
-            _leave(EXIT_BAD_INPUT)
-        # A file that is missing is most likely a mistake of ours.
-        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
-            told = file_error(error, Path(config.run_dir))
-            if told is not None:
-                report_errors(told)
-                _leave(EXIT_BAD_INPUT)
-        place = describe_rank(config, device.rank())
-        print(
-            f"\n{place} failed {phases.place}: {type(error).__name__}: {error}\n{traceback.format_exc()}",
-            file=sys.stderr,
-            flush=True,
-        )
-        _leave(1)
-
-
-def _removed_folder(config: RunConfig, error: BaseException) -> UserError | None:
-    """Return the error of a run folder that was removed or moved while the run wrote to it, None otherwise.
-
-    What fails then is whatever came first to a file that is gone, and says nothing of the reason.
-    """
-    missing = [folder for folder in RunFolder(config.run_dir).directories() if not folder.is_dir()]
-    if not missing:
-        return None
-    return UserError(
-        "the run folder was removed, or moved, while the run wrote to it",
-        where=f"run_dir: {config.run_dir}",
-        expected="a folder that stays until the run has ended",
-        got=f"no directory {missing[0]}; then {first_line(error)}",
-        fix="put it back and start again, to go on from its newest checkpoint; or set another run_dir",
-    )
-
-
-def _leave(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Orderly interpreter shutdown would wait for communicators whose other ends are stuck.
-    os._exit(code)
 
 
 def describe_rank(config: RunConfig, rank: int) -> str:
@@ -225,15 +222,250 @@ def describe_rank(config: RunConfig, rank: int) -> str:
 
     Example: ``rank 1 (actor: tensor 0, pipeline 1, data 0; rollout: replica 0, tensor 1)``.
     """
-    words = []
+    roles = []
     for role, layout in role_layouts(config, device.world_size()).items():
-        # `export` runs on any number of ranks, where the layouts of the run's roles need not fit.
+        # `export` runs on any number of ranks, to which the layouts of the run's roles need not fit.
         if rank not in layout.ranks or problems(layout):
             continue
 
-        place = layout.coordinates(rank)
+        position = layout.coordinates(rank)
         if role == "rollout":
-            words.append(f"rollout: replica {place.data}, tensor {place.tensor}")
+            roles.append(f"rollout: replica {position.data}, tensor {position.tensor}")
         else:
-            words.append(f"{role}: tensor {place.tensor}, pipeline {place.pipeline}, data {place.data}")
-    return f"rank {rank} ({'; '.join(words) or 'no role'})"
+            roles.append(
+                f"{role}: tensor {position.tensor}, pipeline {position.pipeline}, data {position.data}"
+            )
+    return f"rank {rank} ({'; '.join(roles) or 'no role'})"
+
+
+# Failures.
+
+
+@contextmanager
+def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
+    """Report an exception of the block and end the process at once.
+
+    Other ranks may wait for this one inside a collective, so nothing here waits for them: the launcher ends
+    them when this process has ended. The exit code is 2 for errors that the user can correct, else 1.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        # Only outside of `report_stop`, which handles SIGINT itself.
+        raise
+    except Stopped as stopped:
+        # State is saved and all ranks know: nothing to report.
+        _end_process(stopped.code)
+    except UserError as error:
+        report_errors(error)
+        _end_process(EXIT_BAD_INPUT)
+    except BaseException as error:
+        # An exception of a full disk or a removed folder is no bug: report it as the user's.
+        user_error = _user_error(config, error)
+        if user_error is not None:
+            report_errors(user_error)
+            _end_process(EXIT_BAD_INPUT)
+
+        rank_text = describe_rank(config, device.rank())
+        print(
+            f"\n{rank_text} failed {phases.location}: {type(error).__name__}: {error}\n"
+            f"{traceback.format_exc()}",
+            file=sys.stderr,
+            flush=True,
+        )
+        _end_process(1)
+
+
+def _user_error(config: RunConfig, error: BaseException) -> UserError | None:
+    """Return the error for the user if files or disks caused the exception, None otherwise."""
+    removed = _removed_folder_error(config, error)
+    if removed is not None:
+        return removed
+    # A missing file is more likely a bug of this package.
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+        return file_error(error, Path(config.run_dir))
+    return None
+
+
+def _removed_folder_error(config: RunConfig, error: BaseException) -> UserError | None:
+    """Return the error of a run folder that was removed or moved during the run, None otherwise.
+
+    The exception itself is of whatever access to the folder came first, and does not name the reason.
+    """
+    removed = [folder for folder in RunFolder(config.run_dir).directories() if not folder.is_dir()]
+    if not removed:
+        return None
+    return UserError(
+        "the run folder was removed, or moved, while the run wrote to it",
+        where=f"run_dir: {config.run_dir}",
+        expected="a folder that stays until the run has ended",
+        got=f"no directory {removed[0]}; then {first_line(error)}",
+        fix="put it back and start again, which resumes from its newest checkpoint; or set another run_dir",
+    )
+
+
+def _end_process(code: int) -> None:
+    """End the process without the interpreter's shutdown, which would wait for stuck communicators."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+# Signals.
+
+
+class Stopped(BaseException):
+    """Orderly end of this rank after a signal asked the job to stop and its state was saved."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class Stop:
+    """Stop request of this rank, with a limit on the time until its step has ended and is saved.
+
+    ``signal_number``: the signal that asked the job to stop, None without one.
+    ``rank_text``: description of this rank in messages.
+    """
+
+    def __init__(self, rank_text: str, phases: Phases, console: int, seconds: float) -> None:
+        self.signal_number: int | None = None
+        self.rank_text = rank_text
+        self._phases = phases
+        self._console = console
+        self._seconds = seconds
+        self._can_save = False
+        self._main_thread = threading.main_thread().ident
+
+    @contextmanager
+    def saves(self) -> Iterator[None]:
+        """Declare that inside the block every step ends with `Job.stop_if_asked`, which can save."""
+        self._can_save = True
+        try:
+            yield
+        finally:
+            self._can_save = False
+
+    def handle(self, number: int) -> None:
+        """Handle a signal: wait for the end of the step if it can be saved; else, or the second time, end."""
+        # The second signal ends at once: whoever sends it does not want to wait for the step.
+        name = signal.Signals(number).name
+        if not self._can_save or self.signal_number is not None:
+            self._end(number)
+        self.signal_number = number
+        message = f"\n{self.rank_text} was asked to stop ({name}): after this step\n"
+        os.write(self._console, message.encode())
+
+        # A step that waits for a lost rank never ends.
+        timer = threading.Timer(self._seconds, self._end, args=(number,))
+        timer.daemon = True
+        timer.start()
+
+    def end_process(self, message: str, code: int = 1) -> None:
+        """Print the message on the console and end the process at once."""
+        os.write(self._console, f"\n{message}\n".encode())
+        os._exit(code)
+
+    def _end(self, number: int) -> None:
+        calls = last_calls(self._main_thread)
+        self.end_process(
+            f"{self.rank_text} was stopped {self._phases.location}, inside {calls}",
+            128 + number,
+        )
+
+
+@contextmanager
+def report_stop(rank_text: str, phases: Phases, seconds: float) -> Iterator[Stop]:
+    """Handle `SIGNALS` inside the block: save after the step, or end at once and report the phase and call.
+
+    Messages go to the standard error of the block's start. A rank whose step does not end within ``seconds``
+    ends then. Python runs signal handlers between its own instructions, which never come while a collective
+    waits; so the signal wakes a thread, which acts for the process.
+    """
+    console = os.dup(2)
+    read_end, write_end = os.pipe()
+    # `signal.set_wakeup_fd` demands a descriptor that does not block.
+    os.set_blocking(write_end, False)
+
+    # What nohup started outlives its terminal. torchrun kills a rank that ignores the signals it forwards.
+    nohup = launch().alone and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    handled = [number for number in SIGNALS if not (nohup and number is signal.SIGHUP)]
+    old_handlers = {number: signal.signal(number, lambda *_: None) for number in handled}
+    old_descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    stop = Stop(rank_text, phases, console, seconds)
+
+    def listen() -> None:
+        while received := os.read(read_end, 1):
+            if received[0] in SIGNALS:
+                stop.handle(received[0])
+
+    # A daemon: it must not keep a process alive whose main thread has ended.
+    listener = threading.Thread(target=listen, name="report_stop", daemon=True)
+    listener.start()
+    try:
+        yield stop
+    finally:
+        signal.set_wakeup_fd(old_descriptor)
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler)
+        # Closing the pipe ends the listener.
+        os.close(write_end)
+        listener.join()
+        os.close(read_end)
+        os.close(console)
+
+
+# The user's code: every process of a run executes the files as they were at its start.
+
+
+def keep_code(job: Job) -> None:
+    """Copy the user's contained code into the run folder, and load it from the copy from now on.
+
+    Ranks that a launcher restarts use the copy of the ranks before. Collective over the world.
+    """
+    files = _code_files(job) if job.main else None
+    keep_copies(gather_objects(files)[0])
+
+
+def code_of(config: RunConfig) -> Iterator[str]:
+    """Yield the names of the code that runs in contained processes: ``module:name`` or ``file.py:name``."""
+    reward = config.reward
+    if reward.function is not None:
+        yield reward.function
+    if reward.judge is not None:
+        yield reward.judge.parser
+        if is_function(reward.judge.template):
+            yield reward.judge.template
+    for settings in config.evaluation.sets.values():
+        yield from settings.functions().values()
+    if config.rollout.environment is not None:
+        yield config.rollout.environment.name
+
+
+def _code_files(job: Job) -> dict[str, bytes]:
+    """Return the content of the user's files by path, from the copy in use or from a new copy."""
+    folder = job.folder.code
+    try:
+        old_name = (folder / CURRENT_CODE).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        old_name = ""
+
+    # After a restart by the launcher, the files may have been edited since the start of the run.
+    if old_name and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        files = read_copy(folder / old_name)
+        if files is not None:
+            return files
+        job.say(f"warning: {folder / old_name} was changed or is not complete; the code is copied again")
+
+    files = read_code(code_of(job.config))
+    if not files:
+        return files
+
+    # Copies are named by their content: an unchanged file has the copy of the run before.
+    copy = write_copy(folder, files)
+    resumes = job.folder.has_begun() and job.config.checkpoint.resume != "never"
+    if old_name and old_name != copy.name and resumes:
+        job.say(f"warning: this run resumes with other code: {folder / old_name} was used, now {copy}")
+    write_text(folder / CURRENT_CODE, copy.name + "\n")
+    return files

@@ -1,4 +1,4 @@
-"""What a run writes down: its metrics, its samples and what a person sees on the console."""
+"""Metrics of a run as lines of a file and of the console, progress of long phases, and output redirection."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from megatron_rl.config.run_folder import RunFolder, set_aside
-from megatron_rl.durable import replace_file, write_text
+from megatron_rl.durable import write_text
 from megatron_rl.metrics import is_measurable, number_text, read_lines
 from megatron_rl.trainer.trackers import Trackers
 
-_SHOWN_SPANS = 8
+MAX_SPANS = 8
+"""Ranges of missing steps that a warning lists."""
 PLAIN_SECONDS = 10.0
-"""Shortest time between two progress lines where the console is no terminal."""
+"""Minimum time between two progress lines on a console that is no terminal."""
+_LONGEST_CLOCK = 1e15
+"""Seconds from which on a duration is printed as a number: an estimate that large is no time of day."""
 
 COLUMNS = (
     ("reward", "reward/mean", ".3f"),
@@ -34,56 +37,33 @@ COLUMNS = (
     ("tokens/s", "throughput/tokens_per_second", ".0f"),
     ("s/step", "time/step", ".2f"),
 )
-"""What the console line of a step shows, in order: label, metric, format; absent metrics are left out. The
-accuracies of evaluation sets and the seconds of the phases stand behind."""
-PHASES = ("generate", "reward", "score", "estimate", "learn", "evaluate", "idle_learn", "idle_rollout")
+"""Label, metric and format of what the console line of a step shows, in order. Metrics that a step does not
+have are left out; the seconds of `PHASES` and the accuracies of evaluation sets follow."""
+PHASES = (
+    "generate",
+    "reward",
+    "score",
+    "estimate",
+    "learn",
+    "evaluate",
+    "idle_learn",
+    "idle_rollout",
+)
+"""Phases of a step whose seconds the console line shows."""
 
 
 def accuracies(names: Iterable[str]) -> list[str]:
-    """Return the names among ``names`` of the accuracies of evaluation sets."""
+    """Return the metric names among ``names`` that are accuracies of evaluation sets."""
     return [name for name in names if name.startswith("eval/") and name.endswith("/accuracy")]
 
 
-def write_rollouts(
-    folder: RunFolder,
-    step: int,
-    columns: Mapping[str, Sequence[Any]],
-    limit: int | None = None,
-    kind: str = "step",
-) -> Path:
-    """Store the first ``limit`` rows of equally long columns as ``rollouts/<kind>_<step>.parquet``.
-
-    A column of values that Parquet has no common type for is stored as JSON text.
-    """
-    import pyarrow
-    import pyarrow.parquet
-
-    lengths = {len(values) for values in columns.values()}
-    if len(lengths) != 1:
-        raise ValueError(f"columns of different lengths: { {k: len(v) for k, v in columns.items()} }")
-    count = len(range(lengths.pop())[:limit])
-    arrays: dict[str, Any] = {"step": pyarrow.array([step] * count, pyarrow.int64())}
-    for name, values in columns.items():
-        rows = list(values[:limit])
-        try:
-            array = pyarrow.array(rows)
-            # Nothing but None, such as failures where none failed: text, as in files of other steps.
-            arrays[name] = array.cast(pyarrow.string()) if pyarrow.types.is_null(array.type) else array
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
-            arrays[name] = pyarrow.array([json.dumps(row, default=str) for row in rows])
-    table = pyarrow.table(arrays)
-    target = folder.rollouts / f"{kind}_{step}.parquet"
-    replace_file(target, lambda path: pyarrow.parquet.write_table(table, path))
-    return target
-
-
 class MetricsLog:
-    """Write one line per step to a metrics file and to the console, and tell trackers.
+    """Metrics file with one line per step, which are also printed and sent to the trackers.
 
-    ``resumed_step`` is the last step that the restored checkpoint has seen: later lines of the file are cut
-    off, so that every step appears once. The file is kept under another name, and that is said, where lines
-    are missing or damaged, or are of steps beyond ``total_steps``, which do not come again. None starts over:
-    an existing file is renamed, not lost. Make it on one rank only.
+    ``resumed_step`` is the last step of the restored checkpoint: later lines are cut off the file, so that
+    every step appears once. If lines are missing or damaged, or are of steps beyond ``total_steps``, which
+    will not come again, a copy of the file is kept and a warning printed. None starts from the beginning: an
+    existing file is renamed, not lost. Only one rank may construct it.
     """
 
     def __init__(
@@ -96,64 +76,89 @@ class MetricsLog:
         console: TextIO | None = None,
         trackers: Trackers | None = None,
     ) -> None:
-        self.total_steps, self.phase = total_steps, phase
+        self.total_steps = total_steps
+        self.phase = phase
         self.console = console if console is not None else sys.stdout
         self.path = folder.metrics if phase == "train" else folder.stage_metrics(phase)
+
+        # The file, with the lines that a resumed run has passed.
         if resumed_step is None:
             set_aside(self.path)
         else:
             self._cut_after(resumed_step)
+
         self._file = self.path.open("a")
         self._trackers = trackers
         if trackers is not None:
             trackers.begin(phase, resumed_step)
-        self._begun, self._first = time.monotonic(), resumed_step or 0
 
-    def write(self, step: int, values: Mapping[str, float], shown: bool = True) -> None:
-        """Record the metrics of ``step``; a value that is not `is_measurable` is stored as null."""
-        finite = {name: float(value) if is_measurable(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+        # For the estimate of the remaining time.
+        self._start = time.monotonic()
+        self._first_step = resumed_step or 0
+
+    def write(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        to_console: bool = True,
+    ) -> None:
+        """Write the metrics of ``step``; a value that is not `is_measurable` is stored as null."""
+        stored = {name: float(value) if is_measurable(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **stored}, allow_nan=False) + "\n")
         self._file.flush()
-        os.fsync(self._file.fileno())  # a checkpoint that survives a crash has the lines before it
+
+        # A checkpoint that survives a crash of the machine needs the lines before it.
+        os.fsync(self._file.fileno())
+
         if self._trackers is not None:
-            present = {name: value for name, value in finite.items() if value is not None}
-            self._trackers.write(self.phase, step, present)
-        if shown:
+            measurable = {name: value for name, value in stored.items() if value is not None}
+            self._trackers.write(self.phase, step, measurable)
+        if to_console:
             self.console.write(self.line(step, values) + "\n")
             self.console.flush()
 
     def line(self, step: int, values: Mapping[str, float]) -> str:
         """Return the console line of a step."""
         width = len(str(self.total_steps))
-        parts = [f"{self.phase} {step:>{width}}/{self.total_steps}"]
-        parts += [
-            f"{label} {number_text(values[name], form)}" for label, name, form in COLUMNS if name in values
-        ]
+        columns = [f"{self.phase} {step:>{width}}/{self.total_steps}"]
+        for label, name, form in COLUMNS:
+            if name in values:
+                columns.append(f"{label} {number_text(values[name], form)}")
+
         phases = [f"{name} {values[f'time/{name}']:.2f}" for name in PHASES if f"time/{name}" in values]
-        parts += [f"({', '.join(phases)})"] if phases else []
-        parts += [f"{name} {values[name]:.3f}" for name in accuracies(values)]
-        done = step - self._first
-        if done > 0 and step < self.total_steps:
-            remaining = (time.monotonic() - self._begun) / done * (self.total_steps - step)
-            parts.append(f"eta {clock(remaining)}")
-        return "  ".join(parts)
+        if phases:
+            columns.append(f"({', '.join(phases)})")
+        columns += [f"{name} {values[name]:.3f}" for name in accuracies(values)]
+
+        # From the mean time of the steps of this process.
+        steps_taken = step - self._first_step
+        if steps_taken > 0 and step < self.total_steps:
+            seconds_per_step = (time.monotonic() - self._start) / steps_taken
+            columns.append(f"eta {clock(seconds_per_step * (self.total_steps - step))}")
+        return "  ".join(columns)
 
     def _cut_after(self, step: int) -> None:
-        """Leave one line for each step up to ``step``, and keep the file as it is where that loses any."""
+        """Remove the lines of later steps; keep a copy of the file if that loses any line for good."""
         lines, damaged = read_lines(self.path)
-        lines = {line["step"]: json.dumps(line) + "\n" for line in lines}
-        kept = [text for number, text in sorted(lines.items()) if number <= step]
-        missing = [number for number in range(1, step + 1) if number not in lines]
-        later = [number for number in lines if number > self.total_steps]
-        if missing or later:
-            reason = f"has no line of steps {_spans(missing)}" if missing else f"goes on to step {max(later)}"
-            words = f"warning: {self.path.name} {reason}, and this run goes on after step {step}"
-            if later or damaged:
-                aside = set_aside(self.path)
-                words += f"; the file is kept as {aside.name}" if aside is not None else ""
-            self.console.write(words + "\n")
+        # A step that was taken twice has two lines, of which the later one counts.
+        line_of = {line["step"]: json.dumps(line) + "\n" for line in lines}
+        retained = [text for number, text in sorted(line_of.items()) if number <= step]
+        lost = [number for number in range(1, step + 1) if number not in line_of]
+        beyond_end = [number for number in line_of if number > self.total_steps]
+
+        if lost or beyond_end:
+            if lost:
+                reason = f"has no line of steps {_spans(lost)}"
+            else:
+                reason = f"has lines up to step {max(beyond_end)}"
+            warning = f"warning: {self.path.name} {reason}, and this run resumes after step {step}"
+            if beyond_end or damaged:
+                copy = set_aside(self.path)
+                if copy is not None:
+                    warning += f"; the file is kept as {copy.name}"
+            self.console.write(warning + "\n")
             self.console.flush()
-        write_text(self.path, "".join(kept))
+        write_text(self.path, "".join(retained))
 
     def close(self) -> None:
         """Close the file."""
@@ -167,86 +172,119 @@ class MetricsLog:
 
 
 class Progress:
-    """Show how far a long phase is: a bar on a terminal, else a plain line now and then; a context manager.
+    """Progress of a long phase: a bar on a terminal, else occasional lines; a context manager.
 
-    ``shown`` false shows nothing: the other ranks. ``total`` None shows only that the phase runs.
+    ``title``: name of the phase.
+    ``total``: units of the whole phase, None if unknown.
+    ``enabled``: False prints nothing, as on all ranks but one.
     """
 
     def __init__(
-        self, title: str, total: int | None = None, *, shown: bool = True, console: TextIO | None = None
+        self,
+        title: str,
+        total: int | None = None,
+        *,
+        enabled: bool = True,
+        console: TextIO | None = None,
     ) -> None:
-        self.title, self.total, self.shown = title, total, shown
+        self.title = title
+        self.total = total
+        self.enabled = enabled
         self.console = console if console is not None else sys.stdout
-        self.done = 0
+        self._count = 0
         self._bar: Any = None
-        self._begun = self._printed = 0.0
+        self._start = 0.0
+        self._last_line = 0.0
 
     def __enter__(self) -> Progress:
-        self._begun = self._printed = time.monotonic()
-        if not self.shown:
-            return self
-        if self.console.isatty():
-            from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                SpinnerColumn,
-                TextColumn,
-                TimeElapsedColumn,
-            )
-            from rich.progress import Progress as Bar
-
-            columns = [SpinnerColumn(), TextColumn("{task.description}")]
-            columns += [] if self.total is None else [BarColumn(), MofNCompleteColumn()]
-            columns += [TimeElapsedColumn(), TextColumn("{task.fields[note]}")]
-            self._bar = Bar(*columns, console=Console(file=self.console), transient=True)
-            self._bar.start()
-            self._bar.add_task(self.title, total=self.total, note="")
-        else:
-            self._say(f"{self.title} …")
+        self._start = time.monotonic()
+        self._last_line = self._start
+        if self.enabled and self.console.isatty():
+            self._bar = self._start_bar()
+        elif self.enabled:
+            self._print(f"{self.title} …")
         return self
 
+    def _start_bar(self) -> Any:
+        """Return a running progress bar, or a spinner if the total is unknown."""
+        # Imported here, since only a terminal needs it.
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            SpinnerColumn,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+        from rich.progress import Progress as Bar
+
+        columns = [SpinnerColumn(), TextColumn("{task.description}")]
+        if self.total is not None:
+            columns += [BarColumn(), MofNCompleteColumn()]
+        columns += [TimeElapsedColumn(), TextColumn("{task.fields[note]}")]
+
+        bar = Bar(*columns, console=Console(file=self.console), transient=True)
+        bar.start()
+        bar.add_task(self.title, total=self.total, note="")
+        return bar
+
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Say that ``count`` more units are done; ``note`` is a few words on the state."""
-        self.done += count
+        """Add ``count`` units; ``note`` is a short text about the phase's state, such as its loss."""
+        self._count += count
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], advance=count, note=note)
             return
-        now = time.monotonic()
-        if self.shown and now - self._printed >= PLAIN_SECONDS:
-            self._printed = now
-            of = "" if self.total is None else f"/{self.total}"
-            self._say(f"{self.title} {self.done}{of}" + (f"  {note}" if note else ""))
 
-    def __exit__(self, kind: type[BaseException] | None, *_: TracebackType | BaseException | None) -> None:
+        # Plain lines stay in a log file: one every few seconds is enough.
+        now = time.monotonic()
+        if self.enabled and now - self._last_line >= PLAIN_SECONDS:
+            self._last_line = now
+            line = f"{self.title} {self._count}"
+            if self.total is not None:
+                line += f"/{self.total}"
+            if note:
+                line += f"  {note}"
+            self._print(line)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        *_: TracebackType | BaseException | None,
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
-        if self.shown:
-            end = "done" if kind is None else "stopped"
-            self._say(f"{self.title}: {end} after {clock(time.monotonic() - self._begun)}")
+        if self.enabled:
+            outcome = "done" if kind is None else "stopped"
+            self._print(f"{self.title}: {outcome} after {clock(time.monotonic() - self._start)}")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self.console.write(text + "\n")
         self.console.flush()
 
 
 @contextlib.contextmanager
 def output_to(path: Path, main: bool) -> Iterator[TextIO]:
-    """Send what this process prints, libraries in C included, to ``path``; yield the console.
+    """Redirect the output of this process to ``path`` inside the block; yield the console.
 
-    The console is the standard output from before on the ``main`` rank and the same log file on others. On an
-    exception the output goes back first, so that the error is seen.
+    Duplicating the descriptors also redirects what C libraries print. The console is the original standard
+    output on the ``main`` rank and the log file on others. When the block ends, also by an exception, the
+    output is restored, so that the error reaches the user.
     """
+    # Text that Python has buffered belongs to the old target.
     sys.stdout.flush()
     sys.stderr.flush()
-    saved = os.dup(1), os.dup(2)
+    saved = (os.dup(1), os.dup(2))
     with path.open("a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+
+    # Line-buffered: a person reads along.
     console = os.fdopen(os.dup(saved[0] if main else 1), "w", buffering=1)
+
     try:
         yield console
     finally:
+        # The log's text first, then the original targets.
         console.close()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -257,20 +295,26 @@ def output_to(path: Path, main: bool) -> Iterator[TextIO]:
 
 def clock(seconds: float) -> str:
     """Return seconds as ``0:07``, ``12:34`` or ``1:02:03``."""
-    if not abs(seconds) < 1e15:
+    # Negated, so that NaN is printed as a number, too.
+    if not abs(seconds) < _LONGEST_CLOCK:
         return f"{seconds:.3g} s"
+
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+    if hours:
+        return f"{hours}:{minute:02}:{second:02}"
+    return f"{minute}:{second:02}"
 
 
 def _spans(steps: Sequence[int]) -> str:
-    """Return ascending numbers as ``1-3, 7``, not more than a few of them."""
+    """Return ascending numbers as ranges such as ``1-3, 7``, at most `MAX_SPANS` of them."""
     spans: list[list[int]] = []
     for step in steps:
         if spans and spans[-1][1] == step - 1:
             spans[-1][1] = step
         else:
             spans.append([step, step])
-    words = [f"{first}-{last}" if last > first else str(first) for first, last in spans]
-    return ", ".join(words[:_SHOWN_SPANS]) + (" and more" if len(words) > _SHOWN_SPANS else "")
+
+    texts = [f"{first}-{last}" if last > first else str(first) for first, last in spans]
+    text = ", ".join(texts[:MAX_SPANS])
+    return f"{text} and more" if len(texts) > MAX_SPANS else text

@@ -1,4 +1,4 @@
-"""What is done with checkpoints outside a run: answer the evaluation sets, or export one."""
+"""Work on checkpoints outside a run: evaluate them, or export one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from pathlib import Path
 
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import first, require_intact_models
-from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments, save_megatron
-from megatron_rl.config.checkpoint_meta import check_same_model, is_checkpoint, model_identity
+from megatron_rl.checkpoint.megatron_lm import (
+    checkpoint_arguments,
+    save_megatron,
+)
+from megatron_rl.config.checkpoint_meta import (
+    check_same_model,
+    is_checkpoint,
+    model_identity,
+)
 from megatron_rl.config.derive import resolve
 from megatron_rl.config.load import load_config
 from megatron_rl.config.placement import role_layout
@@ -17,113 +24,179 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.evaluation import INTERVALS
 from megatron_rl.config.sections.models import LayoutConfig, LoraConfig
 from megatron_rl.config.stage_plan import models_read, present_model
-from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.distributed import device, watch
+from megatron_rl.error_forms import requires
 from megatron_rl.errors import UserError
 from megatron_rl.hf.export import export, export_adapters
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.metrics import merge
-from megatron_rl.roles.build import build_frozen_roles
-from megatron_rl.roles.policy import add_lora, build_policy
+from megatron_rl.roles.build import (
+    Roles,
+    build_frozen_policy,
+    build_frozen_roles,
+)
 from megatron_rl.shapes.pretrained import read_pretrained
-from megatron_rl.trainer.evaluation import evaluate, evaluation_sets, failure_lines
+from megatron_rl.trainer.evaluation import (
+    EvaluationSet,
+    evaluate,
+    evaluation_sets,
+    failure_lines,
+)
 from megatron_rl.trainer.job import describe_rank, report_failure
 from megatron_rl.trainer.loop import Phases
+
+MEGATRON_HINT = ": pretrain_gpt.py --load it with --finetune, or --no-load-optim to count iterations on"
+"""How Megatron-LM loads an exported checkpoint, which has weights and no optimizer."""
 
 
 def evaluate_checkpoints(
     config: RunConfig, paths: Sequence[Path], *, trusted: bool = False
 ) -> list[dict[str, float]]:
-    """Answer the evaluation sets with Hugging Face models and runs' checkpoints; print and return metrics.
+    """Evaluate Hugging Face models and checkpoints of runs; print their metrics and return them by path.
 
-    All are of the configuration's model: it is built once, and takes the weights of one after another.
-    Collective over the world.
+    All must be of the configuration's model, which is built once and loads one checkpoint after the other.
+    ``trusted`` as for `checkpoint.load_model`. Collective over the world.
     """
     phases = Phases()
     with report_failure(config, phases):
-        model = read_pretrained(Path(config.model.path) / "config.json")
-        models = [path for path in paths if not is_checkpoint(path)]
-        for path in models:
-            identity = model_identity(read_pretrained(path / "config.json"))
-            check_same_model(path, identity, model, "evaluate it with a configuration whose model.path it is")
-        if config.actor.lora is not None and 0 < len(models) < len(paths):
-            raise UserError(
-                "checkpoints with adapters and whole models are not evaluated by one command",
-                where="--checkpoint",
-                expected="checkpoints of runs alone, or Hugging Face folders alone",
-                got=f"{len(paths) - len(models)} checkpoints and {len(models)} folders, with actor.lora",
-                fix="call the command twice",
-            )
+        hf_models = [path for path in paths if not is_checkpoint(path)]
+        _require_same_model(config, paths, hf_models)
+
+        # The data first: its errors are found before the ranks wait for each other.
         tokenizer = load_tokenizer(config.model.path, RunFolder(config.run_dir).read_first_start())
         with phases("data"):
             sources = {
                 name: load_prompts(
-                    config, f"evaluation.sets.{name}.data", described.data, tokenizer, TokenFiles(None, print)
+                    config,
+                    f"evaluation.sets.{name}.data",
+                    settings.data,
+                    tokenizer,
+                    TokenFiles(None, print),
                 )
-                for name, described in config.evaluation.sets.items()
+                for name, settings in config.evaluation.sets.items()
             }
         _join(config, phases)
-        named = {str(path): "--checkpoint" for path in models}
-        require_intact_models(named | first(lambda: models_read(config)))
-        measured: list[dict[str, float]] = []
+        keys = {str(path): "--checkpoint" for path in hf_models}
+        require_intact_models(keys | first(lambda: models_read(config)))
+
+        only_hf_models = len(hf_models) == len(paths)
         with phases("build"):
             sets = evaluation_sets(config, sources, tokenizer)
-            templated = next(iter(sources.values())).templated
-            whole = str(models[0]) if len(models) == len(paths) else None
-            roles = build_frozen_roles(config, tokenizer, path=whole, templated=templated)
-        for path in paths:
-            with phases("build"):
-                if is_checkpoint(path):
-                    checkpoint.load_model(path, roles.actor.model, trusted=trusted)
-                elif roles.actor.model is not None:
-                    load_weights(roles.actor.model, path)
-                roles.hybrid_engine.mark_updated()
-            with phases("evaluate"):
-                results, _ = evaluate(roles, sets, config.seed)
-            measured.append(merge(result.metrics for result in results).values())
-            for line in failure_lines(results, 0):
-                print(line, flush=True)
-        for one in sets:
-            one.close()
+            roles = build_frozen_roles(
+                config,
+                tokenizer,
+                path=str(hf_models[0]) if only_hf_models else None,
+                templated=_is_templated(sources),
+            )
+        # The last collective work: one model after the other in the same roles.
+        metrics = [_evaluate_path(config, path, roles, sets, phases, trusted) for path in paths]
+
+        # Release processes and the engine before the job ends.
+        for evaluation_set in sets:
+            evaluation_set.close()
         roles.close()
         if device.rank() == 0:
-            print(table([str(path) for path in paths], measured), flush=True)
+            print(table([str(path) for path in paths], metrics), flush=True)
         watch.leave()
-        _require_rewards(config, paths, measured)
-    return measured
+        # After the table, which a user wants to see in any case.
+        _require_rewards(config, paths, metrics)
+    return metrics
+
+
+def _require_same_model(config: RunConfig, paths: Sequence[Path], hf_models: Sequence[Path]) -> None:
+    """Raise UserError if the models cannot be loaded into one model one after the other."""
+    model = read_pretrained(Path(config.model.path) / "config.json")
+    for path in hf_models:
+        identity = model_identity(read_pretrained(path / "config.json"))
+        check_same_model(
+            path,
+            identity,
+            model,
+            "evaluate it with a configuration whose model.path it is",
+        )
+
+    # A checkpoint of adapters is loaded into a model with adapters, which a whole model does not fit.
+    if config.actor.lora is not None and 0 < len(hf_models) < len(paths):
+        raise UserError(
+            "checkpoints with adapters and whole models cannot be evaluated by one command",
+            where="--checkpoint",
+            expected="only checkpoints of runs, or only Hugging Face folders",
+            got=f"{len(paths) - len(hf_models)} checkpoints and {len(hf_models)} folders, with actor.lora",
+            fix="call the command twice",
+        )
+
+
+def _is_templated(sources: Mapping[str, PromptSource]) -> bool:
+    """Return whether the prompts were rendered with the chat template, which all sets have in common."""
+    return next(iter(sources.values())).templated
+
+
+def _evaluate_path(
+    config: RunConfig,
+    path: Path,
+    roles: Roles,
+    sets: Sequence[EvaluationSet],
+    phases: Phases,
+    trusted: bool,
+) -> dict[str, float]:
+    """Load one model and evaluate it; return its metrics. Collective over the world."""
+    with phases("build"):
+        if is_checkpoint(path):
+            checkpoint.load_model(path, roles.actor.model, trusted=trusted)
+        elif roles.actor.model is not None:
+            load_weights(roles.actor.model, path)
+        roles.hybrid_engine.mark_updated()
+
+    with phases("evaluate"):
+        results, _ = evaluate(roles, sets, config.seed)
+    for line in failure_lines(results, 0):
+        print(line, flush=True)
+    return merge(result.metrics for result in results).values()
 
 
 def _require_rewards(
-    config: RunConfig, paths: Sequence[Path], measured: Sequence[Mapping[str, float]]
+    config: RunConfig,
+    paths: Sequence[Path],
+    metrics: Sequence[Mapping[str, float]],
 ) -> None:
-    """Raise a UserError where so many rewards failed that training would have stopped."""
-    for path, values in zip(paths, measured, strict=True):
+    """Raise UserError if so many rewards failed that a run would have stopped."""
+    max_fraction = config.reward.max_invalid_fraction
+    for path, values in zip(paths, metrics, strict=True):
         for name in config.evaluation.sets:
-            invalid, most = values[f"eval/{name}/invalid"], config.reward.max_invalid_fraction
-            if invalid > most:
+            invalid = values[f"eval/{name}/invalid"]
+            if invalid > max_fraction:
                 raise UserError(
                     f"rewards failed on {invalid:.0%} of the answers of {path}",
                     where=f"evaluation.sets.{name}",
-                    expected=f"at most {most:.0%} (reward.max_invalid_fraction)",
-                    got="the failures above; an answer whose reward failed counts as not right",
-                    fix="mend the reward function; reward.max_invalid_fraction=1 takes whatever fails",
+                    expected=f"at most {max_fraction:.0%} (reward.max_invalid_fraction)",
+                    got="the failures above; an answer whose reward failed counts as not correct",
+                    fix="repair the reward function; reward.max_invalid_fraction=1 accepts any failures",
                 )
 
 
-def table(names: Sequence[str], measured: Sequence[Mapping[str, float]]) -> str:
-    """Return metrics of several models as text: a line each, with its interval, and a column for each model.
+def table(names: Sequence[str], metrics: Sequence[Mapping[str, float]]) -> str:
+    """Return the metrics of models as text: a line per metric, a column per model.
 
-    Columns are numbered where there are several, and the models listed above.
+    Intervals stand behind their values. Columns of several models are numbered, and listed above by name.
     """
-    metrics = list(dict.fromkeys(name for values in measured for name in values))
-    metrics = [name for name in metrics if not name.endswith(tuple(f"_{end}" for end in INTERVALS))]
-    heads = [f"[{place}]" for place in range(1, len(names) + 1)]
-    lines = [f"{head} {name}" for head, name in zip(heads, names, strict=True)] if len(names) > 1 else []
-    rows = [["", *heads]] if len(names) > 1 else []
-    for name in metrics:
-        rows.append([name, *(_with_interval(name, values) for values in measured)])
+    # The bounds of an interval are shown with the metric that they belong to.
+    is_interval = tuple(f"_{end}" for end in INTERVALS)
+    metric_names = list(dict.fromkeys(name for values in metrics for name in values))
+    metric_names = [name for name in metric_names if not name.endswith(is_interval)]
+
+    lines: list[str] = []
+    rows: list[list[str]] = []
+    if len(names) > 1:
+        numbers = [f"[{number}]" for number in range(1, len(names) + 1)]
+        lines = [f"{number} {name}" for number, name in zip(numbers, names, strict=True)]
+        rows = [["", *numbers]]
+    for name in metric_names:
+        rows.append([name, *(_with_interval(name, values) for values in metrics)])
+
+    # Columns as wide as their longest cell.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
@@ -132,68 +205,89 @@ def table(names: Sequence[str], measured: Sequence[Mapping[str, float]]) -> str:
 
 
 def _with_interval(name: str, values: Mapping[str, float]) -> str:
+    """Return a metric's value, with its interval if there is one."""
     if name not in values:
         return "-"
     low, high = (values.get(f"{name}_{end}") for end in INTERVALS)
-    return f"{values[name]:.4f}" + ("" if low is None else f" ({low:.3f}-{high:.3f})")
+    text = f"{values[name]:.4f}"
+    return text if low is None else f"{text} ({low:.3f}-{high:.3f})"
 
 
 def export_checkpoint(path: Path, out: Path, *, form: str = "hf", trusted: bool = False) -> None:
-    """Write a run's checkpoint for others, with the processes that the launcher gives.
+    """Export a run's checkpoint with the processes that the launcher started.
 
-    ``form`` is ``hf`` for a Hugging Face model, ``megatron`` for a checkpoint that Megatron-LM loads,
-    ``peft`` for the adapters alone.
+    ``form``: ``hf`` for a Hugging Face model, ``megatron`` for a checkpoint that Megatron-LM loads, ``peft``
+        for the adapters alone.
+    ``trusted``: as for `checkpoint.load_model`.
 
-    Under torchrun with as many processes as the run had the run's own layout is used; else the layers are
-    cut over the processes. Collective over the world.
+    With as many processes as the run had, its own layout is used; otherwise the layers are distributed over
+    the processes. Collective over the world.
     """
+    config, layout = _export_config(path)
+    if form == "peft" and config.actor.lora is None:
+        raise requires(
+            "--format",
+            "peft",
+            "a checkpoint of a run with actor.lora",
+            got="a run that trained all weights",
+            fix="leave --format out: the whole model is written",
+        )
+
+    phases = Phases()
+    with report_failure(config, phases), phases("export"):
+        # Arguments that Megatron-LM reads from a checkpoint, and the iteration that the run began with.
+        arguments = {}
+        first_iteration = 0
+        if form == "megatron":
+            arguments, first_iteration = checkpoint_arguments(config.model.path)
+        _join(config, phases)
+        require_intact_models(first(lambda: models_read(config)))
+
+        # A distributed checkpoint can be loaded into any layout.
+        model = build_frozen_policy(config, role_layout(layout, "layout"), None)
+        meta = checkpoint.load_model(path, model, trusted=trusted)
+        if form == "megatron":
+            save_megatron(out, model, arguments, first_iteration + int(meta["step"]))
+        elif model is not None and form == "peft":
+            lora = config.actor.lora or LoraConfig()
+            export_adapters(model, out, present_model(config), dropout=lora.dropout)
+        elif model is not None:
+            export(model, out, config.model.path)
+        watch.leave()
+
+    if device.rank() == 0:
+        print(
+            f"wrote {out}{MEGATRON_HINT if form == 'megatron' else ''}",
+            flush=True,
+        )
+
+
+def _export_config(path: Path) -> tuple[RunConfig, LayoutConfig]:
+    """Return the configuration of a checkpoint's run, and the layout to load the checkpoint with."""
     folder = folder_of_checkpoint(path)
     if folder is None:
         raise UserError(
             "the checkpoint's run has no config.yaml, which names its model and tokenizer",
             where=str(path),
             expected="the file config.yaml in a folder above the checkpoint",
-            got="nothing there",
+            got="no such file",
             fix="name a checkpoint inside its run folder: RUN/checkpoints/step_N",
         )
-    world = device.world_size()
+
+    # The layout of the run fits as many ranks as the run had.
+    world_size = device.world_size()
     config = load_config(folder.config)
-    if config.world_size != world:
-        config = load_config(folder.config, ["world_size=null", "rollout.ranks=null"])
-        layout = LayoutConfig(ranks=tuple(range(world)), pipeline=world)
-    else:
-        layout = resolve(config, world).config.actor.layout
-    lora = config.actor.lora or LoraConfig()
-    if form == "peft" and config.actor.lora is None:
-        raise UserError(
-            "the run trained weights, not adapters",
-            where="--format",
-            expected="a checkpoint of a run with actor.lora",
-            got="peft",
-            fix="leave --format out: the whole model is written",
-        )
-    phases = Phases()
-    with report_failure(config, phases), phases("export"):
-        arguments, begun = checkpoint_arguments(config.model.path) if form == "megatron" else ({}, 0)
-        _join(config, phases)
-        require_intact_models(first(lambda: models_read(config)))
-        model = build_policy(
-            config, role_layout(layout, "layout"), path=present_model(config), trainable=False
-        )
-        add_lora(config, model, trainable=False)
-        meta = checkpoint.load_model(path, model, trusted=trusted)
-        if form == "megatron":
-            save_megatron(out, model, arguments, begun + int(meta["step"]))
-        elif model is not None and form == "peft":
-            export_adapters(model, out, present_model(config), dropout=lora.dropout)
-        elif model is not None:
-            export(model, out, config.model.path)
-        watch.leave()
-    if device.rank() == 0:
-        more = ": pretrain_gpt.py --load it with --finetune, or --no-load-optim to count iterations on"
-        print(f"wrote {out}{more if form == 'megatron' else ''}", flush=True)
+    if config.world_size == world_size:
+        return config, resolve(config, world_size).config.actor.layout
+
+    # Otherwise pipeline stages only: any number of them can hold the layers.
+    config = load_config(folder.config, ["world_size=null", "rollout.ranks=null"])
+    return config, LayoutConfig(ranks=tuple(range(world_size)), pipeline=world_size)
 
 
 def _join(config: RunConfig, phases: Phases) -> None:
     """Join a job that has nothing to save when it is stopped. Collective over the world."""
-    watch.join(config.rank_timeout, lambda: f"{describe_rank(config, device.rank())} {phases.place}")
+    watch.join(
+        config.rank_timeout,
+        lambda: f"{describe_rank(config, device.rank())} {phases.location}",
+    )

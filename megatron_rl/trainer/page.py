@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 @cache
 def _templates() -> Environment:
+    """Return the environment that loads and renders the templates."""
     templates = Environment(
         loader=PackageLoader("megatron_rl.trainer", "pages"),
         autoescape=True,
@@ -24,8 +25,11 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # JSON knows no NaN: a row that holds one is a mistake of the caller, not of the reader's browser.
-    templates.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "allow_nan": False}
+    # JSON has no NaN: better an error here than in the reader's browser.
+    templates.policies["json.dumps_kwargs"] = {
+        "ensure_ascii": False,
+        "allow_nan": False,
+    }
     return templates
 
 
@@ -33,9 +37,9 @@ def _render(template: str, **values: Any) -> Markup:
     return Markup(_templates().get_template(template).render(**values))
 
 
-def write(path: Path, title: str, parts: Sequence[Markup]) -> None:
-    """Write a page of ``parts``; lone surrogates become question marks."""
-    page = _render("page.html", title=title, parts=parts)
+def write(path: Path, title: str, sections: Sequence[Markup]) -> None:
+    """Write a page of ``sections``; lone surrogates become question marks."""
+    page = _render("page.html", title=title, parts=sections)
     path.write_text(page, encoding="utf-8", errors="replace")
 
 
@@ -49,13 +53,17 @@ def paragraph(text: str) -> Markup:
     return Markup("<p>{}</p>").format(text)
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], numeric: Sequence[int] = ()) -> Markup:
-    """Return a table; the columns ``numeric`` are aligned to the right."""
+def table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    numeric: Sequence[int] = (),
+) -> Markup:
+    """Return a table; the columns with the indices ``numeric`` are aligned to the right."""
     return _render("table.html", headings=headings, rows=rows, numeric=numeric)
 
 
 def pictures(titled: Sequence[tuple[str, bytes]]) -> Markup:
-    """Return SVG pictures, beside each other if there is room."""
+    """Return SVG pictures with their titles, side by side if there is room."""
     encoded = [(title, base64.b64encode(picture).decode()) for title, picture in titled]
     return _render("pictures.html", pictures=encoded)
 
@@ -68,8 +76,8 @@ def text(content: str) -> Markup:
 def sample_browser(rows: Sequence[Mapping[str, Any]]) -> Markup:
     """Return a list of samples with filters.
 
-    Each has set, step, prompt, response, truth, reward, length, finish, turns and failure; from truth on they
-    may be None. A turn has role, content, tokens, and calls as texts; a sample with turns is shown by them.
-    Nothing that a model or a data set wrote is read as HTML or as a program.
+    Each sample has set, step, prompt, response, truth, reward, length, finish, turns and failure; from truth
+    on they may be None. A turn has role, content, tokens, and calls as texts; a sample with turns is shown by
+    them. Nothing that a model or a data set wrote is interpreted as HTML or as a program.
     """
     return _render("samples.html", rows=rows)

@@ -1,13 +1,16 @@
-"""The end of a run for people: a table, a picture of the learning curves and a page to look closer."""
+"""Report of a run for people: a table, a picture of the learning curves, and a page with all details."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
+
+from markupsafe import Markup
 
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.contained.process import readable
@@ -18,7 +21,8 @@ from megatron_rl.trainer import page
 from megatron_rl.trainer.curves import (
     STAGE_METRICS,
     WINDOW,
-    Measured,
+    Lines,
+    RunMetrics,
     draw,
     measured_accuracies,
     pictures,
@@ -26,19 +30,50 @@ from megatron_rl.trainer.curves import (
 )
 from megatron_rl.trainer.logging import clock
 
-SAMPLES, SAMPLES_OF_A_STEP, TEXT = 2000, 32, 4000
-"""Most samples of a page and of one file of samples, and most characters of a text."""
-OUTSIDE = ("evaluate", "checkpoint", "checkpoint_write")
-"""Phases between steps, or beside them."""
-FINISH = ("stop", "length", "failed")
-"""Words for `FINISH_STOP` and the others of `megatron_rl.types`."""
+SAMPLES = 2000
+"""Samples of a page at most."""
+SAMPLES_OF_A_STEP = 32
+"""Samples of one file at most."""
+MAX_TEXT_CHARACTERS = 4000
+"""Length to which a text of a sample is cut."""
+PICTURE_DPI = 130
+
+OUTSIDE_STEPS = ("evaluate", "checkpoint", "checkpoint_write")
+"""Phases between steps, or concurrent with them, which have no share of the steps' time."""
+FINISH_REASONS = ("stop", "length", "failed")
+"""Names of `FINISH_STOP`, `FINISH_LENGTH` and `FINISH_FAILED` of `megatron_rl.types`."""
+
+SummaryRow = tuple[str, str, str]
+"""Row of the final table: name, value, remark."""
 
 
-def measured(folder: RunFolder) -> Measured:
-    """Return the metrics of a run and of its stages; a folder without any raises a UserError."""
+@dataclass(frozen=True)
+class PhaseTime:
+    """Time of one phase over a run.
+
+    Example: a phase of 2 s in each of 10 steps of 5 s has ``total=20.0``, ``per_step=2.0``, ``share=0.4``.
+    """
+
+    name: str
+    """Name of the phase."""
+    total: float
+    """Seconds in the whole run."""
+    per_step: float
+    """Mean seconds of the steps that have the phase."""
+    share: float | None
+    """Fraction of the time of all steps, None outside of steps."""
+
+
+def run_metrics(folder: RunFolder) -> RunMetrics:
+    """Return the metrics of a run and of its stages; raise UserError for a folder without any."""
     lines = _readable_lines(folder.metrics)
-    stages = {name: _readable_lines(folder.stage_metrics(name)) for name in folder.stages_measured()}
-    stages = {readable(name): measured for name, measured in stages.items() if measured}
+    stages: dict[str, Lines] = {}
+    for name in folder.stages_measured():
+        stage_lines = _readable_lines(folder.stage_metrics(name))
+        if stage_lines:
+            stages[readable(name)] = stage_lines
+
+    # A run that ended before its first step has a folder without metrics.
     if not lines and not stages:
         raise UserError(
             f"{folder.path} holds no metrics",
@@ -47,58 +82,114 @@ def measured(folder: RunFolder) -> Measured:
             got="no such file, and none of a stage" if not folder.metrics.exists() else "an empty file",
             fix="name the run folder, such as runs/quickstart",
         )
-    return Measured(lines, stages)
+    return RunMetrics(lines, stages)
 
 
 def _readable_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file; what no terminal and no file takes in a name is escaped."""
+    """Return the lines of a metrics file, with characters escaped that terminals and files do not accept."""
     return [{readable(name): value for name, value in line.items()} for line in read_metrics(path)]
 
 
 def write(run_dir: str | Path, console: TextIO | None = None) -> Path:
-    """Write ``learning_curve.png`` and ``report.html`` of a run, print its final table, return the page.
+    """Write ``learning_curve.png`` and ``report.html`` of a run and print its final table; return the page.
 
-    It reads metrics.jsonl, the metrics of stages, config.yaml and the stored samples, as far as they exist. A
-    folder without metrics raises a UserError.
+    Reads metrics.jsonl, the metrics of stages, config.yaml and the stored samples, as far as they exist.
+    Raises UserError for a folder without metrics.
     """
     folder = RunFolder(run_dir)
-    run = measured(folder)
-    lines, stages = run.lines, run.stages
-    rows = summary(lines, stages)
-    phases = phase_times(lines or [line for measured in stages.values() for line in measured])
-    _print(folder, rows, phases, console)  # first: it may be all that can be had of another one's run
-    draw(lines, stages).savefig(folder.curve, format="png", dpi=130)
-    parts = [page.table(("", "value", ""), rows, numeric=(1,)), page.heading("Learning curves")]
-    parts += [page.pictures(pictures(lines, stages))]
-    if phases:
-        headings = ("phase", "total", "per step", "share")
-        parts += [page.heading("Time by phase")]
-        parts += [page.table(headings, _phase_rows(phases), numeric=(1, 2, 3))]
+    run = run_metrics(folder)
+    rows = summary(run.lines, run.stages)
+    phases = phase_times(run.lines or [line for lines in run.stages.values() for line in lines])
+
+    # The table first: the folder of another user's run may not be writable.
+    _print_tables(folder, rows, phases, console)
+    draw(run.lines, run.stages).savefig(folder.curve, format="png", dpi=PICTURE_DPI)
     samples, unreadable = stored_samples(folder)
-    if samples or unreadable:
-        parts += [page.heading("Samples"), *map(page.paragraph, unreadable)]
-    if samples:
-        parts += [page.sample_browser(samples)]
-    if folder.config.is_file():
-        text = folder.config.read_text(encoding="utf-8", errors="replace")
-        parts += [page.heading("Configuration"), page.text(text)]
-    page.write(folder.report, folder.path.resolve().name, parts)
+    sections = _page_sections(folder, run, rows, phases, samples, unreadable)
+    page.write(folder.report, folder.path.resolve().name, sections)
+
     for line in unreadable:
         print(f"warning: {line}", file=console)
-    print(f"learning curves: {folder.curve}\nreport:          {folder.report}", file=console)
+    print(
+        f"learning curves: {folder.curve}\nreport:          {folder.report}",
+        file=console,
+    )
     return folder.report
 
 
-def summary(
-    lines: Sequence[Mapping[str, Any]], stages: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> list[tuple[str, str, str]]:
-    """Return the rows of the final table: name, value, remark. What was not measured has no row."""
-    rows: list[tuple[str, str, str]] = []
-    for name in measured_accuracies(lines):
-        steps, accuracy = series(lines, name)
-        best = max(range(len(accuracy)), key=accuracy.__getitem__)
-        change = f"{number_text(accuracy[-1] - accuracy[0], '+.3f')}; best {_three(accuracy[best])}"
-        rows.append((name, _change(accuracy[0], accuracy[-1]), f"{change} at step {steps[best]}"))
+def _page_sections(
+    folder: RunFolder,
+    run: RunMetrics,
+    rows: Sequence[SummaryRow],
+    phases: Sequence[PhaseTime],
+    samples: Sequence[Mapping[str, Any]],
+    unreadable: Sequence[str],
+) -> list[Markup]:
+    """Return the sections of the page, from the final table to the configuration."""
+    sections = [page.table(("", "value", ""), rows, numeric=(1,))]
+    sections += [
+        page.heading("Learning curves"),
+        page.pictures(pictures(run.lines, run.stages)),
+    ]
+
+    if phases:
+        headings = ("phase", "total", "per step", "share")
+        sections.append(page.heading("Time by phase"))
+        sections.append(page.table(headings, _phase_rows(phases), numeric=(1, 2, 3)))
+
+    # Files that cannot be read are named even if no sample is left to show.
+    if samples or unreadable:
+        sections += [
+            page.heading("Samples"),
+            *map(page.paragraph, unreadable),
+        ]
+    if samples:
+        sections.append(page.sample_browser(samples))
+
+    if folder.config.is_file():
+        text = folder.config.read_text(encoding="utf-8", errors="replace")
+        sections += [page.heading("Configuration"), page.text(text)]
+    return sections
+
+
+def summary(lines: Lines, stages: Mapping[str, Lines]) -> list[SummaryRow]:
+    """Return the rows of the final table; a metric that was not measured has no row."""
+    rows = [_accuracy_row(lines, name) for name in measured_accuracies(lines)]
+    rows += _trend_rows(lines)
+    if lines:
+        # Line 0 is an evaluation before the first step.
+        steps, _ = series([line for line in lines if line["step"] > 0], "step")
+        rows.append(("steps", str(len(steps)), ""))
+    rows += [_stage_row(name, stage_lines) for name, stage_lines in stages.items()]
+
+    # Numbers about the health of a run, as means with the worst or best step.
+    _, speed = series(lines, "throughput/tokens_per_second")
+    if speed:
+        remark = f"best step {number_text(max(speed), ',.0f')}"
+        rows.append(("tokens per second", number_text(fmean(speed), ",.0f"), remark))
+    _, mismatch = series(lines, "mismatch/abs_diff")
+    if mismatch:
+        remark = f"largest step mean {max(mismatch):.1e}"
+        rows.append(("log-prob mismatch", f"{fmean(mismatch):.1e}", remark))
+    _, invalid = series(lines, "reward/invalid")
+    if invalid:
+        remark = f"worst step {number_text(max(invalid), '.2%')}"
+        rows.append(("invalid rewards", number_text(fmean(invalid), ".2%"), remark))
+    return rows
+
+
+def _accuracy_row(lines: Lines, name: str) -> SummaryRow:
+    """Return the first, last and best value of an evaluation set's accuracy."""
+    steps, accuracy = series(lines, name)
+    best = max(range(len(accuracy)), key=accuracy.__getitem__)
+    difference = number_text(accuracy[-1] - accuracy[0], "+.3f")
+    remark = f"{difference}; best {_three_digits(accuracy[best])} at step {steps[best]}"
+    return name, _change(accuracy[0], accuracy[-1]), remark
+
+
+def _trend_rows(lines: Lines) -> list[SummaryRow]:
+    """Return the means of the first and last steps of metrics that change during a run."""
+    rows: list[SummaryRow] = []
     for name, label, form in (
         ("reward/mean", "mean reward", ".3f"),
         ("response/length", "response length", ".1f"),
@@ -106,32 +197,26 @@ def summary(
     ):
         _, values = series(lines, name)
         if values:
-            steps = max(1, min(WINDOW, len(values) // 2))  # those of a short run would be the same ones
+            # At most half of the steps: the first and last steps of a short run must not be the same ones.
+            steps = max(1, min(WINDOW, len(values) // 2))
             remark = f"means of the first and last {steps} steps"
-            rows.append((label, _change(fmean(values[:steps]), fmean(values[-steps:]), form), remark))
-    trained, _ = series([line for line in lines if line["step"] > 0], "step")
-    if lines:
-        rows.append(("steps", str(len(trained)), ""))
-    for name, measured in stages.items():
-        curves = [(words, series(measured, f"{name}/{metric}")[1]) for metric, words in STAGE_METRICS]
-        steps, _ = series(measured, f"{name}/loss")
-        changes = [f"{words} {_change(curve[0], curve[-1])}" for words, curve in curves if curve]
-        rows.append((name, f"{len(steps)} steps", "; ".join(changes)))
-    _, speed = series(lines, "throughput/tokens_per_second")
-    if speed:
-        best = f"best step {number_text(max(speed), ',.0f')}"
-        rows.append(("tokens per second", number_text(fmean(speed), ",.0f"), best))
-    _, mismatch = series(lines, "mismatch/abs_diff")
-    if mismatch:
-        rows.append(("log-prob mismatch", f"{fmean(mismatch):.1e}", f"largest step mean {max(mismatch):.1e}"))
-    _, invalid = series(lines, "reward/invalid")
-    if invalid:
-        worst = f"worst step {number_text(max(invalid), '.2%')}"
-        rows.append(("invalid rewards", number_text(fmean(invalid), ".2%"), worst))
+            change = _change(fmean(values[:steps]), fmean(values[-steps:]), form)
+            rows.append((label, change, remark))
     return rows
 
 
-def _three(value: float) -> str:
+def _stage_row(name: str, lines: Lines) -> SummaryRow:
+    """Return the number of steps of a stage, and how its metrics changed."""
+    changes: list[str] = []
+    for metric, label in STAGE_METRICS:
+        _, values = series(lines, f"{name}/{metric}")
+        if values:
+            changes.append(f"{label} {_change(values[0], values[-1])}")
+    steps, _ = series(lines, f"{name}/loss")
+    return name, f"{len(steps)} steps", "; ".join(changes)
+
+
+def _three_digits(value: float) -> str:
     return number_text(value, ".3f")
 
 
@@ -139,42 +224,51 @@ def _change(first: float, last: float, form: str = ".3f") -> str:
     return f"{number_text(first, form)} → {number_text(last, form)}"
 
 
-def phase_times(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, float, float | None]]:
-    """Return per phase its name, total seconds, seconds per step and share of ``time/step``; largest first.
+def phase_times(lines: Lines) -> list[PhaseTime]:
+    """Return the time of each phase, the longest first.
 
-    Phases may lie inside one another (a reshard inside generate), so shares need not add up to one; those
-    `OUTSIDE` of steps have none.
+    Phases can lie inside others, such as a reshard inside generate, so that shares need not add up to one.
     """
     names = sorted({name for line in lines for name in line if name.startswith("time/")})
-    totals = {name.removeprefix("time/"): series(lines, name)[1] for name in names}
-    whole = sum(totals.pop("step", []))
-    phases = [
-        (name, sum(values), fmean(values), sum(values) / whole if whole and name not in OUTSIDE else None)
-        for name, values in totals.items()
-        if values
-    ]
-    if whole:
-        phases.append(("whole steps", whole, fmean(series(lines, "time/step")[1]), 1.0))
-    return sorted(phases, key=lambda phase: -phase[1])
+    seconds = {name.removeprefix("time/"): series(lines, name)[1] for name in names}
+    step_seconds = seconds.pop("step", [])
+    step_total = sum(step_seconds)
+
+    # Shares are of the time of whole steps, which only the loop of reinforcement learning measures.
+    phases: list[PhaseTime] = []
+    for name, values in seconds.items():
+        if values:
+            has_share = bool(step_total) and name not in OUTSIDE_STEPS
+            share = sum(values) / step_total if has_share else None
+            phases.append(PhaseTime(name, sum(values), fmean(values), share))
+    if step_total:
+        phases.append(PhaseTime("whole steps", step_total, fmean(step_seconds), 1.0))
+    return sorted(phases, key=lambda phase: -phase.total)
 
 
-def _print(
+def _print_tables(
     folder: RunFolder,
-    rows: Sequence[tuple[str, str, str]],
-    phases: Sequence[tuple[str, float, float, float | None]],
+    rows: Sequence[SummaryRow],
+    phases: Sequence[PhaseTime],
     out: TextIO | None,
 ) -> None:
+    """Print the final table and the times of the phases."""
     from rich.console import Console
     from rich.table import Table
 
-    # Names of sets and folders are a user's: what looks like markup or an emoji in them is neither.
+    # Names of sets and folders come from users: no markup or emoji of theirs may be interpreted.
     console = Console(file=out, highlight=False, soft_wrap=True, markup=False, emoji=False)
     table = Table(title=f"{folder.path.name}: result", title_justify="left")
-    for heading, justify in (("", "left"), ("value", "right"), ("", "left")):
+    for heading, justify in (
+        ("", "left"),
+        ("value", "right"),
+        ("", "left"),
+    ):
         table.add_column(heading, justify=justify)  # pyright: ignore[reportArgumentType]
     for row in rows:
         table.add_row(*row)
     console.print(table)
+
     if phases:
         times = Table(title="time by phase", title_justify="left")
         times.add_column("phase")
@@ -185,70 +279,93 @@ def _print(
         console.print(times)
 
 
-def _phase_rows(phases: Sequence[tuple[str, float, float, float | None]]) -> list[tuple[str, str, str, str]]:
-    return [
-        (name, clock(total), f"{_three(per_step)} s", "" if share is None else number_text(share, ".0%"))
-        for name, total, per_step, share in phases
-    ]
+def _phase_rows(
+    phases: Sequence[PhaseTime],
+) -> list[tuple[str, str, str, str]]:
+    """Return the cells of the table of phases."""
+    rows: list[tuple[str, str, str, str]] = []
+    for phase in phases:
+        share = ""
+        if phase.share is not None:
+            share = number_text(phase.share, ".0%")
+
+        total = clock(phase.total)
+        per_step = f"{_three_digits(phase.per_step)} s"
+        rows.append((phase.name, total, per_step, share))
+    return rows
 
 
-def stored_samples(folder: RunFolder) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return stored samples for the page, `SAMPLES` at most, spread over steps; long texts are cut.
+def stored_samples(
+    folder: RunFolder,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return at most `SAMPLES` stored samples for the page, spread over the steps, with long texts cut.
 
-    Of an evaluation set the same prompts of every step, of training samples some of each step. Also return a
-    line for each file that cannot be read, such as one that a crash of the machine has torn.
+    An evaluation set has the same prompts of every step; training samples are spread over the rows of a step.
+    Also returns a line for each file that cannot be read, such as one that a crash of the machine has torn.
     """
-    files = [(*path.stem.rpartition("_")[::2], path) for path in folder.rollouts.glob("*.parquet")]
-    files = sorted((kind, int(step), path) for kind, step, path in files if step.isdecimal())
-    stride = max(1, -(-len(files) * SAMPLES_OF_A_STEP // SAMPLES))
-    kinds = dict.fromkeys(kind for kind, _, _ in files)
-    taken = [
-        entry
-        for kind in kinds
-        # The last step of each is always there.
-        for entry in [file for file in files if file[0] == kind][::-stride][::-1]
-    ]
+    files: list[tuple[str, int, Path]] = []
+    for path in folder.rollouts.glob("*.parquet"):
+        kind, _, step = path.stem.rpartition("_")
+        if step.isdecimal():
+            files.append((kind, int(step), path))
+    files.sort()
 
+    # Every stride-th file, so that the page has at most `SAMPLES`.
+    stride = max(1, -(-len(files) * SAMPLES_OF_A_STEP // SAMPLES))
     samples: list[dict[str, Any]] = []
     unreadable: list[str] = []
-    for kind, step, path in taken:
-        try:
-            samples += _rows(kind, step, path)
-        except Exception as error:  # whatever pyarrow, or a row of another form, leads to
-            unreadable.append(f"{path.name} is left out, since it cannot be read: {first_line(error)}")
+    for kind in dict.fromkeys(kind for kind, _, _ in files):
+        files_of_kind = [file for file in files if file[0] == kind]
+        # Backwards, so that the last step of each kind is always there.
+        selected = files_of_kind[::-stride][::-1]
+        for _, step, path in selected:
+            try:
+                samples += _read_samples(kind, step, path)
+            except Exception as error:  # whatever pyarrow, or a row of another form, leads to
+                unreadable.append(f"{path.name} is left out, since it cannot be read: {first_line(error)}")
     return samples, unreadable
 
 
-def _rows(kind: str, step: int, path: Path) -> list[dict[str, Any]]:
+def _read_samples(kind: str, step: int, path: Path) -> list[dict[str, Any]]:
+    """Return at most `SAMPLES_OF_A_STEP` samples of a file, in the form of `page.sample_browser`."""
     import pyarrow.parquet
 
     require_file(path)
     rows = pyarrow.parquet.read_table(path).to_pylist()
-    spread = max(1, -(-len(rows) // SAMPLES_OF_A_STEP)) if kind == "step" else 1
-    result = []
-    for row in rows[::spread][:SAMPLES_OF_A_STEP]:
-        reward, finish = row.get("reward"), row.get("finish_reason")
-        truth = row.get("ground_truth")
-        result.append({
+    # Evaluation answers are not spread: the first rows are the same prompts in every step.
+    stride = 1
+    if kind == "step":
+        stride = max(1, -(-len(rows) // SAMPLES_OF_A_STEP))
+    samples: list[dict[str, Any]] = []
+    for row in rows[::stride][:SAMPLES_OF_A_STEP]:
+        # NaN is a failed reward; JSON has no NaN.
+        reward = row.get("reward")
+        if reward is not None:
+            reward = round(reward, 6) if math.isfinite(reward) else None
+        finish = row.get("finish_reason")
+        if finish is not None:
+            finish = FINISH_REASONS[finish]
+        samples.append({
             "set": "training" if kind == "step" else kind.removeprefix("eval_"),
             "step": step,
             "prompt": _cut(row.get("prompt")),
             "response": _cut(row.get("response")),
-            "truth": None if truth is None else _cut(truth),
-            "reward": None if reward is None or not math.isfinite(reward) else round(reward, 6),
+            "truth": _cut_optional(row.get("ground_truth")),
+            "reward": reward,
             "length": row.get("length"),
-            "finish": None if finish is None else FINISH[finish],
+            "finish": finish,
             "turns": _turns(row.get("conversation")),
-            "failure": None if row.get("failure") is None else _cut(row["failure"]),
+            "failure": _cut_optional(row.get("failure")),
         })  # fmt: skip
-    return result
+    return samples
 
 
 def _turns(conversation: Any) -> list[dict[str, Any]] | None:
-    """Return the turns of a stored conversation; None where there is none."""
+    """Return the turns of a stored conversation, None for a single response."""
     if conversation is None:
         return None
-    # Columns that have no type of Parquet's are JSON.
+
+    # A column whose values have no common Parquet type is stored as JSON.
     turns = json.loads(conversation) if isinstance(conversation, str) else conversation
     return [
         {
@@ -265,5 +382,11 @@ def _turns(conversation: Any) -> list[dict[str, Any]] | None:
 
 
 def _cut(value: Any) -> str:
+    """Return a value as text of at most `MAX_TEXT_CHARACTERS`, with the number of characters cut off."""
     text = str(value)
-    return text if len(text) <= TEXT else f"{text[:TEXT]} … ({len(text) - TEXT} more characters)"
+    surplus = len(text) - MAX_TEXT_CHARACTERS
+    return text if surplus <= 0 else f"{text[:MAX_TEXT_CHARACTERS]} … ({surplus} more characters)"
+
+
+def _cut_optional(value: Any) -> str | None:
+    return None if value is None else _cut(value)

@@ -1,9 +1,10 @@
-"""A whole run: build, resume or run the stages, take the steps, evaluate, save, export and report."""
+"""A whole run: build or resume, run the stages, take the steps, evaluate, save, export and report."""
 
 from __future__ import annotations
 
 import shutil
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,151 +18,230 @@ from megatron_rl.checkpoint.folders import (
     require_intact_models,
 )
 from megatron_rl.config.schema import TRAIN, RunConfig
-from megatron_rl.config.stage_plan import StagePlan, models_read, pending_stages, stage_plans
+from megatron_rl.config.stage_plan import (
+    StagePlan,
+    models_read,
+    pending_stages,
+    stage_plans,
+)
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.data.shards import DataPath
 from megatron_rl.data.tokenizing import as_warning, load_tokenizer
 from megatron_rl.distributed import device
-from megatron_rl.distributed.exchange import barrier, gather_metrics, gather_objects
+from megatron_rl.distributed.exchange import (
+    barrier,
+    gather_metrics,
+    gather_objects,
+)
 from megatron_rl.errors import first_line
 from megatron_rl.hf.export import export
 from megatron_rl.megatron.residency import Use
 from megatron_rl.metrics import Metrics
+from megatron_rl.rewards.function import Failure
 from megatron_rl.roles.build import Roles, build_roles
 from megatron_rl.trainer.asynchrony import AheadBatches
-from megatron_rl.trainer.checkpoints import Checkpoints, complete_for_megatron, save_for_megatron
-from megatron_rl.trainer.evaluation import EvaluationSet, evaluate, evaluation_sets, graded
-from megatron_rl.trainer.job import Job, job
-from megatron_rl.trainer.kept_code import keep_code
+from megatron_rl.trainer.evaluation import (
+    EvaluationSet,
+    evaluate,
+    evaluation_sets,
+    reward_answers,
+)
+from megatron_rl.trainer.job import Job, Stopped, job, keep_code
 from megatron_rl.trainer.logging import MetricsLog, Progress
-from megatron_rl.trainer.loop import BatchSource, SameStepBatches, StepResult, gather_step, train_step
+from megatron_rl.trainer.loop import (
+    BatchSource,
+    SameStepBatches,
+    StepResult,
+    gather_step,
+    train_step,
+)
 from megatron_rl.trainer.report import write as write_report
-from megatron_rl.trainer.reward_failures import FailureWatch
-from megatron_rl.trainer.sample import RolloutSource
+from megatron_rl.trainer.rewards import FailureWatch
+from megatron_rl.trainer.sample import RolloutSource, SampledBatch
 from megatron_rl.trainer.samples import Samples
 from megatron_rl.trainer.stages import (
-    drop_checkpoints,
-    end_of,
+    delete_checkpoints,
     load_stage_data,
-    require_stages,
+    make_stage,
+    require_stage_models,
     run_alone,
     run_stage,
     set_damaged_models_aside,
-    stage_of,
+    stage_end,
 )
-from megatron_rl.trainer.state import Held, TrainerState
-from megatron_rl.trainer.stop import Stopped
+from megatron_rl.trainer.state import (
+    Checkpoints,
+    DeferredEvaluation,
+    TrainerState,
+    complete_for_megatron,
+    save_for_megatron,
+)
 from megatron_rl.types import Rollouts
 
 
 def run(config: RunConfig) -> None:
-    """Do the job of a resolved and checked configuration; results lie in ``config.run_dir``.
+    """Run the job of a resolved and checked configuration; its results are in ``config.run_dir``.
 
     Collective over the world.
     """
-    with job(config) as current:
-        if config.job == TRAIN:
-            parts = Run(current)
-            try:
-                parts.run()
-            except Stopped:
-                parts.roles.close()  # who goes on need not wait until servers have forgotten this process
-                raise
-        else:
-            run_alone(current)
+    with job(config) as current_job:
+        if config.job != TRAIN:
+            run_alone(current_job)
+            return
+
+        training = Run(current_job)
+        try:
+            training.run()
+        except Stopped:
+            # Release the servers: a resumed run would otherwise wait until this run's claim expires.
+            training.roles.close()
+            raise
 
 
 class Run:
-    """Hold the parts of one run on this rank."""
+    """A run of reinforcement learning on this rank, with the stages before it."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.config, self.folder, self.phases = job, job.config, job.folder, job.phases
-        config = self.config
+        config = job.config
+        self.job = job
+        self.config = config
+        self.folder = job.folder
+        self.phases = job.phases
         self.algorithm: Algorithm = algorithm_of(config)
         self.tokenizer: Any = load_tokenizer(config.model.path, job.first_start)
+
+        # Data first: its errors are found before the ranks wait for each other, and without any model.
         with self.phases("data"):
-            self.prompts = self._prompts("data.train", config.data.train or "")
+            self.prompts = self._load_prompts("data.train", config.data.train or "")
             held_out = {
-                name: self._prompts(f"evaluation.sets.{name}.data", described.data)
-                for name, described in config.evaluation.sets.items()
+                name: self._load_prompts(f"evaluation.sets.{name}.data", settings.data)
+                for name, settings in config.evaluation.sets.items()
             }
         job.join()
         keep_code(job)
-        self.checkpoint, self.stages = self._left_to_do()
+
+        # Before the models: a damaged checkpoint or model is found in seconds, not after they are built.
+        self.checkpoint, self.pending_stages = self._find_start()
         with self.phases("data"):
-            self.stage_data = [load_stage_data(plan, self.tokenizer, job) for plan in self.stages]
-        with self.phases("build"), self._progress("build models and engine"):
+            self.stage_data = [load_stage_data(plan, self.tokenizer, job) for plan in self.pending_stages]
+        with (
+            self.phases("build"),
+            self._progress("build models and engine"),
+        ):
             self.sets = evaluation_sets(config, held_out, self.tokenizer)
             templated = self.prompts.templated
             self.roles: Roles = build_roles(
-                config, self.algorithm, self.tokenizer, templated=templated, say=job.say
+                config,
+                self.algorithm,
+                self.tokenizer,
+                templated=templated,
+                say=job.say,
             )
-        for words in self.roles.reward.not_enforced:
-            self.job.say(f"warning: reward workers are not contained here: {words}")
-        for words in self.roles.rollout.not_enforced:
-            self.job.say(f"warning: environments are not contained here: {words}")
+        self._warn_of_missing_containment()
+
+        # The parts of a step, and what is written about it.
         self.samples = Samples(job, self.roles)
-        self.source = RolloutSource(config, self.roles, self.algorithm, self.prompts.next)
-        parts = config, self.roles, self.algorithm, self.source
-        self.ahead = AheadBatches(*parts) if config.asynchrony.steps_ahead else None
-        self.batches: BatchSource = SameStepBatches(*parts) if self.ahead is None else self.ahead
-        queue = [] if self.ahead is None else self.ahead.queue
-        state = initial_state(self.algorithm)
         self.failures = FailureWatch(config.reward)
-        self.checkpoints = Checkpoints(self.folder.checkpoints, config.checkpoint, self._write)
-        self.state = TrainerState(self.prompts, state, config.seed, self.source, queue)
+        self.source = RolloutSource(config, self.roles, self.algorithm, self.prompts.next)
+        self.ahead: AheadBatches | None = None
+        self.batches: BatchSource
+        if config.asynchrony.steps_ahead:
+            self.ahead = AheadBatches(config, self.roles, self.algorithm, self.source)
+            self.batches = self.ahead
+        else:
+            self.batches = SameStepBatches(config, self.roles, self.algorithm, self.source)
+
+        # State and checkpoints, which share the queue with the source of batches.
+        queue: list[SampledBatch] = []
+        if self.ahead is not None:
+            queue = self.ahead.queue
+        algorithm_state = initial_state(self.algorithm)
+        self.state = TrainerState(self.prompts, algorithm_state, config.seed, self.source, queue)
+        self.checkpoints = Checkpoints(
+            self.folder.checkpoints,
+            config.checkpoint,
+            self._write_checkpoint,
+        )
+
+    def _warn_of_missing_containment(self) -> None:
+        """Print the limits of contained processes that this machine does not enforce."""
+        for limit in self.roles.reward.not_enforced:
+            self.job.say(f"warning: reward workers are not contained here: {limit}")
+        for limit in self.roles.rollout.not_enforced:
+            self.job.say(f"warning: environments are not contained here: {limit}")
 
     def run(self) -> None:
-        """Resume or train the stages before, take the remaining steps, and leave the results behind."""
-        config = self.config
+        """Resume or run the stages, take the remaining steps, and write the model and the report."""
+        # A checkpoint of the run is from after its stages.
         if self.checkpoint is not None:
             self._resume(self.checkpoint)
         else:
             self._run_stages()
-        log = None
-        if self.job.main:
-            held = self.state.held  # its line is written again
-            seen = self.state.step if held is None else held.step - 1
-            log = MetricsLog(
-                self.folder,
-                config.steps,
-                resumed_step=None if self.checkpoint is None else seen,
-                console=self.job.console,
-                trackers=self.job.trackers,
-            )
-        self.phases.metrics()  # what came before belongs to no step
-        if self.checkpoint is None and self.sets and config.evaluation.at_start:
+
+        log = self._open_log() if self.job.main else None
+        # Discard the times of building and of stages, which belong to no step.
+        self.phases.metrics()
+        if self.checkpoint is None and self.sets and self.config.evaluation.at_start:
             self._record(log, 0, self._evaluate(0, self.sets))
-        self._record_held(log)
+
+        # A restored one: its answers were not in the checkpoint.
+        self._run_deferred_evaluation(log)
         try:
             with self.job.stop.saves():
-                while self.state.step < config.steps and not self._waited_enough():
-                    self._step(log)
-                    self.job.stop_if_asked(self.checkpoints.save_for_good)
-                self._record_held(log)
+                while self.state.step < self.config.steps and not self._patience_exhausted():
+                    self._take_step(log)
+                    self.job.stop_if_asked(self.checkpoints.save_final)
+                self._run_deferred_evaluation(log)
                 self.checkpoints.complete()
         except BaseException:
-            if self.state.held is not None:  # its evaluation follows where the run goes on
-                self._record(log, self.state.held.step, self.state.held.metrics)
+            # The line of the last step; a resumed run writes it again with its evaluation.
+            if self.state.deferred is not None:
+                self._record(
+                    log,
+                    self.state.deferred.step,
+                    self.state.deferred.metrics,
+                )
             raise
+
         if log is not None:
             log.close()
         self._finish()
 
-    def _left_to_do(self) -> tuple[Path | None, tuple[StagePlan, ...]]:
+    def _open_log(self) -> MetricsLog:
+        """Open the metrics log after the last step whose line is complete."""
+        resumed_step = None
+        if self.checkpoint is not None:
+            # The line of a step whose evaluation is deferred is written again.
+            deferred = self.state.deferred
+            resumed_step = self.state.step if deferred is None else deferred.step - 1
+        return MetricsLog(
+            self.folder,
+            self.config.steps,
+            resumed_step=resumed_step,
+            console=self.job.console,
+            trackers=self.job.trackers,
+        )
+
+    def _find_start(self) -> tuple[Path | None, tuple[StagePlan, ...]]:
         """Return the checkpoint to resume from, or the stages still to run. Collective over the world."""
         newest = self._resumed_checkpoint()
         if newest is None:
             set_damaged_models_aside(self.job)
         require_intact_models(first(lambda: models_read(self.config)))
-        stages = () if newest is not None else pending_stages(self.config)
-        # What the first rank sees: a shared file system may tell the ranks different things for a while.
+
+        # The first rank decides: a shared file system can show the ranks different files for a while.
+        # A run with a checkpoint has no stage left to run, and needs the models that they left.
+        stages: tuple[StagePlan, ...] = ()
+        if newest is None:
+            stages = pending_stages(self.config)
         stages = gather_objects(stages)[0]
         if newest is not None:
-            require_stages(self.config)
+            require_stage_models(self.config)
         return newest, stages
 
     def _resumed_checkpoint(self) -> Path | None:
+        """Return the checkpoint that `checkpoint.resume` selects, None to start from the beginning."""
+        # "auto" takes what an earlier job left in the run folder; a path may be of another folder.
         resume = self.config.checkpoint.resume
         if resume == "auto":
             return newest_intact(self.folder.checkpoints, self.job.say)
@@ -170,181 +250,280 @@ class Run:
         require_intact(Path(resume))
         return Path(resume)
 
-    def _prompts(self, setting: str, path: DataPath) -> PromptSource:
-        source = load_prompts(self.config, setting, path, self.tokenizer, self.job.token_files)
-        self.job.say(f"{setting}: {source.length_report.line()}")
+    def _load_prompts(self, key: str, path: DataPath) -> PromptSource:
+        """Load the prompts of a configuration key, and print their lengths and anomalies."""
+        source = load_prompts(self.config, key, path, self.tokenizer, self.job.token_files)
+        self.job.say(f"{key}: {source.length_report.line()}")
         for remark in source.remarks:
-            self.job.say(f"{setting}: {remark}")
+            self.job.say(f"{key}: {remark}")
         for problem in source.odd:
-            self.job.say(f"{setting}: {as_warning(problem)}")
+            self.job.say(f"{key}: {as_warning(problem)}")
         return source
 
     def _progress(self, title: str) -> Progress:
-        return Progress(title, shown=self.job.main, console=self.job.console)
+        return Progress(title, enabled=self.job.main, console=self.job.console)
 
     def _resume(self, path: Path) -> None:
+        """Restore a checkpoint, and complete the files that a kill prevented. Collective over the world."""
         with self.phases("resume"):
             warning = self.state.restore(path, self.roles, trusted=self.config.checkpoint.trust)
         self.job.say(f"resumed from {path} at step {self.state.step}")
         if warning is not None:
             self.job.say(f"data.train: {warning}")
-        self.checkpoints.write_anew(path, self.state.step, self.job)
+        self.checkpoints.rewrite_for_any_layout(path, self.state.step, self.job)
         complete_for_megatron(self.config, self.roles.actor, self.state.step)
 
     def _run_stages(self) -> None:
-        """Run the stages that have not ended; the engine counts the weights of each as a version."""
+        """Run the pending stages. Collective over the world."""
+        # All plans in order: an ended stage still counts as a version, and its checkpoints can go.
         plans = stage_plans(self.config)
-        data = {plan.where: data for plan, data in zip(self.stages, self.stage_data, strict=True)}
+        data_of = {plan.where: data for plan, data in zip(self.pending_stages, self.stage_data, strict=True)}
         roles = {role.name: role for role in self.roles.models}
         for plan in plans:
-            if plan.where in data:
-                at_end = end_of(plan, self.roles, self.config)
-                run_stage(stage_of(plan, roles[plan.role], data[plan.where], at_end), self.job)
+            if plan.where in data_of:
+                at_end = stage_end(plan, self.roles, self.config)
+                run_stage(
+                    make_stage(plan, roles[plan.role], data_of[plan.where], at_end),
+                    self.job,
+                )
             else:
                 self.job.say(f"{plan.where}: has ended before, and left {plan.model}")
-                drop_checkpoints(plan, self.job)
+                delete_checkpoints(plan, self.job)
+            # Each stage of the actor counts as one version, whether it ran now or before a restart.
             if plan.role == "actor":
                 self.roles.hybrid_engine.mark_updated(base=True)
+
+        # The same random numbers as after a restart that finds every stage ended.
         if plans:
-            # As after a restart that finds every stage ended.
             checkpoint.seed_generators(self.config.seed, 0, self.roles.actor.model)
 
-    def _step(self, log: MetricsLog | None) -> None:
-        config, step = self.config, self.state.step + 1
+    def _take_step(self, log: MetricsLog | None) -> None:
+        """Run a step, write its metrics and samples, evaluate and save. Collective over the world."""
+        step = self.state.step + 1
         self.phases.step = step
-        begun = time.perf_counter()
-        held = self.state.held
-        sets = self._sets_of(held)
-        result, answered = self._take(step, sets)
+        start = time.perf_counter()
+        deferred = self.state.deferred
+        deferred_sets = self._sets_of(deferred)
+        result, answers = self._train_and_answer(step, deferred_sets)
         self.state.step = step
-        seconds = time.perf_counter() - begun
-        if held is not None:
+        seconds = time.perf_counter() - start
+
+        # The previous step's evaluation was answered beside this step.
+        if deferred is not None:
             with self.phases("evaluate"):
-                results = graded(self.roles, sets, answered)
-            self._record(log, held.step, held.metrics + self.samples.keep_evaluation(held.step, results))
-            self.state.held = None
-        measured = Metrics({}, {"time/step": seconds}) + self.phases.metrics()
-        measured += self.checkpoints.complete_what_is_written()
-        for role in self.roles.models:
-            measured += role.residency.metrics()
-        metrics = gather_step(result, measured)
+                results = reward_answers(self.roles, deferred_sets, answers)
+            evaluation_metrics = self.samples.keep_evaluation(deferred.step, results)
+            self._record(log, deferred.step, deferred.metrics + evaluation_metrics)
+            self.state.deferred = None
+
+        # From here on metrics are those of all ranks.
+        metrics = self._step_metrics(result, seconds)
+        reasons, examples = self.samples.keep_step(step, result)
+        metrics = self._evaluate_or_defer(log, step, metrics)
+        is_best = self._update_best(step, metrics.values())
+        self._check_failures(step, result, reasons, examples)
+        self._save_if_due(step, is_best)
+
+    def _train_and_answer(
+        self, step: int, sets: Sequence[EvaluationSet]
+    ) -> tuple[StepResult | None, list[Rollouts]]:
+        """Run one step; an asynchronous run answers ``sets`` beside it. Returns the answers, too.
+
+        Collective over the world.
+        """
+        if self.ahead is not None:
+            self.ahead.sets = sets
+
+        state = self.state.algorithm
+        result = train_step(
+            self.batches,
+            self.roles,
+            self.algorithm,
+            state,
+            self.config,
+            step,
+            self.phases,
+        )
+
+        # Ranks that only sample have no result, and keep the state that they do not use.
         if result is not None:
             self.state.algorithm = result.algorithm_state
-            metrics += _throughput(result, metrics.values()["time/step"])
-            metrics += Metrics.of({"policy/version": self.roles.hybrid_engine.version})
             if result.warning:
                 self.job.say(f"step {step}: warning: {result.warning}")
-        reasons, examples = self.samples.keep_step(step, result)
-        last, evaluation = step == config.steps, config.evaluation
-        due = [one for one in self.sets if step % evaluation.interval(one.name) == 0 or last]
-        if due and not last and self.ahead is not None and not any(map(self._decides, due)):
-            self.state.held = Held(step, tuple(one.name for one in due), metrics)
-        else:
-            metrics += self._evaluate(step, due) if due else Metrics()
-            self._record(log, step, metrics)
-        improved = self._is_among_best(step, metrics.values())
-        if result is not None and self.job.main:
-            invalid = 1.0 - float(result.batch.scores.valid.float().mean())
-            self.failures.look(step, invalid, reasons, examples)
-        if last or self._waited_enough():
-            with self.phases("checkpoint"):
-                self.checkpoints.save_for_good(step)
-        elif step % config.checkpoint.every == 0 or improved:
-            with self.phases("checkpoint"):
-                self.checkpoints.save_now_and_then(step)
 
-    def _is_among_best(self, step: int, values: Mapping[str, float]) -> bool:
-        """Say whether a step measured one of the best values. Collective over the world."""
+        answers: list[Rollouts] = []
+        if self.ahead is not None:
+            answers = self.ahead.answers
+        return result, answers
+
+    def _step_metrics(self, result: StepResult | None, seconds: float) -> Metrics:
+        """Return the metrics of a step of all ranks. Collective over the world."""
+        # Of this rank: times, bytes and memory, whose maxima over the ranks are reported.
+        local_metrics = Metrics({}, {"time/step": seconds}) + self.phases.metrics()
+        local_metrics += self.checkpoints.complete_if_written()
+        for role in self.roles.models:
+            local_metrics += role.residency.metrics()
+
+        metrics = gather_step(result, local_metrics)
+        if result is not None:
+            metrics += _throughput(result, metrics.values()["time/step"])
+            metrics += Metrics.of({"policy/version": self.roles.hybrid_engine.version})
+        return metrics
+
+    def _evaluate_or_defer(self, log: MetricsLog | None, step: int, metrics: Metrics) -> Metrics:
+        """Run the evaluation that is due after a step, or defer it to run beside the next step.
+
+        Returns the step's metrics, including the evaluation's if it has run. Collective over the world.
+        """
+        is_last = step == self.config.steps
+        evaluation = self.config.evaluation
+        due_sets = [item for item in self.sets if is_last or step % evaluation.interval(item.name) == 0]
+
+        # Only a run that samples ahead has idle ranks, and training must wait for decisive sets.
+        can_defer = self.ahead is not None and not is_last
+        if due_sets and can_defer and not any(self._is_decisive(item) for item in due_sets):
+            names = tuple(item.name for item in due_sets)
+            self.state.deferred = DeferredEvaluation(step, names, metrics)
+            return metrics
+
+        if due_sets:
+            metrics += self._evaluate(step, due_sets)
+        self._record(log, step, metrics)
+        return metrics
+
+    def _check_failures(
+        self,
+        step: int,
+        result: StepResult | None,
+        reasons: Counter[str],
+        examples: Sequence[Failure],
+    ) -> None:
+        """Raise UserError on the main rank if too many rewards have failed for too many steps."""
+        if result is not None and self.job.main:
+            invalid_fraction = 1.0 - float(result.batch.scores.valid.float().mean())
+            self.failures.check(step, invalid_fraction, reasons, examples)
+
+    def _save_if_due(self, step: int, is_best: bool) -> None:
+        """Save a checkpoint of the present step if one is due. Collective over the world."""
+        # The last checkpoint can be restored by any layout, and is complete before the run ends.
+        if step == self.config.steps or self._patience_exhausted():
+            with self.phases("checkpoint"):
+                self.checkpoints.save_final(step)
+        elif step % self.config.checkpoint.every == 0 or is_best:
+            with self.phases("checkpoint"):
+                self.checkpoints.save_periodic(step)
+
+    def _update_best(self, step: int, values: Mapping[str, float]) -> bool:
+        """Return whether a step's value of `checkpoint.best` is among the best. Collective over the world."""
         settings = self.config.checkpoint
         if settings.best is None:
             return False
+        # Only ranks that learn have the batch's metrics: all take the first rank's value.
         value = gather_objects(values.get(settings.best))[0]
         if value is None:
             return False
-        improved = self.state.best.measured(step, value, settings)
-        if improved:
+
+        is_best = self.state.best.record(step, value, settings)
+        # Every rank has the same measurements, so all of them save or end together.
+        if is_best:
             self.job.say(
                 f"step {step}: {settings.best} {value:.4f} is among the best, and its checkpoint stays"
             )
-        elif self._waited_enough():
-            kept, best = self.state.best.kept[0]
+        elif self._patience_exhausted():
+            best_step, best_value = self.state.best.kept[0]
             self.job.say(
-                f"step {step}: the run ends: {self.state.best.waited} measurements of {settings.best} "
-                f"running were no better than {best:.4f} at step {kept} (evaluation.patience)"
+                f"step {step}: the run ends: the last {self.state.best.waited} measurements of "
+                f"{settings.best} were no better than {best_value:.4f} at step {best_step} "
+                "(evaluation.patience)"
             )
-        return improved
+        return is_best
 
-    def _waited_enough(self) -> bool:
+    def _patience_exhausted(self) -> bool:
+        """Return whether the last `evaluation.patience` measurements brought no new best one."""
         patience = self.config.evaluation.patience
         return patience is not None and self.state.best.waited >= patience
 
-    def _write(self, path: Path, layout: str, beside: bool) -> checkpoint.Saving:
+    def _write_checkpoint(self, path: Path, layout: str, in_background: bool) -> checkpoint.Saving:
         """Write a checkpoint of the present step, or begin to. Collective over the world."""
-        saving = self.state.save(path, self.roles, self.config.checkpoint, layout=layout, beside=beside)
-        begun = self.checkpoints.saved
-        if begun is None or begun[0] != self.state.step:
+        saving = self.state.save(
+            path,
+            self.roles,
+            self.config.checkpoint,
+            layout=layout,
+            in_background=in_background,
+        )
+        # A step that is saved in two layouts needs one checkpoint for Megatron-LM.
+        saved = self.checkpoints.saved
+        if saved is None or saved[0] != self.state.step:
             save_for_megatron(self.config, self.roles.actor, self.state.step)
         return saving
 
-    def _take(self, step: int, sets: Sequence[EvaluationSet]) -> tuple[StepResult | None, list[Rollouts]]:
-        """Take one step, beside which an asynchronous run answers ``sets``; return the answers, too."""
-        if self.ahead is not None:
-            self.ahead.sets = sets
-        state = self.state.algorithm
-        result = train_step(self.batches, self.roles, self.algorithm, state, self.config, step, self.phases)
-        return result, [] if self.ahead is None else self.ahead.answers
+    def _is_decisive(self, evaluation_set: EvaluationSet) -> bool:
+        """Return whether a metric of the set decides which checkpoints stay or when the run ends."""
+        return (self.config.checkpoint.best or "").startswith(f"eval/{evaluation_set.name}/")
 
-    def _decides(self, one: EvaluationSet) -> bool:
-        """Say whether what a set measures may keep a checkpoint or end the run: training waits for it."""
-        return (self.config.checkpoint.best or "").startswith(f"eval/{one.name}/")
+    def _sets_of(self, deferred: DeferredEvaluation | None) -> list[EvaluationSet]:
+        """Return the evaluation sets of a deferred evaluation."""
+        if deferred is None:
+            return []
+        return [item for item in self.sets if item.name in deferred.sets]
 
-    def _sets_of(self, held: Held | None) -> list[EvaluationSet]:
-        return [one for one in self.sets if held is not None and one.name in held.sets]
-
-    def _record_held(self, log: MetricsLog | None) -> None:
-        """Evaluate at once what was to be answered beside a step that this process takes not or not yet."""
-        held, self.state.held = self.state.held, None
-        if held is not None:
-            self._record(log, held.step, held.metrics + self._evaluate(held.step, self._sets_of(held)))
+    def _run_deferred_evaluation(self, log: MetricsLog | None) -> None:
+        """Run the deferred evaluation now: no later step will overlap with it."""
+        deferred = self.state.deferred
+        self.state.deferred = None
+        if deferred is not None:
+            evaluation_metrics = self._evaluate(deferred.step, self._sets_of(deferred))
+            self._record(log, deferred.step, deferred.metrics + evaluation_metrics)
 
     def _evaluate(self, step: int, sets: Sequence[EvaluationSet]) -> Metrics:
+        """Evaluate the present weights and store the answers. Collective over the world."""
         with self.phases("evaluate"):
-            results, synced = evaluate(self.roles, sets, self.config.seed)
+            results, sync_metrics = evaluate(self.roles, sets, self.config.seed)
         metrics = self.samples.keep_evaluation(step, results)
-        return metrics + gather_metrics(self.phases.metrics() + synced)
+        return metrics + gather_metrics(self.phases.metrics() + sync_metrics)
 
     def _record(self, log: MetricsLog | None, step: int, metrics: Metrics) -> None:
         if log is not None:
             log.write(step, metrics.values())
 
     def _finish(self) -> None:
-        config, model = self.config, self.roles.actor.model
-        if config.checkpoint.export:
-            if self.job.main:
-                shutil.rmtree(self.folder.model, ignore_errors=True)  # of this run, before it went on
-            barrier()
-            if model is not None:
-                with self.phases("export"), self.roles.actor.resident(Use.READ):
-                    export(model, self.folder.model, config.model.path)
+        """Export the model, release roles and servers, and write the report. Collective over the world."""
+        if self.config.checkpoint.export:
+            self._export()
+        # The export reads the actor's weights on its ranks: nobody may release anything before.
         barrier()
-        for one in self.sets:
-            one.close()
+        for evaluation_set in self.sets:
+            evaluation_set.close()
         self.roles.close()
         if self.job.main:
-            self._report()
+            self._write_report()
 
-    def _report(self) -> None:
-        """Write the report. The run is complete: whatever fails here is said, and fails nothing else."""
+    def _export(self) -> None:
+        """Write the actor as a Hugging Face model. Collective over the world."""
+        # A model of this run from before it was resumed.
+        if self.job.main:
+            shutil.rmtree(self.folder.model, ignore_errors=True)
+        barrier()
+
+        model = self.roles.actor.model
+        if model is not None:
+            with self.phases("export"), self.roles.actor.resident(Use.READ):
+                export(model, self.folder.model, self.config.model.path)
+
+    def _write_report(self) -> None:
+        """Write the report. The run is complete: an error here is a warning, and fails nothing else."""
         try:
             write_report(self.folder.path, console=self.job.console)
         except Exception as error:
             self.job.say(
                 f"warning: the run is complete, and its report cannot be written: {first_line(error)}; "
-                f"fix: mend that, and call python -m megatron_rl report {self.folder.path}"
+                f"fix: correct that, and run python -m megatron_rl report {self.folder.path}"
             )
 
 
 def _throughput(result: StepResult, seconds: float) -> Metrics:
+    """Return the step's tokens of prompts and responses per second."""
     tokens = float(result.batch.rollouts.lengths.sum())
     return Metrics.of({
         "throughput/tokens_per_second": tokens / seconds,

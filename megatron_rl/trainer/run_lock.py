@@ -1,4 +1,4 @@
-"""Keep a run folder to one job at a time."""
+"""Lock of a run folder, which one job at a time can hold."""
 
 from __future__ import annotations
 
@@ -17,78 +17,104 @@ from typing import Any
 
 from megatron_rl.errors import UserError
 
-BEAT_SECONDS = 5.0
+HEARTBEAT_SECONDS = 5.0
+"""Interval in which the holder updates the lock file's modification time."""
 STALE_SECONDS = 30.0
-"""A holder on another host that has not touched the file for so long is dead."""
+"""Time without a heartbeat after which a holder on another host counts as dead: six heartbeats."""
+
+_LOCKED = (errno.EACCES, errno.EAGAIN)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of file systems without locks, where only the heartbeat protects."""
 
 
 @contextlib.contextmanager
 def only_job_in(run_dir: Path, console: Any = None) -> Iterator[None]:
-    """Hold the folder's lock inside the block, on the one rank that writes there.
+    """Lock the folder inside the block, on the one rank that writes there.
 
-    A lock that the operating system still holds is another job's. File systems that do not carry locks from
-    host to host leave the holder's sign of life, the file's modification time: a lock without one for
-    `STALE_SECONDS` is a dead host's and is taken over, after waiting for a sign that long. Raises UserError
-    where another job holds the lock.
+    If another process holds the operating system's lock, another job is running. Not every file system
+    carries locks from host to host: there the holder's heartbeat counts, and a lock without one for
+    `STALE_SECONDS` is taken over, after waiting that long for a heartbeat. Raises UserError if another job
+    holds the lock.
     """
+    # Never unlinked: two jobs could otherwise lock two files of one name.
     path = run_dir / "run.lock"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    ended = threading.Event()
+    stop_heartbeat = threading.Event()
     try:
-        if not _locked(descriptor):
-            raise _taken(path, _holder(path))
-        _outwait(path, console)
-        content = {"host": socket.gethostname(), "process": os.getpid(), "since": time.strftime("%F %T")}
+        if not _acquire(descriptor):
+            raise _locked_error(path, _holder(path))
+        _wait_until_stale(path, console)
+
+        # What another job's error says about this one.
+        content = {
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "since": time.strftime("%F %T"),
+        }
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(content).encode(), 0)
-        beat = threading.Thread(target=_beat, args=(descriptor, ended), name="run_lock", daemon=True)
-        beat.start()
+        heartbeat = threading.Thread(
+            target=_heartbeat,
+            args=(descriptor, stop_heartbeat),
+            name="run_lock",
+            daemon=True,
+        )
+        heartbeat.start()
         try:
             yield
         finally:
-            ended.set()
-            beat.join()
+            stop_heartbeat.set()
+            heartbeat.join()
+            # An empty file tells jobs on other hosts that nobody holds the lock.
             os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)
 
 
-def _locked(descriptor: int) -> bool:
-    """Take the operating system's lock; False where another process has it."""
+def _acquire(descriptor: int) -> bool:
+    """Acquire the operating system's lock; return False if another process holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
+        if error.errno in _LOCKED:
             return False
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # a file system without locks
+        if error.errno not in _NO_LOCKS:
             raise
     return True
 
 
-def _outwait(path: Path, console: Any) -> None:
-    """Return when the holder that the file names is known to be dead; raise UserError when it lives."""
+def _wait_until_stale(path: Path, console: Any) -> None:
+    """Return once the holder in the lock file counts as dead; raise UserError at its next heartbeat."""
     holder = _holder(path)
+    # The operating system releases locks of this host's processes, and the file system gave us this one.
     if not holder or holder.get("host") == socket.gethostname():
-        return  # released in order, or by the end of its process
-    seen = path.stat().st_mtime
-    waiting = STALE_SECONDS - (_file_system_time(path.parent) - seen)
-    if waiting > 0 and console is not None:
+        return
+
+    # Compare times of one clock: that of this host may differ from the file server's.
+    last_heartbeat = path.stat().st_mtime
+    remaining = STALE_SECONDS - (_file_system_time(path.parent) - last_heartbeat)
+    if remaining > 0 and console is not None:
         host = holder.get("host")
-        print(f"{path} was held on {host} just now: waiting {waiting:.0f} s", file=console, flush=True)
-    while waiting > 0:
-        time.sleep(min(waiting, 1.0))
-        if path.stat().st_mtime != seen:
-            raise _taken(path, holder)
-        waiting -= 1.0
+        print(
+            f"{path} was held on {host} just now: waiting {remaining:.0f} s",
+            file=console,
+            flush=True,
+        )
+    while remaining > 0:
+        time.sleep(min(remaining, 1.0))
+        if path.stat().st_mtime != last_heartbeat:
+            raise _locked_error(path, holder)
+        remaining -= 1.0
 
 
 def _file_system_time(folder: Path) -> float:
-    """Return the present by the clock that gives files in ``folder`` their times."""
+    """Return the present time by the clock that gives files in ``folder`` their modification times."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".run.lock.") as probe:
         return os.stat(probe.name).st_mtime
 
 
 def _holder(path: Path) -> dict[str, Any]:
+    """Return the host, process and start of the lock's holder, empty if the file names none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -96,20 +122,20 @@ def _holder(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _taken(path: Path, holder: dict[str, Any]) -> UserError:
-    who = "process {process} on {host}, since {since}".format_map(
-        {"process": "?", "host": "?", "since": "?"} | holder
-    )
+def _locked_error(path: Path, holder: dict[str, Any]) -> UserError:
+    values = {"process": "?", "host": "?", "since": "?"} | holder
     return UserError(
         "another job trains in this run folder",
         where=str(path.parent),
         expected="a folder that no job is writing to",
-        got=who,
+        got="process {process} on {host}, since {since}".format_map(values),
         fix="wait for that job, end it, or set another run_dir",
     )
 
 
-def _beat(descriptor: int, ended: threading.Event) -> None:
-    while not ended.wait(BEAT_SECONDS):
+def _heartbeat(descriptor: int, stop: threading.Event) -> None:
+    """Update the lock file's modification time until stopped."""
+    while not stop.wait(HEARTBEAT_SECONDS):
+        # A file system that is away for a while must not end the run.
         with contextlib.suppress(OSError):
             os.utime(descriptor)

@@ -1,80 +1,113 @@
-"""What a run samples, stored for its report and trackers, with a word on rewards that failed."""
+"""Samples of steps and evaluations, stored for the report and the trackers, with the rewards that failed."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain, zip_longest
+from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.distributed.exchange import gather_objects
+from megatron_rl.durable import replace_file
 from megatron_rl.metrics import Metrics, merge
 from megatron_rl.rewards.function import Failure, ending
 from megatron_rl.roles.build import Roles
 from megatron_rl.trainer.evaluation import EvaluationResult, failure_lines
 from megatron_rl.trainer.job import Job
-from megatron_rl.trainer.logging import write_rollouts
 from megatron_rl.trainer.loop import StepResult
-from megatron_rl.trainer.reward_failures import never_asked, of_each_kind
-from megatron_rl.types import row_counts
+from megatron_rl.trainer.rewards import (
+    distinct_failures,
+    unused_scorers_warning,
+)
+from megatron_rl.types import PromptBatch, Rollouts, row_counts
+
+MAX_CONSOLE_CHARACTERS = 300
+"""Length to which the message of a failed reward is cut on the console."""
 
 
 class Samples:
-    """Store the samples of steps and evaluations in a job's folder, and tell its trackers."""
+    """Storage of the samples of steps and evaluations, in the run folder and in the trackers."""
 
     def __init__(self, job: Job, roles: Roles) -> None:
-        self.job, self.roles = job, roles
-        self._warned = False
+        self.job = job
+        self.roles = roles
+        self._warned_of_unused_scorers = False
 
     def keep_evaluation(self, step: int, results: Sequence[EvaluationResult]) -> Metrics:
-        """Store the answers, say what failed, and return what was measured. Collective over the world."""
-        for lines in zip_longest(*gather_objects(list(failure_lines(results, step))), fillvalue=""):
+        """Store the answers, print the failures of all ranks and return the evaluation's metrics.
+
+        Collective over the world.
+        """
+        # Line i of every rank beside each other, so that a failure that all ranks have is printed once.
+        lines_by_rank = gather_objects(list(failure_lines(results, step)))
+        for lines in zip_longest(*lines_by_rank, fillvalue=""):
             for line in dict.fromkeys(filter(None, lines)):
                 self.job.say(line)
+
         if self.job.main:
             for result in results:
                 columns = self._columns(result.prompts, result.rollouts)
                 columns["reward"] = result.rewards.tolist()
                 columns["failure"] = list(result.reasons)
-                self._keep(f"eval_{result.name}", step, columns)
+                self._store(f"eval_{result.name}", step, columns)
         return merge(result.metrics for result in results)
 
     def keep_step(self, step: int, result: StepResult | None) -> tuple[Counter[str], list[Failure]]:
-        """Store the step's samples with their judgement; return and say why rewards failed, with examples.
+        """Store the step's samples with their rewards, and print examples of failed rewards.
 
-        Collective over the world.
+        Returns the number of failed rewards by reason, of all ranks, and the examples. Collective over the
+        world.
         """
-        failures = () if result is None else result.batch.failures
-        reasons = Counter(failure.reason for failure in failures)
-        totals, shown = zip(*gather_objects((reasons, of_each_kind(failures))), strict=True)
-        reasons, examples = sum(totals, Counter()), of_each_kind(chain.from_iterable(shown))
+        # Each rank knows the failures of its own rows.
+        failures: Sequence[Failure] = ()
+        if result is not None:
+            failures = result.batch.failures
+        local_reasons = Counter(failure.reason for failure in failures)
+        gathered = gather_objects((local_reasons, distinct_failures(failures)))
+        reasons: Counter[str] = sum((counts for counts, _ in gathered), Counter())
+        examples = distinct_failures(chain.from_iterable(failures for _, failures in gathered))
         if not self.job.main or result is None:
             return reasons, examples
-        for failure in examples:
-            self.job.say(f"step {step}: a reward failed ({failure.reason}): {ending(failure.message, 300)}")
-        if reasons.total() > len(examples):
-            counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-            self.job.say(f"step {step}: {reasons.total()} rewards failed in all: {counts}")
-        batch, rollouts = result.batch, result.batch.rollouts
-        unasked = never_asked(self.job.config.reward, rollouts.outcomes)
-        if unasked and not self._warned:
-            self.job.say(f"step {step}: {unasked}")
-            self._warned = True
-        columns = self._columns(batch.prompts, rollouts)
-        columns["group"] = rollouts.group.tolist()
+
+        self._print_failures(step, reasons, examples)
+        batch = result.batch
+
+        # Once a run: the next steps would have the same warning.
+        warning = unused_scorers_warning(self.job.config.reward, batch.rollouts.outcomes)
+        if warning and not self._warned_of_unused_scorers:
+            self.job.say(f"step {step}: {warning}")
+            self._warned_of_unused_scorers = True
+
+        # One row per response, with what the learner knows of it.
+        columns = self._columns(batch.prompts, batch.rollouts)
+        columns["group"] = batch.rollouts.group.tolist()
         columns["reward"] = batch.scores.rewards.tolist()
         columns["valid"] = batch.scores.valid.tolist()
         columns["failure"] = list(batch.reasons)
-        columns["policy_version"] = rollouts.policy_version.tolist()
-        self._keep("step", step, columns)
+        columns["policy_version"] = batch.rollouts.policy_version.tolist()
+        self._store("step", step, columns)
         return reasons, examples
 
-    def _keep(self, kind: str, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+    def _print_failures(self, step: int, reasons: Counter[str], examples: Sequence[Failure]) -> None:
+        """Print the examples, and the counts if there are more failed rewards than examples."""
+        for failure in examples:
+            message = ending(failure.message, MAX_CONSOLE_CHARACTERS)
+            self.job.say(f"step {step}: a reward failed ({failure.reason}): {message}")
+        if reasons.total() > len(examples):
+            counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+            self.job.say(f"step {step}: {reasons.total()} rewards failed in all: {counts}")
+
+    def _store(self, kind: str, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Write the samples of one step or evaluation set to the run folder and the trackers."""
         write_rollouts(self.job.folder, step, columns, kind=kind)
         if self.job.trackers is not None:
             self.job.trackers.samples(kind, step, columns)
 
-    def _columns(self, prompts: Any, rollouts: Any) -> dict[str, Any]:
+    def _columns(self, prompts: PromptBatch, rollouts: Rollouts) -> dict[str, Any]:
+        """Return the columns that training samples and evaluation answers have in common."""
         columns = {
             "prompt": list(prompts.prompts),
             "response": self.roles.reward.responses(rollouts),
@@ -85,3 +118,41 @@ class Samples:
         if rollouts.outcomes is not None:
             columns["conversation"] = self.roles.reward.conversations(rollouts)
         return columns
+
+
+def write_rollouts(
+    folder: RunFolder,
+    step: int,
+    columns: Mapping[str, Sequence[Any]],
+    limit: int | None = None,
+    kind: str = "step",
+) -> Path:
+    """Write the first ``limit`` rows of equally long columns to ``rollouts/<kind>_<step>.parquet``.
+
+    A column whose values have no common Parquet type is stored as JSON text.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    lengths = {len(values) for values in columns.values()}
+    if len(lengths) != 1:
+        raise ValueError(f"columns of different lengths: { {k: len(v) for k, v in columns.items()} }")
+    count = len(range(lengths.pop())[:limit])
+
+    arrays: dict[str, Any] = {"step": pyarrow.array([step] * count, pyarrow.int64())}
+    for name, values in columns.items():
+        rows = list(values[:limit])
+        try:
+            array = pyarrow.array(rows)
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
+            array = pyarrow.array([json.dumps(row, default=str) for row in rows])
+        # A column of None alone, such as failures of a step without any, has text in the files of other
+        # steps.
+        if pyarrow.types.is_null(array.type):
+            array = array.cast(pyarrow.string())
+        arrays[name] = array
+
+    target = folder.rollouts / f"{kind}_{step}.parquet"
+    table = pyarrow.table(arrays)
+    replace_file(target, lambda path: pyarrow.parquet.write_table(table, path))
+    return target

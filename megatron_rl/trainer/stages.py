@@ -1,4 +1,8 @@
-"""Supervised training, preferences and reward models: one loop, with what differs passed in."""
+"""Stages before reinforcement learning: supervised training, preferences and reward models.
+
+The one idea: one loop takes the steps of every stage; a `Stage` is a value with what differs between them,
+its objective and what its batches need.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.algorithms import PreferenceSettings, dpo_objective, reward_model_objective, sft_objective
+from megatron_rl.algorithms import (
+    PreferenceSettings,
+    dpo_objective,
+    reward_model_objective,
+    sft_objective,
+)
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import (
     first,
@@ -33,7 +42,12 @@ from megatron_rl.config.stage_plan import (
 from megatron_rl.data.responses import ResponseSource, load_responses
 from megatron_rl.data.shards import DataPath
 from megatron_rl.data.tokenizing import load_tokenizer
-from megatron_rl.distributed.exchange import ReplicaGroup, barrier, gather_metrics, gather_objects
+from megatron_rl.distributed.exchange import (
+    ReplicaGroup,
+    barrier,
+    gather_metrics,
+    gather_objects,
+)
 from megatron_rl.errors import UserError
 from megatron_rl.hf.export import export
 from megatron_rl.hf.peft import note_base
@@ -44,24 +58,30 @@ from megatron_rl.megatron.residency import Use
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.build import Roles, build_learner
 from megatron_rl.roles.model_role import ModelRole, Objective
-from megatron_rl.trainer.checkpoints import Checkpoints, save_for_megatron
 from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.logging import MetricsLog, Progress
+from megatron_rl.trainer.state import Checkpoints, save_for_megatron
 from megatron_rl.types import TrainBatch
+
+PAIR = 2
+"""Rows of a preference pair, the chosen and the rejected response, which stay in one micro-batch."""
 
 
 @dataclass(frozen=True)
 class StageData:
-    """Hold the records that a stage learns from and those that its loss is only measured on.
+    """Records of one stage.
 
-    ``per_step`` records make a step; ``records`` is how many the whole stage takes, so that the last step of
-    a whole number of epochs may have fewer.
+    Example: 20 records with 8 per step are 3 steps, the last with 4 records.
     """
 
     train: ResponseSource
+    """Records to learn from."""
     held_out: ResponseSource | None
+    """Records on which the loss is only evaluated, None without any."""
     per_step: int
+    """Records of a step."""
     records: int
+    """Records of the whole stage, which may take several epochs of ``train``, or part of one."""
 
     @property
     def steps(self) -> int:
@@ -75,192 +95,277 @@ class StageData:
 
 @dataclass(frozen=True)
 class Stage:
-    """Hold what one stage is: who learns, from what, down which objective, and what happens at its end.
+    """One stage: the role that learns, its data and objective, and what follows.
 
-    ``how`` are the arguments of `ModelRole.update` beside the objective. With ``needs_reference`` the batches
-    hold the log-probs of the policy that the stage starts from. ``at_end`` is called when the model of the
-    stage is written. Collective over the world.
+    Example: a supervised warm-up has the actor as ``role``, `sft_objective` and no ``options``.
     """
 
     plan: StagePlan
+    """What the configuration says about the stage."""
     title: str
+    """Title in messages and of the progress bar."""
     role: ModelRole
+    """The role that learns."""
     data: StageData
+    """Records to learn from and to evaluate."""
     objective: Objective
-    how: Mapping[str, Any] = field(default_factory=dict)
+    """Loss and metrics of a micro-batch."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `ModelRole.update`."""
     needs_reference: bool = False
+    """Whether batches have the log-probs of the policy that the stage starts from."""
     at_end: Callable[[], None] = lambda: None
+    """Called once the stage's model is written. Collective over the world."""
 
 
 def load_stage_data(plan: StagePlan, tokenizer: Any, job: Job) -> StageData:
-    """Read and tokenise what a stage learns from; raises UserError for records that do not fit."""
-    settings, where, longest = plan.settings, plan.where, plan.settings.max_row_tokens
-    data = fields_of(job.config.data, settings, where)
-    assert longest is not None
+    """Load and tokenise the records of a stage; raise UserError for invalid records."""
+    settings = plan.settings
+    max_row_tokens = settings.max_row_tokens
+    data = fields_of(job.config.data, settings, plan.where)
+    assert max_row_tokens is not None
 
-    def source(path: DataPath, name: str) -> ResponseSource:
-        fields = {getattr(settings, field): f"{where}.{field}" for field in settings.RESPONSES}
-        every_turn = settings.every_turn
-        rows = load_responses(
-            job.config, f"{where}.{name}", path, tokenizer, job.token_files, fields, longest, every_turn, data
+    def load(path: DataPath, name: str) -> ResponseSource:
+        key = f"{plan.where}.{name}"
+        # Errors about a record name the setting that its field comes from.
+        fields = {getattr(settings, field): f"{plan.where}.{field}" for field in settings.RESPONSES}
+        source = load_responses(
+            job.config,
+            key,
+            path,
+            tokenizer,
+            job.token_files,
+            fields,
+            max_row_tokens,
+            settings.every_turn,
+            data,
         )
-        for remark in rows.remarks():
-            job.say(f"{where}.{name}: {remark}")
-        return rows
 
-    train = source(settings.data, "data")
-    held_out = None if settings.held_out is None else source(settings.held_out, "held_out")
+        for remark in source.remarks():
+            job.say(f"{key}: {remark}")
+        return source
+
+    train = load(settings.data, "data")
+    held_out = None
+    if settings.held_out is not None:
+        held_out = load(settings.held_out, "held_out")
+
+    # The length of a stage is a number of steps, or of epochs.
     records = (settings.steps or 0) * settings.per_step
     if settings.epochs is not None:
         records = max(1, round(settings.epochs * len(train)))
     return StageData(train, held_out, settings.per_step, records)
 
 
-def stage_of(plan: StagePlan, role: ModelRole, data: StageData, at_end: Callable[[], None]) -> Stage:
-    """Return the stage that a plan describes."""
+def make_stage(
+    plan: StagePlan,
+    role: ModelRole,
+    data: StageData,
+    at_end: Callable[[], None],
+) -> Stage:
+    """Return the stage of a plan."""
+    # A supervised stage learns from each row by itself.
     settings = plan.settings
     if isinstance(settings, SftConfig):
-        return Stage(plan, "supervised warm-up", role, data, _supervised, at_end=at_end)
+        return Stage(
+            plan,
+            "supervised warm-up",
+            role,
+            data,
+            _sft_objective,
+            at_end=at_end,
+        )
+
+    # Preference losses compare the two rows of a pair; SimPO needs no reference (arXiv 2405.14734).
     if isinstance(settings, PreferenceConfig):
         assert settings.beta is not None
         loss = PreferenceSettings(
-            settings.loss, settings.beta, settings.label_smoothing, settings.margin, settings.sft_coef
+            settings.loss,
+            settings.beta,
+            settings.label_smoothing,
+            settings.margin,
+            settings.sft_coef,
         )
         return Stage(
-            plan, "training on preferences", role, data, partial(_preferred, loss),
-            how={"unit": 2}, needs_reference=settings.loss != "simpo", at_end=at_end,
-        )  # fmt: skip
+            plan,
+            "training on preferences",
+            role,
+            data,
+            partial(_preference_objective, loss),
+            options={"unit": PAIR},
+            needs_reference=settings.loss != "simpo",
+            at_end=at_end,
+        )
+
+    # A reward model's output at a token is read there, not as a prediction of the next one.
     title = f"reward model {plan.name.removeprefix('reward_')}"
-    how = {"unit": 2, "before": False}
-    return Stage(plan, title, role, data, reward_model_objective, how=how, at_end=at_end)
+    options = {"unit": PAIR, "before": False}
+    return Stage(
+        plan,
+        title,
+        role,
+        data,
+        reward_model_objective,
+        options=options,
+        at_end=at_end,
+    )
 
 
-def _supervised(rows: TrainBatch, log_probs: Any, entropy: Any) -> Any:
+def _sft_objective(rows: TrainBatch, log_probs: Any, entropy: Any) -> Any:
     return sft_objective(rows, log_probs)
 
 
-def _preferred(settings: PreferenceSettings, rows: TrainBatch, log_probs: Any, entropy: Any) -> Any:
+def _preference_objective(
+    settings: PreferenceSettings,
+    rows: TrainBatch,
+    log_probs: Any,
+    entropy: Any,
+) -> Any:
     return dpo_objective(settings, rows, log_probs)
 
 
-def end_of(plan: StagePlan, roles: Roles, config: RunConfig) -> Callable[[], None]:
-    """Return what the end of a stage means to the roles of a run.
+def stage_end(plan: StagePlan, roles: Roles, config: RunConfig) -> Callable[[], None]:
+    """Return the action that the roles of a run take at the end of a stage.
 
-    Roles that start from the actor's model get its weights; a trained reward model learns no more.
+    Roles that start from the actor's model load its weights; a trained reward model is frozen.
     """
+    # Roles that keep a model of their own have the actor's starting weights until now.
     if plan.role == "actor":
-        return partial(_hand_on, plan, roles, config)
+        return partial(_load_into_dependents, plan, roles, config)
     return next(model.role.freeze for model in roles.reward_models if model.role.name == plan.role)
 
 
-def _hand_on(plan: StagePlan, roles: Roles, config: RunConfig) -> None:
+def _load_into_dependents(plan: StagePlan, roles: Roles, config: RunConfig) -> None:
     """Load the model of the actor's stage into the roles that start from it. Collective over the world."""
-    starts = stated_models(config)
-    trained = {other.role for other in stage_plans(config) if other.ended and other.role != "actor"}
+    starting_models = stated_models(config)
+    trained_roles = {item.role for item in stage_plans(config) if item.ended and item.role != "actor"}
     for role in roles.models:
-        if starts.get(role.name) != str(plan.model) or role.name in trained:
+        if starting_models.get(role.name) != str(plan.model) or role.name in trained_roles:
             continue
-        if role.base_of is not None:
-            continue  # the actor has added what it learned to its weights
+        # The initial policy is the actor's own model, whose weights the stage has trained.
+        if role.initial_of is not None:
+            continue
+
         with role.resident(Use.STATE):
             if role.model is not None:
                 load_weights(role.model, str(plan.model))
                 if role.model.adapters is not None:
                     note_base(role.model, str(plan.model))
+            # The optimizer has a float32 copy of the weights.
             if role.optimizer is not None:
                 role.optimizer.reload_parameters()
 
 
-def require_stages(config: RunConfig) -> None:
-    """Raise UserError where a run that resumes lacks a model that one of its stages leaves.
+def require_stage_models(config: RunConfig) -> None:
+    """Raise UserError if a resumed run lacks a model that one of its stages has left.
 
-    A checkpoint holds the actor and the critic; the reference, trained reward models and the base of an
-    actor's adapters lie beside it.
+    A checkpoint has the weights of actor and critic. The reference, trained reward models and the base of the
+    actor's adapters are read from the run folder.
     """
     for plan in stage_plans(config):
-        frozen = [
+        # A stage's model is read again by frozen roles that start from it, and as the base of adapters.
+        frozen_roles = [
             path
             for path, model in stated_models(config).items()
             if spec_at(path).phase == ACTOR.phase and not spec_at(path).trains and model == str(plan.model)
         ]
-        where = f"{frozen[0] if frozen else 'reference'}.path"
-        if plan.role != "actor":
-            where = f"{plan.role}.path"
-        base = config.actor.lora is not None and starting_model(config) == str(plan.model)
-        if plan.ended or (plan.role == "actor" and not (frozen or base)):
+        is_base = config.actor.lora is not None and starting_model(config) == str(plan.model)
+        is_read = plan.role != "actor" or bool(frozen_roles) or is_base
+        if plan.ended or not is_read:
             continue
+
+        # The actor's stage cannot be removed: its model is what the checkpoint was trained from.
+        if plan.role == "actor":
+            key = f"{[*frozen_roles, 'reference'][0]}.path"
+            change = f"set {key} to it"
+        else:
+            key = f"{plan.role}.path"
+            change = f"set {key} to it and remove {plan.where}"
         raise UserError(
-            f"the model that {plan.where} has left in the run that is resumed is not in the run folder",
-            where=where,
+            f"the model of {plan.where} in the resumed run is not in the run folder",
+            where=key,
             expected=f"a Hugging Face checkpoint in {plan.model}",
             got="no such directory",
-            fix=f"copy it there from the folder of the run that is resumed, or set {where} to it"
-            + ("" if plan.role == "actor" else f" and remove {plan.where}"),
+            fix=f"copy it there from the folder of the resumed run, or {change}",
         )
 
 
 def set_damaged_models_aside(job: Job) -> None:
-    """Rename the damaged models of stages that have ended: these stages run again from their beginning.
+    """Rename damaged models of ended stages, which then run again from their beginning.
 
-    For a run without a checkpoint to resume from; one with a checkpoint needs the very model that it was
-    saved beside. Collective over the world.
+    Only for a run without a checkpoint to resume from: one with a checkpoint needs the very model that it was
+    saved with. Collective over the world.
     """
-    ended = first(lambda: [plan for plan in stage_plans(job.config) if plan.ended])
-    for plan in ended:
+    ended_plans = first(lambda: [plan for plan in stage_plans(job.config) if plan.ended])
+    for plan in ended_plans:
         problems = model_damages(plan.model)
         if not problems:
             continue
-        aside = first(lambda plan=plan: set_aside(plan.model))
+        new_path = first(lambda plan=plan: set_aside(plan.model))
         job.say(
-            f"warning: {plan.where}: its model is damaged: {in_short(problems)}; it is kept as {aside}, "
+            f"warning: {plan.where}: its model is damaged: {in_short(problems)}; it is kept as {new_path}, "
             "and the stage runs again"
         )
 
 
 def run_stage(stage: Stage, job: Job) -> None:
-    """Train a role as its stage says, from the stage's newest checkpoint where it has one.
+    """Train the stage's role, from the stage's newest checkpoint if there is one, and write its model.
 
-    Leaves the stage's model as a Hugging Face checkpoint, complete or not at all; from then on the stage has
-    ended. The role's own optimizer, where it has one, goes on from the trained weights. Collective over the
+    The model is a Hugging Face checkpoint that is written completely or not at all: the stage has ended once
+    its folder exists. The role's own optimizer then continues from the trained weights. Collective over the
     world.
     """
-    role, plan = stage.role, stage.plan
-    own_optimizer = role.optimizer
+    role = stage.role
+    plan = stage.plan
+    run_optimizer = role.optimizer
     with role.resident():
-        # A stage that a restart begins with draws what it would have drawn after the stage before.
+        # The same random numbers whether the stage follows another one or a restart.
         checkpoint.seed_generators(job.config.seed, 0, role.model)
         if role.model is not None:
-            if own_optimizer is None:
+            # The model of a role with an optimizer has been wrapped for it already.
+            if run_optimizer is None:
                 ddp = job.config.actor.ddp if plan.role == "actor" else None
                 wrap(role.model, plan.settings.optimizer.distributed, ddp)
             role.optimizer = Optimizer(role.model, plan.settings.optimizer, stage.data.steps)
-        taken = _take_steps(stage, job)
-        role.optimizer = own_optimizer
-        if own_optimizer is not None:
-            own_optimizer.reload_parameters()
+
+        steps = _take_steps(stage, job)
+
+        role.optimizer = run_optimizer
+        if run_optimizer is not None:
+            run_optimizer.reload_parameters()
         with job.phases("export"):
             if job.config.job != TRAIN and plan.role == "actor":
-                save_for_megatron(job.config, role, taken)
-            if role.model is not None:
-                export(role.model, plan.model, job.config.model.path)
-                if role.model.adapters is not None:  # the next stage starts from what this one leaves
-                    merge_adapters(role.model, job.config.seed)
-                    note_base(role.model, plan.model)
-                    if own_optimizer is not None:
-                        own_optimizer.reload_parameters()
+                save_for_megatron(job.config, role, steps)
+            _export_stage_model(stage, job)
             barrier()
         stage.at_end()
-    drop_checkpoints(plan, job)
+    delete_checkpoints(plan, job)
 
 
-def drop_checkpoints(plan: StagePlan, job: Job) -> None:
+def _export_stage_model(stage: Stage, job: Job) -> None:
+    """Write the stage's model and merge its adapters, so that the next stage starts from the written model.
+
+    Collective over the role's ranks.
+    """
+    model = stage.role.model
+    if model is None:
+        return
+    export(model, stage.plan.model, job.config.model.path)
+    if model.adapters is not None:
+        merge_adapters(model, job.config.seed)
+        note_base(model, stage.plan.model)
+        if stage.role.optimizer is not None:
+            stage.role.optimizer.reload_parameters()
+
+
+def delete_checkpoints(plan: StagePlan, job: Job) -> None:
     """Delete the checkpoints of a stage that has ended, on the main rank."""
     if job.main:
         shutil.rmtree(job.folder.stage_checkpoints(plan.name), ignore_errors=True)
 
 
 def run_alone(job: Job) -> None:
-    """Run the stages of a job that has nothing else; the actor's model is the job's model too.
+    """Run the stages of a job without reinforcement learning; the actor's model is the job's model, too.
 
     Collective over the world.
     """
@@ -269,149 +374,200 @@ def run_alone(job: Job) -> None:
     job.join()
     set_damaged_models_aside(job)
     require_intact_models(first(lambda: models_read(config)))
+
+    # The first rank decides: a shared file system can show the ranks different files for a while.
     pending = gather_objects(pending_stages(config))[0]
     with job.phases("data"):
-        data = {plan.where: load_stage_data(plan, tokenizer, job) for plan in pending}
+        data_of = {plan.where: load_stage_data(plan, tokenizer, job) for plan in pending}
+
+    # Every stage builds its role anew, from the model that the stage before has left.
     for plan in stage_plans(config):
-        if plan.where in data:
+        if plan.where in data_of:
             with job.phases("build"):
                 role = build_learner(config, plan)
-            at_end = role.freeze
-            run_stage(stage_of(plan, role, data[plan.where], at_end), job)
+            run_stage(
+                make_stage(plan, role, data_of[plan.where], role.freeze),
+                job,
+            )
         else:
             job.say(f"{plan.where}: has ended before")
-            drop_checkpoints(plan, job)
-        if job.main and plan.role == "actor":
-            job.folder.publish(plan.model)
+            delete_checkpoints(plan, job)
+
+        path = plan.model
+        if plan.role == "actor":
+            path = job.folder.model
+            if job.main:
+                job.folder.publish(plan.model)
         barrier()
-        job.say(f"{plan.where}: the model is in {job.folder.model if plan.role == 'actor' else plan.model}")
+        job.say(f"{plan.where}: the model is in {path}")
 
 
 def _take_steps(stage: Stage, job: Job) -> int:
-    """Take the steps that are left, with metrics and checkpoints; return how many there are in all."""
-    role, plan, data = stage.role, stage.plan, stage.data
-    parts = {role.name: checkpoint.Part(role.model, role.optimizer)}
+    """Run the remaining steps of a stage, with metrics and checkpoints; return the number of its last step.
+
+    Collective over the world.
+    """
+    role = stage.role
+    plan = stage.plan
+    data = stage.data
+    loss_target = plan.settings.until_loss
+    save_every = plan.settings.checkpoint_every
+    assert save_every is not None
+
+    # Continue after the newest checkpoint of the stage, if there is one.
+    trained_parts = {role.name: checkpoint.Part(role.model, role.optimizer)}
     folder = job.folder.stage_checkpoints(plan.name)
     newest = newest_intact(folder, job.say)
-    done, loss = 0, None
+    step = 0
+    loss: float | None = None
     state: Mapping[str, Any] = {}
     if newest is not None:
         state = checkpoint.read_state(newest)
-        done, loss = int(state["step"]), state["held_out_loss"]
+        step = int(state["step"])
+        loss = state["held_out_loss"]
         data.train.load_state_dict(state["data"])
-    # The reference is the policy before the stage: it scores before the checkpoint is read.
-    batches, held_out = _batches(stage, job, done)
-    if newest is not None:
-        checkpoint.load(newest, parts)
-        job.say(f"{stage.title}: resumed from {newest} at step {done}")
-    save_every, enough = plan.settings.checkpoint_every, plan.settings.until_loss
-    assert save_every is not None
 
-    def write(path: Path, layout: str, beside: bool) -> checkpoint.Saving:
-        return checkpoint.save(path, parts, state, keep=1, layout=layout, beside=beside)
+    # Batches that need a reference are scored by the policy before the stage, so before the checkpoint's
+    # weights are loaded.
+    batches, held_out = _batches(stage, job, step)
+    if newest is not None:
+        checkpoint.load(newest, trained_parts)
+        job.say(f"{stage.title}: resumed from {newest} at step {step}")
+
+    def write(path: Path, layout: str, in_background: bool) -> checkpoint.Saving:
+        # One checkpoint is enough: the stage's model replaces it.
+        return checkpoint.save(
+            path,
+            trained_parts,
+            state,
+            keep=1,
+            layout=layout,
+            beside=in_background,
+        )
 
     checkpoints = Checkpoints(folder, job.config.checkpoint, write)
-    checkpoints.write_anew(newest, done, job)
+    checkpoints.rewrite_for_any_layout(newest, step, job)
     with (
-        _Record(stage, job, None if newest is None else done) as record,
-        Progress(stage.title, data.steps, shown=job.main, console=job.console) as progress,
+        _StageLog(stage, job, None if newest is None else step) as log,
+        Progress(stage.title, data.steps, enabled=job.main, console=job.console) as progress,
         job.stop.saves(),
     ):
-        progress.advance(done)
+        # The loss before the first step, which may be good enough already.
+        progress.advance(step)
         if held_out is not None and newest is None:
-            values = record.write(0, _held_out_metrics(stage, held_out, job))
+            values = log.write(0, _held_out_metrics(stage, held_out, job))
             loss = values[f"{plan.name}/held_out_loss"]
-        while done < data.steps and not _reaches(enough, loss):
+
+        while step < data.steps and not _reaches(loss_target, loss):
             batch, position = next(batches)
-            job.phases.step = step = done + 1
+            step += 1
+            job.phases.step = step
             with job.phases(plan.name):
-                metrics = role.update(batch, stage.objective, **stage.how)
+                metrics = role.update(batch, stage.objective, **stage.options)
             if held_out is not None and _is_due(step, plan.settings.evaluate_every, data.steps):
                 metrics += _held_out_metrics(stage, held_out, job)
-            values = record.write(step, metrics)
+
+            # Gathered values: every rank takes the same decisions on the loss.
+            values = log.write(step, metrics)
             loss = values.get(f"{plan.name}/held_out_loss", loss)
             progress.advance(note=f"loss {values[f'{plan.name}/loss']:.3f}")
-            state = {"step": step, "seed": job.config.seed, "data": position, "held_out_loss": loss}
-            checkpoints.complete_what_is_written()
-            # A stage that falls short in its last step can be given more.
-            if step == data.steps and enough is not None and not _reaches(enough, loss):
+            state = {
+                "step": step,
+                "seed": job.config.seed,
+                "data": position,
+                "held_out_loss": loss,
+            }
+
+            checkpoints.complete_if_written()
+            is_last = step == data.steps
+            if is_last and loss_target is not None and not _reaches(loss_target, loss):
+                # The stage fails, and a user can resume it with more steps.
                 with job.phases("checkpoint"):
-                    checkpoints.save_for_good(step)
-            elif step % save_every == 0 and step < data.steps:
+                    checkpoints.save_final(step)
+            elif step % save_every == 0 and not is_last:
                 with job.phases("checkpoint"):
-                    checkpoints.save_now_and_then(step)
-            job.stop_if_asked(checkpoints.save_for_good)
-            done = step
+                    checkpoints.save_periodic(step)
+            job.stop_if_asked(checkpoints.save_final)
         checkpoints.complete()
-    if enough is not None:
-        _require_good_enough(stage, loss)
-        job.say(f"{stage.title}: held-out loss {loss:.3f}, good enough after {done} of {data.steps} steps")
-    return done
+
+    if loss_target is not None:
+        _require_loss(stage, loss)
+        job.say(f"{stage.title}: held-out loss {loss:.3f}, good enough after {step} of {data.steps} steps")
+    return step
 
 
-def _reaches(enough: float | None, loss: float | None) -> bool:
-    return enough is not None and loss is not None and loss <= enough
+def _reaches(target: float | None, loss: float | None) -> bool:
+    """Return whether a held-out loss has reached the target of its stage; not without either."""
+    return target is not None and loss is not None and loss <= target
 
 
-def _require_good_enough(stage: Stage, loss: float | None) -> None:
-    """Raise UserError where a stage that trains until a held-out loss has ended above it."""
-    plan, enough = stage.plan, stage.plan.settings.until_loss
-    if _reaches(enough, loss):
+def _require_loss(stage: Stage, loss: float | None) -> None:
+    """Raise UserError if a stage with `until_loss` has ended above that held-out loss."""
+    plan = stage.plan
+    target = plan.settings.until_loss
+    if _reaches(target, loss):
         return
     raise UserError(
-        f"the {stage.title} did not get good enough to go on from",
+        f"the {stage.title} did not get good enough to continue",
         where=f"{plan.where}.until_loss",
-        expected=f"a held-out loss of {enough:g} or less within {stage.data.steps} steps",
+        expected=f"a held-out loss of {target:g} or less within {stage.data.steps} steps",
         got="no measurement" if loss is None else f"{loss:.4g}",
-        fix=f"look at {plan.name}.jsonl in the run folder; give more steps (it goes on from here), another "
-        f"learning rate, or a higher {plan.where}.until_loss",
+        fix=f"look at {plan.name}.jsonl in the run folder; set more steps (the stage resumes from here), "
+        f"another learning rate, or a higher {plan.where}.until_loss",
     )
 
 
-def _is_due(step: int, every: int | None, last: int) -> bool:
-    return step == last or (every is not None and step % every == 0)
+def _is_due(step: int, every: int | None, last_step: int) -> bool:
+    return step == last_step or (every is not None and step % every == 0)
 
 
 def _batches(
-    stage: Stage, job: Job, done: int
+    stage: Stage, job: Job, done_steps: int
 ) -> tuple[Iterator[tuple[TrainBatch, Mapping[str, Any]]], TrainBatch | None]:
-    """Return the batches after ``done`` steps, each with the data's position after it, and held-out rows.
+    """Return the remaining batches, each with the data's state after it, and the held-out rows.
 
-    Where the stage needs a reference all are scored now, before the policy learns from the first.
+    If the stage needs a reference, the present weights compute the log-probs of all batches now, before the
+    first update. Collective over the world.
     """
     data = stage.data
 
-    def drawn() -> Iterator[tuple[TrainBatch, Mapping[str, Any]]]:
-        for step in range(done + 1, data.steps + 1):
+    def draw() -> Iterator[tuple[TrainBatch, Mapping[str, Any]]]:
+        for step in range(done_steps + 1, data.steps + 1):
             batch = data.train.next(data.size(step))
             yield batch, data.train.state_dict()
 
-    def scored(batch: TrainBatch) -> TrainBatch:
+    def with_reference(batch: TrainBatch) -> TrainBatch:
         log_probs = ReplicaGroup().gather_rows(stage.role.infer(batch)).tokens["old_log_probs"]
         return replace(batch, ref_log_probs=log_probs)
 
-    held_out = None if data.held_out is None else data.held_out.everything()
+    # Held-out rows are one batch: their loss has one denominator.
+    held_out: TrainBatch | None = None
+    if data.held_out is not None:
+        held_out = data.held_out.everything()
     if not stage.needs_reference:
-        return drawn(), held_out
+        return draw(), held_out
+
+    # All batches now: the first update changes the weights that the reference is.
     with job.phases("score"):
-        batches = [(scored(batch), position) for batch, position in drawn()]
-        return iter(batches), held_out and scored(held_out)
+        batches = [(with_reference(batch), position) for batch, position in draw()]
+        return iter(batches), held_out and with_reference(held_out)
 
 
 def _held_out_metrics(stage: Stage, held_out: TrainBatch, job: Job) -> Metrics:
-    """Return the objective's metrics on held-out rows, named ``held_out_`` in their group."""
+    """Return the objective's metrics on held-out rows, ``GROUP/held_out_NAME`` instead of ``GROUP/NAME``."""
     with job.phases("evaluate"):
-        metrics = stage.role.measure(held_out, stage.objective, **stage.how)
+        metrics = stage.role.eval_step(held_out, stage.objective, **stage.options)
     return Metrics({name.replace("/", "/held_out_", 1): value for name, value in metrics.sums.items()})
 
 
-class _Record:
-    """Write a line per step of a stage, the same values on every rank; a context manager."""
+class _StageLog:
+    """Metrics log of a stage, a line per step; a context manager on every rank."""
 
     def __init__(self, stage: Stage, job: Job, resumed_step: int | None) -> None:
-        self._name, self._prefix = stage.plan.name, f"{stage.role.prefix}/"
+        self._name = stage.plan.name
+        self._prefix = f"{stage.role.prefix}/"
         self._phases = job.phases
-        self._log = None
+        self._log: MetricsLog | None = None
         if job.main:
             self._log = MetricsLog(
                 job.folder,
@@ -423,14 +579,17 @@ class _Record:
             )
 
     def write(self, step: int, metrics: Metrics) -> dict[str, float]:
-        """Return the values of all ranks under the stage's name. Collective over the world."""
+        """Write a step's metrics of all ranks, named after the stage; return them on every rank.
+
+        Collective over the world.
+        """
         values = gather_metrics(metrics + self._phases.metrics()).values()
         values = {name.replace(self._prefix, f"{self._name}/"): value for name, value in values.items()}
         if self._log is not None:
-            self._log.write(step, values, shown=False)
+            self._log.write(step, values, to_console=False)
         return values
 
-    def __enter__(self) -> _Record:
+    def __enter__(self) -> _StageLog:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,112 +1,176 @@
-"""Everything the next step depends on, saved and restored symmetrically."""
+"""State of a run between two steps, and the checkpoints that it is saved in and restored from.
+
+The one idea: the roles' tensors go into distributed checkpoints, and all else is one dictionary of plain
+values that is equal on every rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms import AlgorithmState
 from megatron_rl.checkpoint import roles as checkpoint
-from megatron_rl.config.schema import CheckpointConfig
+from megatron_rl.checkpoint.folders import first
+from megatron_rl.checkpoint.megatron_lm import (
+    checkpoint_arguments,
+    iteration_folder,
+    save_megatron,
+)
+from megatron_rl.config.checkpoint_meta import (
+    ANY,
+    checkpoint_path,
+    read_meta,
+    reads_anywhere,
+)
+from megatron_rl.config.schema import CheckpointConfig, RunConfig
 from megatron_rl.data.prompts import PromptSource
+from megatron_rl.distributed.exchange import gather_objects
+from megatron_rl.durable import recover_replaced
+from megatron_rl.megatron.residency import Use
 from megatron_rl.metrics import Metrics
 from megatron_rl.rewards.worker import Answer
 from megatron_rl.roles.build import Roles
+from megatron_rl.roles.model_role import ModelRole
+from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
-from megatron_rl.types import Outcome, PromptBatch, Rollouts, SamplingParameters
+from megatron_rl.types import (
+    Outcome,
+    PromptBatch,
+    Rollouts,
+    SamplingParameters,
+)
 
-TYPES = (PromptBatch, Rollouts, SamplingParameters, Outcome, Metrics, Answer)
-"""Classes of the values in a state; a checkpoint that holds others is not read."""
+TYPES = (
+    PromptBatch,
+    Rollouts,
+    SamplingParameters,
+    Outcome,
+    Metrics,
+    Answer,
+)
+"""Classes of the values in a checkpoint's state; a checkpoint with others is not read."""
 
 
 @dataclass
 class Best:
-    """Hold the best measurements of ``checkpoint.best`` as (step, value), the best first.
+    """Best measurements of the metric `checkpoint.best`.
 
-    ``waited`` counts the measurements running that were no better than the best before them.
+    Example: after accuracies of 0.5, 0.7 and 0.6 at steps 10, 20 and 30 with ``keep_best: 2``, ``kept`` is
+    ``[(20, 0.7), (30, 0.6)]`` and ``waited`` is 1.
     """
 
     kept: list[tuple[int, float]] = field(default_factory=list)
+    """Step and value of the best measurements, the best first."""
     waited: int = 0
+    """Number of measurements since the last new best one."""
 
-    def measured(self, step: int, value: float, config: CheckpointConfig) -> bool:
-        """Take note of a measurement; say whether it is among the ``keep_best`` best."""
+    def record(self, step: int, value: float, config: CheckpointConfig) -> bool:
+        """Record a measurement; return whether it is among the ``keep_best`` best."""
         sign = 1.0 if config.best_is == "highest" else -1.0
-        better = not self.kept or sign * value > sign * self.kept[0][1]
-        self.waited = 0 if better else self.waited + 1
-        ranked = sorted([*self.kept, (step, value)], key=lambda kept: (-sign * kept[1], kept[0]))
+        is_new_best = not self.kept or sign * value > sign * self.kept[0][1]
+        self.waited = 0 if is_new_best else self.waited + 1
+
+        # Equal values: the earlier step ranks first, so that a plateau does not replace checkpoints.
+        ranked = sorted(
+            [*self.kept, (step, value)],
+            key=lambda item: (-sign * item[1], item[0]),
+        )
         self.kept = ranked[: config.keep_best]
         return (step, value) in self.kept
 
 
 @dataclass(frozen=True)
-class Held:
-    """Hold the metrics of a ``step`` whose weights answer the ``sets`` beside the next one."""
+class DeferredEvaluation:
+    """Evaluation of a step's weights that runs beside the next step, whose samples need the same weights."""
 
     step: int
+    """Step whose weights answer the sets."""
     sets: tuple[str, ...]
+    """Names of the evaluation sets."""
     metrics: Metrics
+    """Metrics of the step, which are written once those of the evaluation are there."""
 
 
 @dataclass
 class TrainerState:
-    """Hold the position of a run: steps done, the prompt source's place, and what the algorithm carries.
-
-    ``queue`` holds what is sampled and not yet learned from, ``source`` what is begun and not yet complete;
-    a restore fills both in place.
-    """
+    """Position of a run: everything that the next step depends on beside the roles' tensors."""
 
     prompts: PromptSource
+    """Training prompts, with the position in their order."""
     algorithm: AlgorithmState
+    """What the algorithm carries from step to step."""
     seed: int
+    """Seed of the run."""
     source: RolloutSource
+    """Sampled groups that are not finished or not selected yet."""
     queue: list[SampledBatch] = field(default_factory=list)
+    """Batches that are sampled and not yet learned from, shared with `AheadBatches`."""
     step: int = 0
-    best: Best = field(default_factory=lambda: Best())
-    held: Held | None = None
+    """Number of completed steps."""
+    best: Best = field(default_factory=Best)
+    """Best measurements so far."""
+    deferred: DeferredEvaluation | None = None
+    """Evaluation of the last step that has not run yet."""
 
     def save(
-        self, path: Path, roles: Roles, settings: CheckpointConfig, *, layout: str, beside: bool
+        self,
+        path: Path,
+        roles: Roles,
+        settings: CheckpointConfig,
+        *,
+        layout: str,
+        in_background: bool,
     ) -> checkpoint.Saving:
-        """Write a checkpoint; see `checkpoint.save`. Collective over the world."""
-        steps = [step for step, _ in self.best.kept]
+        """Save a checkpoint; arguments as for `checkpoint.save`. Collective over the world."""
+        # Checkpoints of the best steps stay, beside the newest ``keep``.
+        best_steps = [step for step, _ in self.best.kept]
         with roles.learners_resident():
             return checkpoint.save(
                 path,
                 _parts(roles),
                 self.state_dict(roles),
                 settings.keep,
-                steps,
+                best_steps,
                 layout=layout,
-                beside=beside,
+                beside=in_background,
             )
 
     def restore(self, path: Path, roles: Roles, *, trusted: bool = False) -> str | None:
-        """Continue from a checkpoint of any layout; see `checkpoint.load`. Collective over the world.
+        """Restore a checkpoint of any layout; return the warning of `load_state_dict`.
 
-        Return what `load_state_dict` does.
+        ``trusted`` as for `checkpoint.load`. Collective over the world.
         """
         with roles.learners_resident():
             state = checkpoint.load(path, _parts(roles), TYPES, trusted=trusted)
         return self.load_state_dict(state, roles)
 
     def load_state_dict(self, state: Mapping[str, Any], roles: Roles) -> str | None:
-        """Continue from what `state_dict` returned; return the warning of `PromptSource.load_state_dict`."""
+        """Restore what `state_dict` returned; return the warning of `PromptSource.load_state_dict`.
+
+        ``source`` and ``queue`` are changed in place, since the batch source has references to them.
+        """
+        # What does not depend on anything else.
         self.step = int(state["step"])
         self.algorithm = AlgorithmState.from_state_dict(state["algorithm"])
         warning = self.prompts.load_state_dict(state["prompts"])
+
+        # The version before the groups: which of them are too old depends on it.
         roles.hybrid_engine.version = int(state["policy_version"])
         self.source.load_state_dict(state["rollouts"])
-        self.queue[:] = self.source.still_wanted([SampledBatch(**item) for item in state["queue"]])
+        self.queue[:] = self.source.keep_learnable([SampledBatch(**item) for item in state["queue"]])
         self.best = Best(**state["best"])
-        held = state.get("held")  # none in checkpoints of before there was one
-        self.held = None if held is None else Held(**held)
+
+        # Checkpoints from before there were deferred evaluations do not have the key.
+        deferred = state.get("held")
+        self.deferred = None if deferred is None else DeferredEvaluation(**deferred)
         return warning
 
     def state_dict(self, roles: Roles) -> dict[str, Any]:
-        """Return the plain values that are equal on every rank."""
+        """Return the plain values of the state, equal on every rank."""
+        # The keys are those of checkpoints that exist: a change needs a new STATE_FORMAT.
         return {
             "step": self.step,
             "seed": self.seed,
@@ -116,9 +180,138 @@ class TrainerState:
             "queue": [vars(item) for item in self.queue],
             "rollouts": self.source.state_dict(),
             "best": vars(self.best),
-            "held": None if self.held is None else vars(self.held),
+            "held": None if self.deferred is None else vars(self.deferred),
         }
 
 
 def _parts(roles: Roles) -> dict[str, checkpoint.Part]:
+    """Return the models and optimizers that a checkpoint of the run has, by role."""
     return {name: checkpoint.Part(role.model, role.optimizer) for name, role in roles.learners.items()}
+
+
+class Checkpoints:
+    """Checkpoints of a run or a stage in ``folder``; at most one is being written at any time.
+
+    ``write(path, layout, in_background)`` calls `checkpoint.save` with the state to save; in the background
+    training continues while the tensors are written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: CheckpointConfig,
+        write: Callable[[Path, str, bool], checkpoint.Saving],
+    ) -> None:
+        self.saved: tuple[int, str] | None = None
+        """Step of the checkpoint that this process began last, and its optimizer layout."""
+        self._folder = folder
+        self._settings = settings
+        self._write = write
+        self._saving: checkpoint.Saving | None = None
+        self._write_times = Metrics()
+
+    def save_periodic(self, step: int) -> None:
+        """Save the present step as the settings say, or start to. Collective over the world."""
+        self.save(
+            step,
+            self._settings.optimizer_layout,
+            in_background=self._settings.asynchronous,
+        )
+
+    def save_final(self, step: int) -> Path:
+        """Save the present step so that any layout can restore it; return the checkpoint's path.
+
+        Collective over the world.
+        """
+        # First as the settings say, unless this process has saved the step already.
+        layout = self._settings.optimizer_layout
+        if self.saved not in ((step, layout), (step, ANY)):
+            self.save(step, layout)
+
+        # The layout for any number of ranks gathers the optimizer, for which memory or time may be missing.
+        # Then the checkpoint above is complete.
+        if self.saved != (step, ANY):
+            self.save(step, ANY)
+        self.complete()
+        return checkpoint_path(self._folder, step)
+
+    def rewrite_for_any_layout(self, path: Path | None, step: int, job: Job) -> None:
+        """Save the restored step again if the settings ask for any layout and the checkpoint has another.
+
+        Collective over the world.
+        """
+        # So that a run whose setting was changed can be moved to another layout at once.
+        if path is None or self._settings.optimizer_layout != ANY or reads_anywhere(read_meta(path)):
+            return
+        with job.phases("checkpoint"):
+            self.save(step, ANY)
+        job.say(f"step {step}: its checkpoint is written anew, for any layout")
+
+    def save(self, step: int, layout: str, *, in_background: bool = False) -> None:
+        """Save the present step, or start to with ``in_background``. Collective over the world."""
+        # Only one is written at a time: wait for the one before.
+        self.complete()
+        self._saving = self._write(checkpoint_path(self._folder, step), layout, in_background)
+        if not in_background:
+            self.complete()
+        self.saved = (step, layout)
+
+    def complete(self) -> None:
+        """Wait for the checkpoint that is being written, if any. Collective over the world."""
+        if self._saving is not None:
+            self._saving.finish()
+            self._write_times += Metrics({}, {"time/checkpoint_write": self._saving.seconds})
+            self._saving = None
+
+    def complete_if_written(self) -> Metrics:
+        """Complete a checkpoint that all ranks have written; return the write times since the last call.
+
+        Collective over the world.
+        """
+        # Only if all ranks have written: completing a checkpoint waits for every rank.
+        if self._saving is not None and all(gather_objects(self._saving.written)):
+            self.complete()
+
+        times = self._write_times
+        self._write_times = Metrics()
+        return times
+
+
+def save_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
+    """Save the actor after ``steps`` for Megatron-LM, if `checkpoint.megatron` is set.
+
+    Collective over the world.
+    """
+    settings = config.checkpoint
+    if settings.megatron is None:
+        return
+
+    # Iterations continue those of the Megatron-LM checkpoint that the model came from.
+    arguments, first_iteration = checkpoint_arguments(config.model.path)
+    with actor.resident(Use.READ):
+        save_megatron(
+            settings.megatron,
+            actor.model,
+            arguments,
+            first_iteration + steps,
+            settings.keep,
+        )
+
+
+def complete_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
+    """Save the Megatron-LM checkpoint of a restored step if a kill came between it and the run's own.
+
+    A run that is killed after the checkpoint of its last step has no later step that would write it.
+    Collective over the world.
+    """
+    folder = config.checkpoint.megatron
+    if folder is None:
+        return
+    _, first_iteration = checkpoint_arguments(config.model.path)
+
+    def exists() -> bool:
+        recover_replaced(Path(folder))
+        return iteration_folder(folder, first_iteration + steps).is_dir()
+
+    if not first(exists):
+        save_for_megatron(config, actor, steps)

@@ -1,4 +1,4 @@
-"""What experiment trackers are told of a run, each through its own client, from a thread of its own."""
+"""Experiment trackers, each through its own client, from one thread that the run never waits for."""
 
 from __future__ import annotations
 
@@ -19,40 +19,47 @@ from megatron_rl.config.sections.logging import LoggingConfig
 from megatron_rl.durable import write_text
 from megatron_rl.errors import first_line
 
-MOST_WAITING = 10_000
-CLOSING_SECONDS, FAILING_SECONDS = 60.0, 5.0
-"""Time that trackers have for what still waits at the end of a job, and where it ends by an exception."""
+MAX_QUEUED = 10_000
+"""Calls that can wait for the trackers; further ones are dropped, since a tracker hangs."""
+CLOSING_SECONDS = 60.0
+"""Time for the trackers' queued calls at the end of a job."""
+FAILING_SECONDS = 5.0
+"""The same where the job ends by an exception."""
 _EVENTS = "events.out.tfevents."
+"""Start of the names of TensorBoard's event files, before their time in seconds."""
 
 Columns = Mapping[str, Sequence[Any]]
+"""Samples as a table: name of a column -> values of its rows."""
 
 
 class Tracker(Protocol):
-    """Take what a run measures; ``phase`` is ``train`` or the name of a stage."""
+    """Client of one experiment tracker; ``phase`` is ``train`` or the name of a stage."""
 
     def begin(self, phase: str, resumed_step: int | None) -> None:
-        """Expect steps of a phase, from after ``resumed_step``, or from its start where that is None."""
+        """Prepare for the steps of a phase after ``resumed_step``, or for all its steps if it is None."""
         ...
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """Take the finite metrics of a step."""
+        """Log the finite metrics of a step."""
         ...
 
     def samples(self, kind: str, step: int, columns: Columns) -> None:
-        """Take samples as a table; ``kind`` is ``step`` or ``eval_NAME``."""
+        """Log samples as a table; ``kind`` is ``step`` or ``eval_NAME``."""
         ...
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send everything that is still queued."""
         ...
 
 
 class Trackers:
-    """Pass on to every tracker of the settings what it is told, in order, without waiting for any.
+    """All trackers of the settings: calls are queued, and a thread passes them on in order.
 
-    One that raises is left out from then on, and ``say`` is told once. ``about`` is configuration, versions
-    and hardware; ``resumed`` says whether trackers go on with the run that the folder names. Make it on one
-    rank only.
+    A tracker that raises is removed, which is printed once. Only one rank may construct it.
+
+    ``about``: configuration, versions and hardware of the run.
+    ``resumed``: whether the trackers continue the run that the folder names.
+    ``say``: prints a line on the console.
     """
 
     def __init__(
@@ -64,32 +71,35 @@ class Trackers:
         resumed: bool,
         say: Callable[[str], None],
     ) -> None:
-        self._config, self._folder, self._about, self._say = config, folder, about, say
+        self._config = config
+        self._folder = folder
+        self._about = about
         self._resumed = resumed
+        self._say = say
         self._trackers: dict[str, Tracker] = {}
-        self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(MOST_WAITING)
+        self._queue: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(MAX_QUEUED)
+        # A daemon: a client that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._serve, name="trackers", daemon=True)
         self._thread.start()
 
     def begin(self, phase: str, resumed_step: int | None) -> None:
         """See `Tracker.begin`."""
-        self._put("begin", phase, resumed_step)
+        self._enqueue("begin", phase, resumed_step)
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """See `Tracker.write`."""
-        self._put("write", phase, step, dict(values))
+        self._enqueue("write", phase, step, dict(values))
 
     def samples(self, kind: str, step: int, columns: Columns) -> None:
-        """Pass on the first samples of a table, as many as the settings say."""
-        if self._config.samples:
-            first = {
-                name: [_cell(v) for v in values[: self._config.samples]] for name, values in columns.items()
-            }
-            self._put("samples", kind, step, first)
+        """Log the first rows of a table, as many as `logging.samples`."""
+        limit = self._config.samples
+        if limit:
+            rows = {name: [_cell(value) for value in values[:limit]] for name, values in columns.items()}
+            self._enqueue("samples", kind, step, rows)
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
-        """Wait until everything is passed on, so many seconds at most."""
-        self._put("close")
+        """Wait until all queued calls are made, at most so many seconds."""
+        self._enqueue("close")
         self._thread.join(seconds)
         if self._thread.is_alive():
             self._say(f"warning: trackers have not taken everything within {seconds:g} s")
@@ -100,21 +110,25 @@ class Trackers:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(CLOSING_SECONDS if kind is None else FAILING_SECONDS)
 
-    def _put(self, method: str, *arguments: Any) -> None:
+    def _enqueue(self, method: str, *arguments: Any) -> None:
+        # Dropping a call loses nothing: the run's own files have every line and sample.
         try:
             self._queue.put_nowait((method, arguments))
         except queue.Full:
-            return  # a tracker hangs: the run's own files have everything
+            return
 
     def _serve(self) -> None:
-        wanted: dict[str, Callable[[], Tracker]] = {
-            name: lambda name=name: self._open(name) for name in self._config.trackers
-        }
+        """Open the trackers, then make the queued calls until `close`."""
+        # In this thread, since importing a client takes seconds.
+        for name in self._config.trackers:
+            self._attempt(name, partial(self._open, name))
         if self._config.prometheus is not None:
-            address = self._config.prometheus
-            wanted["prometheus"] = lambda: Prometheus(address)
-        for name, make in wanted.items():
-            self._attempt(name, lambda name=name, make=make: self._trackers.__setitem__(name, make()))
+            self._attempt(
+                "prometheus",
+                partial(self._open_prometheus, self._config.prometheus),
+            )
+
+        # `close` is passed on as the last call.
         method = ""
         while method != "close":
             method, arguments = self._queue.get()
@@ -122,55 +136,65 @@ class Trackers:
                 self._attempt(name, partial(getattr(tracker, method), *arguments))
 
     def _attempt(self, name: str, action: Callable[[], Any]) -> None:
+        """Call a tracker; remove it if it raises, whatever its client raises."""
         try:
             action()
-        except Exception as error:  # whatever a client raises: the run is worth more than its tracker
+        except Exception as error:
             self._trackers.pop(name, None)
             reason = first_line(error)
             self._say(f"warning: the tracker {name} failed, and gets nothing more of this run: {reason}")
 
-    def _open(self, name: str) -> Tracker:
+    def _open(self, name: str) -> None:
+        """Open a tracker, and store the id of its run for a resumed job."""
         if name == "tensorboard":
-            return TensorBoard(self._folder)
-        known = self._folder.path / "trackers.json"
-        ids = self._ids(known)
-        given = ids.get(name) if self._resumed else None
-        tracker = CLIENTS[name](self._config, self._folder, self._about, given)
-        write_text(known, json.dumps({**ids, name: tracker.id}, indent=1) + "\n")
-        return tracker
+            self._trackers[name] = TensorBoard(self._folder)
+            return
 
-    def _ids(self, known: Path) -> dict[str, Any]:
-        """Return the ids under which trackers know the run; without them they begin a new one."""
-        if not known.is_file():
+        # The id is stored before the first step: a run that is killed early is continued, too.
+        ids_file = self._folder.path / "trackers.json"
+        ids = self._read_ids(ids_file)
+        resumed_id = ids.get(name) if self._resumed else None
+        tracker = CLIENTS[name](self._config, self._folder, self._about, resumed_id)
+        write_text(ids_file, json.dumps({**ids, name: tracker.id}, indent=1) + "\n")
+        self._trackers[name] = tracker
+
+    def _open_prometheus(self, address: str) -> None:
+        self._trackers["prometheus"] = Prometheus(address)
+
+    def _read_ids(self, file: Path) -> dict[str, Any]:
+        """Return the trackers' ids of this run, empty if the file does not exist or is damaged."""
+        if not file.is_file():
             return {}
         try:
-            ids = json.loads(known.read_text(encoding="utf-8"))
+            ids = json.loads(file.read_text(encoding="utf-8"))
         except ValueError:
             ids = None
         if not isinstance(ids, dict):
-            self._say(f"warning: {known} cannot be read: trackers begin a new run of their own")
+            self._say(f"warning: {file} cannot be read: trackers begin a new run of their own")
             return {}
         return ids
 
 
 class TensorBoard:
-    """Write event files, in a folder for each phase."""
+    """Event files, in a folder for each phase."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._folder, self._writers = folder.tensorboard, {}
-        _tell_once()
+        self._folder = folder.tensorboard
+        self._writers = {}
+        _silence_writer_threads()
 
     def begin(self, phase: str, resumed_step: int | None) -> None:
         """See `Tracker.begin`; the events of an earlier run are renamed, not lost."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         events = self._folder / phase
+        purge_step = None
         if resumed_step is None:
             set_aside(events)
         else:
-            _keep_order(events)
-        purge = None if resumed_step is None else resumed_step + 1
-        self._writers[phase] = SummaryWriter(str(events), purge_step=purge)
+            _renumber_if_clock_went_back(events)
+            purge_step = resumed_step + 1
+        self._writers[phase] = SummaryWriter(str(events), purge_step=purge_step)
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """See `Tracker.write`."""
@@ -180,11 +204,12 @@ class TensorBoard:
 
     def samples(self, kind: str, step: int, columns: Columns) -> None:
         """See `Tracker.samples`."""
-        rows = [
+        lines = [
             json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=False) for row in _rows(columns)
         ]
-        # Lines that begin with four spaces are shown as they are.
-        self._writers["train"].add_text(f"samples/{kind}", "\n".join(f"    {row}" for row in rows), step)
+        # In Markdown, lines that begin with four spaces are shown verbatim.
+        text = "\n".join(f"    {line}" for line in lines)
+        self._writers["train"].add_text(f"samples/{kind}", text, step)
 
     def close(self) -> None:
         """See `Tracker.close`."""
@@ -193,42 +218,57 @@ class TensorBoard:
 
 
 @lru_cache(maxsize=1)
-def _tell_once() -> None:
-    """Have no traceback of TensorBoard's writing threads: what ended one is raised by the next write, too."""
-    from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
+def _silence_writer_threads() -> None:
+    """Suppress the tracebacks of TensorBoard's writing threads, whose error the next write raises, too."""
+    from tensorboard.summary.writer.event_file_writer import (
+        _AsyncWriterThread,
+    )
 
-    tell = threading.excepthook
+    original_hook = threading.excepthook
 
-    def tell_others(failure: threading.ExceptHookArgs) -> None:
+    def hook(failure: threading.ExceptHookArgs) -> None:
         if not isinstance(failure.thread, _AsyncWriterThread):
-            tell(failure)
+            original_hook(failure)
 
-    threading.excepthook = tell_others
+    threading.excepthook = hook
 
 
 class Client:
-    """Hold what trackers with servers share: the run's ``id``, given where it goes on."""
+    """Base of trackers with servers.
+
+    ``id``: id of the tracker's run, ``resumed_id`` if the job continues one.
+    ``name``: name of the run in the tracker.
+    """
 
     def __init__(
-        self, config: LoggingConfig, folder: RunFolder, about: Mapping[str, Any], given: str | None
+        self,
+        config: LoggingConfig,
+        folder: RunFolder,
+        about: Mapping[str, Any],
+        resumed_id: str | None,
     ) -> None:
-        self.id = given or uuid.uuid4().hex[:21]
+        self.id = resumed_id or uuid.uuid4().hex[:21]
         self.name = config.name or folder.path.resolve().name
         self.about = about
 
     def begin(self, phase: str, resumed_step: int | None) -> None:
-        """See `Tracker.begin`; steps that were sent before are sent again."""
+        """See `Tracker.begin`; a resumed run sends steps again that were sent before."""
 
 
 class Wandb(Client):
-    """Send to Weights & Biases; offline below ``wandb/``, for ``wandb sync``."""
+    """Weights & Biases; offline below ``wandb/``, for ``wandb sync``."""
 
     def __init__(
-        self, config: LoggingConfig, folder: RunFolder, about: Mapping[str, Any], given: str | None
+        self,
+        config: LoggingConfig,
+        folder: RunFolder,
+        about: Mapping[str, Any],
+        resumed_id: str | None,
     ) -> None:
+        # Clients are imported only if the settings name them: they are optional packages.
         import wandb
 
-        super().__init__(config, folder, about, given)
+        super().__init__(config, folder, about, resumed_id)
         self._wandb = wandb
         self._run = wandb.init(
             project=config.project,
@@ -240,6 +280,7 @@ class Wandb(Client):
             allow_val_change=True,
             mode="offline" if config.offline else None,
         )
+        # W&B's own step may only rise, which the steps of a resumed run do not.
         self._run.define_metric("*", step_metric="step")
 
     def begin(self, phase: str, resumed_step: int | None) -> None:
@@ -249,7 +290,10 @@ class Wandb(Client):
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """See `Tracker.write`."""
-        self._run.log({**values, "step" if phase == "train" else f"{phase}/step": step})
+        if phase == "train":
+            self._run.log({**values, "step": step})
+        else:
+            self._run.log({**values, f"{phase}/step": step})
 
     def samples(self, kind: str, step: int, columns: Columns) -> None:
         """See `Tracker.samples`."""
@@ -263,39 +307,54 @@ class Wandb(Client):
 
 
 class Mlflow(Client):
-    """Send to MLflow; offline into ``mlflow.db`` and ``mlartifacts/`` of the run folder."""
+    """MLflow; offline in ``mlflow.db`` and ``mlartifacts/`` of the run folder."""
 
     def __init__(
-        self, config: LoggingConfig, folder: RunFolder, about: Mapping[str, Any], given: str | None
+        self,
+        config: LoggingConfig,
+        folder: RunFolder,
+        about: Mapping[str, Any],
+        resumed_id: str | None,
     ) -> None:
+        # The client reads the variable when it is imported.
         if config.offline:
-            os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when the client is imported
+            os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
         from mlflow import MlflowClient
 
-        super().__init__(config, folder, about, given)
-        place = folder.path.resolve()
-        self._client = MlflowClient(f"sqlite:///{place / 'mlflow.db'}" if config.offline else None)
-        if given is None:
-            experiment = self._client.get_experiment_by_name(config.project)
-            artifacts = (place / "mlartifacts").as_uri() if config.offline else None
-            experiment_id = (
-                experiment.experiment_id
-                if experiment is not None
-                else self._client.create_experiment(config.project, artifact_location=artifacts)
-            )
+        super().__init__(config, folder, about, resumed_id)
+        database: str | None = None
+        artifacts: str | None = None
+        if config.offline:
+            run_folder = folder.path.resolve()
+            database = f"sqlite:///{run_folder / 'mlflow.db'}"
+            artifacts = (run_folder / "mlartifacts").as_uri()
+
+        self._client = MlflowClient(database)
+        if resumed_id is None:
+            experiment_id = self._experiment_id(config.project, artifacts)
             self.id = self._client.create_run(experiment_id, run_name=self.name).info.run_id
         else:
             self._client.update_run(self.id, status="RUNNING")
+
+        # Tags can be searched in the tracker; the file has everything.
         for key in ("versions", "hardware"):
             self._client.set_tag(self.id, key, json.dumps(self.about.get(key)))
         self._client.log_dict(self.id, dict(self.about), "about.json")
+
+    def _experiment_id(self, project: str, artifacts: str | None) -> str:
+        """Return the id of the project's experiment, which is created if it does not exist."""
+        experiment = self._client.get_experiment_by_name(project)
+        if experiment is not None:
+            return experiment.experiment_id
+        return self._client.create_experiment(project, artifact_location=artifacts)
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """See `Tracker.write`."""
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
-        self._client.log_batch(self.id, [Metric(name, value, now, step) for name, value in values.items()])
+        milliseconds = int(time.time() * 1000)
+        metrics = [Metric(name, value, milliseconds, step) for name, value in values.items()]
+        self._client.log_batch(self.id, metrics)
 
     def samples(self, kind: str, step: int, columns: Columns) -> None:
         """See `Tracker.samples`."""
@@ -308,14 +367,19 @@ class Mlflow(Client):
 
 
 class Swanlab(Client):
-    """Send to SwanLab; offline below ``swanlab/``, for ``swanlab sync``."""
+    """SwanLab; offline below ``swanlab/``, for ``swanlab sync``."""
 
     def __init__(
-        self, config: LoggingConfig, folder: RunFolder, about: Mapping[str, Any], given: str | None
+        self,
+        config: LoggingConfig,
+        folder: RunFolder,
+        about: Mapping[str, Any],
+        resumed_id: str | None,
     ) -> None:
         import swanlab
 
-        super().__init__(config, folder, about, given)
+        # SwanLab has one run per process: its functions are those of the module.
+        super().__init__(config, folder, about, resumed_id)
         self._swanlab = swanlab
         swanlab.init(
             project=config.project,
@@ -342,30 +406,47 @@ class Swanlab(Client):
         self._swanlab.finish()
 
 
-CLIENTS: Mapping[str, Callable[..., Any]] = {"wandb": Wandb, "mlflow": Mlflow, "swanlab": Swanlab}
+CLIENTS: Mapping[str, Callable[..., Any]] = {
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+    "swanlab": Swanlab,
+}
 
 
 class Prometheus:
-    """Serve the newest value of every metric, with its own name as a label."""
+    """Prometheus endpoint with the newest value of every metric, labelled by the metric's name."""
 
     def __init__(self, address: str) -> None:
-        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+        from prometheus_client import (
+            CollectorRegistry,
+            Gauge,
+            start_http_server,
+        )
 
+        # A registry of its own, without the metrics of the Python process.
         registry = CollectorRegistry()
-        self._values = Gauge("megatron_rl", "The newest value of a metric.", ["metric"], registry=registry)
-        host, _, port = address.rpartition(":")
-        self._server, _ = start_http_server(int(port), host, registry)
+        self._values = Gauge(
+            "megatron_rl",
+            "The newest value of a metric.",
+            ["metric"],
+            registry=registry,
+        )
+        interface, _, port = address.rpartition(":")
+        self._server, _ = start_http_server(int(port), interface, registry)
 
     def begin(self, phase: str, resumed_step: int | None) -> None:
         """See `Tracker.begin`."""
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """See `Tracker.write`."""
-        for name, value in {**values, f"{phase}/at_step": float(step)}.items():
+        for name, value in {
+            **values,
+            f"{phase}/at_step": float(step),
+        }.items():
             self._values.labels(name).set(value)
 
     def samples(self, kind: str, step: int, columns: Columns) -> None:
-        """See `Tracker.samples`; there is no place for them."""
+        """See `Tracker.samples`; Prometheus stores numbers only."""
 
     def close(self) -> None:
         """See `Tracker.close`."""
@@ -373,8 +454,9 @@ class Prometheus:
 
 
 def host() -> dict[str, Any]:
-    """Return this host's name and processor."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    """Return this host's name, processor and number of cores."""
+    cpu_info = Path("/proc/cpuinfo")
+    lines = cpu_info.read_text().splitlines() if cpu_info.is_file() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "host": platform.node(),
@@ -384,22 +466,25 @@ def host() -> dict[str, Any]:
 
 
 def _rows(columns: Columns) -> list[list[Any]]:
+    """Return a table by rows."""
     return [list(row) for row in zip(*columns.values(), strict=True)]
 
 
 def _cell(value: Any) -> Any:
+    """Return a value that every tracker can store in a table: anything but plain values becomes JSON."""
     return value if isinstance(value, bool | int | float | str) else json.dumps(value, default=str)
 
 
-def _keep_order(events: Path) -> None:
-    """Number event files anew where the next one would not come after them.
+def _renumber_if_clock_went_back(events: Path) -> None:
+    """Rename event files if a new one would not sort behind them.
 
-    TensorBoard reads them in the order of their names, which begin with the time; clocks are set back, and
-    two starts may fall into one second.
+    TensorBoard reads the files in the order of their names, which begin with the time. Clocks can be set
+    back, and two starts can fall into one second.
     """
     files = sorted(events.glob(_EVENTS + "*"))
     if not files or files[-1].name < f"{_EVENTS}{int(time.time()):010d}":
         return
+
     for number, file in enumerate(files):
-        rest = file.name.removeprefix(_EVENTS).partition(".")[2]
-        file.rename(file.with_name(f"{_EVENTS}{number:010d}.{rest}"))
+        suffix = file.name.removeprefix(_EVENTS).partition(".")[2]
+        file.rename(file.with_name(f"{_EVENTS}{number:010d}.{suffix}"))

@@ -219,7 +219,7 @@ def _fails_entirely(fork, material, tmp_path, environment, dead):
     config = _config(tmp_path, material, sft=None, evaluation={"at_start": False}, **changes)
     result = fork("megatron_rl", 2, "train", config, module=True, check=False)
     assert result.returncode != 0
-    assert "rewards fail in 100% of the samples, in 2 steps running" in result.output
+    assert "rewards fail in 100% of the samples, in 2 consecutive steps" in result.output
     assert (
         "most often: circuit_open" in result.output and "nothing is sent to it for a while" in result.output
     )

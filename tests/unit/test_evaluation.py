@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.config.checkpoint_meta import META, prune
 from megatron_rl.config.schema import CheckpointConfig
 from megatron_rl.config.sections.evaluation import DIVERSITY, EvaluationSetConfig
-from megatron_rl.trainer import answers
+from megatron_rl.trainer import evaluation
 from megatron_rl.trainer.offline import table
 from megatron_rl.trainer.state import Best
 
@@ -23,10 +23,10 @@ VOTES = [list("aabcbb"), list("abcdef"), list("xxxxxx"), list("yyzzzw")]
 def test_pass_at_k_is_the_mean_over_all_subsets(count: int) -> None:
     subsets = list(combinations(range(6), count))
     expected = [numpy.mean([row[list(subset)].any() for subset in subsets]) for row in RIGHT]
-    assert answers.pass_at(RIGHT, count) == pytest.approx(expected)
+    assert evaluation.pass_at(RIGHT, count) == pytest.approx(expected)
     many = numpy.zeros((1, 4000))
     many[0, 0] = 1
-    assert answers.pass_at(many, 1000)[0] == pytest.approx(0.25), "where binomials overflow"
+    assert evaluation.pass_at(many, 1000)[0] == pytest.approx(0.25), "where binomials overflow"
 
 
 @pytest.mark.parametrize("count", [2, 3, 6])
@@ -45,16 +45,16 @@ def test_majority_at_k_is_near_the_mean_over_all_subsets(count: int) -> None:
         numpy.mean([vote(texts, right, subset) for subset in subsets])
         for texts, right in zip(VOTES, RIGHT, strict=True)
     ]
-    estimated = answers.majority_at(RIGHT, VOTES, count)
+    estimated = evaluation.majority_at(RIGHT, VOTES, count)
     assert estimated == pytest.approx(expected, abs=0 if count == 6 else 0.07)
-    assert (estimated == answers.majority_at(RIGHT, VOTES, count)).all(), "the same in every call"
+    assert (estimated == evaluation.majority_at(RIGHT, VOTES, count)).all(), "the same in every call"
 
 
 def test_intervals_hold_the_mean_and_shrink_with_prompts() -> None:
     def width(count: int) -> float:
         values = {"even": numpy.arange(count) % 2, "same": numpy.ones(count)}
-        low, high = answers.intervals(values)["even"]
-        assert low < 0.5 < high and answers.intervals(values)["same"] == (1.0, 1.0)
+        low, high = evaluation.intervals(values)["even"]
+        assert low < 0.5 < high and evaluation.intervals(values)["same"] == (1.0, 1.0)
         return high - low
 
     assert width(400) == pytest.approx(2 * 1.96 * 0.5 / 20, rel=0.1)
@@ -63,7 +63,7 @@ def test_intervals_hold_the_mean_and_shrink_with_prompts() -> None:
 
 def test_diversity_of_known_answers() -> None:
     def of(*texts: str, samples: int = 1) -> dict[str, float]:
-        return answers.diversity([numpy.frombuffer(text.encode(), numpy.uint8) for text in texts], samples)
+        return evaluation.diversity([numpy.frombuffer(text.encode(), numpy.uint8) for text in texts], samples)
 
     assert of("aaaa", "abcd", samples=2)["distinct_1"] == pytest.approx(4 / 8)
     assert of("aaaa", "abcd")["distinct_2"] == pytest.approx((1 / 3 + 1) / 2)
@@ -82,7 +82,7 @@ def test_the_numbers_of_samples() -> None:
 def test_the_best_measurements_stay(tmp_path: Path) -> None:
     config, best = CheckpointConfig(best="eval/a/accuracy", keep_best=2), Best()
     measured = {1: 0.5, 2: 0.4, 3: 0.5, 4: 0.7, 5: 0.1}
-    assert [best.measured(step, value, config) for step, value in measured.items()] == [
+    assert [best.record(step, value, config) for step, value in measured.items()] == [
         True,
         True,
         True,
@@ -92,7 +92,7 @@ def test_the_best_measurements_stay(tmp_path: Path) -> None:
     assert best.kept == [(4, 0.7), (1, 0.5)] and best.waited == 1
     lowest = Best()
     for step, value in measured.items():
-        lowest.measured(step, value, CheckpointConfig(best="x", best_is="lowest"))
+        lowest.record(step, value, CheckpointConfig(best="x", best_is="lowest"))
     assert lowest == Best([(5, 0.1)], 0)
 
     for step in measured:

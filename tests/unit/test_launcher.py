@@ -8,8 +8,8 @@ import pytest
 
 from megatron_rl.errors import UserError
 from megatron_rl.launcher import Launch, read_launch
+from megatron_rl.trainer.job import report_stop
 from megatron_rl.trainer.loop import Phases
-from megatron_rl.trainer.stop import report_stop
 
 GOOD = {
     "RANK": "1",

@@ -22,7 +22,8 @@ from megatron_rl.config.sections.logging import LoggingConfig
 from megatron_rl.metrics import read_metrics
 from megatron_rl.trainer import logging
 from megatron_rl.trainer.job import Job
-from megatron_rl.trainer.logging import MetricsLog, Progress, clock, output_to, write_rollouts
+from megatron_rl.trainer.logging import MetricsLog, Progress, clock, output_to
+from megatron_rl.trainer.samples import write_rollouts
 from megatron_rl.trainer.trackers import Trackers
 
 
@@ -88,7 +89,7 @@ def test_lost_and_later_lines_are_said_and_what_is_there_is_kept(folder: RunFold
     folder.metrics.write_text("".join([*whole[:3], whole[3][:9] + "\n", "\0\0\n", "[1]\n", *whole[6:]]))
     damaged = folder.metrics.read_text()
     told = log_steps(folder, 9, 10, resumed=8).splitlines()[0]
-    assert "metrics.jsonl has no line of steps 3-5, and this run goes on after step 8" in told
+    assert "metrics.jsonl has no line of steps 3-5, and this run resumes after step 8" in told
     assert "kept as metrics.1.jsonl" in told and (folder.path / "metrics.1.jsonl").read_text() == damaged
     assert [line["step"] for line in read_metrics(folder.metrics)] == [0, 1, 2, 6, 7, 8, 9, 10]
     folder.metrics.unlink()
@@ -97,7 +98,8 @@ def test_lost_and_later_lines_are_said_and_what_is_there_is_kept(folder: RunFold
     log_steps(folder, 1, 16, resumed=0)
     told = log_steps(folder, 9, 10, resumed=8).splitlines()[0]
     assert (
-        "goes on to step 16, and this run goes on after step 8; the file is kept as metrics.2.jsonl" in told
+        "has lines up to step 16, and this run resumes after step 8; the file is kept as metrics.2.jsonl"
+        in told
     )
     assert (
         len(read_metrics(folder.path / "metrics.2.jsonl")) == 16 and len(read_metrics(folder.metrics)) == 10

@@ -20,7 +20,9 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.metrics import read_metrics
 from megatron_rl.trainer import curves, report
 from megatron_rl.trainer.compare import compare
-from megatron_rl.trainer.logging import MetricsLog, write_rollouts
+from megatron_rl.trainer.logging import MetricsLog
+from megatron_rl.trainer.report import PhaseTime
+from megatron_rl.trainer.samples import write_rollouts
 from tests.browser import Browser, executable
 
 
@@ -238,9 +240,9 @@ def test_the_summary_is_of_the_metrics(tmp_path: Path) -> None:
 def test_times_by_phase(tmp_path: Path) -> None:
     phases = report.phase_times(read_metrics(run(tmp_path).metrics))
     assert phases == [
-        ("whole steps", 60.0, 2.0, 1.0),
-        ("learn", 45.0, 1.5, 0.75),
-        ("generate", 15.0, 0.5, 0.25),
+        PhaseTime("whole steps", 60.0, 2.0, 1.0),
+        PhaseTime("learn", 45.0, 1.5, 0.75),
+        PhaseTime("generate", 15.0, 0.5, 0.25),
     ]
 
 

@@ -161,7 +161,7 @@ def adapted_roles(path: Path, shared: bool) -> list[ModelRole]:
         optimizer = Optimizer(model, OptimizerConfig(learning_rate=1e-2), steps=9)
         role = ModelRole(
             name, groups.layout, model, tokens_per_microbatch=20, outputs=outputs, optimizer=optimizer,
-            offload=True, over=base,
+            offload=True, shares_base_with=base,
         )  # fmt: skip
         roles.append(role)
     for role in roles:

@@ -48,8 +48,8 @@ from megatron_rl.config.load import load_text
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.roles.build import Roles, build_actor, build_scorers
-from megatron_rl.trainer.loop import score
-from megatron_rl.trainer.sample import ScoredBatch
+from megatron_rl.trainer.loop import compute_log_probs
+from megatron_rl.trainer.rewards import ScoredBatch
 from megatron_rl.types import Rollouts, Scores
 
 device.initialize()
@@ -76,7 +76,7 @@ rollouts = Rollouts(
 )
 rewards = Scores(torch.zeros(2), torch.ones(2).bool(), {})
 batch = ScoredBatch(None, rollouts, rewards, (None, None))
-scores = score(batch, roles, config, 1, ReplicaGroup(None)).scores
+scores = compute_log_probs(batch, roles, config, 1, ReplicaGroup(None)).scores
 assert sorted(scores.columns) == ["teacher_entropy", "teacher_log_probs"]
 assert bool((scores.old_log_probs[mask] < 0).all())
 torch.testing.assert_close(scores.columns["teacher_log_probs"], scores.old_log_probs, rtol=0, atol=0)

@@ -47,11 +47,11 @@ MIXED = Rollouts(
 
 
 def test_a_row_is_as_old_as_its_oldest_token():
-    values = staleness(5, MIXED, bound=2).values()
+    values = staleness(5, MIXED, max_updates=2).values()
     assert values == {"staleness/mean": 1.0, "staleness/max": 2.0, "staleness/token_mean": pytest.approx(0.6)}
     assert partial_fraction(MIXED) == 0.5
     with pytest.raises(StalenessError, match=r"version 3 .* version 5; asynchrony.max_staleness allows 1"):
-        staleness(5, MIXED, bound=1)
+        staleness(5, MIXED, max_updates=1)
     whole = replace(MIXED, token_versions=None)
     assert partial_fraction(whole) == 0.0 and "staleness/token_mean" not in staleness(5, whole, 2).values()
 
@@ -138,7 +138,7 @@ def test_what_a_smaller_bound_makes_too_old_is_sampled_anew():
             SampledBatch(to_prompts(batch), to_rollouts(batch), None, Metrics())
             for batch in (begun(3, [3]), begun(4, [4]))
         ]
-        queued = [batch.prompts for batch in source.still_wanted(queue)]
+        queued = [batch.prompts for batch in source.keep_learnable(queue)]
         parts = ([to_prompts(source.buffer.started)], queued, [to_prompts(source.buffer.waiting)])
         assert source.buffer.started[-1].early_rewards["tests"][0].reason == "young"
         return tuple([number for part in each for number in part.prompt_ids.tolist()] for each in parts)

@@ -176,12 +176,12 @@ def test_damaged_ids_of_trackers_are_named_and_begin_new_runs(folder: RunFolder)
     said: list[str] = []
     ids = folder.path / "trackers.json"
     with trackers(folder, said, trackers=(), resumed=True) as told:
-        assert told._ids(ids) == {} and not said, "of a run that has begun none"
+        assert told._read_ids(ids) == {} and not said, "of a run that has begun none"
         for content in (b"{", b"[1]", b"\xff"):
             ids.write_bytes(content)
-            assert told._ids(ids) == {} and f"{ids} cannot be read" in said.pop()
+            assert told._read_ids(ids) == {} and f"{ids} cannot be read" in said.pop()
         ids.write_text('{"mlflow": "17"}')
-        assert told._ids(ids) == {"mlflow": "17"} and not said
+        assert told._read_ids(ids) == {"mlflow": "17"} and not said
 
 
 def test_prometheus_reads_the_newest_metrics_by_their_names(folder: RunFolder) -> None:

@@ -23,7 +23,7 @@ from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.roles.build import build_roles
 from megatron_rl.trainer.job import job
-from megatron_rl.trainer.sample import Pending, gathered, whole
+from megatron_rl.trainer.sample import Pending, complete_round, gather_complete
 from megatron_rl.types import Rollouts, split_rows
 
 PROMPTS = 16
@@ -50,8 +50,8 @@ def main(path: str, overrides: list[str]) -> None:
         current.join()
         roles = build_roles(config, algorithm_of(config), tokenizer)
         with roles.hybrid_engine.generation_mode():
-            generation_round = whole(prompts, 1, config.seed, roles.hybrid_engine.version)
-            rollouts = gathered(
+            generation_round = complete_round(prompts, 1, config.seed, roles.hybrid_engine.version)
+            rollouts = gather_complete(
                 roles.rollout,
                 Pending(generation_round, roles.rollout.infer(generation_round)),
                 ReplicaGroup(),

@@ -7,8 +7,8 @@ server that was started anew in the meantime cannot answer with others.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -105,27 +105,10 @@ def make_servers(config: RunConfig) -> list[Server]:
     return [folder.make_server(url) for url in config.rollout.server.urls]
 
 
-def alongside(function: Callable[..., Any], *arguments: Any, **named: Any) -> Callable[[], Any]:
-    """Call a function in a thread, since both sides must be in a transfer at once; return what waits for it.
-
-    The returned function gives the result, or raises what the function raised.
-    """
-    answers: list[Any] = []
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            answers.append(function(*arguments, **named))
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-
-    def end() -> Any:
-        thread.join()
-        if failures:
-            raise failures[0]
-        return answers[0]
-
-    return end
+def start_call(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Call a function in a thread, since both sides of a transfer must run at the same time."""
+    executor = ThreadPoolExecutor(max_workers=1)
+    future = executor.submit(function, *arguments)
+    # The thread ends after this call.
+    executor.shutdown(wait=False)
+    return future

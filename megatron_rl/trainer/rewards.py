@@ -1,0 +1,415 @@
+"""From sampled responses to the rewarded batch that a step learns from.
+
+Rewards of all scorers and reward models are summed into one per row; dynamic sampling keeps the groups whose
+rewards differ; and a run in which too many rewards fail is stopped, since it would learn from the remaining
+ones alone, or from nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms import Algorithm
+from megatron_rl.algorithms.rewards import (
+    count_groups,
+    informative_groups,
+    prompts_to_sample,
+    take_groups,
+)
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.sections.rewards import RewardConfig
+from megatron_rl.distributed.exchange import ReplicaGroup
+from megatron_rl.errors import UserError
+from megatron_rl.metrics import Metrics, merge
+from megatron_rl.rewards.function import Failure, ending
+from megatron_rl.roles.build import Roles
+from megatron_rl.roles.reward import COMPONENT, EarlyRewards, ScorerResult
+from megatron_rl.trainer.sample import SampledBatch
+from megatron_rl.types import (
+    FINISH_FAILED,
+    Outcome,
+    PromptBatch,
+    Rollouts,
+    Scores,
+    limited_counts,
+)
+
+ROUND_CEILING = 4
+"""One round of dynamic sampling draws at most this many times the prompts of a step."""
+MAX_SHOWN_FAILURES = 4
+"""Failed rewards of a step that are printed on the console; all are counted."""
+MAX_MESSAGE_CHARACTERS = 600
+"""Length to which the example in the error of `FailureWatch` is cut."""
+
+NO_RESPONSE = "the engine gave no response"
+NOT_FINITE = "a score, or their sum, is not finite"
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """Rows with their rewards, the same value on every rank but for ``metrics`` and ``failures``.
+
+    Example: two responses to one prompt, where the engine failed on the second, have
+    ``scores.rewards=[1.0, nan]``, ``scores.valid=[True, False]`` and
+    ``reasons=(None, "the engine gave no response")``.
+    """
+
+    prompts: PromptBatch
+    """One entry per row: each prompt is repeated for its samples."""
+    rollouts: Rollouts
+    """The sampled rows, ragged over N tokens."""
+    scores: Scores
+    """Rewards of the rows; log-probs and values once the step has computed them."""
+    reasons: tuple[str | None, ...]
+    """[B], why a row has no reward; None if it has one."""
+    metrics: Metrics = field(default_factory=Metrics)
+    """Metrics of sampling and rewards, of this rank alone."""
+    failures: tuple[Failure, ...] = ()
+    """Rewards that failed on this rank."""
+
+    def rows(self, ids: Sequence[int]) -> ScoredBatch:
+        """Return the rows ``ids`` in that order, with the metrics and failures of the whole batch."""
+        # Log-probs and values are computed after the selection: there are none to select yet.
+        index = torch.tensor(ids, dtype=torch.long)
+        scores = Scores(
+            rewards=self.scores.rewards[index],
+            valid=self.scores.valid[index],
+            components={name: values[index] for name, values in self.scores.components.items()},
+            baseline_rewards=_select(self.scores.baseline_rewards, index),
+            baseline_lengths=_select(self.scores.baseline_lengths, index),
+        )
+        return ScoredBatch(
+            self.prompts.rows(ids),
+            self.rollouts.rows(ids),
+            scores,
+            tuple(self.reasons[row] for row in ids),
+            self.metrics,
+            self.failures,
+        )
+
+
+def _select(values: Tensor | None, index: Tensor) -> Tensor | None:
+    return None if values is None else values[index]
+
+
+@dataclass(frozen=True)
+class RowRewards:
+    """Rewards of B rows by all scorers and reward models; the fields are as in `ScoredBatch`."""
+
+    scores: Scores
+    reasons: tuple[str | None, ...]
+    metrics: Metrics
+    failures: tuple[Failure, ...]
+
+
+def compute_rewards(roles: Roles, sampled: SampledBatch, learners: ReplicaGroup) -> ScoredBatch:
+    """Compute the rewards of responses and of their greedy baselines. Collective over the learners."""
+    # The rows of a prompt are consecutive.
+    samples_per_prompt = len(sampled.rollouts) // max(len(sampled.prompts), 1)
+    prompts = sampled.prompts.repeat(samples_per_prompt)
+    rewards = compute_row_rewards(roles, prompts, sampled.rollouts, learners, sampled.early)
+
+    scores = rewards.scores
+    metrics = sampled.metrics + rewards.metrics
+    failures = rewards.failures
+    # ReMax: the reward of the greedy response is the baseline of all samples of its prompt.
+    if sampled.greedy is not None:
+        baseline = compute_row_rewards(roles, sampled.prompts, sampled.greedy, learners)
+        lengths = limited_counts(sampled.greedy)
+        scores = replace(
+            scores,
+            baseline_rewards=baseline.scores.rewards.repeat_interleave(samples_per_prompt),
+            baseline_lengths=lengths.repeat_interleave(samples_per_prompt),
+        )
+        metrics = metrics + baseline.metrics
+        failures = failures + baseline.failures
+
+    return ScoredBatch(
+        prompts,
+        sampled.rollouts,
+        scores,
+        rewards.reasons,
+        metrics,
+        failures,
+    )
+
+
+def compute_row_rewards(
+    roles: Roles,
+    prompts: PromptBatch,
+    rollouts: Rollouts,
+    members: ReplicaGroup,
+    early: EarlyRewards | None = None,
+) -> RowRewards:
+    """Sum the rewards of all scorers and reward models, each times its weight, into one reward per row.
+
+    A row is valid if every one of them returned a finite number. A single scorer's reward is the row's, and
+    its components keep their names. Several scorers are components by their names, and their own components
+    become ``SCORER/NAME``. ``prompts`` has one entry per row. Metrics and failures are of this rank.
+    Collective over the members.
+    """
+    # All start before any result is gathered: reward models on ranks of their own work at the same time.
+    model_shards = [model.infer(rollouts) for model in roles.reward_models]
+    results = roles.reward.infer(prompts, rollouts, members, early)
+
+    # Scorers outside the training process.
+    weighted: list[Tensor] = []
+    components: dict[str, Tensor] = {}
+    for result in results:
+        values = dict(members.gather_rows(result.shard).values)
+        rewards = values.pop("rewards")
+        prefix = ""
+        if roles.has_single_scorer:
+            weighted.append(rewards)
+        else:
+            weighted.append(result.weight * rewards)
+            components[result.name] = rewards
+            prefix = f"{result.name}/"
+        components |= {prefix + name.removeprefix(COMPONENT): value for name, value in values.items()}
+
+    # Reward models, whose passes have run meanwhile.
+    for model, shard in zip(roles.reward_models, model_shards, strict=True):
+        components[model.name] = members.gather_rows(shard).values[model.name]
+        weighted.append(model.weight * components[model.name])
+
+    # A NaN of any scorer makes the sum NaN, and the row invalid.
+    rewards = sum(weighted[1:], weighted[0])
+    valid = rewards.isfinite() & (rollouts.finish_reason != FINISH_FAILED)
+    rewards = rewards.masked_fill(~valid, float("nan"))
+
+    metrics = Metrics.mean("reward/invalid", float((~valid).sum()), float(len(valid)))
+    metrics += merge(result.metrics for result in results)
+    return RowRewards(
+        Scores(rewards, valid, components),
+        _invalid_reasons(results, rollouts, valid),
+        metrics,
+        sum((result.failures for result in results), ()),
+    )
+
+
+def _invalid_reasons(
+    results: Sequence[ScorerResult], rollouts: Rollouts, valid: Tensor
+) -> tuple[str | None, ...]:
+    """Return why each row has no reward: [B], None for a valid row. The first scorer's reason counts."""
+    # An earlier scorer's reason replaces those of later ones.
+    by_row: dict[int, str] = {}
+    for result in results:
+        by_row = {**result.reasons, **by_row}
+
+    # A row without a scorer's reason had no response, or a number that is not finite.
+    reasons: list[str | None] = []
+    for row, is_valid in enumerate(valid.tolist()):
+        if is_valid:
+            reasons.append(None)
+        elif row in by_row:
+            reasons.append(by_row[row])
+        elif rollouts.finish_reason[row] == FINISH_FAILED:
+            reasons.append(NO_RESPONSE)
+        else:
+            reasons.append(NOT_FINITE)
+    return tuple(reasons)
+
+
+# Dynamic sampling: a group whose rewards are all equal has no gradient, and another one is sampled instead.
+
+
+def prompts_to_add(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: RunConfig) -> int:
+    """Return the number of prompts to sample in the next round of a step, 0 if the step has enough.
+
+    With dynamic sampling, groups whose rewards are all equal are replaced in at most ``further_rounds`` more
+    rounds.
+    """
+    prompts_per_step = config.batch.prompts_per_step
+    if not rounds:
+        return prompts_per_step
+    if len(rounds) > algorithm.dynamic_sampling.further_rounds:
+        return 0
+
+    # Sized by the fraction of informative groups so far, so that one more round is likely to be enough.
+    counts = [count_informative(batch) for batch in rounds]
+    informative = sum(count for count, _ in counts)
+    total = sum(count for _, count in counts)
+    return prompts_to_sample(
+        prompts_per_step,
+        informative,
+        total,
+        ceiling=ROUND_CEILING * prompts_per_step,
+    )
+
+
+def combine_rounds(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: RunConfig) -> ScoredBatch:
+    """Return the batch of a step from its rounds of sampling, with the metrics of all rounds.
+
+    With too few informative groups the step uses the available ones; without any, the groups of the first
+    round. Surplus groups are dropped and counted.
+    """
+    if not algorithm.dynamic_sampling.further_rounds:
+        return rounds[0]
+
+    metrics = Metrics.of({"sampling/rounds": float(len(rounds))})
+    batch = keep_informative(
+        _concatenate(rounds),
+        config.batch.prompts_per_step,
+        fallback=rounds[0],
+    )
+    return replace(batch, metrics=batch.metrics + metrics)
+
+
+def count_informative(batch: ScoredBatch) -> tuple[int, int]:
+    """Return the number of groups whose rewards differ, and the number of all groups."""
+    group = batch.rollouts.group
+    informative = informative_groups(batch.scores.rewards, group, batch.scores.valid)
+    return count_groups(informative, group), len(torch.unique(group))
+
+
+def keep_informative(batch: ScoredBatch, group_count: int, *, fallback: ScoredBatch) -> ScoredBatch:
+    """Return the first ``group_count`` groups with rewards that differ, or fewer if the batch lacks them.
+
+    Without any, returns the rows of ``fallback``. Metrics and failures are the batch's in any case.
+    """
+    informative, total = count_informative(batch)
+
+    # The first ones in the order of sampling, whatever their rewards are.
+    group = batch.rollouts.group
+    rows = take_groups(
+        informative_groups(batch.scores.rewards, group, batch.scores.valid),
+        group,
+        group_count,
+    )
+
+    metrics = Metrics.of({
+        "sampling/prompts": float(total),
+        "sampling/informative_fraction": informative / total,
+        "sampling/dropped_groups": float(max(informative - group_count, 0)),
+        "sampling/missing_groups": float(max(group_count - informative, 0)),
+    })  # fmt: skip
+
+    selected = batch.rows(rows) if rows else fallback
+    return replace(selected, metrics=batch.metrics + metrics, failures=batch.failures)
+
+
+def _concatenate(rounds: Sequence[ScoredBatch]) -> ScoredBatch:
+    """Return the rows of all rounds, with the groups of later rounds numbered after the earlier ones.
+
+    A reward component that a round does not have is NaN there.
+    """
+    if len(rounds) == 1:
+        return rounds[0]
+
+    # Each round numbers its groups from 0; advantages need a number per group of the whole batch.
+    renumbered: list[Rollouts] = []
+    group_count = 0
+    for batch in rounds:
+        rollouts = replace(batch.rollouts, group=batch.rollouts.group + group_count)
+        group_count = int(rollouts.group.max()) + 1
+        renumbered.append(rollouts)
+
+    # A function may return a component in one round and not in another.
+    component_names = sorted({name for batch in rounds for name in batch.scores.components})
+    scores = Scores(
+        rewards=torch.cat([batch.scores.rewards for batch in rounds]),
+        valid=torch.cat([batch.scores.valid for batch in rounds]),
+        components={name: _concatenate_component(rounds, name) for name in component_names},
+        baseline_rewards=_concatenate_baselines(rounds, "baseline_rewards"),
+        baseline_lengths=_concatenate_baselines(rounds, "baseline_lengths"),
+    )
+    return ScoredBatch(
+        PromptBatch.concatenate([batch.prompts for batch in rounds]),
+        Rollouts.concatenate(renumbered),
+        scores,
+        tuple(reason for batch in rounds for reason in batch.reasons),
+        merge(batch.metrics for batch in rounds),
+        tuple(failure for batch in rounds for failure in batch.failures),
+    )
+
+
+def _concatenate_component(rounds: Sequence[ScoredBatch], name: str) -> Tensor:
+    """Return one reward component of all rounds: [B] float32."""
+    values: list[Tensor] = []
+    for batch in rounds:
+        nan = torch.full_like(batch.scores.rewards, float("nan"))
+        values.append(batch.scores.components.get(name, nan))
+    return torch.cat(values)
+
+
+def _concatenate_baselines(rounds: Sequence[ScoredBatch], name: str) -> Tensor | None:
+    """Return a baseline field of all rounds: [B], None if the algorithm has no baseline."""
+    baselines = [getattr(batch.scores, name) for batch in rounds]
+    if any(baseline is None for baseline in baselines):
+        return None
+    return torch.cat(baselines)
+
+
+# Failed rewards: what the console shows of them, and when they end the run.
+
+
+def distinct_failures(failures: Iterable[Failure]) -> list[Failure]:
+    """Return the first failure of each reason and exception class, at most `MAX_SHOWN_FAILURES`."""
+    # The last line of a Python traceback begins with the class of the exception.
+    first: dict[tuple[str, str], Failure] = {}
+    for failure in failures:
+        last_line = failure.message.strip().rpartition("\n")[2]
+        exception_class = last_line.partition(":")[0]
+        first.setdefault((failure.reason, exception_class), failure)
+    return list(first.values())[:MAX_SHOWN_FAILURES]
+
+
+def unused_scorers_warning(reward: RewardConfig, outcomes: Sequence[Outcome | None] | None) -> str | None:
+    """Return a warning if environments reward every episode, so that the configured scorers get none."""
+    rewarded = [outcome is not None and outcome.reward is not None for outcome in outcomes or ()]
+    if not rewarded or not all(rewarded) or not reward.scorers:
+        return None
+
+    names = ", ".join(f"reward.{name}" for name in reward.scorers)
+    return f"warning: the environment rewards every episode of this step, so {names} is never called"
+
+
+class FailureWatch:
+    """Counter of consecutive steps in which more rewards failed than `reward.max_invalid_fraction` allows."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._max_fraction = config.max_invalid_fraction
+        self._max_steps = config.invalid_steps
+        self._steps = 0
+
+    def check(
+        self,
+        step: int,
+        invalid_fraction: float,
+        reasons: Counter[str],
+        examples: Sequence[Failure],
+    ) -> None:
+        """Count a step; raise UserError if too many rewards failed in `reward.invalid_steps` steps in a row.
+
+        ``reasons``: number of failed rewards by reason, of all ranks.
+        """
+        # A single bad step, such as one in which a server was restarted, must not end the run.
+        if invalid_fraction <= self._max_fraction:
+            self._steps = 0
+            return
+        self._steps += 1
+        if self._steps < self._max_steps:
+            return
+
+        # The failures of the most common reason are the ones to repair first.
+        most_common = reasons.most_common(1)[0][0] if reasons else NO_RESPONSE
+        got = f"most often: {most_common}"
+        example = next(
+            (failure.message for failure in examples if failure.reason == most_common),
+            "",
+        )
+        if example:
+            got += f"\n{ending(example, MAX_MESSAGE_CHARACTERS)}"
+        raise UserError(
+            f"rewards fail in {invalid_fraction:.0%} of the samples, in {self._steps} consecutive steps",
+            where=f"reward (step {step})",
+            expected=f"at most {self._max_fraction:.0%} (reward.max_invalid_fraction)",
+            got=got,
+            fix="repair what fails: the reward function, the environment and its agent, or the reward "
+            "server; with reward.max_invalid_fraction=1 the run continues whatever fails",
+        )
