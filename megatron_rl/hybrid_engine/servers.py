@@ -26,8 +26,7 @@ from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.megatron.model import Chunked
 from megatron_rl.metrics import Metrics
 from megatron_rl.rollout.engines.servers.base import Server, ServerError, alongside, make_servers
-from megatron_rl.rollout.engines.servers.generator import ServerGenerator
-from megatron_rl.rollout.engines.servers.lease import Lease
+from megatron_rl.rollout.engines.servers.client import Lease, ServerGenerator
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.weights.execute import WeightMismatchError
 

@@ -11,7 +11,7 @@ from megatron_rl.distributed.exchange import ReplicaGroup, broadcast_object, sto
 from megatron_rl.environments.hosts import Hosts
 from megatron_rl.rollout.collate import NewTokens, RoutingShape, collect_new_tokens
 from megatron_rl.rollout.engines.base import Engine, Generator, ToolParser
-from megatron_rl.rollout.engines.servers.generator import ServerGenerator
+from megatron_rl.rollout.engines.servers.client import ServerGenerator
 from megatron_rl.rollout.multi_turn import MultiTurnScheduler
 from megatron_rl.rollout.scheduler import (
     GenerationRound,

@@ -29,7 +29,7 @@ from megatron_rl.environments.hosts import Hosts, environment_errors
 from megatron_rl.launcher import without_proxy
 from megatron_rl.roles.reward import RewardRole
 from megatron_rl.rollout.collate import to_rollouts
-from megatron_rl.rollout.engines.vllm.tools import make_tool_parser
+from megatron_rl.rollout.engines.vllm import make_tool_parser
 from megatron_rl.rollout.multi_turn import MultiTurnScheduler
 from megatron_rl.rollout.scheduler import ReplicaQueue
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, Rollouts, split_rows
