@@ -48,7 +48,12 @@ _UNSUPPORTED = {"stream": (None, False), "n": (None, 1), "stop": (None, []), "re
 class Refused(Exception):
     """Refusal of a request: HTTP status, error code of the JSON body, and message."""
 
-    def __init__(self, status: int, code: str, message: str) -> None:
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
@@ -59,9 +64,11 @@ class Conversation:
 
     def __init__(self, episode: Episode) -> None:
         self._episode = episode
+        # Normalized messages up to the last completion; empty before the first request.
         self._history: list[dict[str, Any]] = []
         self._tools: Any = None
         self._last_completion: dict[str, Any] = {}
+        # Whether a request awaits its turn: an episode has one conversation, without forks.
         self._is_busy = False
 
     async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,7 +154,7 @@ def _normalized(messages: Any) -> list[dict[str, Any]]:
         for message in messages:
             content = message.get("content") or ""
             if not isinstance(content, str):
-                content = "".join(part["text"] for part in content)
+                content = "".join(piece["text"] for piece in content)
 
             normalized = {"role": message["role"], "content": content}
             for key in ("tool_call_id", "name"):
@@ -167,7 +174,11 @@ def _normalized(messages: Any) -> list[dict[str, Any]]:
     return result
 
 
-def _completion(message: Message, answer: Mapping[str, Any], with_log_probs: bool) -> dict[str, Any]:
+def _completion(
+    message: Message,
+    answer: Mapping[str, Any],
+    with_log_probs: bool,
+) -> dict[str, Any]:
     """Return the body of a chat completion for a turn of the policy."""
     finish_reason = "stop"
     if message.tool_calls:
@@ -238,7 +249,11 @@ async def endpoint(episode: Episode) -> AsyncIterator[tuple[str, str]]:
         await runner.cleanup()
 
 
-async def _respond(conversation: Conversation, key: str, request: web.Request) -> dict[str, Any]:
+async def _respond(
+    conversation: Conversation,
+    key: str,
+    request: web.Request,
+) -> dict[str, Any]:
     """Return the JSON object that answers an HTTP request; raises Refused."""
     if request.headers.get("Authorization") != f"Bearer {key}":
         raise Refused(401, "key", "the key is not this episode's")
@@ -288,7 +303,12 @@ class AgentEnvironment(Environment):
             hint = "a program in a home folder must be listed in limits.read"
             raise TypeError(f"command: there is no program {self.command[0]} ({hint})")
 
-    async def lead(self, episode: Episode, base_url: str, api_key: str) -> str:
+    async def lead(
+        self,
+        episode: Episode,
+        base_url: str,
+        api_key: str,
+    ) -> str:
         """Run the agent as a client of ``base_url``; return its output, which `judge` receives."""
         variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         task = {"prompt": episode.prompt, "metadata": dict(episode.metadata), "seed": episode.seed}
@@ -316,7 +336,11 @@ class AgentEnvironment(Environment):
         return await self.judge(episode, output)
 
 
-async def _run(command: Sequence[str], variables: Mapping[str, str], task: str) -> str:
+async def _run(
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    task: str,
+) -> str:
     """Run a program with the task on standard input; return its standard output.
 
     Afterwards every process that it started is killed. These are found by the episode's API key in their
@@ -335,11 +359,13 @@ async def _run(command: Sequence[str], variables: Mapping[str, str], task: str) 
         try:
             await process.communicate(task.encode())
         finally:
+            # First its own session, then children that have left it.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             end_started_with(f"OPENAI_API_KEY={variables['OPENAI_API_KEY']}")
             await process.wait()
 
+        # The end of standard error has the exception of a Python program.
         if process.returncode:
             size = os.fstat(stderr.fileno()).st_size
             excerpt = _text(stderr, max(0, size - _EXCERPT_BYTES))

@@ -63,7 +63,9 @@ class Message(str):
         context: int = 0,
         tool_calls: Sequence[dict[str, Any]] = (),
     ) -> Message:
+        # In __new__: the text of a str is set before __init__ runs.
         message = super().__new__(cls, text)
+
         message.tokens = tuple(tokens)
         message.cut = cut
         message.log_probs = tuple(log_probs)
@@ -76,8 +78,8 @@ class Opening(NamedTuple):
     """Messages that replace the record's prompt at the start of an episode.
 
     Example:
-        >>> Opening([{"role": "user", "content": "1+2="}]).tools is None
-        True
+        >>> Opening([{"role": "user", "content": "1+2="}]).messages[0]["content"]
+        '1+2='
     """
 
     messages: list[dict[str, Any]]
@@ -91,7 +93,10 @@ class Turns(Protocol):
     """Source of the policy's turns: sends an observation and awaits the turn that follows it."""
 
     async def __call__(
-        self, observed: list[dict[str, str]], limit: int | None, opening: Opening | None
+        self,
+        observed: list[dict[str, str]],
+        limit: int | None,
+        opening: Opening | None,
     ) -> Message: ...
 
 
@@ -104,7 +109,12 @@ class Episode:
     """
 
     def __init__(
-        self, prompt: str, ground_truth: Any, metadata: Mapping[str, Any], seed: int, turns: Turns
+        self,
+        prompt: str,
+        ground_truth: Any,
+        metadata: Mapping[str, Any],
+        seed: int,
+        turns: Turns,
     ) -> None:
         self.prompt = prompt
         self.ground_truth = ground_truth
@@ -182,7 +192,7 @@ class Environment:
 
 
 class StepEnvironment(Environment):
-    """An environment in the form of Gym: define `reset` and `step`, each of which may be async."""
+    """An environment in the form of Gym: define `reset` and `step`, async or not."""
 
     def reset(self, episode: Episode) -> Any:
         """Prepare for an episode, whose prompt the policy answers first. The result is ignored."""

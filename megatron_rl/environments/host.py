@@ -25,10 +25,17 @@ from megatron_rl.rewards.worker import EXCEPTION, SCORED, WRONG_TYPE, failed, sc
 
 # Requests of the trainer, each followed by the number of an episode: start it, send it a turn of the policy,
 # refuse it a further turn, cancel it; and a check that the process responds, for no episode.
-START, TURN, END, CANCEL, PING = "start", "turn", "end", "cancel", "ping"
+START = "start"
+TURN = "turn"
+END = "end"
+CANCEL = "cancel"
+PING = "ping"
 
 # Replies: an episode asks for a turn, has ended, has released its thread; and the response to a ping.
-ASKS, ENDED, CLOSED, LIVES = "asks", "ended", "closed", "lives"
+ASKS = "asks"
+ENDED = "ended"
+CLOSED = "closed"
+LIVES = "lives"
 
 WHERE = "rollout.environment"
 """Key of the configuration that errors of this room name."""
@@ -46,10 +53,14 @@ _THREAD_STACK = 2**20
 """Bytes of an episode's stack, instead of the usual 8 MiB: a process may have thousands of episodes."""
 
 
-def serve(requests: Requests, limits: Mapping[str, Any], missing: list[str]) -> None:
+def serve(
+    requests: Requests,
+    limits: Mapping[str, Any],
+    unenforced: list[str],
+) -> None:
     """Load the environment's class, report it, and run every episode that the trainer starts.
 
-    ``missing`` are the limits that this machine's kernel does not enforce; the trainer reports them.
+    ``unenforced`` are the limits that this machine's kernel does not enforce; the trainer reports them.
     """
     paths, class_path, settings, max_turns = requests.read()
     search(paths)
@@ -62,7 +73,7 @@ def serve(requests: Requests, limits: Mapping[str, Any], missing: list[str]) -> 
     except BaseException as error:
         requests.refuse(error)
         return
-    requests.reply({"kind": READY, "missing": missing})
+    requests.reply({"kind": READY, "missing": unenforced})
 
     environment_class: Any = make_environment.func
     own_files = LOOP_FILES + environment_class.own_files
@@ -95,8 +106,7 @@ def serve(requests: Requests, limits: Mapping[str, Any], missing: list[str]) -> 
 
 def factory(class_path: str, settings: Mapping[str, Any]) -> partial[Environment]:
     """Return a function that makes an environment of a class with ``settings``; raises UserError."""
-    cls = load(class_path)
-    _require_environment(class_path, cls)
+    cls = _environment_class(class_path)
 
     values = dict(settings)
     if is_dataclass(cls):
@@ -120,8 +130,9 @@ def factory(class_path: str, settings: Mapping[str, Any]) -> partial[Environment
     return partial(cls, **values)
 
 
-def _require_environment(class_path: str, cls: Any) -> None:
-    """Raise UserError unless a loaded object is a class of environments."""
+def _environment_class(class_path: str) -> type[Environment]:
+    """Load a class of environments; raises UserError for anything else."""
+    cls = load(class_path)
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
         raise UserError(
             f"{class_path} is no environment",
@@ -130,6 +141,8 @@ def _require_environment(class_path: str, cls: Any) -> None:
             got=f"{type(cls).__name__} {getattr(cls, '__name__', '')}".strip(),
             fix="derive the class from one of them",
         )
+
+    # A plain function would block its thread, and `generate` can only be awaited.
     if not inspect.iscoroutinefunction(cls.run):
         raise UserError(
             f"{class_path}.run is not async",
@@ -138,6 +151,7 @@ def _require_environment(class_path: str, cls: Any) -> None:
             got="def run",
             fix="write async def, and await episode.generate()",
         )
+
     for name in ("own_files", "own_processes"):
         count = getattr(cls, name)
         if not (isinstance(count, int) and 0 <= count <= LARGEST_OWN):
@@ -148,6 +162,7 @@ def _require_environment(class_path: str, cls: Any) -> None:
                 got=f"{count!r:.80}",
                 fix="correct the class",
             )
+    return cls
 
 
 class _EventLoops:
@@ -157,7 +172,12 @@ class _EventLoops:
     files without episodes.
     """
 
-    def __init__(self, files: int, own_files: int, own_processes: int) -> None:
+    def __init__(
+        self,
+        files: int,
+        own_files: int,
+        own_processes: int,
+    ) -> None:
         self._files = files
         self._own_files = own_files
         self._own_processes = own_processes
@@ -237,7 +257,10 @@ class _RunningEpisode:
             self._loop.call_soon_threadsafe(function)
 
     async def _turn(
-        self, observed: list[dict[str, str]], limit: int | None, opening: Opening | None
+        self,
+        observed: list[dict[str, str]],
+        limit: int | None,
+        opening: Opening | None,
     ) -> Message:
         """Send the observed messages to the trainer and return the turn that follows; see `Turns`."""
         self._require_order(observed, limit)

@@ -1,4 +1,4 @@
-"""The trainer's side of environments: their processes, their time limits, and the validation of their messages.
+"""The trainer's side of environments: their processes, time limits, and validation of their messages.
 
 An environment is user code. It may raise, hang, exhaust its process or send anything, and in every case only
 its own episode may fail. `Hosts` therefore believes no message before it is validated (`_event`), gives every
@@ -39,8 +39,8 @@ class Asks(NamedTuple):
     """Request of an environment for a turn of the policy.
 
     Example:
-        >>> Asks(3, [{"role": "user", "content": "Try again."}], limit=None).opening is None
-        True
+        >>> Asks(3, [{"role": "user", "content": "Try again."}], limit=16).limit
+        16
     """
 
     number: int
@@ -60,8 +60,8 @@ class Ended(NamedTuple):
     """End of an episode, with a reward or a failure.
 
     Example:
-        >>> Ended(3, reward=1.0).failure is None
-        True
+        >>> Ended(3, reward=1.0).truncated
+        False
     """
 
     number: int
@@ -106,8 +106,8 @@ class _OpenEpisode:
     """Time since which its environment works, None while it awaits a turn."""
 
     runs_alone: bool = False
-    """Whether it may have ended a process. It then gets a process without others, so that the next loss of one
-    is certainly its own."""
+    """Whether it may have ended a process. It then gets a process without others, so that the next loss is
+    certainly its own."""
 
 
 @dataclass
@@ -149,11 +149,12 @@ class Hosts:
         self._finalizer = weakref.finalize(self, kill_all, self._hosts)
 
         try:
-            missing = [self._start_process() for _ in range(config.workers)]
+            unenforced = [self._start_process() for _ in range(config.workers)]
         except BaseException:
             self.close()
             raise
-        self.missing: tuple[str, ...] = tuple(missing[0])
+        # Equal for all processes of a machine.
+        self.missing: tuple[str, ...] = tuple(unenforced[0])
 
     def _start_process(self) -> list[str]:
         """Start a process and load the class in it; return the limits that it does not enforce."""
@@ -190,7 +191,12 @@ class Hosts:
         """Start the environment of an episode; ``values`` are the arguments of its `Episode`."""
         self._waiting.append(_OpenEpisode(number, dict(values)))
 
-    def turn(self, number: int, text: str, *attributes: Any) -> None:
+    def turn(
+        self,
+        number: int,
+        text: str,
+        *attributes: Any,
+    ) -> None:
         """Send a turn of the policy to the environment that awaits it; ``attributes`` as in `Message`."""
         self._send(number, protocol.TURN, text, *attributes)
 
@@ -206,7 +212,12 @@ class Hosts:
                 host.process.ask((protocol.CANCEL, number))
                 host.closing[number] = time.monotonic() + GRACE_SECONDS
 
-    def _send(self, number: int, kind: str, *values: Any) -> None:
+    def _send(
+        self,
+        number: int,
+        kind: str,
+        *values: Any,
+    ) -> None:
         """Send a request to an episode's process; its environment works from now on."""
         for host in self._hosts:
             if number in host.episodes:
@@ -229,9 +240,11 @@ class Hosts:
         self._dispatch()
 
         # Wait for messages, at most until the next deadline.
-        deadlines = [deadline for host in self._hosts for deadline in self._deadlines(host)]
         now = time.monotonic()
-        wait_seconds = max(0.0, min([seconds, *(deadline - now for deadline in deadlines)]))
+        waits = [seconds]
+        for host in self._hosts:
+            waits += [deadline - now for deadline in self._deadlines(host)]
+        wait_seconds = max(0.0, min(waits))
         with selectors.DefaultSelector() as selector:
             for host in self._hosts:
                 selector.register(host.process.replies, selectors.EVENT_READ, host)
@@ -257,6 +270,7 @@ class Hosts:
                 if not any(resident.runs_alone for resident in host.episodes.values())
             ]
             host = min(available, key=lambda host: len(host.episodes), default=None)
+            # Later episodes are not held up by one that waits for an empty process.
             if host is None or (episode.runs_alone and host.episodes):
                 continue
 
@@ -341,7 +355,12 @@ class Hosts:
         seconds = f"{self.config.turn_timeout:g} s"
         return f"did not answer a turn within {seconds} (rollout.environment.turn_timeout)"
 
-    def _lose(self, host: _Host, events: list[Event], reason: str) -> None:
+    def _lose(
+        self,
+        host: _Host,
+        events: list[Event],
+        reason: str,
+    ) -> None:
         """Replace a lost process and fail the episode that is responsible.
 
         That is the only busy episode, or the one that runs alone. With several busy episodes it is not known:
@@ -372,6 +391,8 @@ class Hosts:
         status = host.process.kill()
         self._hosts.remove(host)
         self._restart_process()
+
+        # Also the episodes that were awaiting a turn: their environments are gone.
         for episode in host.episodes.values():
             episode.busy_since = None
             self._waiting.append(episode)
@@ -385,6 +406,7 @@ class Hosts:
         is out of memory.
         """
         started = time.monotonic()
+        # None: no wait after the last attempt.
         for wait_seconds in (*calls.RESTART_WAITS, None):
             try:
                 self._start_process()
@@ -457,6 +479,7 @@ def _asks(number: int, frame: Mapping[str, Any]) -> Asks | Ended | None:
 def _ended(number: int, frame: Mapping[str, Any]) -> Ended | None:
     """Validate the end of an episode."""
     truncated = frame.get("truncated") is True
+    # The environment leaves the reward to others, or was truncated.
     if frame.get("result") == protocol.SCORED and frame.get("reward") is None:
         return Ended(number, truncated=truncated)
 

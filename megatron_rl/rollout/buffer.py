@@ -51,10 +51,17 @@ class RolloutBuffer:
 
     def restart(self, groups: abc.Sequence[SequenceGroup]) -> None:
         """Put the prompts of groups, without their sequences, in front of the waiting ones."""
+        # Fresh groups: a prompt that starts again gets new seeds, and no early rewards.
         prompts = [SequenceGroup(group.prompt) for group in groups]
         self.waiting = [*prompts, *self.waiting]
 
-    def required(self, version: int, *, ahead: int, bound: int) -> tuple[bool, ...]:
+    def required(
+        self,
+        version: int,
+        *,
+        ahead: int,
+        bound: int,
+    ) -> tuple[bool, ...]:
         """Return for each started group whether it must finish in this step, lest it becomes too old.
 
         A group that finishes now is trained on when its tokens are ``ahead`` updates older. If it finishes in
@@ -62,11 +69,19 @@ class RolloutBuffer:
         """
         return tuple(group.age(version) + ahead + 1 > bound for group in self.started)
 
-    def select(self, required: abc.Sequence[bool], wanted: int) -> list[SequenceGroup]:
+    def select(self, required: abc.Sequence[bool], count: int) -> list[SequenceGroup]:
         """Remove and return the finished groups for the learner; see `select_groups`."""
-        selected = select_groups([group.finished_in for group in self.started], required, wanted)
-        groups = [self.started[index] for index in selected]
-        self.started = [group for index, group in enumerate(self.started) if index not in set(selected)]
+        finished_in = [group.finished_in for group in self.started]
+        selected = set(select_groups(finished_in, required, count))
+
+        groups = []
+        remaining = []
+        for index, group in enumerate(self.started):
+            if index in selected:
+                groups.append(group)
+            else:
+                remaining.append(group)
+        self.started = remaining
 
         # Token rounds count from 1 within a step: in the next one the remaining groups come first.
         for group in self.started:
@@ -88,8 +103,14 @@ class RolloutBuffer:
 
     def restart_late(self, version: int, most_updates: int) -> None:
         """Drop the started groups that are more than ``most_updates`` older than ``version``."""
-        late = [group for group in self.started if group.age(version) > most_updates]
-        self.started = [group for group in self.started if group.age(version) <= most_updates]
+        late = []
+        remaining = []
+        for group in self.started:
+            if group.age(version) > most_updates:
+                late.append(group)
+            else:
+                remaining.append(group)
+        self.started = remaining
         self.restart(late)
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,7 +134,11 @@ class RolloutBuffer:
         """Restore the groups from a `state_dict`."""
         started = state["started"]
         waiting = state["waiting"]
-        self.waiting = [] if waiting is None else waiting_groups(waiting)
+
+        self.waiting = []
+        if waiting is not None:
+            self.waiting = waiting_groups(waiting)
+
         self.started = []
         if started is not None:
             self.started = to_groups(started["prompts"], started["rollouts"], started["seeds"])
@@ -121,13 +146,15 @@ class RolloutBuffer:
 
 
 def select_groups(
-    finished_in: abc.Sequence[int | None], required: abc.Sequence[bool], count: int
+    finished_in: abc.Sequence[int | None],
+    required: abc.Sequence[bool],
+    count: int,
 ) -> list[int]:
     """Return the indices of the groups for the learner, sorted.
 
-    Required groups come first, then those that finished first. ``finished_in`` is the token round in which
-    each group finished (None: unfinished); ties go to the group that was started earlier. More than ``count``
-    groups are returned only if more are required.
+    Required groups come first, then groups in the order in which they finished. ``finished_in`` is the token
+    round in which each group finished (None: unfinished); ties go to the group that was started earlier. More
+    than ``count`` groups are returned only if more are required.
 
     Example:
         >>> select_groups([2, None, 1, 1], [True, False, False, False], 2)
@@ -146,6 +173,7 @@ def select_groups(
 def early_rewards(groups: abc.Sequence[SequenceGroup]) -> dict[str, dict[int, Any]]:
     """Return the early rewards of all groups: name of the scorer -> row of `to_rollouts` -> reward."""
     rewards: dict[str, dict[int, Any]] = {}
+    # Row of the group's first sequence.
     first_row = 0
     for group in groups:
         for scorer, by_sample in group.early_rewards.items():
@@ -157,6 +185,7 @@ def early_rewards(groups: abc.Sequence[SequenceGroup]) -> dict[str, dict[int, An
 
 def note_early_rewards(groups: abc.Sequence[SequenceGroup], rewards: Mapping[str, Mapping[int, Any]]) -> None:
     """Add rewards by scorer and row, as `early_rewards` returns them, to their groups."""
+    # Row -> its group, and its index in the group.
     rows = [(group, sample) for group in groups for sample in range(len(group.sequences))]
     for scorer, by_row in rewards.items():
         for row, reward in by_row.items():

@@ -48,7 +48,10 @@ def to_prompts(groups: abc.Sequence[SequenceGroup]) -> PromptBatch:
 
 
 def start_groups(
-    groups: abc.Sequence[SequenceGroup], samples: int, seed: int, version: int
+    groups: abc.Sequence[SequenceGroup],
+    samples: int,
+    seed: int,
+    version: int,
 ) -> list[SequenceGroup]:
     """Return the waiting groups with ``samples`` new sequences each, for weights of ``version``.
 
@@ -58,7 +61,9 @@ def start_groups(
     started = []
     for index, group in enumerate(groups):
         (sampling,) = group.prompt.sampling
+        # One array for all samples: it is replaced as a whole, never changed.
         prompt = array("q", group.prompt.tokens.tolist())
+
         first = index * samples
         group_seeds = seeds[first : first + samples]
         sequences = [Sequence(prompt, sampling, sequence_seed, version) for sequence_seed in group_seeds]
@@ -118,7 +123,11 @@ def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
     )
 
 
-def to_groups(prompts: PromptBatch, rollouts: Rollouts, seeds: Tensor) -> list[SequenceGroup]:
+def to_groups(
+    prompts: PromptBatch,
+    rollouts: Rollouts,
+    seeds: Tensor,
+) -> list[SequenceGroup]:
     """Restore the groups from `to_prompts`, `to_rollouts` and the seeds [B] int64 of their sequences."""
     assert rollouts.token_versions is not None
     assert rollouts.support_sizes is not None and rollouts.support is not None
@@ -149,7 +158,9 @@ def to_groups(prompts: PromptBatch, rollouts: Rollouts, seeds: Tensor) -> list[S
         # The prompt ends at the first sampled token. The record's length does not tell: an environment may
         # have opened with a prompt of its own.
         sampled = versions[row] != OBSERVED
-        start = int(sampled.int().argmax()) if bool(sampled.any()) else len(tokens[row])
+        start = len(tokens[row])
+        if bool(sampled.any()):
+            start = int(sampled.int().argmax())
         sequence = Sequence(
             prompt=_array("q", tokens[row][:start]),
             sampling=sampling,
@@ -211,7 +222,9 @@ def collect_new_tokens(
         support += sequence.support[sum(sequence.support_sizes[:start]) :]
 
     rows = torch.tensor(positions, dtype=torch.int64)
-    counts = [len(sequence.tokens) - start for sequence, start in zip(sequences, starts, strict=True)]
+    counts = []
+    for sequence, start in zip(sequences, starts, strict=True):
+        counts.append(len(sequence.tokens) - start)
     finish_reasons = [sequence.finish_reason for sequence in sequences]
     token_rounds = [sequence.finished_in for sequence in sequences]
     shard = RowShard(
@@ -237,12 +250,19 @@ def collect_new_tokens(
     }
     if routing is None:
         return NewTokens(shard, outcomes, prompts)
+
+    # Of all tokens, not only the new ones: an engine records them for the whole request.
     lengths = _lengths(sequences)
     experts = _experts(sequences, lengths, routing)
-    return NewTokens(shard, outcomes, prompts, RowShard(rows, lengths, {"experts": experts}, {}))
+    expert_shard = RowShard(rows, lengths, {"experts": experts}, {})
+    return NewTokens(shard, outcomes, prompts, expert_shard)
 
 
-def append_new_tokens(sequences: abc.Sequence[Sequence], new: NewTokens, version: int) -> None:
+def append_new_tokens(
+    sequences: abc.Sequence[Sequence],
+    new: NewTokens,
+    version: int,
+) -> None:
     """Append the gathered tokens of a round, sampled by weights of ``version``, to its unfinished sequences.
 
     The only place where sequences of the buffer change. Every rank has the same ``new``, so they stay equal.
@@ -273,6 +293,7 @@ def append_new_tokens(sequences: abc.Sequence[Sequence], new: NewTokens, version
         sequence.finish_reason = finish_reasons[row]
         sequence.finished_in = token_rounds[row]
 
+    # Optional values, of conversations and of models with routing replay.
     for position, outcome in new.outcomes.items():
         sequences[position].outcome = outcome
     for position, prompt in new.prompts.items():
@@ -298,9 +319,14 @@ def _routing_shape(sequences: abc.Sequence[Sequence]) -> RoutingShape | None:
     return None
 
 
-def _experts(sequences: abc.Sequence[Sequence], lengths: Tensor, routing: RoutingShape) -> Tensor:
+def _experts(
+    sequences: abc.Sequence[Sequence],
+    lengths: Tensor,
+    routing: RoutingShape,
+) -> Tensor:
     """Return the experts of all tokens [N, layers, k] int16, -1 if not recorded."""
-    experts = torch.full((int(lengths.sum()), *routing), -1, dtype=torch.int16)
+    num_tokens = int(lengths.sum())
+    experts = torch.full((num_tokens, *routing), -1, dtype=torch.int16)
     for row, sequence in zip(split_rows(experts, lengths), sequences, strict=True):
         if sequence.experts is not None:
             row[: len(sequence.experts)] = sequence.experts
@@ -309,7 +335,8 @@ def _experts(sequences: abc.Sequence[Sequence], lengths: Tensor, routing: Routin
 
 def _row_sums(values: Tensor, lengths: Tensor) -> Tensor:
     """Return the sum of each row of ragged ``values`` [N]: [B] int64."""
-    cumulative = torch.cat([torch.zeros(1, dtype=torch.int64), values.long().cumsum(0)])
+    zero = torch.zeros(1, dtype=torch.int64)
+    cumulative = torch.cat([zero, values.long().cumsum(0)])
     ends = lengths.cumsum(0)
     return cumulative[ends] - cumulative[ends - lengths]
 

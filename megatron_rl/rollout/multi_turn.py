@@ -1,6 +1,6 @@
 """Sampling of sequences that are conversations with environments.
 
-What an environment has seen is always a prefix of the sequence's tokens. So an environment can be replaced,
+An environment has always seen a prefix of the sequence's tokens. So an environment can be replaced,
 in another process or in a later step: the new one is replayed the same turns, and must observe the same.
 
 A conversation alternates between two states. Either its environment works, or it awaits a turn: then the
@@ -171,6 +171,8 @@ class MultiTurnScheduler(ReplicaScheduler):
         """Admit sequences while there is room beside the busy ones, and start their environments."""
         num_busy = sum(not conversation.is_idle for conversation in self._conversations)
         self.admit(num_busy)
+
+        # A conversation for each sequence that was admitted, also for one that failed at once.
         for number in range(len(self._conversations), len(self.admitted)):
             admitted = self.admitted[number]
             conversation = _Conversation(
@@ -182,6 +184,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             )
             self._conversations.append(conversation)
             self._by_episode[conversation.episode] = conversation
+
             if not admitted.sequence.is_finished:
                 self._hosts.start(conversation.episode, self._episode_values(number))
 
@@ -299,6 +302,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         while end < len(sequence.tokens) and sequence.is_sampled(end):
             end += 1
 
+        # The limit of a turn counts them, too.
         conversation.turn_tokens_left = None
         if event.limit is not None:
             num_sampled = end - conversation.seen
@@ -349,10 +353,12 @@ class MultiTurnScheduler(ReplicaScheduler):
             self._fail(conversation, PROMPT, str(error))
             return False
 
+        # The prompt changes the room of the response.
         prompt = array("q", tokens)
         room = sequence.sampling.max_response_tokens
         if self.engine.max_model_len is not None:
             room = min(room, self.engine.max_model_len - len(prompt))
+
         if sequence.tokens and sequence.prompt != prompt:
             self._fail(conversation, DIVERGED, "the replayed environment opened with another prompt")
         elif not prompt or room < 1:
@@ -364,7 +370,12 @@ class MultiTurnScheduler(ReplicaScheduler):
             conversation.tools = opening.tools
         return conversation.has_own_prompt
 
-    def _fail(self, conversation: _Conversation, reason: str, message: str) -> None:
+    def _fail(
+        self,
+        conversation: _Conversation,
+        reason: str,
+        message: str,
+    ) -> None:
         """End an episode as failed, and its environment."""
         self._hosts.forget(conversation.episode)
         self._finish(conversation, Ended(conversation.episode, failure=reason, message=message))

@@ -37,7 +37,7 @@ def _mix(value: int) -> int:
 def row_seeds(seed: int, rows: Sequence[int]) -> list[int]:
     """Return one independent seed in [0, 2**63) for each position in the global batch.
 
-    They are outputs of SplitMix64: any of them can be computed alone, unlike those of a sequential generator.
+    They are outputs of SplitMix64: any of them can be computed alone, without the earlier ones.
     """
     start = _mix((seed + 0x9E3779B97F4A7C15) & _MASK)
     return [_mix(start + (row + 1) * 0x9E3779B97F4A7C15 & _MASK) >> 1 for row in rows]
@@ -54,7 +54,11 @@ def part_seed(seed: int, num_sampled: int) -> int:
     return row_seeds(seed, [num_sampled])[0]
 
 
-def vllm_parameters(sampling: SamplingParameters, limit: int, seed: int) -> dict[str, Any]:
+def vllm_parameters(
+    sampling: SamplingParameters,
+    limit: int,
+    seed: int,
+) -> dict[str, Any]:
     """Return the fields of vLLM's SamplingParams for at most ``limit`` tokens, without filters.
 
     vLLM's defaults are written out, since a server may have others.
@@ -85,15 +89,23 @@ def vllm_filters(sampling: SamplingParameters) -> dict[str, float]:
     return {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
 
 
-def vllm_finish(tokens: Sequence[int], log_probs: Sequence[float], reason: str | None) -> int:
+def vllm_finish(
+    tokens: Sequence[int],
+    log_probs: Sequence[float],
+    reason: str | None,
+) -> int:
     """Map vLLM's finish reason to a ``FINISH_*`` code.
 
     A response with a missing or non-finite log-prob has failed: its logits were broken, and its tokens are
     not samples of the policy.
     """
-    if not len(tokens) or len(log_probs) != len(tokens) or not isfinite(sum(log_probs)):
+    if not len(tokens) or len(log_probs) != len(tokens):
         return FINISH_FAILED
-    return {"stop": FINISH_STOP, "length": FINISH_LENGTH}.get(reason or "", FINISH_FAILED)
+    # The sum is finite only if every log-prob is.
+    if not isfinite(sum(log_probs)):
+        return FINISH_FAILED
+    codes = {"stop": FINISH_STOP, "length": FINISH_LENGTH}
+    return codes.get(reason or "", FINISH_FAILED)
 
 
 def is_greedy(sampling: SamplingParameters) -> bool:
@@ -117,15 +129,22 @@ def filters(sampling: Sequence[SamplingParameters], device: torch.device) -> tup
     """Return top-k, top-p and min-p of each row, [B] each, for `filtered_logits`."""
     # Default parameters filter nothing.
     active = [parameters if truncates(parameters) else SamplingParameters() for parameters in sampling]
+    top_k = [parameters.top_k for parameters in active]
+    top_p = [parameters.top_p for parameters in active]
+    min_p = [parameters.min_p for parameters in active]
     return (
-        torch.tensor([parameters.top_k for parameters in active], dtype=torch.int64, device=device),
-        torch.tensor([parameters.top_p for parameters in active], dtype=torch.float32, device=device),
-        torch.tensor([parameters.min_p for parameters in active], dtype=torch.float32, device=device),
+        torch.tensor(top_k, dtype=torch.int64, device=device),
+        torch.tensor(top_p, dtype=torch.float32, device=device),
+        torch.tensor(min_p, dtype=torch.float32, device=device),
     )
 
 
 def filtered_logits(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
 ) -> Tensor:
     """Divide logits by the temperature and remove tokens below min-p, outside top-k, then outside top-p.
 
@@ -158,21 +177,33 @@ def filtered_logits(
     # A token is outside the nucleus if it and all less likely ones have a mass of at most 1 - p.
     if bool(has_top_p.any()):
         tail_mass = ordered.softmax(dim=1).cumsum(dim=1)
-        outside = (tail_mass <= 1 - top_p[:, None]) & has_top_p[:, None]
-        outside[:, -1] = False
-        ordered = ordered.masked_fill(outside, -torch.inf)
+        is_tail = (tail_mass <= 1 - top_p[:, None]) & has_top_p[:, None]
+        # The most likely token remains, also where rounding puts it into the tail.
+        is_tail[:, -1] = False
+        ordered = ordered.masked_fill(is_tail, -torch.inf)
+
+    # Back into the order of the vocabulary.
     return torch.empty_like(logits).scatter_(1, order, ordered)
 
 
-def draw(logits: Tensor, greedy: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+def draw(
+    logits: Tensor,
+    greedy: Tensor,
+    generators: Sequence[torch.Generator],
+) -> Tensor:
     """Draw one token per row of filtered ``logits`` [B, V]: [B] int64.
 
     Where ``greedy`` [B] bool is true, the most likely token is taken instead. Row i consumes exactly one draw
     of ``generators[i]`` (on the CPU) in either case, so its random stream does not depend on other rows.
     """
     # By inversion of the cumulative distribution. float64: float32 cannot resolve rare tokens near 1.
-    uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
+    draws = [torch.rand((), generator=generator, dtype=torch.float64) for generator in generators]
+    uniform = torch.stack(draws).to(logits.device)
     cumulative = logits.double().softmax(dim=1).cumsum(dim=1)
-    target = uniform.to(logits.device)[:, None] * cumulative[:, -1:]
-    sampled = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
+
+    # Scaled by the total, which is not exactly 1. `right`: a removed token has an interval of no width, and
+    # is never hit. The clamp covers a target that rounds up to the total.
+    target = uniform[:, None] * cumulative[:, -1:]
+    sampled = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    sampled = sampled.clamp(max=logits.shape[1] - 1)
     return torch.where(greedy, logits.argmax(dim=1), sampled)

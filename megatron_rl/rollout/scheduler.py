@@ -79,7 +79,11 @@ class GenerationRound:
         ]
 
 
-def is_enough(finished: Iterable[bool], required: abc.Sequence[bool], count: int) -> bool:
+def is_enough(
+    finished: Iterable[bool],
+    required: abc.Sequence[bool],
+    count: int,
+) -> bool:
     """Return whether ``count`` groups are finished, and all required ones among them.
 
     Example:
@@ -111,7 +115,7 @@ class Rendezvous:
         self._num_required = sum(generation_round.required[index] for index in unfinished)
 
     def count_finished(self, group: int) -> None:
-        """Count a group that has finished."""
+        """Count a group that has finished. Called once a group, on the first rank of its replica."""
         number = self._round.rendezvous
         store_increment(f"finished by rendezvous {number}")
         if self._round.required[group]:
@@ -128,7 +132,7 @@ class Rendezvous:
 
 
 def await_rendezvous(number: int) -> None:
-    """Count this rank, a learner, among those that wait for the end of an open round."""
+    """Count this rank, a learner, as waiting for the end of an open round."""
     store_increment(f"waiting for rendezvous {number}")
 
 
@@ -193,12 +197,14 @@ class ReplicaQueue:
         # The first groups that fill all replicas are dealt out, the others are drawn. With caches all others
         # are drawn, since a replica first continues its cached groups, of which it may have any number.
         uncached = [group for group in self._positions if group not in cached]
-        samples = max((len(group.sequences) for group in generation_round.groups), default=1)
+        group_sizes = [len(group.sequences) for group in generation_round.groups]
+        samples = max(group_sizes, default=1)
         num_dealt = 0
         if not cached:
             num_dealt = max(1, max_in_flight // max(samples, 1)) * replicas
         cached_here = [group for group, cached_replica in cached.items() if cached_replica == replica]
-        self._assigned = [*cached_here, *uncached[:num_dealt][replica::replicas]]
+        dealt = uncached[:num_dealt]
+        self._assigned = [*cached_here, *dealt[replica::replicas]]
         self._shared_queue = uncached[num_dealt:]
 
         # The rest of the group that is being admitted, and all admitted sequences of unfinished groups.
@@ -224,12 +230,21 @@ class ReplicaQueue:
         for index, members in self._in_progress.items():
             if all(member.sequence.is_finished for member in members):
                 finished.append(index)
-        return [(index, self._with_copies(index, self._in_progress.pop(index))) for index in finished]
+
+        groups = []
+        for index in finished:
+            members = self._in_progress.pop(index)
+            groups.append((index, self._with_copies(index, members)))
+        return groups
 
     def _with_copies(self, index: int, members: abc.Sequence[Admitted]) -> SequenceGroup:
         """Return a group of the round with the replica's copies in place of the admitted sequences."""
         # By identity: sequences that finished in an earlier step were not copied.
-        copies = {id(self.round.unfinished[member.position][1]): member.sequence for member in members}
+        copies = {}
+        for member in members:
+            _, sequence = self.round.unfinished[member.position]
+            copies[id(sequence)] = member.sequence
+
         group = self.round.groups[index]
         sequences = [copies.get(id(sequence), sequence) for sequence in group.sequences]
         return SequenceGroup(group.prompt, sequences)
@@ -366,7 +381,8 @@ class ReplicaScheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """Return the next requests; None once no sequence waits for tokens."""
-        self._pending += self.admit(self._num_running + len(self._pending))
+        num_in_flight = self._num_running + len(self._pending)
+        self._pending += self.admit(num_in_flight)
         requests = tuple(self.request(number, self._token_round) for number in self._pending)
         self._num_running += len(requests)
         self._pending = []
@@ -421,6 +437,7 @@ class ReplicaScheduler:
         max_tokens = self.room(sequence)
         if limit is not None:
             max_tokens = min(max_tokens, limit)
+
         return GenerationRequest(
             number,
             (sequence.prompt + sequence.tokens).tolist(),
@@ -510,6 +527,7 @@ def sample_round(
     else:
         _run_token_rounds(scheduler, generation_round, all_ranks, is_output_rank, report_finished)
 
+    # Every sequence needs a replica that reports it, also one that no replica has begun.
     scheduler.close()
     scheduler.admit_rest()
     if generation_round.token_round is None:
@@ -523,9 +541,12 @@ def sample_round(
 
 
 def _run_once(
-    scheduler: ReplicaScheduler, generation_round: GenerationRound, report_finished: Callable[[], None]
+    scheduler: ReplicaScheduler,
+    generation_round: GenerationRound,
+    report_finished: Callable[[], None],
 ) -> None:
     """Sample until every sequence is finished or, in the open order, the round is over."""
+    # An open round runs until the learners wait, also if enough groups were finished before.
     if generation_round.rendezvous is None and _enough(generation_round, {}):
         return
     scheduler.run_token_round(None, report_finished)
@@ -567,18 +588,29 @@ def _enough(generation_round: GenerationRound, finished_in: Mapping[int, int]) -
     return is_enough(finished, generation_round.required, generation_round.wanted)
 
 
-def _cached_on(engine: Generator, layout: ParallelLayout, all_ranks: ReplicaGroup) -> dict[int, int]:
+def _cached_on(
+    engine: Generator,
+    layout: ParallelLayout,
+    all_ranks: ReplicaGroup,
+) -> dict[int, int]:
     """Return the replica of each sequence whose cache an engine retains, by seed.
 
     Collective over the ranks of ``layout``.
     """
+    seeds_by_rank = all_ranks.gather_objects(tuple(engine.kept))
     cached: dict[int, int] = {}
-    for rank, seeds in zip(layout.ranks, all_ranks.gather_objects(tuple(engine.kept)), strict=True):
-        cached |= dict.fromkeys(seeds, layout.coordinates(rank).data)
+    for rank, seeds in zip(layout.ranks, seeds_by_rank, strict=True):
+        replica = layout.coordinates(rank).data
+        cached |= dict.fromkeys(seeds, replica)
     return cached
 
 
-def draw_ticket(name: str, layout: ParallelLayout, rank: int, is_led: bool) -> int:
+def draw_ticket(
+    name: str,
+    layout: ParallelLayout,
+    rank: int,
+    is_led: bool,
+) -> int:
     """Return the next number of the job's queue ``name``, drawn by the first rank of a replica.
 
     The other ranks receive it, unless the replica ``is_led``: then only its first rank admits sequences.

@@ -125,6 +125,7 @@ class ServerGenerator:
         """Drop the connections. May be called twice."""
         if self._loop.is_closed():
             return
+
         self._cancel(list(self._open))
         if self._session is not None:
             self._run(self._session.close())
@@ -163,11 +164,14 @@ class ServerGenerator:
         """Send a request to its server, and to others while servers are lost; return the completion."""
         while (server := self._choose(request.seed)) is not None:
             self._in_flight[server] += 1
+
             try:
                 return await server.generate(self._client(), request, self._weights, self._request_timeout)
             except ServerError as error:
                 if error.refuses_request:
                     break
+
+                # The server is lost to all sequences of this round.
                 self._in_flight.pop(server, None)
                 if self._in_flight:
                     self._resubmitted += 1
@@ -190,7 +194,7 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, daemon=True)
 
     def take(self) -> None:
-        """Reserve the servers, and wait for those of a run that may have been killed.
+        """Reserve the servers; wait for a server whose holder may have been killed.
 
         Raises UserError where another run renews its lease of one, or two URLs are of the same server.
         """
@@ -249,6 +253,7 @@ class Lease:
         return server.claim(f"{self._run} {server.url}", seconds)
 
     def _renew(self) -> None:
+        """Renew the lease until it is closed: the main function of the thread."""
         while not self._closed.wait(RENEW_SECONDS):
             self._claim_all(LEASE_SECONDS)
 

@@ -33,15 +33,12 @@ class Decoder(Protocol):
 
     def start(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Prefill the prompts; return the logits [B, V] after their last tokens."""
-        ...
 
     def step(self, tokens: Tensor) -> Tensor:
         """Append one token to each sequence ([B]); return the next logits [B, V]."""
-        ...
 
     def keep(self, rows: list[int]) -> None:
         """Drop all sequences except these."""
-        ...
 
 
 class CachingDecoder:
@@ -55,20 +52,29 @@ class CachingDecoder:
         self._cache: Any = None
 
     def start(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        # Padding on the left puts the last tokens of all prompts into one column.
         width = max(len(row) for row in rows)
-        padded = [[0] * (width - len(row)) + list(row) for row in rows]
-        mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+        padded = []
+        mask = []
+        for row in rows:
+            padding = [0] * (width - len(row))
+            padded.append([*padding, *row])
+            mask.append(padding + [1] * len(row))
         tokens = torch.tensor(padded, device=self._device)
         self._mask = torch.tensor(mask, device=self._device)
         self._cache = None
 
+        # Positions count a sequence's own tokens; padding has position 0 and is masked.
         positions = (self._mask.cumsum(1) - 1).clamp(min=0)
         return self._forward(tokens, positions)
 
     def step(self, tokens: Tensor) -> Tensor:
         positions = self._mask.sum(1, keepdim=True)
-        self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
-        return self._forward(tokens.to(self._device)[:, None], positions)
+        new_column = torch.ones_like(self._mask[:, :1])
+        self._mask = torch.cat([self._mask, new_column], dim=1)
+
+        inputs = tokens.to(self._device)[:, None]
+        return self._forward(inputs, positions)
 
     def keep(self, rows: list[int]) -> None:
         index = torch.tensor(rows, device=self._device)
@@ -92,7 +98,7 @@ class TorchEngine:
     """Engine over any decoder; log-probs are float32, at the sampling temperature, after the filters.
 
     ``model`` has the parameters of ``parameters()`` and ``boxes()``; without it there is nothing to write
-    into. ``tensor_name`` maps their names to those of checkpoints. ``max_model_len`` bounds a sequence,
+    into. ``tensor_name`` maps their names to the names of checkpoints. ``max_model_len`` bounds a sequence,
     prompt included. ``batch_rows`` sequences are decoded together.
     """
 
@@ -106,11 +112,13 @@ class TorchEngine:
         batch_rows: int = 256,
         rank: int = 0,
     ) -> None:
+        # Members of the protocols. Weights are there from the start: those of the decoder's model.
         self.weights_version = -1
         self.needs_weights = False
         self.adapters = None
         self.max_model_len = max_model_len
         self.most_rows = batch_rows
+
         self._decoder = decoder
         self._model = model
         self._tensor_name = tensor_name
@@ -133,6 +141,7 @@ class TorchEngine:
         """
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        # Eager: the plain implementation of attention, as befits a reference.
         settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
         if (Path(path) / POINTER).is_file():
             model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), **settings)
@@ -167,6 +176,7 @@ class TorchEngine:
             else:
                 completions.append(failed_completion(request.number))
 
+        # Invalid requests are completed, as failed, without a batch.
         if valid:
             completions += _decode(self._decoder(), valid)
         return completions
@@ -203,6 +213,7 @@ class TorchEngine:
         boxes = []
         for storage, parameter in self.parameters().items():
             for name, tensor in _checkpoint_tensors(storage, parameter):
+                # An expert's slice is a view: its box needs its offset and strides in the parameter.
                 offset = int(tensor.storage_offset() - parameter.storage_offset())
                 box = TensorBox(
                     self._tensor_name(name),
@@ -249,6 +260,7 @@ def _checkpoint_tensors(name: str, parameter: Tensor) -> Iterator[tuple[str, Ten
 
 def _decode(decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[Completion]:
     """Decode all requests to their end; finished sequences leave the batch."""
+    # Results by request.
     tokens: list[list[int]] = [[] for _ in requests]
     log_probs: list[list[float]] = [[] for _ in requests]
     support: list[list[list[int]]] = [[] for _ in requests]
@@ -260,22 +272,30 @@ def _decode(decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[Com
     logits = decoder.start([request.tokens for request in requests])
     while active:
         sampling = [requests[row].sampling for row in active]
-        sampled, values, masks = _sample(logits, sampling, [generators[row] for row in active])
+        active_generators = [generators[row] for row in active]
+        sampled, values, masks = _sample(logits, sampling, active_generators)
+        sampled_list = sampled.tolist()
+        log_prob_list = values.tolist()
 
+        # Append each sequence's token; collect the indices in the batch of the unfinished ones.
         unfinished: list[int] = []
-        for index, (token, log_prob) in enumerate(zip(sampled.tolist(), values.tolist(), strict=True)):
-            row = active[index]
+        for index, row in enumerate(active):
+            request = requests[row]
+            token = sampled_list[index]
             tokens[row].append(token)
-            log_probs[row].append(log_prob)
-            if truncates(requests[row].sampling):
-                support[row].append(masks[index].nonzero()[:, 0].tolist())
+            log_probs[row].append(log_prob_list[index])
+            if truncates(request.sampling):
+                support_ids = masks[index].nonzero()[:, 0]
+                support[row].append(support_ids.tolist())
 
-            if token in requests[row].sampling.stop_token_ids:
+            if token in request.sampling.stop_token_ids:
                 finish_reasons[row] = FINISH_STOP
-            elif len(tokens[row]) < requests[row].limit:
+            elif len(tokens[row]) < request.limit:
                 unfinished.append(index)
 
+        # Shrink the batch, then decode the next position.
         if len(unfinished) < len(active):
+            # `keep` takes indices in the current batch.
             active = [active[index] for index in unfinished]
             if active:
                 decoder.keep(unfinished)
@@ -283,31 +303,45 @@ def _decode(decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[Com
         if active:
             logits = decoder.step(sampled)
 
-    return [
-        Completion(request.number, tokens[row], log_probs[row], finish_reasons[row], support[row])
-        for row, request in enumerate(requests)
-    ]
+    completions = []
+    for row, request in enumerate(requests):
+        completion = Completion(
+            request.number,
+            tokens[row],
+            log_probs[row],
+            finish_reasons[row],
+            support[row],
+        )
+        completions.append(completion)
+    return completions
 
 
 def _generator(seed: int, draws: int) -> torch.Generator:
     """Return a sequence's random generator after ``draws`` draws."""
     generator = torch.Generator().manual_seed(seed)
+    # One draw at a time and many at once advance a CPU generator alike; `draw` uses float64, too.
     torch.rand(draws, generator=generator, dtype=torch.float64)
     return generator
 
 
 def _sample(
-    logits: Tensor, sampling: Sequence[SamplingParameters], generators: Sequence[torch.Generator]
+    logits: Tensor,
+    sampling: Sequence[SamplingParameters],
+    generators: Sequence[torch.Generator],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token per row of ``logits`` [B, V].
 
     Returns the tokens [B] int64, their log-probs [B] float32, and the mask [B, V] of their support.
     """
     device = logits.device
-    greedy = torch.tensor([is_greedy(parameters) for parameters in sampling], device=device)
-    temperature = torch.tensor([log_prob_temperature(parameters) for parameters in sampling], device=device)
+    is_greedy_row = [is_greedy(parameters) for parameters in sampling]
+    temperatures = [log_prob_temperature(parameters) for parameters in sampling]
+    greedy = torch.tensor(is_greedy_row, device=device)
+    temperature = torch.tensor(temperatures, device=device)
 
     filtered = filtered_logits(logits, temperature, *filters(sampling, device))
     tokens = draw(filtered, greedy, generators)
-    log_probs = filtered.log_softmax(dim=1).gather(1, tokens[:, None])[:, 0]
+    # Normalised over the support: the distribution that was sampled.
+    all_log_probs = filtered.log_softmax(dim=1)
+    log_probs = all_log_probs.gather(1, tokens[:, None])[:, 0]
     return tokens, log_probs, filtered > -torch.inf

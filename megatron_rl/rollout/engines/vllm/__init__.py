@@ -15,7 +15,12 @@ from megatron_rl.shapes.layout import ParallelLayout
 
 
 def make_engine(
-    model_path: str | Path, config: RolloutConfig, *, layout: ParallelLayout, rank: int, **arguments: Any
+    model_path: str | Path,
+    config: RolloutConfig,
+    *,
+    layout: ParallelLayout,
+    rank: int,
+    **arguments: Any,
 ) -> Engine | None:
     """See `rollout.engines.base.make_engine`. Collective over the world, which makes the process groups."""
     from megatron_rl.rollout.engines.vllm.engine import VllmEngine

@@ -139,7 +139,7 @@ class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
 class TrainerMeeting(TrainerInitInfo):
     """Rendezvous of a trainer rank with vLLM's workers; ``rank`` counts the trainers.
 
-    The fields are those of `TransferRendezvous`.
+    The fields have the meaning that they have in `TransferRendezvous`.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -158,7 +158,13 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
 
     init_info_cls = TrainerMeeting
 
-    def __init__(self, transfer: Transfer, leave: Callable[[], None], client: Any, is_sender: bool) -> None:
+    def __init__(
+        self,
+        transfer: Transfer,
+        leave: Callable[[], None],
+        client: Any,
+        is_sender: bool,
+    ) -> None:
         super().__init__(client=client, is_sender=is_sender)
         self._transfer = transfer
         self._leave = leave
@@ -166,7 +172,11 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
 
     @classmethod
     def trainer_init(
-        cls, init_info: TrainerMeeting, *, client: Any, source: Any = None
+        cls,
+        init_info: TrainerMeeting,
+        *,
+        client: Any,
+        source: Any = None,
     ) -> HybridTrainerEngine:
         """Meet vLLM's workers. Collective over the ranks of the rendezvous; the sender calls vLLM's server.
 

@@ -86,11 +86,15 @@ class VllmEngine:
         records: tuple[int, int] | None = None,
         adapters: AdaptedModel | None = None,
     ) -> None:
+        # Index of the replica in the layout.
         self.replica = layout.coordinates(rank).data
         self.max_model_len = max_model_len
         self._path = Path(model_path)
+
         self._sleep_level = sleep_level if adapters is None else 1
+        # Tags of the memory that vLLM has released, "weights" and "kv_cache".
         self._asleep: set[str] = set()
+
         self._truncates = config.truncates
         self._records = records
         self._retains = config.on_update == KEEP
@@ -140,6 +144,7 @@ class VllmEngine:
             arguments |= weights.adapter_arguments(adapters, dtype)
         arguments["load_format"] = "auto" if load else "dummy"
 
+        # vLLM seeds generators, takes ranks from the world, and counts devices by the launcher's local rank.
         local_rank = setup.local_rank(device.device().index)
         with setup.unchanged_random_state(), setup.layout_as_world(layout), local_rank:
             from vllm import LLM
@@ -149,8 +154,14 @@ class VllmEngine:
             except (ValueError, NotImplementedError) as error:
                 raise _refusal(self._path, config, error) from error
 
-    def _arguments(self, config: RolloutConfig, tensor: int, dtype: str, seed: int) -> dict[str, Any]:
-        """Return vLLM's engine arguments; raises UserErrors for those of ``config.vllm`` that are invalid."""
+    def _arguments(
+        self,
+        config: RolloutConfig,
+        tensor: int,
+        dtype: str,
+        seed: int,
+    ) -> dict[str, Any]:
+        """Return vLLM's engine arguments; raises UserErrors for invalid ones of ``config.vllm``."""
         model = read_pretrained(self._path / "config.json")
         arguments: dict[str, Any] = {
             "model": str(self._path),
@@ -177,9 +188,15 @@ class VllmEngine:
             arguments |= _accelerator_arguments(config)
         if errors:
             raise UserErrors(errors)
+        # The user's own come last, so that they replace the ones above.
         return arguments | config.vllm
 
-    def _host_arguments(self, model: PretrainedModel, tensor: int, dtype: str) -> dict[str, Any]:
+    def _host_arguments(
+        self,
+        model: PretrainedModel,
+        tensor: int,
+        dtype: str,
+    ) -> dict[str, Any]:
         """Return the engine arguments of a host without accelerator."""
         cache_bytes = setup.host_cache_bytes(model.shape, tensor, dtype, self.max_model_len)
         arguments = {"kv_cache_memory_bytes": cache_bytes, **host_arguments(self.max_model_len, tensor)}
@@ -205,6 +222,7 @@ class VllmEngine:
         if self.needs_weights:
             raise RuntimeError("the engine has no weights yet: write parameters() and call finish_update")
         self._wake("weights", "kv_cache")
+
         with setup.unchanged_random_state():
             try:
                 yield
@@ -215,13 +233,15 @@ class VllmEngine:
     def submit(self, request: GenerationRequest) -> None:
         """Submit a request; one that is empty or has a token outside the vocabulary fails.
 
-        Log-probs are those of the sampled distribution: at the temperature, after the filters. A sampled
+        Log-probs belong to the sampled distribution: at the temperature, after the filters. A sampled
         completion depends on where its sequence was interrupted, since vLLM starts the random stream of each
         request anew; a greedy one does not. The continuation of a retained request resumes it.
         """
         if self._resume(request):
             return
-        if not request.tokens or request.limit < 1 or max(request.tokens) >= self._vocabulary:
+        # vLLM refuses these with an exception, which would end the run.
+        is_empty = not request.tokens or request.limit < 1
+        if is_empty or max(request.tokens) >= self._vocabulary:
             self._failed.append(failed_completion(request.number))
             return
 
@@ -244,6 +264,7 @@ class VllmEngine:
         if self._slots is not None:
             adapter = self._slots.request
 
+        # Names are unique in the engine's life: a retained request keeps its name through updates.
         self._submitted += 1
         name = str(self._submitted)
         self._llm.llm_engine.add_request(name, prompt, parameters, lora_request=adapter)
@@ -254,6 +275,8 @@ class VllmEngine:
         if request.seed not in self._retained:
             return False
         name, retained = self._retained[request.seed]
+
+        # A request that differs, in its limit for example, must start anew: vLLM's cannot be changed.
         expected = replace(retained.current, number=request.number)
         if expected != replace(request, tokens=list(request.tokens)):
             return False
@@ -288,7 +311,9 @@ class VllmEngine:
 
         first = request.returned_tokens
         completion = replace(
-            completion, tokens=completion.tokens[first:], log_probs=completion.log_probs[first:]
+            completion,
+            tokens=completion.tokens[first:],
+            log_probs=completion.log_probs[first:],
         )
         if self._truncates:
             support = replay.support_of(output, request.support, request.original.sampling)
@@ -301,9 +326,9 @@ class VllmEngine:
     def abort(self, number: int) -> None:
         """Drop an open request; it gets no completion."""
         self._failed = [completion for completion in self._failed if completion.number != number]
-        names = [name for name, request in self._open.items() if request.current.number == number]
-        for name in names:
-            self._abort(name)
+        for name, request in list(self._open.items()):
+            if request.current.number == number:
+                self._abort(name)
 
     def _abort(self, name: str) -> None:
         """Abort one request of vLLM.
@@ -371,6 +396,7 @@ class VllmEngine:
         """
         if device.on_host() or "weights" in self._asleep:
             return
+
         # The trace of the loader needs the weights' storage, although it copies nothing: make it before.
         self._live.map()
         # vLLM can only put a completely awake engine to sleep.
@@ -386,7 +412,7 @@ class VllmEngine:
         self._wake("weights")
 
     def _wake(self, *tags: str) -> None:
-        """Restore the memory of these tags, "weights" or "kv_cache", where it is asleep."""
+        """Restore the sleeping memory of these tags, "weights" or "kv_cache"."""
         for tag in tags:
             if tag in self._asleep:
                 self._llm.wake_up([tag])
@@ -442,9 +468,11 @@ def _unfinished_output(processor: Any, name: str) -> Any:
     """Return the output that vLLM would give the request ``name`` if its limit were reached now."""
     from vllm.v1.engine import FinishReason
 
+    # vLLM gives requests internal names with a random suffix.
     (internal_name,) = processor.external_req_ids[name]
     state = processor.request_states[internal_name]
-    return state.make_request_output([], None, FinishReason.LENGTH, None).outputs[0]
+    output = state.make_request_output([], None, FinishReason.LENGTH, None)
+    return output.outputs[0]
 
 
 def _converted(number: int, output: Any) -> Completion:
@@ -460,7 +488,11 @@ def _converted(number: int, output: Any) -> Completion:
     return Completion(number, output.token_ids, log_probs, finish_reason)
 
 
-def _refusal(path: Path, config: RolloutConfig, error: Exception) -> UserError:
+def _refusal(
+    path: Path,
+    config: RolloutConfig,
+    error: Exception,
+) -> UserError:
     """Return the error of a model or of settings that vLLM refuses."""
     settings = ""
     if config.vllm:

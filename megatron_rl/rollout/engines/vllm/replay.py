@@ -42,7 +42,7 @@ def support_arguments() -> dict[str, Any]:
 def add_filters(parameters: Any, sampling: SamplingParameters) -> Support | None:
     """Add the filters to a request's vLLM parameters; return the record of its support.
 
-    The return value is None where vLLM reports the support, or where there is nothing to record.
+    Returns None if vLLM reports the support itself, or nothing is filtered.
     """
     if device.on_host():
         if not truncates(sampling):
@@ -62,7 +62,11 @@ def add_filters(parameters: Any, sampling: SamplingParameters) -> Support | None
     return None
 
 
-def support_of(output: Any, support: Support | None, sampling: SamplingParameters) -> list[list[int]]:
+def support_of(
+    output: Any,
+    support: Support | None,
+    sampling: SamplingParameters,
+) -> list[list[int]]:
     """Return the support of each token of a vLLM output, empty for a request without filters."""
     if support is not None:
         return [support[position] for position in range(len(output.token_ids))]
@@ -80,9 +84,15 @@ def _processor() -> type:
     class TruncatingProcessor(LogitsProcessor):
         """Logits processor that filters the requests with a support record, and fills the record."""
 
-        def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        def __init__(
+            self,
+            vllm_config: Any,
+            device: torch.device,
+            is_pin_memory: bool,
+        ) -> None:
             self._requests: dict[int, tuple[SamplingParameters, Support, list[int]]] = {}
 
+        # Filters never remove the most likely token, so vLLM may skip them for greedy requests.
         def is_argmax_invariant(self) -> bool:
             return True
 
@@ -100,17 +110,20 @@ def _processor() -> type:
             filtered = filtered_logits(logits[rows], temperature, *filters(sampling, logits.device))
             logits[rows] = filtered
 
-            requests = self._requests.values()
-            for mask, (_, support, tokens) in zip(filtered > -torch.inf, requests, strict=True):
+            masks = filtered > -torch.inf
+            for mask, (_, support, tokens) in zip(masks, self._requests.values(), strict=True):
                 # A chunked prefill passes here after each chunk; the last one overwrites the entry.
-                support[len(tokens)] = mask.nonzero()[:, 0].tolist()
+                token_ids = mask.nonzero()[:, 0]
+                support[len(tokens)] = token_ids.tolist()
             return logits
 
     return TruncatingProcessor
 
 
 def _truncating_request(
-    parameters: Any, _: Any, tokens: list[int]
+    parameters: Any,
+    _: Any,
+    tokens: list[int],
 ) -> tuple[SamplingParameters, Support, list[int]] | None:
     """Return the processor's state of a new request, None without a support record.
 
@@ -138,17 +151,23 @@ def capture_experts(runner: Any) -> None:
     """
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
+    # Each mixture layer has a router of its own, which knows its experts but not its requests.
     for module in runner.get_model().modules():
         if isinstance(module, MoERunner):
             module.router.set_capture_fn(partial(_record_experts, runner, module.layer_id))
 
 
-def _record_experts(runner: Any, layer: int, experts: Tensor) -> None:
+def _record_experts(
+    runner: Any,
+    layer: int,
+    experts: Tensor,
+) -> None:
     """Copy a layer's ``experts`` [tokens of the step, k] into the records of their requests."""
     batch = runner.input_batch
     bounds = runner.query_start_loc.np
     for index, name in enumerate(batch.req_ids):
-        record = (runner.requests[name].sampling_params.extra_args or {}).get(_EXPERTS_KEY)
+        extra_arguments = runner.requests[name].sampling_params.extra_args or {}
+        record = extra_arguments.get(_EXPERTS_KEY)
         if record is None:
             continue
 
@@ -156,18 +175,29 @@ def _record_experts(runner: Any, layer: int, experts: Tensor) -> None:
         first = int(bounds[index])
         last = int(bounds[index + 1])
         start = int(batch.num_computed_tokens_cpu[index])
-        record[start : start + last - first, layer] = experts[first:last].to(record.dtype)
+        end = start + last - first
+        record[start:end, layer] = experts[first:last].to(record.dtype)
 
 
-def add_expert_record(parameters: Any, request: GenerationRequest, layers: int, topk: int) -> None:
+def add_expert_record(
+    parameters: Any,
+    request: GenerationRequest,
+    layers: int,
+    topk: int,
+) -> None:
     """Attach a record of experts to a request's vLLM parameters; accelerators need none."""
     if device.on_host():
+        # As long as the request can become; -1 for tokens that are never routed.
         shape = (len(request.tokens) + request.limit, layers, topk)
         record = torch.full(shape, -1, dtype=torch.int16)
         parameters.extra_args = {**(parameters.extra_args or {}), _EXPERTS_KEY: record}
 
 
-def experts_of(output: Any, parameters: Any, request: GenerationRequest) -> Tensor:
+def experts_of(
+    output: Any,
+    parameters: Any,
+    request: GenerationRequest,
+) -> Tensor:
     """Return the experts of a request's and its output's tokens but the last: [tokens, layers, k] int16.
 
     The last token was sampled, but never an input of the model.

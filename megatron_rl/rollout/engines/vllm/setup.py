@@ -63,6 +63,7 @@ def prepare_vllm() -> None:
     if _prepared:
         return
 
+    # The user's own variables override defaults, but not the required ones.
     os.environ |= _DEFAULTS | dict(os.environ) | _REQUIRED
     # vLLM looks up torch's deprecated `reduce_op`.
     warnings.filterwarnings("ignore", message=".*reduce_op.*", category=FutureWarning)
@@ -124,7 +125,7 @@ def _inspect_models_in_process() -> None:
 
 
 def _name_shared_memory_by_job() -> None:
-    """Give the shared memory of tensor-parallel groups names of this job, and unlink them early.
+    """Name the shared memory of tensor-parallel groups by job, and unlink it early.
 
     vLLM uses the same names in every job on a host, and a killed job leaves them behind. A segment needs its
     name only until all ranks have joined it.
@@ -207,7 +208,11 @@ def _store_weights_unpacked() -> None:
     setattr(UnquantizedEmbeddingMethod, "process_weights_after_loading", use_plain_linear)
 
 
-def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    values: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Apply a linear layer with a plain weight; float32 goes through oneDNN.
 
     oneDNN packs no weights for a few rows, unlike MKL: on AMD processors MKL took 1.9 times as long from 16
@@ -226,6 +231,7 @@ def _run_sampler_eagerly() -> None:
     def count_greater(values: Tensor, thresholds: Tensor) -> Tensor:
         return (values >= thresholds).sum(-1)
 
+    # Equal results: only torch.compile is avoided.
     sampler.batched_count_greater_than = count_greater
     compiled_mask = vocab_parallel_embedding.get_masked_input_and_mask
     vocab_parallel_embedding.get_masked_input_and_mask = inspect.unwrap(compiled_mask)
@@ -241,8 +247,15 @@ def _rotate_heads_in_torch() -> None:
 
     kernel = RotaryEmbedding.forward_cpu
 
-    def rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None, **options: Any) -> Any:
+    def rotate(
+        self: Any,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
         forward = partial(kernel, self)
+        # Two dimensions, [tokens, heads * size], are what the kernel reads correctly.
         if query.dim() == 3:
             forward = self.forward_native
         return forward(positions, query, key, **options)
@@ -258,7 +271,12 @@ def bytes_asleep() -> int:
     return sum(allocation.handle[1] for allocation in allocations if allocation.is_asleep)
 
 
-def host_cache_bytes(shape: ModelShape, tensor: int, dtype: str, max_model_len: int) -> int:
+def host_cache_bytes(
+    shape: ModelShape,
+    tensor: int,
+    dtype: str,
+    max_model_len: int,
+) -> int:
     """Return the size of one rank's key-value cache on the host: 256 sequences of full length, at most 1 GiB.
 
     One sequence of full length always fits. vLLM touches the whole cache at once, so a larger one costs
@@ -268,11 +286,12 @@ def host_cache_bytes(shape: ModelShape, tensor: int, dtype: str, max_model_len: 
     # One block more than the sequence fills: vLLM's block pool keeps one as its null block.
     blocks = -(-max_model_len // _HOST_BLOCK) + 1
     row_bytes = blocks * _HOST_BLOCK * token_bytes
-    return int(max(2 * row_bytes, min(_HOST_CACHE_ROWS * row_bytes, _HOST_CACHE_BYTES)))
+    wanted_bytes = min(_HOST_CACHE_ROWS * row_bytes, _HOST_CACHE_BYTES)
+    return int(max(2 * row_bytes, wanted_bytes))
 
 
 class _DistributedOfLayout:
-    """Stand-in for torch.distributed whose world is one layout, in its order."""
+    """Replacement of torch.distributed whose world is one layout, in its order."""
 
     def __init__(self, distributed: Any, layout: ParallelLayout) -> None:
         self._distributed = distributed
@@ -297,7 +316,7 @@ class _DistributedOfLayout:
 
 
 class _TorchOfLayout:
-    """Stand-in for the torch module with another ``distributed``."""
+    """Replacement of the torch module with another ``distributed``."""
 
     def __init__(self, distributed: Any) -> None:
         self.distributed = distributed
@@ -312,6 +331,8 @@ def join_groups(layout: ParallelLayout) -> None:
     Collective over the world: call it on every rank before the members build their engines. Where the
     layout is the whole world the engines do it themselves.
     """
+    # vLLM's world, its tensor-parallel groups, and groups of one rank for every other kind of parallelism.
+    # The order is equal on every rank.
     communicator(layout.ranks)
     for ranks in layout.groups("tensor"):
         communicator(ranks)
@@ -349,10 +370,18 @@ def layout_as_world(layout: ParallelLayout) -> Iterator[None]:
     def to_ranks(positions: list[int]) -> list[int]:
         return [layout.ranks[position] for position in positions]
 
-    def init_world_of_layout(positions: list[int], *values: Any, **options: Any) -> Any:
+    def init_world_of_layout(
+        positions: list[int],
+        *values: Any,
+        **options: Any,
+    ) -> Any:
         return init_world(to_ranks(positions), *values, **options)
 
-    def init_groups_of_layout(groups: list[list[int]], *values: Any, **options: Any) -> Any:
+    def init_groups_of_layout(
+        groups: list[list[int]],
+        *values: Any,
+        **options: Any,
+    ) -> Any:
         return init_model_parallel([to_ranks(positions) for positions in groups], *values, **options)
 
     parallel_state.init_world_group = init_world_of_layout
@@ -377,6 +406,7 @@ def forget_groups() -> None:
     """Drop vLLM's groups after its last engine, so that the next engine may have another layout."""
     from vllm.distributed import parallel_state
 
+    # All process-wide groups of vLLM; some exist in newer or older versions alone.
     names = "_TP _ETP _ENGRAM_DP _DCP _PCP _PP _DP _EP _EPLB _INNER_DP_WORLD _WORLD _NODE_COUNT"
     for name in names.split():
         if hasattr(parallel_state, name):
@@ -387,7 +417,7 @@ def forget_groups() -> None:
 def unchanged_random_state() -> Iterator[None]:
     """Restore the state of all random generators of the process afterwards.
 
-    The trainer draws from them, and a run would otherwise depend on what the engine did in between.
+    The trainer draws from them: its numbers must not depend on the engine's own draws in between.
     """
     python_state = random.getstate()
     numpy_state = numpy.random.get_state()

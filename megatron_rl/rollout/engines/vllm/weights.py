@@ -59,6 +59,7 @@ class LiveWeights:
         self._rank = rank
         self._reset_cache = reset_cache
 
+        # Names and modules as the checkpoint's loader sees them.
         with without_wrappers(model):
             self._packed = PackedModules(model)
             self._parameters = model_parameters(model) | self._packed.parameters()
@@ -112,7 +113,8 @@ class LiveWeights:
         # The order matters: packed and derived weights are computed from the raw ones, padding included.
         clear_padding(self._parameters, self.map().padding)
         self._packed.pack()
-        refresh_derived(self._model, next(iter(self._parameters.values())).dtype)
+        dtype = next(iter(self._parameters.values())).dtype
+        refresh_derived(self._model, dtype)
 
         if not self._reset_cache():
             raise RuntimeError(f"weights of version {version} are unused: requests are still running")
@@ -170,7 +172,12 @@ class WeightMap:
     """Vocabulary padding: parameter -> ranges [first, last) of its flattened elements. No box fills it."""
 
 
-def trace_weights(model: nn.Module, parameters: Mapping[str, Tensor], shapes: Shapes, rank: int) -> WeightMap:
+def trace_weights(
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    shapes: Shapes,
+    rank: int,
+) -> WeightMap:
     """Run vLLM's loader on stand-ins for a checkpoint and record its copies; nothing is loaded.
 
     Where the embedding is tied, a checkpoint's own ``lm_head.weight`` is read from the embedding. Raises
@@ -192,7 +199,12 @@ def _without_tied_duplicates(boxes: Sequence[TensorBox]) -> list[TensorBox]:
 
     Both names have the same storage, which would otherwise count as written twice.
     """
-    embedding_of = {box.storage: box.name for box in boxes if box.name.endswith("embed_tokens.weight")}
+    # Storage of an embedding -> name of the checkpoint's tensor.
+    embedding_of = {}
+    for box in boxes:
+        if box.name.endswith("embed_tokens.weight"):
+            embedding_of[box.storage] = box.name
+
     renamed = []
     for box in boxes:
         if box.name.endswith("lm_head.weight") and box.storage in embedding_of:
@@ -258,7 +270,11 @@ class PackedModules:
 
     def __init__(self, model: nn.Module) -> None:
         _refuse_quantised(model)
-        self._modules = {path: module for path, module in model.named_modules() if _is_packed(module)}
+        self._modules: dict[str, nn.Module] = {}
+        for path, module in model.named_modules():
+            if _is_packed(module):
+                self._modules[path] = module
+        # Path of the module -> name -> raw parameter.
         self._raw = {path: _raw_parameters(module) for path, module in self._modules.items()}
 
     def parameters(self) -> dict[str, Tensor]:
@@ -310,6 +326,7 @@ def without_wrappers(model: nn.Module) -> Iterator[None]:
     if manager is not None:
         wrappers = dict(manager.modules)
 
+    # vLLM replaces each layer with an adapter by a wrapper, whose child the layer becomes.
     for path, wrapper in wrappers.items():
         _set_submodule(model, path, wrapper.base_layer)
     try:
@@ -319,7 +336,11 @@ def without_wrappers(model: nn.Module) -> Iterator[None]:
             _set_submodule(model, path, wrapper)
 
 
-def _set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:
+def _set_submodule(
+    model: nn.Module,
+    path: str,
+    module: nn.Module,
+) -> None:
     parent, _, name = path.rpartition(".")
     model.get_submodule(parent)._modules[name] = module
 
@@ -334,6 +355,7 @@ def _is_packed(module: nn.Module) -> bool:
     method = getattr(module, "quant_method", None)
     if not isinstance(method, UnquantizedFusedMoEMethod):
         return False
+    # Triton's kernels read the checkpoint's layout.
     return method.unquantized_backend.name not in ("TRITON", "BATCHED_TRITON")
 
 
@@ -342,6 +364,7 @@ def _refuse_quantised(model: nn.Module) -> None:
     unquantised = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
     for path, module in model.named_modules():
         method = getattr(module, "quant_method", None)
+        # By name: each class is in another module of vLLM, and quantised ones are many.
         if method is not None and type(method).__name__ not in unquantised:
             raise UserError(
                 "a quantised rollout engine cannot take weights from the actor",
@@ -379,6 +402,7 @@ def adapter_arguments(adapters: AdaptedModel, dtype: str) -> dict[str, Any]:
 
     Raises UserError for a dtype that vLLM's adapter kernels do not support.
     """
+    # Triton's kernels run on accelerators alone; the host computes adapters without them.
     if dtype == "float32" and not device.on_host():
         raise UserError(
             "vLLM's kernels of adapters take no float32 (vllm/lora/ops/triton_ops/lora_shrink_op.py)",
@@ -387,6 +411,7 @@ def adapter_arguments(adapters: AdaptedModel, dtype: str) -> dict[str, Any]:
             got="adapter with model.dtype=float32",
             fix="set actor.lora.sync=merged",
         )
+
     return {
         "enable_lora": True,
         "max_loras": 1,
@@ -403,9 +428,15 @@ class AdapterSlots:
     stays. vLLM applies no factor to the written matrices: an adapter adds B A.
     """
 
-    def __init__(self, llm: Any, adapters: AdaptedModel, rank: int) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        adapters: AdaptedModel,
+        rank: int,
+    ) -> None:
         from vllm.lora.request import LoRARequest
 
+        # The path is not read: the adapter is loaded from stand-ins.
         self.request = LoRARequest("policy", _ADAPTER_ID, "memory")
         self._manager = model_runner(llm).lora_manager._adapter_manager
         self._storages = _adapter_storages(self._manager)
@@ -413,16 +444,19 @@ class AdapterSlots:
         dtype = next(iter(self._storages.values())).dtype
         shapes = {PEFT_PREFIX + name: shape for name, shape in adapters.tensor_shapes().items()}
         self._boxes = trace_copies(
-            lambda sources: self._load(sources, adapters), meta_sources(shapes, dtype), self._storages, rank
+            lambda sources: self._load(sources, adapters),
+            meta_sources(shapes, dtype),
+            self._storages,
+            rank,
         )
 
-        missing = sorted(shapes.keys() - {box.name for box in self._boxes})
-        if missing:
+        without_slot = sorted(shapes.keys() - {box.name for box in self._boxes})
+        if without_slot:
             raise UserError(
                 "vLLM has no room for an adapter of some layers",
                 where="actor.lora.sync",
                 expected="a slot for each of PEFT's tensors",
-                got=f"none for {len(missing)} of {len(shapes)}, {missing[0]} among them",
+                got=f"none for {len(without_slot)} of {len(shapes)}, {without_slot[0]} among them",
                 fix="set actor.lora.sync=merged",
             )
 

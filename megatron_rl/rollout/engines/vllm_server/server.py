@@ -1,6 +1,6 @@
 """vLLM's API server as a `Server`: the HTTP requests that a job sends it.
 
-Paths are those of vLLM 0.32. Sampling from tokens and weight updates need its development mode, with the
+Paths as in vLLM 0.32. Sampling from tokens and weight updates need its development mode, with the
 worker extension of this package.
 """
 
@@ -57,7 +57,11 @@ class VllmServer:
         self.url = url.rstrip("/")
 
     async def request(
-        self, session: aiohttp.ClientSession, path: str, body: Any = None, seconds: float = CONTROL_SECONDS
+        self,
+        session: aiohttp.ClientSession,
+        path: str,
+        body: Any = None,
+        seconds: float = CONTROL_SECONDS,
     ) -> Any:
         """Send a GET request, or a POST request with ``body`` as JSON; return the response's JSON.
 
@@ -84,23 +88,35 @@ class VllmServer:
         except ValueError as error:
             raise ServerError(f"{url}: malformed JSON: {text[:_EXCERPT]}") from error
 
-    def call(self, path: str, body: Any = None, seconds: float = CONTROL_SECONDS) -> Any:
+    def call(
+        self,
+        path: str,
+        body: Any = None,
+        seconds: float = CONTROL_SECONDS,
+    ) -> Any:
         """Do the same as `request`, synchronously and with a session for this call."""
 
+        # A loop and a session for one call: control calls are rare, and come from several threads.
         async def call_once() -> Any:
             async with aiohttp.ClientSession() as session:
                 return await self.request(session, path, body, seconds)
 
         return asyncio.run(call_once())
 
-    def call_workers(self, method: str, *arguments: Any, seconds: float) -> None:
+    def call_workers(
+        self,
+        method: str,
+        *arguments: Any,
+        seconds: float,
+    ) -> None:
         """Call a method of every worker; raises ServerError where one fails.
 
-        The extension's ``attempt`` returns a failure as text: after an exception in one worker vLLM would
-        take the unread replies of the others for those of later calls.
+        The extension's ``attempt`` returns a failure as text. After an exception in one worker vLLM would
+        leave the replies of the others unread, and a later call would receive them.
         """
         body = {"method": "attempt", "args": [method, *arguments]}
-        for failure in self.call("collective_rpc", body, seconds)["results"]:
+        answer = self.call("collective_rpc", body, seconds)
+        for failure in answer["results"]:
             if failure is not None:
                 raise ServerError(f"{self.url}: {method}: {failure:.{_EXCERPT}}")
 
@@ -114,17 +130,27 @@ class VllmServer:
 
     def claim(self, run: str, seconds: float) -> str | None:
         """See `Server.claim`."""
-        answer = self.call("collective_rpc", {"method": "claim", "args": [run, seconds]}, POLL_SECONDS)
+        body = {"method": "claim", "args": [run, seconds]}
+        answer = self.call("collective_rpc", body, POLL_SECONDS)
         # Workers agree; the first one's result is that of the server.
         (holder, *_) = answer["results"]
         return holder
 
     async def generate(
-        self, session: aiohttp.ClientSession, request: GenerationRequest, weights: str, seconds: float
+        self,
+        session: aiohttp.ClientSession,
+        request: GenerationRequest,
+        weights: str,
+        seconds: float,
     ) -> Completion:
         """See `Server.generate`."""
         seed = part_seed(request.seed, request.done)
-        parameters = vllm_parameters(request.sampling, request.limit, seed) | vllm_filters(request.sampling)
+        # Filters report no support here: `check` refuses them in training, and only evaluation sets have
+        # them.
+        parameters = {
+            **vllm_parameters(request.sampling, request.limit, seed),
+            **vllm_filters(request.sampling),
+        }
         body = {"token_ids": request.tokens, "sampling_params": parameters}
         reply = await self.request(session, "inference/v1/generate", body, seconds)
         return _completion(request.number, reply, weights)
@@ -132,11 +158,13 @@ class VllmServer:
     def reset_updates(self, seconds: float) -> None:
         """See `Server.reset_updates`."""
         for method in ("finish_weight_update", "shutdown_weight_transfer_engine"):
+            # A server without an update to finish raises.
             with suppress(ServerError):
                 self.call_workers(method, seconds=seconds)
 
     def pause(self, seconds: float) -> None:
         """See `Server.pause`."""
+        # "keep": requests in flight stay queued, and continue after `resume`.
         self.call("pause?mode=keep", {}, seconds)
 
     def join_transfer(self, rendezvous: Mapping[str, Any], seconds: float) -> None:
@@ -163,12 +191,15 @@ class VllmServer:
     def require_fit(self, config: RunConfig) -> int:
         """See `Server.require_fit`."""
         path = Path(config.model.path) / "config.json"
+
         requirements = ServerRequirements(
             dtype=config.model.dtype,
             float32_head=config.rollout.float32_head,
             max_model_len=longest_row(config),
             host=device.host().type,
         )
+
+        # The settings that the trainer's own engine would have: transformers' and the family's.
         settings = read_hf_config(config.model.path).to_dict()
         settings |= dict(read_pretrained(path).family.engine_keys)
         return self.require_settings(settings, requirements)
@@ -176,21 +207,24 @@ class VllmServer:
     def require_settings(self, settings: Mapping[str, Any], requirements: ServerRequirements) -> int:
         """Return the number of requests that the server works on at once; raise UserError unless it fits.
 
-        ``settings`` are those of the run's model, as transformers reads its config.json.
+        ``settings`` is the config.json of the run's model, as transformers reads it.
         """
         path = f"{self.url}, of rollout.server.urls"
         try:
             info = self.call("server_info?config_format=json", seconds=FIRST_SECONDS)["vllm_config"]
             _require_equal(requirements.compare(info), path)
-            (served_settings, *_) = self.call("collective_rpc", {"method": "model_settings"})["results"]
+            answer = self.call("collective_rpc", {"method": "model_settings"})
+            (served_settings, *_) = answer["results"]
             max_requests = int(info["scheduler_config"]["max_num_seqs"])
         except (ServerError, KeyError, TypeError, ValueError) as error:
             raise self._unusable(path, error) from error
+
         _require_model(settings, served_settings, path)
         return max_requests
 
     def _unusable(self, path: str, error: Exception) -> UserError:
         """Return the error of a server that is unreachable, or does not report its configuration."""
+        # The likely causes, by what the server answers: nothing, or that the path is unknown to it.
         message = "a server does not report its configuration"
         expected = "an API server of the vLLM that is installed here"
         if isinstance(error, ServerError) and error.status == 0:
@@ -213,7 +247,8 @@ class VllmServer:
         try:
             # A job that was killed during an update has left the server paused.
             self.call("resume", {})
-            body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "detokenize": False}}
+            parameters = {"max_tokens": 1, "detokenize": False}
+            body = {"token_ids": [0], "sampling_params": parameters}
             self.call("inference/v1/generate", body, FIRST_SECONDS)
         except ServerError as error:
             raise UserError(
@@ -249,6 +284,7 @@ class ServerRequirements:
 
     def compare(self, info: Mapping[str, Any]) -> dict[str, tuple[str, str, bool]]:
         """Return (expected, actual, whether they fit) by setting; ``info`` is the server's configuration."""
+        # The model: as loaded, and how its log-probs are computed.
         model = info["model_config"]
         dtype = str(model["dtype"]).removeprefix("torch.")
         head_dtype = (model.get("hf_overrides") or {}).get("head_dtype", dtype)
@@ -257,6 +293,7 @@ class ServerRequirements:
         quantization = model.get("quantization")
         mode = model["logprobs_mode"]
 
+        # The plug-ins of this package.
         transfer = (info.get("weight_transfer_config") or {}).get("backend")
         extension = info["parallel_config"]["worker_extension_cls"]
 
@@ -264,6 +301,7 @@ class ServerRequirements:
         chunked = info["scheduler_config"]["enable_chunked_prefill"]
         loses_seeds = bool(chunked) and info["device_config"]["device"] == self.host
 
+        # Names as in the command that `check` shows. The first misfit is reported.
         return {
             "worker-extension-cls": (EXTENSION, str(extension), extension == EXTENSION),
             "weight-transfer-config": (f'{{"backend": "{BACKEND}"}}', str(transfer), transfer == BACKEND),
@@ -297,11 +335,16 @@ def _require_equal(compared: Mapping[str, tuple[str, str, bool]], path: str) -> 
             )
 
 
-def _require_model(settings: Mapping[str, Any], served: Mapping[str, Any], path: str) -> None:
+def _require_model(
+    settings: Mapping[str, Any],
+    served: Mapping[str, Any],
+    path: str,
+) -> None:
     """Raise UserError where a plain setting, or a number of the positions, differs between both models.
 
     A setting that only one side has is no difference: transformers and vLLM add defaults of their own.
     """
+    # Plain: numbers, text and flags of what the model computes, without names, paths and dtypes.
     plain = plain_settings(settings)
     served_plain = plain_settings(served)
     for name, value in plain.items():
@@ -315,21 +358,29 @@ def _require_model(settings: Mapping[str, Any], served: Mapping[str, Any], path:
             )
 
 
-def _completion(number: int, reply: Any, weights: str) -> Completion:
+def _completion(
+    number: int,
+    reply: Any,
+    weights: str,
+) -> Completion:
     """Convert a server's reply; raises ServerError if it is malformed or sampled from other weights."""
     try:
         (choice,) = reply["choices"]
         tokens = choice["token_ids"]
         log_probs: list[float] = []
         if tokens:
-            log_probs = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]]
-        stale = {span["version"] for span in choice["weight_versions"]} - {weights}
+            entries = choice["logprobs"]["content"]
+            log_probs = [float(entry["logprob"]) for entry in entries]
+        versions = {span["version"] for span in choice["weight_versions"]}
+        stale = versions - {weights}
         reason = choice["finish_reason"]
+    # Anything may answer at a URL: a response is validated by reading it.
     except (KeyError, TypeError, ValueError) as error:
         raise ServerError(f"malformed response: {reply!r:.400}") from error
 
     if stale:
         raise ServerError(f"a response from weights {sorted(stale)} instead of {weights}")
+
     if reason not in ("stop", "length"):
         # A server that is being stopped ends its requests with other reasons.
         raise ServerError(f"a response that ends with {reason!r}")
