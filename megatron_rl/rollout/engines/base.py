@@ -41,10 +41,12 @@ class Generator(Protocol):
     @property
     def max_model_len(self) -> int | None:
         """Return the most tokens of a request and its completion together, None without a bound."""
+        ...
 
     @property
     def most_rows(self) -> int:
         """Return the number of requests that the engine works on at once; further ones queue inside it."""
+        ...
 
     # Sampling: submit, step and abort inside the context of `sampling`, and interrupt at its end.
 
@@ -54,21 +56,26 @@ class Generator(Protocol):
         Requests that are open at its end are aborted: weights may change afterwards, and the engine must have
         no state of older ones, except for `kept` requests. Raises RuntimeError while weights are missing.
         """
+        ...
 
     def submit(self, request: GenerationRequest) -> None:
         """Add a request. An invalid one gets a failed completion."""
+        ...
 
     def step(self) -> list[Completion]:
         """Work on the open requests for a while and return the completions that are ready."""
+        ...
 
     def abort(self, number: int) -> None:
         """Drop an open request; it gets no completion."""
+        ...
 
     def interrupt(self) -> list[Completion]:
         """End every open request and return its tokens so far, as if it had reached its limit.
 
         A request without a token gets no completion.
         """
+        ...
 
     @property
     def kept(self) -> Collection[int]:
@@ -77,6 +84,7 @@ class Generator(Protocol):
         Such a request resumes from its cache if it is submitted again, with the tokens that were returned,
         before the next `step`. That step drops all others.
         """
+        ...
 
 
 Sampler = Generator
@@ -94,32 +102,39 @@ class WeightStore(Protocol):
     @property
     def weights_version(self) -> int:
         """Return the version of the last finished update, -1 before the first."""
+        ...
 
     @property
     def needs_weights(self) -> bool:
         """Return whether the weights are missing or were dropped, so that every box must be written."""
+        ...
 
     # An update: wake, write every box into the storage, finish.
 
     def boxes(self) -> list[TensorBox]:
         """Return the position of each box of a Hugging Face tensor in this rank's ``parameters()``."""
+        ...
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Return the storage of new weights by name; tied parameters appear once."""
+        ...
 
     def finish_update(self, version: int) -> None:
         """Use the written weights as ``version`` and drop every cache of older ones.
 
         Raises RuntimeError when requests are still running.
         """
+        ...
 
     # Device memory, which the trainer uses while the engine sleeps.
 
     def sleep(self) -> None:
         """Release the engine's device memory where the device supports it, else do nothing."""
+        ...
 
     def wake(self) -> None:
         """Make ``parameters()`` writable again; ``needs_weights`` is true if the weights were dropped."""
+        ...
 
 
 class Storage(Protocol):
@@ -127,9 +142,11 @@ class Storage(Protocol):
 
     def boxes(self) -> list[TensorBox]:
         """Return the position of each box of a tensor in this rank's ``parameters()``."""
+        ...
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Return the storage by name."""
+        ...
 
 
 class Engine(Generator, WeightStore, Protocol):
@@ -138,9 +155,11 @@ class Engine(Generator, WeightStore, Protocol):
     @property
     def adapters(self) -> Storage | None:
         """Return the storage of an adapter that is separate from the weights, None without one."""
+        ...
 
     def close(self) -> None:
         """Release the engine; the job's process groups stay. May be called twice."""
+        ...
 
 
 ENGINE_MEMBERS = tuple(

@@ -48,6 +48,7 @@ class Server(Protocol):
     @property
     def url(self) -> str:
         """Return the URL in `rollout.server.urls`, without a slash at its end."""
+        ...
 
     async def generate(
         self,
@@ -60,34 +61,42 @@ class Server(Protocol):
 
         A coroutine, so that one thread can have many requests in flight.
         """
+        ...
 
     # Before a run: is this a server that the run can use, and is it free?
 
     def require_fit(self, config: RunConfig) -> int:
         """Return the most requests that the server works on at once; raises UserError unless it fits."""
+        ...
 
     def require_open(self) -> None:
         """Raise UserError unless the server accepts token ids to sample from."""
+        ...
 
     def claim(self, run: str, seconds: float) -> str | None:
         """Reserve the server for a run for this time; return the holder if it is another run, else None."""
+        ...
 
     # State of the weights.
 
     def weights(self) -> str:
         """Return the name of the server's weights."""
+        ...
 
     def workers(self) -> int:
         """Return the number of the server's worker processes: each is a rank of the process group."""
+        ...
 
     # One update of the weights, in the order of the calls. `join_transfer` is needed once, and again after a
     # restart of the server; the other calls with every update.
 
     def reset_updates(self, seconds: float) -> None:
         """Drop an unfinished update of a killed job, and its process group. Without one, do nothing."""
+        ...
 
     def pause(self, seconds: float) -> None:
         """Pause requests in flight until `finish_update`: their weights are about to change."""
+        ...
 
     def join_transfer(self, rendezvous: Mapping[str, Any], seconds: float) -> None:
         """Make the workers join a process group with the actor's ranks, and plan the transfer.
@@ -96,15 +105,19 @@ class Server(Protocol):
         ``workers``, ``staging_bytes`` and ``verify`` are equal on both sides. Planning is collective, so the
         call returns only if the actor's ranks plan at the same time.
         """
+        ...
 
     def start_update(self, seconds: float) -> None:
         """Prepare for new weights."""
+        ...
 
     def receive_weights(self, version: int, seconds: float) -> None:
         """Receive the weights of ``version`` in the workers. Collective: the actor's ranks sync, too."""
+        ...
 
     def finish_update(self, name: str, seconds: float) -> None:
         """Use the received weights under this name, drop the cache of older ones, and resume requests."""
+        ...
 
 
 def make_servers(config: RunConfig) -> list[Server]:

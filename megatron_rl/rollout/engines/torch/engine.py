@@ -33,12 +33,15 @@ class Decoder(Protocol):
 
     def start(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Prefill the prompts; return the logits [B, V] after their last tokens."""
+        ...
 
     def step(self, tokens: Tensor) -> Tensor:
         """Append one token to each sequence ([B]); return the next logits [B, V]."""
+        ...
 
     def keep(self, rows: list[int]) -> None:
         """Drop all sequences except these."""
+        ...
 
 
 class CachingDecoder:
