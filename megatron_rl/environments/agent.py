@@ -48,12 +48,7 @@ _UNSUPPORTED = {"stream": (None, False), "n": (None, 1), "stop": (None, []), "re
 class Refused(Exception):
     """Refusal of a request: HTTP status, error code of the JSON body, and message."""
 
-    def __init__(
-        self,
-        status: int,
-        code: str,
-        message: str,
-    ) -> None:
+    def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
@@ -303,12 +298,7 @@ class AgentEnvironment(Environment):
             hint = "a program in a home folder must be listed in limits.read"
             raise TypeError(f"command: there is no program {self.command[0]} ({hint})")
 
-    async def lead(
-        self,
-        episode: Episode,
-        base_url: str,
-        api_key: str,
-    ) -> str:
+    async def lead(self, episode: Episode, base_url: str, api_key: str) -> str:
         """Run the agent as a client of ``base_url``; return its output, which `judge` receives."""
         variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         task = {"prompt": episode.prompt, "metadata": dict(episode.metadata), "seed": episode.seed}
@@ -336,11 +326,7 @@ class AgentEnvironment(Environment):
         return await self.judge(episode, output)
 
 
-async def _run(
-    command: Sequence[str],
-    variables: Mapping[str, str],
-    task: str,
-) -> str:
+async def _run(command: Sequence[str], variables: Mapping[str, str], task: str) -> str:
     """Run a program with the task on standard input; return its standard output.
 
     Afterwards every process that it started is killed. These are found by the episode's API key in their

@@ -53,11 +53,7 @@ _THREAD_STACK = 2**20
 """Bytes of an episode's stack, instead of the usual 8 MiB: a process may have thousands of episodes."""
 
 
-def serve(
-    requests: Requests,
-    limits: Mapping[str, Any],
-    unenforced: list[str],
-) -> None:
+def serve(requests: Requests, limits: Mapping[str, Any], unenforced: list[str]) -> None:
     """Load the environment's class, report it, and run every episode that the trainer starts.
 
     ``unenforced`` are the limits that this machine's kernel does not enforce; the trainer reports them.
@@ -172,12 +168,7 @@ class _EventLoops:
     files without episodes.
     """
 
-    def __init__(
-        self,
-        files: int,
-        own_files: int,
-        own_processes: int,
-    ) -> None:
+    def __init__(self, files: int, own_files: int, own_processes: int) -> None:
         self._files = files
         self._own_files = own_files
         self._own_processes = own_processes

@@ -191,12 +191,7 @@ class Hosts:
         """Start the environment of an episode; ``values`` are the arguments of its `Episode`."""
         self._waiting.append(_OpenEpisode(number, dict(values)))
 
-    def turn(
-        self,
-        number: int,
-        text: str,
-        *attributes: Any,
-    ) -> None:
+    def turn(self, number: int, text: str, *attributes: Any) -> None:
         """Send a turn of the policy to the environment that awaits it; ``attributes`` as in `Message`."""
         self._send(number, protocol.TURN, text, *attributes)
 
@@ -212,12 +207,7 @@ class Hosts:
                 host.process.ask((protocol.CANCEL, number))
                 host.closing[number] = time.monotonic() + GRACE_SECONDS
 
-    def _send(
-        self,
-        number: int,
-        kind: str,
-        *values: Any,
-    ) -> None:
+    def _send(self, number: int, kind: str, *values: Any) -> None:
         """Send a request to an episode's process; its environment works from now on."""
         for host in self._hosts:
             if number in host.episodes:
@@ -355,12 +345,7 @@ class Hosts:
         seconds = f"{self.config.turn_timeout:g} s"
         return f"did not answer a turn within {seconds} (rollout.environment.turn_timeout)"
 
-    def _lose(
-        self,
-        host: _Host,
-        events: list[Event],
-        reason: str,
-    ) -> None:
+    def _lose(self, host: _Host, events: list[Event], reason: str) -> None:
         """Replace a lost process and fail the episode that is responsible.
 
         That is the only busy episode, or the one that runs alone. With several busy episodes it is not known:

@@ -55,19 +55,15 @@ class RolloutBuffer:
         prompts = [SequenceGroup(group.prompt) for group in groups]
         self.waiting = [*prompts, *self.waiting]
 
-    def required(
-        self,
-        version: int,
-        *,
-        ahead: int,
-        bound: int,
-    ) -> tuple[bool, ...]:
+    def required(self, version: int, *, ahead: int, bound: int) -> tuple[bool, ...]:
         """Return for each started group whether it must finish in this step, lest it becomes too old.
 
         A group that finishes now is trained on when its tokens are ``ahead`` updates older. If it finishes in
         the next step, they are one update older than that, and ``bound`` is the oldest age for training.
         """
-        return tuple(group.age(version) + ahead + 1 > bound for group in self.started)
+        # Age of a group for the learner, if it finishes in the next step.
+        ages = [group.age(version) + ahead + 1 for group in self.started]
+        return tuple(age > bound for age in ages)
 
     def select(self, required: abc.Sequence[bool], count: int) -> list[SequenceGroup]:
         """Remove and return the finished groups for the learner; see `select_groups`."""
@@ -141,7 +137,11 @@ class RolloutBuffer:
 
         self.started = []
         if started is not None:
-            self.started = to_groups(started["prompts"], started["rollouts"], started["seeds"])
+            self.started = to_groups(
+                started["prompts"],
+                started["rollouts"],
+                started["seeds"],
+            )
             note_early_rewards(self.started, started["early_rewards"])
 
 
@@ -186,7 +186,10 @@ def early_rewards(groups: abc.Sequence[SequenceGroup]) -> dict[str, dict[int, An
 def note_early_rewards(groups: abc.Sequence[SequenceGroup], rewards: Mapping[str, Mapping[int, Any]]) -> None:
     """Add rewards by scorer and row, as `early_rewards` returns them, to their groups."""
     # Row -> its group, and its index in the group.
-    rows = [(group, sample) for group in groups for sample in range(len(group.sequences))]
+    rows = []
+    for group in groups:
+        rows += [(group, sample) for sample in range(len(group.sequences))]
+
     for scorer, by_row in rewards.items():
         for row, reward in by_row.items():
             group, sample = rows[row]

@@ -97,7 +97,8 @@ def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
     limits = [sequence.sampling.max_response_tokens for sequence in sequences]
 
     # Optional values: None unless a sequence has them.
-    outcomes: tuple[Outcome | None, ...] | None = tuple(sequence.outcome for sequence in sequences)
+    outcomes: tuple[Outcome | None, ...] | None
+    outcomes = tuple(sequence.outcome for sequence in sequences)
     if all(outcome is None for outcome in outcomes):
         outcomes = None
     experts = None
@@ -269,7 +270,8 @@ def append_new_tokens(
     """
     shard = new.shard
     lengths = shard.lengths
-    token_versions = torch.where(shard.tokens["mask"], version, OBSERVED).to(torch.int32)
+    mask = shard.tokens["mask"]
+    token_versions = torch.where(mask, version, OBSERVED).to(torch.int32)
 
     # Split the per-token values into one slice per sequence.
     tokens = split_rows(shard.tokens["tokens"], lengths)
@@ -327,7 +329,9 @@ def _experts(
     """Return the experts of all tokens [N, layers, k] int16, -1 if not recorded."""
     num_tokens = int(lengths.sum())
     experts = torch.full((num_tokens, *routing), -1, dtype=torch.int16)
-    for row, sequence in zip(split_rows(experts, lengths), sequences, strict=True):
+    # Slices of one tensor: writing to them fills it.
+    rows = split_rows(experts, lengths)
+    for row, sequence in zip(rows, sequences, strict=True):
         if sequence.experts is not None:
             row[: len(sequence.experts)] = sequence.experts
     return experts

@@ -107,7 +107,8 @@ class _Conversation:
     def is_turn_complete(self, end: int) -> bool:
         """Return whether the turn of tokens from ``seen`` to ``end`` is complete."""
         tokens = self.sequence.tokens
-        has_stop_token = end > self.seen and tokens[end - 1] in self.sequence.sampling.stop_token_ids
+        stop_token_ids = self.sequence.sampling.stop_token_ids
+        has_stop_token = end > self.seen and tokens[end - 1] in stop_token_ids
         # A turn that is replayed to a new environment ends where an observation follows it.
         is_replayed = end < len(tokens)
         return has_stop_token or is_replayed or self.is_full or self.turn_tokens_left == 0
@@ -131,7 +132,13 @@ class MultiTurnScheduler(ReplicaScheduler):
         stop_when: Callable[[], bool] | None = None,
         ranks: tuple[int, ...] = (0,),
     ) -> None:
-        super().__init__(engine, queue, stop_when=stop_when, ranks=ranks, is_led=True)
+        super().__init__(
+            engine,
+            queue,
+            stop_when=stop_when,
+            ranks=ranks,
+            is_led=True,
+        )
         self._hosts = hosts
         self._chat = chat
         self._parse = parse
@@ -154,7 +161,9 @@ class MultiTurnScheduler(ReplicaScheduler):
         for conversation in self._conversations:
             if conversation.wants_tokens:
                 bounds = (conversation.round_tokens_left, conversation.turn_tokens_left)
-                limit = min((bound for bound in bounds if bound is not None), default=None)
+                # None: only the room of the response bounds the request.
+                limits = [bound for bound in bounds if bound is not None]
+                limit = min(limits, default=None)
                 requests.append(self.request(conversation.number, limit))
                 conversation.in_engine = True
 
@@ -279,7 +288,15 @@ class MultiTurnScheduler(ReplicaScheduler):
         conversation.awaits_turn = False
         conversation.tool_calls.append(calls)
         log_probs = tuple(sequence.log_probs[start:end])
-        self._hosts.turn(conversation.episode, text, tuple(turn), is_cut, log_probs, context, calls)
+        self._hosts.turn(
+            conversation.episode,
+            text,
+            tuple(turn),
+            is_cut,
+            log_probs,
+            context,
+            calls,
+        )
 
     def _turn_requested(self, conversation: _Conversation, event: Asks) -> None:
         """Append the observation of an environment, which now awaits a turn.
@@ -331,7 +348,8 @@ class MultiTurnScheduler(ReplicaScheduler):
         if seen < len(sequence.tokens):
             # Replayed: the observation must be the tokens that follow.
             earlier = sequence.tokens[seen:end].tolist()
-            if earlier != observed or any(map(sequence.is_sampled, range(seen, end))):
+            includes_turn = any(map(sequence.is_sampled, range(seen, end)))
+            if earlier != observed or includes_turn:
                 self._fail(conversation, DIVERGED, "the replayed environment observed something else")
                 return False
         elif end >= response_room(sequence, self.engine.max_model_len):
@@ -370,15 +388,11 @@ class MultiTurnScheduler(ReplicaScheduler):
             conversation.tools = opening.tools
         return conversation.has_own_prompt
 
-    def _fail(
-        self,
-        conversation: _Conversation,
-        reason: str,
-        message: str,
-    ) -> None:
+    def _fail(self, conversation: _Conversation, reason: str, message: str) -> None:
         """End an episode as failed, and its environment."""
         self._hosts.forget(conversation.episode)
-        self._finish(conversation, Ended(conversation.episode, failure=reason, message=message))
+        ended = Ended(conversation.episode, failure=reason, message=message)
+        self._finish(conversation, ended)
 
     def _finish(self, conversation: _Conversation, event: Ended) -> None:
         """Finish a sequence with the outcome of its environment."""

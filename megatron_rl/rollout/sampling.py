@@ -39,8 +39,11 @@ def row_seeds(seed: int, rows: Sequence[int]) -> list[int]:
 
     They are outputs of SplitMix64: any of them can be computed alone, without the earlier ones.
     """
+    # The constant is SplitMix64's increment, 2**64 divided by the golden ratio.
     start = _mix((seed + 0x9E3779B97F4A7C15) & _MASK)
-    return [_mix(start + (row + 1) * 0x9E3779B97F4A7C15 & _MASK) >> 1 for row in rows]
+    states = [start + (row + 1) * 0x9E3779B97F4A7C15 & _MASK for row in rows]
+    # Without the lowest bit: torch and vLLM take seeds as int64.
+    return [_mix(state) >> 1 for state in states]
 
 
 def part_seed(seed: int, num_sampled: int) -> int:
@@ -115,7 +118,10 @@ def is_greedy(sampling: SamplingParameters) -> bool:
 
 def truncates(sampling: SamplingParameters) -> bool:
     """Return whether filters restrict the draws to a part of the vocabulary."""
-    return not is_greedy(sampling) and leaves_out(sampling.top_p, sampling.top_k, sampling.min_p)
+    # Filters never remove the most likely token, so greedy decoding has none.
+    if is_greedy(sampling):
+        return False
+    return leaves_out(sampling.top_p, sampling.top_k, sampling.min_p)
 
 
 def log_prob_temperature(sampling: SamplingParameters) -> float:
@@ -197,7 +203,9 @@ def draw(
     of ``generators[i]`` (on the CPU) in either case, so its random stream does not depend on other rows.
     """
     # By inversion of the cumulative distribution. float64: float32 cannot resolve rare tokens near 1.
-    draws = [torch.rand((), generator=generator, dtype=torch.float64) for generator in generators]
+    draws = []
+    for generator in generators:
+        draws.append(torch.rand((), generator=generator, dtype=torch.float64))
     uniform = torch.stack(draws).to(logits.device)
     cumulative = logits.double().softmax(dim=1).cumsum(dim=1)
 

@@ -605,12 +605,7 @@ def _cached_on(
     return cached
 
 
-def draw_ticket(
-    name: str,
-    layout: ParallelLayout,
-    rank: int,
-    is_led: bool,
-) -> int:
+def draw_ticket(name: str, layout: ParallelLayout, rank: int, is_led: bool) -> int:
     """Return the next number of the job's queue ``name``, drawn by the first rank of a replica.
 
     The other ranks receive it, unless the replica ``is_led``: then only its first rank admits sequences.

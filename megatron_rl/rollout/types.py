@@ -162,7 +162,8 @@ class Sequence:
         self.log_probs.extend(completion.log_probs)
         self.versions.extend([version] * count)
 
-        self.support_sizes.extend(map(len, completion.support or [()] * count))
+        support_sizes = [len(token_ids) for token_ids in completion.support]
+        self.support_sizes.extend(support_sizes or [0] * count)
         for token_ids in completion.support:
             self.support.extend(token_ids)
 

@@ -87,8 +87,8 @@ class Server(Protocol):
         """Return the number of the server's worker processes: each is a rank of the process group."""
         ...
 
-    # One update of the weights, in the order of the calls. `join_transfer` is needed once, and again after a
-    # restart of the server; the other calls with every update.
+    # One update of the weights, in the order of the calls. `reset_updates` and `join_transfer` belong to the
+    # first update of a server, and to the first after a failed one.
 
     def reset_updates(self, seconds: float) -> None:
         """Drop an unfinished update of a killed job, and its process group. Without one, do nothing."""
@@ -122,16 +122,12 @@ class Server(Protocol):
 
 def make_servers(config: RunConfig) -> list[Server]:
     """Return the servers of a run, in the order of `rollout.server.urls`; the engine is a server engine."""
-    # The engine's folder is imported once it is chosen: its libraries may be installed for nobody else.
+    # Imported once it is chosen: the libraries of other engines need not be installed.
     folder = import_module(ENGINES[config.rollout.engine].module)
     return [folder.make_server(url) for url in config.rollout.server.urls]
 
 
-def alongside(
-    function: Callable[..., Any],
-    *arguments: Any,
-    **named: Any,
-) -> Callable[[], Any]:
+def alongside(function: Callable[..., Any], *arguments: Any, **named: Any) -> Callable[[], Any]:
     """Call a function in a thread, since both sides must be in a transfer at once; return what waits for it.
 
     The returned function gives the result, or raises what the function raised.

@@ -153,7 +153,13 @@ class TorchEngine:
         model.eval().to(device)
 
         tensor_name = read_pretrained(Path(path) / "config.json").family.tensor_name
-        return cls(lambda: CachingDecoder(model), model=model, tensor_name=tensor_name, **options)
+        # A decoder for each step: its cache belongs to one batch.
+        return cls(
+            lambda: CachingDecoder(model),
+            model=model,
+            tensor_name=tensor_name,
+            **options,
+        )
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
@@ -172,7 +178,8 @@ class TorchEngine:
         """Complete up to ``batch_rows`` requests, in the order of submission."""
         valid: list[GenerationRequest] = []
         completions: list[Completion] = []
-        for request in list(self._open.values())[: self.most_rows]:
+        batch = list(self._open.values())[: self.most_rows]
+        for request in batch:
             del self._open[request.number]
             if request.tokens and request.limit > 0:
                 valid.append(request)
@@ -205,7 +212,9 @@ class TorchEngine:
         """
         if self._model is None:
             return {}
-        storages = {name: parameter.data for name, parameter in self._model.named_parameters()}
+        storages: dict[str, Tensor] = {}
+        for name, parameter in self._model.named_parameters():
+            storages[name] = parameter.data
         for name, buffer in self._model.named_buffers():
             if name.endswith(".e_score_correction_bias"):
                 storages[name] = buffer

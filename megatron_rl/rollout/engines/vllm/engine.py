@@ -488,11 +488,7 @@ def _converted(number: int, output: Any) -> Completion:
     return Completion(number, output.token_ids, log_probs, finish_reason)
 
 
-def _refusal(
-    path: Path,
-    config: RolloutConfig,
-    error: Exception,
-) -> UserError:
+def _refusal(path: Path, config: RolloutConfig, error: Exception) -> UserError:
     """Return the error of a model or of settings that vLLM refuses."""
     settings = ""
     if config.vllm:

@@ -157,11 +157,7 @@ def capture_experts(runner: Any) -> None:
             module.router.set_capture_fn(partial(_record_experts, runner, module.layer_id))
 
 
-def _record_experts(
-    runner: Any,
-    layer: int,
-    experts: Tensor,
-) -> None:
+def _record_experts(runner: Any, layer: int, experts: Tensor) -> None:
     """Copy a layer's ``experts`` [tokens of the step, k] into the records of their requests."""
     batch = runner.input_batch
     bounds = runner.query_start_loc.np
@@ -193,11 +189,7 @@ def add_expert_record(
         parameters.extra_args = {**(parameters.extra_args or {}), _EXPERTS_KEY: record}
 
 
-def experts_of(
-    output: Any,
-    parameters: Any,
-    request: GenerationRequest,
-) -> Tensor:
+def experts_of(output: Any, parameters: Any, request: GenerationRequest) -> Tensor:
     """Return the experts of a request's and its output's tokens but the last: [tokens, layers, k] int16.
 
     The last token was sampled, but never an input of the model.

@@ -208,11 +208,7 @@ def _store_weights_unpacked() -> None:
     setattr(UnquantizedEmbeddingMethod, "process_weights_after_loading", use_plain_linear)
 
 
-def linear(
-    values: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-) -> Tensor:
+def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Apply a linear layer with a plain weight; float32 goes through oneDNN.
 
     oneDNN packs no weights for a few rows, unlike MKL: on AMD processors MKL took 1.9 times as long from 16
@@ -342,7 +338,7 @@ def join_groups(layout: ParallelLayout) -> None:
 
 @contextmanager
 def local_rank(index: int | None) -> Iterator[None]:
-    """Set LOCAL_RANK to the index of this process's device meanwhile, where vLLM looks for it.
+    """Set LOCAL_RANK to the index of this process's device within the context: vLLM takes its device from it.
 
     A launcher's own value differs where a process sees only its own device.
     """
@@ -370,11 +366,7 @@ def layout_as_world(layout: ParallelLayout) -> Iterator[None]:
     def to_ranks(positions: list[int]) -> list[int]:
         return [layout.ranks[position] for position in positions]
 
-    def init_world_of_layout(
-        positions: list[int],
-        *values: Any,
-        **options: Any,
-    ) -> Any:
+    def init_world_of_layout(positions: list[int], *values: Any, **options: Any) -> Any:
         return init_world(to_ranks(positions), *values, **options)
 
     def init_groups_of_layout(

@@ -287,7 +287,7 @@ class PackedModules:
 
     @contextmanager
     def unpacked(self) -> Iterator[None]:
-        """Register the raw parameters in their modules meanwhile, as vLLM's loader expects them."""
+        """Register the raw parameters in their modules within the context, as vLLM's loader expects them."""
         packed = {path: self._swap(path, self._raw[path]) for path in self._modules}
         try:
             yield
@@ -320,13 +320,13 @@ class PackedModules:
 
 @contextmanager
 def without_wrappers(model: nn.Module) -> Iterator[None]:
-    """Replace vLLM's adapter wrappers by their base layers meanwhile, as its loader expects the model."""
+    """Remove vLLM's adapter wrappers within the context: its loader expects the layers themselves."""
     manager: Any = getattr(model, "lora_manager", None)
     wrappers: dict[str, Any] = {}
     if manager is not None:
         wrappers = dict(manager.modules)
 
-    # vLLM replaces each layer with an adapter by a wrapper, whose child the layer becomes.
+    # vLLM replaces each layer that has an adapter by a wrapper around it.
     for path, wrapper in wrappers.items():
         _set_submodule(model, path, wrapper.base_layer)
     try:
@@ -336,11 +336,7 @@ def without_wrappers(model: nn.Module) -> Iterator[None]:
             _set_submodule(model, path, wrapper)
 
 
-def _set_submodule(
-    model: nn.Module,
-    path: str,
-    module: nn.Module,
-) -> None:
+def _set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:
     parent, _, name = path.rpartition(".")
     model.get_submodule(parent)._modules[name] = module
 
@@ -364,7 +360,7 @@ def _refuse_quantised(model: nn.Module) -> None:
     unquantised = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
     for path, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        # By name: each class is in another module of vLLM, and quantised ones are many.
+        # By name: the classes are in several modules of vLLM.
         if method is not None and type(method).__name__ not in unquantised:
             raise UserError(
                 "a quantised rollout engine cannot take weights from the actor",
@@ -428,12 +424,7 @@ class AdapterSlots:
     stays. vLLM applies no factor to the written matrices: an adapter adds B A.
     """
 
-    def __init__(
-        self,
-        llm: Any,
-        adapters: AdaptedModel,
-        rank: int,
-    ) -> None:
+    def __init__(self, llm: Any, adapters: AdaptedModel, rank: int) -> None:
         from vllm.lora.request import LoRARequest
 
         # The path is not read: the adapter is loaded from stand-ins.

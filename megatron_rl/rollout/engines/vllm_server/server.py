@@ -103,12 +103,7 @@ class VllmServer:
 
         return asyncio.run(call_once())
 
-    def call_workers(
-        self,
-        method: str,
-        *arguments: Any,
-        seconds: float,
-    ) -> None:
+    def call_workers(self, method: str, *arguments: Any, seconds: float) -> None:
         """Call a method of every worker; raises ServerError where one fails.
 
         The extension's ``attempt`` returns a failure as text. After an exception in one worker vLLM would
@@ -358,11 +353,7 @@ def _require_model(
             )
 
 
-def _completion(
-    number: int,
-    reply: Any,
-    weights: str,
-) -> Completion:
+def _completion(number: int, reply: Any, weights: str) -> Completion:
     """Convert a server's reply; raises ServerError if it is malformed or sampled from other weights."""
     try:
         (choice,) = reply["choices"]
