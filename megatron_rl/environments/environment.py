@@ -122,6 +122,7 @@ class Episode:
         self.seed = seed
         self.messages: list[dict[str, str]] = []
         self.truncated = False
+
         self._turns = turns
         # Messages since the last turn, sent with the request for the next.
         self._observed: list[dict[str, str]] = []

@@ -391,8 +391,8 @@ class MultiTurnScheduler(ReplicaScheduler):
     def _fail(self, conversation: _Conversation, reason: str, message: str) -> None:
         """End an episode as failed, and its environment."""
         self._hosts.forget(conversation.episode)
-        ended = Ended(conversation.episode, failure=reason, message=message)
-        self._finish(conversation, ended)
+        event = Ended(conversation.episode, failure=reason, message=message)
+        self._finish(conversation, event)
 
     def _finish(self, conversation: _Conversation, event: Ended) -> None:
         """Finish a sequence with the outcome of its environment."""

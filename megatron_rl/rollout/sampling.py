@@ -42,7 +42,7 @@ def row_seeds(seed: int, rows: Sequence[int]) -> list[int]:
     # The constant is SplitMix64's increment, 2**64 divided by the golden ratio.
     start = _mix((seed + 0x9E3779B97F4A7C15) & _MASK)
     states = [start + (row + 1) * 0x9E3779B97F4A7C15 & _MASK for row in rows]
-    # Without the lowest bit: torch and vLLM take seeds as int64.
+    # Without the lowest bit: checkpoints store seeds as int64.
     return [_mix(state) >> 1 for state in states]
 
 

@@ -203,8 +203,8 @@ class ReplicaQueue:
         if not cached:
             num_dealt = max(1, max_in_flight // max(samples, 1)) * replicas
         cached_here = [group for group, cached_replica in cached.items() if cached_replica == replica]
-        dealt = uncached[:num_dealt]
-        self._assigned = [*cached_here, *dealt[replica::replicas]]
+        uncached_here = uncached[:num_dealt][replica::replicas]
+        self._assigned = [*cached_here, *uncached_here]
         self._shared_queue = uncached[num_dealt:]
 
         # The rest of the group that is being admitted, and all admitted sequences of unfinished groups.

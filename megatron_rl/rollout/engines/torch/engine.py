@@ -227,6 +227,7 @@ class TorchEngine:
             for name, tensor in _checkpoint_tensors(storage, parameter):
                 # An expert's slice is a view: its box needs its offset and strides in the parameter.
                 offset = int(tensor.storage_offset() - parameter.storage_offset())
+
                 box = TensorBox(
                     self._tensor_name(name),
                     (0,) * tensor.dim(),

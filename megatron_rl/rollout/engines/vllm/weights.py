@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.distributed import device
+from megatron_rl.error_forms import requires
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import checkpoint_shapes
 from megatron_rl.rollout.engines.vllm import setup
@@ -398,13 +399,14 @@ def adapter_arguments(adapters: AdaptedModel, dtype: str) -> dict[str, Any]:
 
     Raises UserError for a dtype that vLLM's adapter kernels do not support.
     """
-    # Triton's kernels run on accelerators alone; the host computes adapters without them.
+    # vLLM's Triton kernels refuse float32 (vllm/lora/ops/triton_ops/lora_shrink_op.py). The host computes
+    # adapters without them.
     if dtype == "float32" and not device.on_host():
-        raise UserError(
-            "vLLM's kernels of adapters take no float32 (vllm/lora/ops/triton_ops/lora_shrink_op.py)",
-            where="actor.lora.sync",
-            expected="model.dtype=bfloat16, or merged",
-            got="adapter with model.dtype=float32",
+        raise requires(
+            "actor.lora.sync",
+            "adapter",
+            "model.dtype=bfloat16, by vLLM's kernels of adapters",
+            got="model.dtype=float32",
             fix="set actor.lora.sync=merged",
         )
 

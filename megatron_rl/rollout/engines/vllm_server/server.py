@@ -146,6 +146,7 @@ class VllmServer:
             **vllm_parameters(request.sampling, request.limit, seed),
             **vllm_filters(request.sampling),
         }
+
         body = {"token_ids": request.tokens, "sampling_params": parameters}
         reply = await self.request(session, "inference/v1/generate", body, seconds)
         return _completion(request.number, reply, weights)
@@ -242,6 +243,7 @@ class VllmServer:
         try:
             # A job that was killed during an update has left the server paused.
             self.call("resume", {})
+
             parameters = {"max_tokens": 1, "detokenize": False}
             body = {"token_ids": [0], "sampling_params": parameters}
             self.call("inference/v1/generate", body, FIRST_SECONDS)
@@ -342,6 +344,7 @@ def _require_model(
     # Plain: numbers, text and flags of what the model computes, without names, paths and dtypes.
     plain = plain_settings(settings)
     served_plain = plain_settings(served)
+
     for name, value in plain.items():
         if name in served_plain and served_plain[name] != value:
             raise UserError(
