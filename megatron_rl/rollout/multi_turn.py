@@ -1,7 +1,7 @@
 """Sampling of sequences that are conversations with environments.
 
-An environment has always seen a prefix of the sequence's tokens. So an environment can be replaced,
-in another process or in a later step: the new one is replayed the same turns, and must observe the same.
+An environment has always seen a prefix of the sequence's tokens. So it can be replaced, in another process or
+in a later step: the new environment is replayed the same turns, and must observe the same.
 
 A conversation alternates between two states. Either its environment works, or it awaits a turn: then the
 engine samples, possibly over several requests and steps, until the turn is complete.
@@ -346,10 +346,10 @@ class MultiTurnScheduler(ReplicaScheduler):
 
         end = seen + len(observed)
         if seen < len(sequence.tokens):
-            # Replayed: the observation must be the tokens that follow.
+            # Replayed: the observation must be the tokens that follow, none of them sampled.
             earlier = sequence.tokens[seen:end].tolist()
-            includes_turn = any(map(sequence.is_sampled, range(seen, end)))
-            if earlier != observed or includes_turn:
+            is_same = earlier == observed and not any(map(sequence.is_sampled, range(seen, end)))
+            if not is_same:
                 self._fail(conversation, DIVERGED, "the replayed environment observed something else")
                 return False
         elif end >= response_room(sequence, self.engine.max_model_len):
