@@ -1,8 +1,8 @@
-"""Episodes that a program of its own leads, through an endpoint that speaks as OpenAI's does.
+"""Episodes driven by an external agent program, through an OpenAI-compatible endpoint.
 
-The endpoint of an episode answers ``POST /v1/chat/completions`` with turns of the policy: the messages of the
-first request are the prompt, those behind the last answer are what is observed. Nothing is tokenised again:
-the conversation's row has the tokens that were sampled, and their log-probs.
+Each episode has an endpoint of its own. A chat completion is one turn of the policy: the messages of the
+first request are the prompt, and the messages after the last completion are the observation. Nothing is
+tokenised a second time: the episode's sequence holds the tokens that were sampled, with their log-probs.
 """
 
 from __future__ import annotations
@@ -22,216 +22,271 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import IO, Any, ClassVar
 
+from aiohttp import web
+
 from megatron_rl.contained.confinement import end_started_with
 from megatron_rl.environments.environment import Environment, Episode, Message, Truncated, WrongUse
 from megatron_rl.launcher import LOOPBACK, without_proxy
 
 LARGEST_REQUEST = 2**23
-"""Bytes of a request; more is a mistake."""
+"""Most bytes of a request's body: 8 MiB, several times the text of the longest context."""
+
 MODEL = "policy"
-_TOLD = 2000
-"""Bytes of what a program that failed wrote last, which are told."""
-_NOT_OFFERED = {"stream": (None, False), "n": (None, 1), "stop": (None, []), "response_format": (None,)}
-"""What a request may ask for that the endpoint has not, and the values that mean that it does not ask."""
+"""The only model that the endpoint lists."""
+
+_EXCERPT_BYTES = 2000
+"""Bytes at the end of a failed program's standard error that its failure quotes."""
+
+_SHUTDOWN_SECONDS = 0.1
+"""Time that open requests get to finish when the episode ends. aiohttp reads 0 as no time limit, and nobody
+waits for these responses: the agent has ended."""
+
+_UNSUPPORTED = {"stream": (None, False), "n": (None, 1), "stop": (None, []), "response_format": (None,)}
+"""Request fields without support, each with the values that ask for nothing and are therefore accepted."""
 
 
 class Refused(Exception):
-    """Say why a request is not answered, with HTTP's status and a code in the error."""
+    """Refusal of a request: HTTP status, error code of the JSON body, and message."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
 
 
 class Conversation:
-    """Answer the requests of one agent with the turns of its episode."""
+    """Chat completions of one episode: maps requests with a growing history to turns of the policy."""
 
     def __init__(self, episode: Episode) -> None:
         self._episode = episode
-        self._said: list[dict[str, Any]] = []
+        # Normalized messages up to the last completion; empty before the first request.
+        self._history: list[dict[str, Any]] = []
         self._tools: Any = None
-        self._last: dict[str, Any] = {}
-        self._answering = False
+        self._last_completion: dict[str, Any] = {}
+        # Whether a request awaits its turn: an episode has one conversation, without forks.
+        self._is_busy = False
 
     async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the completion that a request asks for; raises Refused."""
-        for name, values in _NOT_OFFERED.items():
-            if request.get(name) not in values:
-                raise Refused(400, "unsupported", f"{name} is not offered: one whole answer a request")
-        if request.get("model", MODEL) != MODEL:
-            words = f"the only model is {MODEL!r}, got {request['model']!r:.80}"
-            raise Refused(404, "model_not_found", words)
-        tools = request.get("tools") or []
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise Refused(400, "tools", f"expected a list of tools in OpenAI's form, got {tools!r:.80}")
-        messages = _plain(request.get("messages"))
-        if self._said and messages == self._said[:-1]:
-            return self._last  # asked again, since the answer was lost
-        if self._answering:
-            raise Refused(409, "busy", "another request of this episode is being answered")
-        known = len(self._said)
-        if messages[:known] != self._said or len(messages) == known:
-            raise Refused(400, "history", "the messages do not begin with those that were said so far")
-        if any(message["role"] == "assistant" for message in messages[known:]) and known:
-            raise Refused(400, "history", "only the endpoint says what the assistant says")
-        if known and (request.get("tools") or None) != self._tools:
-            raise Refused(400, "history", "the tools are not those of the first request")
-        self._answering = True
+        """Validate a request and return its chat completion; raises Refused."""
+        _require_supported(request)
+        messages = _normalized(request.get("messages"))
+
+        # A client that lost the response repeats its request. The turn was sampled already.
+        if self._history and messages == self._history[:-1]:
+            return self._last_completion
+        if self._is_busy:
+            raise Refused(409, "busy", "another request of this episode is in progress")
+        self._require_continuation(messages, request.get("tools") or None)
+
+        self._is_busy = True
         try:
             return await self._turn(request, messages)
         finally:
-            self._answering = False
+            self._is_busy = False
+
+    def _require_continuation(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
+        """Raise Refused unless the messages and tools extend the history of the episode."""
+        length = len(self._history)
+        if messages[:length] != self._history or len(messages) == length:
+            raise Refused(400, "history", "the messages do not extend the conversation of this episode")
+        if length == 0:
+            return
+        if any(message["role"] == "assistant" for message in messages[length:]):
+            raise Refused(400, "history", "an assistant message was added by the client")
+        if tools != self._tools:
+            raise Refused(400, "history", "the tools differ from the first request's")
 
     async def _turn(self, request: Mapping[str, Any], messages: list[dict[str, Any]]) -> dict[str, Any]:
-        limit = request.get("max_completion_tokens") or request.get("max_tokens")
+        """Observe the new messages, sample one turn of the policy and return its completion."""
+        token_limit = request.get("max_completion_tokens") or request.get("max_tokens")
         try:
-            if not self._said:
+            if self._history:
+                self._episode.observe(*messages[len(self._history) :])
+            else:
                 self._tools = request.get("tools") or None
                 self._episode.open(messages, self._tools)
-            else:
-                self._episode.observe(*messages[len(self._said) :])
-            message = await self._episode.generate(limit)
+            message = await self._episode.generate(token_limit)
         except Truncated as error:
-            # OpenAI's words, by which clients know that a conversation has no room left.
-            words = f"This model's maximum context length is reached: {error}"
-            raise Refused(400, "context_length_exceeded", words) from None
+            # OpenAI's own sentence and code: clients recognise a full context by them.
+            text = f"This model's maximum context length is reached: {error}"
+            raise Refused(400, "context_length_exceeded", text) from None
         except WrongUse as error:
             raise Refused(400, "messages", str(error)) from None
+
         answer: dict[str, Any] = {"role": "assistant", "content": str(message)}
         if message.tool_calls:
             answer["tool_calls"] = list(message.tool_calls)
-        self._said = [*messages, *_plain([answer])]
-        self._last = _completion(message, answer, bool(request.get("logprobs")))
-        return self._last
+        self._history = [*messages, *_normalized([answer])]
+        self._last_completion = _completion(message, answer, bool(request.get("logprobs")))
+        return self._last_completion
 
 
-def _plain(messages: Any) -> list[dict[str, Any]]:
-    """Return messages with what stands for the same in one form; raises Refused."""
+def _require_supported(request: Mapping[str, Any]) -> None:
+    """Raise Refused for a field, a model or tools that the endpoint does not support."""
+    for name, neutral_values in _UNSUPPORTED.items():
+        if request.get(name) not in neutral_values:
+            raise Refused(
+                400, "unsupported", f"{name} is not supported: a request gets one complete response"
+            )
+
+    model = request.get("model", MODEL)
+    if model != MODEL:
+        raise Refused(404, "model_not_found", f"the only model is {MODEL!r}, got {model!r:.80}")
+
+    tools = request.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Refused(400, "tools", f"expected a list of tools in OpenAI's form, got {tools!r:.80}")
+
+
+def _normalized(messages: Any) -> list[dict[str, Any]]:
+    """Return the messages in one canonical form, so that equal histories compare equal; raises Refused.
+
+    Clients send a message back in several spellings: content as text or as a list of parts, empty fields
+    present or absent, tool calls with further keys.
+    """
     result = []
     try:
         for message in messages:
             content = message.get("content") or ""
-            if not isinstance(content, str):  # a list of parts
+            if not isinstance(content, str):
                 content = "".join(piece["text"] for piece in content)
-            plain = {"role": message["role"], "content": content}
-            plain |= {name: message[name] for name in ("tool_call_id", "name") if message.get(name)}
+
+            normalized = {"role": message["role"], "content": content}
+            for key in ("tool_call_id", "name"):
+                if message.get(key):
+                    normalized[key] = message[key]
             if message.get("tool_calls"):
-                plain["tool_calls"] = [
+                normalized["tool_calls"] = [
                     {"id": call["id"], "type": "function", "function": dict(call["function"])}
                     for call in message["tool_calls"]
                 ]
-            result.append(plain)
+            result.append(normalized)
     except (TypeError, KeyError, AttributeError, ValueError):
         result = []
+
     if not result:
         raise Refused(400, "messages", "expected messages of role and text, one or more")
     return result
 
 
-def _completion(message: Message, answer: Mapping[str, Any], log_probs: bool) -> dict[str, Any]:
-    reason = "tool_calls" if message.tool_calls else "length" if message.cut else "stop"
-    choice: dict[str, Any] = {"index": 0, "message": answer, "finish_reason": reason, "logprobs": None}
-    if log_probs:
-        pairs = zip(message.tokens, message.log_probs, strict=True)
-        choice["logprobs"] = {
-            "content": [
-                {"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []}
-                for token, value in pairs
-            ]
-        }
-    prompt, count = message.context, len(message.tokens)
+def _completion(
+    message: Message,
+    answer: Mapping[str, Any],
+    with_log_probs: bool,
+) -> dict[str, Any]:
+    """Return the body of a chat completion for a turn of the policy."""
+    finish_reason = "stop"
+    if message.tool_calls:
+        finish_reason = "tool_calls"
+    elif message.cut:
+        finish_reason = "length"
+
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": answer,
+        "finish_reason": finish_reason,
+        "logprobs": None,
+    }
+    if with_log_probs:
+        # Token ids instead of text: a token of a byte-level vocabulary may be part of a character.
+        entries = [
+            {"token": f"token_id:{token}", "logprob": log_prob, "bytes": None, "top_logprobs": []}
+            for token, log_prob in zip(message.tokens, message.log_probs, strict=True)
+        ]
+        choice["logprobs"] = {"content": entries}
+
+    prompt_tokens = message.context
+    completion_tokens = len(message.tokens)
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": MODEL,
         "choices": [choice],
-        "usage": {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count},
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        },
     }
 
 
 @asynccontextmanager
 async def endpoint(episode: Episode) -> AsyncIterator[tuple[str, str]]:
-    """Serve an episode on this machine alone; yields the base URL and the key that it asks for."""
-    os.environ.update(without_proxy(os.environ))  # clients in this process, and programs that it starts
-    conversation, key = Conversation(episode), secrets.token_hex(16)
-    connections: set[asyncio.Task[Any]] = set()
+    """Serve an episode on the loopback interface; yields the base URL and the API key of the episode."""
+    # For clients in this process and for programs that inherit its environment.
+    os.environ.update(without_proxy(os.environ))
+    conversation = Conversation(episode)
+    key = secrets.token_hex(16)
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        connections.add(task)
-        # A client that leaves, or says what is no HTTP, ends its connection alone.
-        with contextlib.suppress(ConnectionError, EOFError, ValueError, asyncio.LimitOverrunError):
-            while (request := await _read(reader)) is not None:
-                status, body = await _respond(conversation, key, *request)
-                payload = json.dumps(body).encode()
-                head = f"HTTP/1.1 {status} .\r\nContent-Type: application/json\r\n"
-                writer.write(f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
-                await writer.drain()
-        connections.discard(task)
-        writer.close()
+    async def handle(request: web.Request) -> web.Response:
+        try:
+            return web.json_response(await _respond(conversation, key, request))
+        except Refused as error:
+            details = {"message": str(error), "type": "invalid_request_error", "code": error.code}
+            return web.json_response({"error": details}, status=error.status)
 
-    server = await asyncio.start_server(serve, LOOPBACK, 0)
+    application = web.Application(client_max_size=LARGEST_REQUEST)
+    # One handler for every path, since a wrong path or method is answered in OpenAI's form, too.
+    application.router.add_route("*", "/{path:.*}", handle)
+
+    # Signal handlers work on a process's main thread alone; an episode runs in a thread of its own.
+    runner = web.AppRunner(
+        application, handle_signals=False, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS
+    )
+    await runner.setup()
     try:
-        yield f"http://{LOOPBACK}:{server.sockets[0].getsockname()[1]}/v1", key
+        # Port 0: the kernel chooses a free one.
+        await web.TCPSite(runner, LOOPBACK, 0).start()
+        port = runner.addresses[0][1]
+        yield f"http://{LOOPBACK}:{port}/v1", key
     finally:
-        server.close()
-        for task in connections:
-            task.cancel()
-
-
-async def _read(reader: asyncio.StreamReader) -> tuple[str, dict[str, str], bytes] | None:
-    """Return method and path, headers and body of the next request, None where there is none."""
-    first = (await reader.readline()).decode("latin-1").split()
-    if len(first) != 3:
-        return None
-    headers: dict[str, str] = {}
-    while line := (await reader.readline()).decode("latin-1").strip():
-        name, _, value = line.partition(":")
-        headers[name.lower()] = value.strip()
-    size = int(headers.get("content-length", "0"))
-    if not 0 <= size <= LARGEST_REQUEST:
-        return None
-    return f"{first[0]} {first[1]}", headers, await reader.readexactly(size)
+        await runner.cleanup()
 
 
 async def _respond(
-    conversation: Conversation, key: str, call: str, headers: Mapping[str, str], body: bytes
-) -> tuple[int, dict[str, Any]]:
+    conversation: Conversation,
+    key: str,
+    request: web.Request,
+) -> dict[str, Any]:
+    """Return the JSON object that answers an HTTP request; raises Refused."""
+    if request.headers.get("Authorization") != f"Bearer {key}":
+        raise Refused(401, "key", "the key is not this episode's")
+
+    call = f"{request.method} {request.path_qs}"
+    if call == "GET /v1/models":
+        return {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
+    if call != "POST /v1/chat/completions":
+        raise Refused(404, "path", f"{call} is not served")
+
     try:
-        if headers.get("authorization") != f"Bearer {key}":
-            raise Refused(401, "key", "the key is not this episode's")
-        if call == "GET /v1/models":
-            return 200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
-        if call != "POST /v1/chat/completions":
-            raise Refused(404, "path", f"{call} is not served")
-        try:
-            request = json.loads(body)
-        except ValueError:
-            request = None
-        if not isinstance(request, dict):
-            raise Refused(400, "body", "expected a JSON object")
-        return 200, await conversation.answer(request)
-    except Refused as error:
-        kind = "invalid_request_error"
-        return error.status, {"error": {"message": str(error), "type": kind, "code": error.code}}
+        body = json.loads(await request.read())
+    except web.HTTPRequestEntityTooLarge:
+        raise Refused(413, "body", f"expected at most {LARGEST_REQUEST} bytes") from None
+    except (ConnectionError, web.RequestPayloadError):
+        raise Refused(400, "body", "the body is incomplete or malformed") from None
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        raise Refused(400, "body", "expected a JSON object")
+    return await conversation.answer(body)
 
 
 @dataclass
 class AgentEnvironment(Environment):
-    """Have a program lead each episode as a client of an OpenAI-compatible endpoint.
+    """Environment whose episodes are driven by a program, a client of an OpenAI-compatible endpoint.
 
     ``command`` is started for every episode, with ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` in its
-    environment, and with the task as JSON on standard input: ``prompt``, ``metadata`` and ``seed``. It ends
-    the episode by ending with status 0; with any other the episode has failed. Override `judge` to reward
-    what it wrote to standard output, or `lead` to drive an agent in Python.
+    environment, and with the task as JSON on standard input: ``prompt``, ``metadata`` and ``seed``. Exit
+    status 0 ends the episode; any other status fails it. Override `judge` to compute a reward from the
+    program's standard output, or `lead` to drive an agent in Python.
     """
 
     command: tuple[str, ...] = ()
-    # The endpoint, its connections, what the program reads and writes, and the pipes of its start.
+
+    # The endpoint, its connections, the program's standard streams, and the pipes that start it.
     own_files: ClassVar[int] = 16
-    # The program, and those that it runs at a time: a shell around it, tools.
+    # The program and its own children at one time: a shell around it, tools.
     own_processes: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
@@ -240,69 +295,79 @@ class AgentEnvironment(Environment):
         if not self.command:
             raise TypeError("command is missing: the agent's program and its arguments")
         if shutil.which(self.command[0]) is None:
-            words = "a program of a home has to be named by limits.read"
-            raise TypeError(f"command: there is no program {self.command[0]} ({words})")
+            hint = "a program in a home folder must be listed in limits.read"
+            raise TypeError(f"command: there is no program {self.command[0]} ({hint})")
 
     async def lead(self, episode: Episode, base_url: str, api_key: str) -> str:
-        """Lead an episode as a client of ``base_url``; return what `judge` is to know of it."""
-        names = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+        """Run the agent as a client of ``base_url``; return its output, which `judge` receives."""
+        variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         task = {"prompt": episode.prompt, "metadata": dict(episode.metadata), "seed": episode.seed}
-        return await _run(self.command, names, json.dumps(task))
+        return await _run(self.command, variables, json.dumps(task))
 
-    async def judge(self, episode: Episode, written: str) -> float | Mapping[str, float] | None:
-        """Return the reward of an episode whose agent wrote ``written``; None leaves it to others."""
+    async def judge(self, episode: Episode, output: str) -> float | Mapping[str, float] | None:
+        """Return the reward of an episode from the agent's output; None leaves it to `reward.function`."""
         return None
 
     async def run(self, episode: Episode) -> float | Mapping[str, float] | None:
-        """Open the endpoint, have the agent lead, and judge."""
+        """Open the endpoint, run the agent and compute the reward."""
         async with endpoint(episode) as (base_url, api_key):
             try:
-                written = await self.lead(episode, base_url, api_key)
+                output = await self.lead(episode, base_url, api_key)
             except Exception:
-                if episode.truncated:  # what an agent does without a further turn is no failure
-                    raise Truncated("no turn is left for the agent") from None
+                # An agent may crash when it is refused a turn: its episode is truncated, not failed.
+                if episode.truncated:
+                    raise Truncated("the agent has no turns left") from None
                 raise
-        if not episode.messages:  # nothing was sampled that a reward could be of
-            raise RuntimeError("the agent ended without a turn of the policy: it asked the endpoint for none")
-        return await self.judge(episode, written)
+
+        if not episode.messages:
+            raise RuntimeError(
+                "the agent ended without a turn of the policy: it sent the endpoint no request"
+            )
+        return await self.judge(episode, output)
 
 
-async def _run(command: Sequence[str], names: Mapping[str, str], task: str) -> str:
-    """Return what a program with ``names`` in its environment writes to standard output.
+async def _run(command: Sequence[str], variables: Mapping[str, str], task: str) -> str:
+    """Run a program with the task on standard input; return its standard output.
 
-    It ends with all that it started, which has the same key: nobody else has it.
+    Afterwards every process that it started is killed. These are found by the episode's API key in their
+    environment, in whatever session they run.
     """
-    # Not pipes: a child that the program leaves behind would hold them open.
-    with _temporary_file() as written, _temporary_file() as errors:
+    # Files, not pipes: a child that outlives the program would hold a pipe open.
+    with _temporary_file() as stdout, _temporary_file() as stderr:
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
-            stdout=written,
-            stderr=errors,
-            env=os.environ | names,
+            stdout=stdout,
+            stderr=stderr,
+            env=os.environ | variables,
             start_new_session=True,
         )
         try:
             await process.communicate(task.encode())
         finally:
+            # First its own session, then children that have left it.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            end_started_with(f"OPENAI_API_KEY={names['OPENAI_API_KEY']}")  # in whatever session
+            end_started_with(f"OPENAI_API_KEY={variables['OPENAI_API_KEY']}")
             await process.wait()
+
+        # The end of standard error has the exception of a Python program.
         if process.returncode:
-            words = _text(errors, max(0, os.fstat(errors.fileno()).st_size - _TOLD))
-            raise RuntimeError(f"the agent ended with status {process.returncode}: {words}")
-        return _text(written)
+            size = os.fstat(stderr.fileno()).st_size
+            excerpt = _text(stderr, max(0, size - _EXCERPT_BYTES))
+            raise RuntimeError(f"the agent ended with status {process.returncode}: {excerpt}")
+        return _text(stdout)
 
 
 def _temporary_file() -> IO[bytes]:
-    """Return a file without a name."""
+    """Return an unnamed temporary file in append mode."""
     file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-    # A program that opens its /dev/stderr anew begins the file again; what it writes to the old one follows.
+    # Append: a program that opens /dev/stderr again gets a second offset, and would overwrite earlier lines.
     fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
     return file
 
 
 def _text(file: IO[bytes], start: int = 0) -> str:
+    """Return the text of a file from the byte ``start`` on."""
     file.seek(start)
     return file.read().decode(errors="replace")

@@ -1,8 +1,8 @@
-"""What a user derives an environment from; importable without torch.
+"""Base classes of a user's environments; importable without torch.
 
-An environment is one side of one episode: the policy writes, the environment observes and judges. An object
-is made for every episode, of the class that ``rollout.environment`` names and with the settings beside that
-name; it runs in a process of its own kind, never in the trainer's.
+An environment is one side of one episode: the policy writes turns, the environment observes and rewards. Each
+episode has an object of its own, of the class that ``rollout.environment`` names, made with the settings
+beside that name. It runs in a contained process, never in the trainer's.
 """
 
 from __future__ import annotations
@@ -12,33 +12,47 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 ROLES = ("user", "tool", "system")
-"""The roles of what an environment may say."""
+"""Roles of a message that an environment may send."""
+
 KEYS = {"role", "content", "tool_call_id", "name"}
+"""Keys of such a message; the first two are required."""
+
 LARGEST_OBSERVATION = 2**20
-"""Characters of one observation; more is a mistake."""
+"""Most characters of a message: far more than a context holds, so a longer one is a mistake."""
 
 
 class Truncated(Exception):
-    """There is no room, or no turn, left for the policy: the episode ends as it is."""
+    """No room, or no turn, is left for the policy: the episode ends as it is, without failure."""
 
 
 class WrongUse(Exception):
-    """An environment did what no environment may."""
+    """Misuse of `Episode` by an environment: its episode fails."""
 
 
 class Message(str):
-    """What the policy wrote in one turn: text without special tokens, and the ``tokens`` themselves.
+    """One turn of the policy: the text without special tokens, with the turn's tokens as attributes.
 
-    ``cut`` says that a limit ended it and not the policy. ``log_probs`` are those of the tokens, ``context``
-    counts the tokens before them. ``tool_calls`` are in OpenAI's form, where the episode was opened with
-    tools and `rollout.environment.tool_parser` is set; the text is then what stands beside them.
+    Example:
+        >>> message = Message("4", tokens=(19, 2), log_probs=(-0.1, -0.2), context=12)
+        >>> message + "!", message.tokens, message.cut
+        ('4!', (19, 2), False)
     """
 
     tokens: tuple[int, ...]
+    """Token ids of the turn, with its stop token."""
+
     cut: bool
+    """Whether a limit ended the turn, and not the policy's stop token."""
+
     log_probs: tuple[float, ...]
+    """The engine's log-prob of each token."""
+
     context: int
+    """Number of tokens before the turn, prompt included."""
+
     tool_calls: tuple[dict[str, Any], ...]
+    """Tool calls in OpenAI's form, if the episode was opened with tools and `rollout.environment.tool_parser`
+    is set; the text is then the one beside the calls."""
 
     def __new__(
         cls,
@@ -49,58 +63,84 @@ class Message(str):
         context: int = 0,
         tool_calls: Sequence[dict[str, Any]] = (),
     ) -> Message:
+        # In __new__: the text of a str is set before __init__ runs.
         message = super().__new__(cls, text)
-        message.tokens, message.cut, message.context = tuple(tokens), cut, context
-        message.log_probs, message.tool_calls = tuple(log_probs), tuple(tool_calls)
+
+        message.tokens = tuple(tokens)
+        message.cut = cut
+        message.log_probs = tuple(log_probs)
+        message.context = context
+        message.tool_calls = tuple(tool_calls)
         return message
 
 
 class Opening(NamedTuple):
-    """Hold the messages that an episode begins with in place of the record's prompt, and its tools."""
+    """Messages that replace the record's prompt at the start of an episode.
+
+    Example:
+        >>> Opening([{"role": "user", "content": "1+2="}]).messages[0]["content"]
+        '1+2='
+    """
 
     messages: list[dict[str, Any]]
+    """Messages for the tokenizer's chat template."""
+
     tools: list[dict[str, Any]] | None = None
+    """Tools in OpenAI's form, for the template and the parser of tool calls."""
 
 
 class Turns(Protocol):
-    """Ask the policy for a turn that follows what was observed."""
+    """Source of the policy's turns: sends an observation and awaits the turn that follows it."""
 
     async def __call__(
-        self, observed: list[dict[str, str]], limit: int | None, opening: Opening | None
+        self,
+        observed: list[dict[str, str]],
+        limit: int | None,
+        opening: Opening | None,
     ) -> Message: ...
 
 
 class Episode:
     """One conversation between the policy and an environment.
 
-    ``prompt`` is the text of the prompt, ``ground_truth`` and ``metadata`` are the record's. ``seed`` is the
-    episode's own, for all that is random in the environment: with it an episode can be repeated, as happens
-    where a process is lost or a run is resumed. ``messages`` holds what was said after the prompt.
+    ``prompt`` is the text of the prompt; ``ground_truth`` and ``metadata`` are the record's. Everything
+    random in the environment must follow from ``seed``: an episode is repeated when a process is lost or a
+    run is resumed, and must then take the same course. ``messages`` are those after the prompt.
     """
 
     def __init__(
-        self, prompt: str, ground_truth: Any, metadata: Mapping[str, Any], seed: int, turns: Turns
+        self,
+        prompt: str,
+        ground_truth: Any,
+        metadata: Mapping[str, Any],
+        seed: int,
+        turns: Turns,
     ) -> None:
-        self.prompt, self.ground_truth, self.metadata, self.seed = prompt, ground_truth, metadata, seed
+        self.prompt = prompt
+        self.ground_truth = ground_truth
+        self.metadata = metadata
+        self.seed = seed
         self.messages: list[dict[str, str]] = []
         self.truncated = False
+
         self._turns = turns
+        # Messages since the last turn, sent with the request for the next.
         self._observed: list[dict[str, str]] = []
         self._opening: Opening | None = None
 
     def open(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> None:
-        """Begin with messages of one's own, and tools in OpenAI's form, in place of the record's prompt.
+        """Replace the record's prompt by messages, with tools in OpenAI's form.
 
-        They go through the tokenizer's chat template. Only before the policy's first turn.
+        They are rendered by the tokenizer's chat template. Must be called before the policy's first turn.
         """
         if self.messages:
-            raise WrongUse("an episode was opened after it had begun")
+            raise WrongUse("an episode was opened after its first turn")
         self._opening = Opening([dict(message) for message in messages], tools)
 
     async def generate(self, limit: int | None = None) -> Message:
         """Return the policy's next turn, of at most ``limit`` tokens.
 
-        Raises Truncated where the row has no room left, or the episode had its ``max_turns``.
+        Raises Truncated if the sequence has no room left, or the episode has had its ``max_turns``.
         """
         try:
             message = await self._turns(self._observed, limit, self._opening)
@@ -112,16 +152,18 @@ class Episode:
         return message
 
     def observe(self, *messages: str | Mapping[str, str]) -> None:
-        """Say something to the policy: text as the user, or messages with ``role`` and ``content``.
+        """Send messages to the policy: text of the user, or mappings with ``role`` and ``content``.
 
-        The answer to a tool's call may have its ``tool_call_id`` and the tool's ``name``.
+        A tool's result may have its ``tool_call_id`` and the tool's ``name``.
         """
         for message in messages:
             if isinstance(message, str):
                 message = {"role": "user", "content": message}
             if not isinstance(message, Mapping) or not {"role", "content"} <= set(message) <= KEYS:
                 raise WrongUse(f"expected text, or a message of role and content, got {message!r:.80}")
-            role, content = message["role"], message["content"]
+
+            role = message["role"]
+            content = message["content"]
             if role not in ROLES or not isinstance(content, str) or len(content) > LARGEST_OBSERVATION:
                 raise WrongUse(
                     f"expected a role of {', '.join(ROLES)} and at most {LARGEST_OBSERVATION} characters, "
@@ -132,56 +174,62 @@ class Episode:
 
 
 class Environment:
-    """Hold the policy's counterpart in one episode. Derive from it and define `run`.
+    """The policy's counterpart in one episode. Derive from it and define `run`.
 
-    ``own_files`` and ``own_processes`` are what each episode of the class has open and running by its nature:
-    they do not count among those that `rollout.environment.limits` allow a process of episodes.
+    ``own_files`` and ``own_processes`` are what each episode of the class has open and running by its nature.
+    They are added to `rollout.environment.limits`, which bound a whole process of episodes.
     """
 
     own_files: ClassVar[int] = 0
     own_processes: ClassVar[int] = 0
 
     async def run(self, episode: Episode) -> float | Mapping[str, float] | None:
-        """Lead the episode to its end and return its reward, or named numbers that hold ``reward``.
+        """Conduct the episode and return its reward, or named numbers with ``reward`` among them.
 
-        None leaves the judgement to `reward.function` and `reward.models`. Every exception but Truncated
-        makes the episode invalid: its reward is never a number then.
+        None leaves the reward to `reward.function` and `reward.models`. Every exception except Truncated
+        makes the episode invalid, so that it has no reward.
         """
         raise NotImplementedError
 
 
 class StepEnvironment(Environment):
-    """An environment in the form of Gym: define `reset` and `step`, either of them async if need be."""
+    """An environment in the form of Gym: define `reset` and `step`, async or not."""
 
     def reset(self, episode: Episode) -> Any:
-        """Get ready for an episode, whose prompt the policy answers first. Returns nothing."""
+        """Prepare for an episode, whose prompt the policy answers first. The result is ignored."""
 
     def step(self, response: Message) -> Any:
-        """Take a turn of the policy; return (observation, reward, done).
+        """Process a turn of the policy; return (observation, reward, done).
 
-        The observation is what `Episode.observe` takes, or a list of it; its value is not read when done.
-        Gym's (observation, reward, terminated, truncated, info) will do too.
+        The observation is an argument of `Episode.observe`, or a list of them; it is ignored when done. Gym's
+        (observation, reward, terminated, truncated, info) is accepted, too.
         """
         raise NotImplementedError
 
     async def run(self, episode: Episode) -> float | Mapping[str, float] | None:
-        """Take turns until `step` is done; the reward is the sum of its rewards."""
-        reset = self.reset(episode)
-        if inspect.isawaitable(reset):
-            await reset
+        """Alternate turns and steps until `step` is done; the reward is the sum of its rewards."""
+        ready = self.reset(episode)
+        if inspect.isawaitable(ready):
+            await ready
+
         total = 0.0
         while True:
             try:
                 response = await episode.generate()
             except Truncated:
+                # The rewards of the steps so far are the episode's.
                 return total
-            answer = self.step(response)
-            if inspect.isawaitable(answer):
-                answer = await answer
-            if not isinstance(answer, tuple) or len(answer) not in (3, 5):
-                raise WrongUse(f"expected (observation, reward, done) of step, got {answer!r:.80}")
-            observation, reward, *ends = answer
+
+            result = self.step(response)
+            if inspect.isawaitable(result):
+                result = await result
+            if not isinstance(result, tuple) or len(result) not in (3, 5):
+                raise WrongUse(f"expected (observation, reward, done) of step, got {result!r:.80}")
+
+            # Of Gym's five values, `terminated` or `truncated` ends the episode; `info` is ignored.
+            observation, reward, *ends = result
             total += reward
             if any(ends[:2]):
                 return total
-            episode.observe(*(observation if isinstance(observation, list) else [observation]))
+            observations = observation if isinstance(observation, list) else [observation]
+            episode.observe(*observations)

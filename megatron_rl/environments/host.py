@@ -1,6 +1,7 @@
-"""The process in which environments run: each episode in a thread with an event loop of its own.
+"""The process in which environments run, and the messages between it and the trainer.
 
-So an environment may wait, in async code or not, without keeping another one from its work.
+Each episode has a thread with an event loop of its own. So an environment may block, in async code or not,
+without delaying another one.
 """
 
 from __future__ import annotations
@@ -22,96 +23,101 @@ from megatron_rl.environments.environment import Environment, Episode, Message, 
 from megatron_rl.errors import UserError, UserErrors, each
 from megatron_rl.rewards.worker import EXCEPTION, SCORED, WRONG_TYPE, failed, scored
 
-START, TURN, END, CANCEL, PING = "start", "turn", "end", "cancel", "ping"
-ASKS, ENDED, CLOSED, LIVES = "asks", "ended", "closed", "lives"
+# Requests of the trainer, each followed by the number of an episode: start it, send it a turn of the policy,
+# refuse it a further turn, cancel it; and a check that the process responds, for no episode.
+START = "start"
+TURN = "turn"
+END = "end"
+CANCEL = "cancel"
+PING = "ping"
+
+# Replies: an episode asks for a turn, has ended, has released its thread; and the response to a ping.
+ASKS = "asks"
+ENDED = "ended"
+CLOSED = "closed"
+LIVES = "lives"
+
 WHERE = "rollout.environment"
+"""Key of the configuration that errors of this room name."""
+
 LOOP_FILES = 3
-"""Files that the event loop of an episode has open, beside those that its environment opens."""
+"""Files that an episode's event loop has open, beside those of its environment."""
+
 MOST_OWN = 32
-"""Files, or processes, of an episode's own that limits leave room for, times the most episodes."""
+"""Own files, and own processes, per episode that the process's fixed limits leave room for."""
+
 LARGEST_OWN = 4096
-"""Files, or processes, of its own that an environment may say it has."""
+"""Most own files, or processes, that an environment's class may claim."""
+
 _THREAD_STACK = 2**20
+"""Bytes of an episode's stack, instead of the usual 8 MiB: a process may have thousands of episodes."""
 
 
-def serve(requests: Requests, limits: Mapping[str, Any], missing: list[str]) -> None:
-    """Load the class, say so, and run an environment for every episode that the trainer starts."""
-    place, spec, settings, max_turns = requests.read()
-    search(place)
+def serve(requests: Requests, limits: Mapping[str, Any], unenforced: list[str]) -> None:
+    """Load the environment's class, report it, and run every episode that the trainer starts.
+
+    ``unenforced`` are the limits that this machine's kernel does not enforce; the trainer reports them.
+    """
+    paths, class_path, settings, max_turns = requests.read()
+    search(paths)
     threading.stack_size(_THREAD_STACK)
     try:
-        make = factory(spec, settings)
+        make_environment = factory(class_path, settings)
     except UserError as error:
-        requests.reply({"kind": READY, "errors": [one.to_json() for one in each(error)]})
+        requests.reply({"kind": READY, "errors": [detail.to_json() for detail in each(error)]})
         return
     except BaseException as error:
         requests.refuse(error)
         return
-    requests.reply({"kind": READY, "missing": missing})
-    running: dict[int, _Running] = {}
-    environment: Any = make.func
-    loops = _Loops(limits["files"], LOOP_FILES + environment.own_files, environment.own_processes)
-    lock = threading.Lock()
+    requests.reply({"kind": READY, "missing": unenforced})
+
+    environment_class: Any = make_environment.func
+    own_files = LOOP_FILES + environment_class.own_files
+    loops = _EventLoops(limits["files"], own_files, environment_class.own_processes)
+
+    # Episodes reply from their threads.
+    reply_lock = threading.Lock()
 
     def reply(frame: Mapping[str, Any]) -> None:
-        with lock:
+        with reply_lock:
             requests.reply(frame)
 
+    running: dict[int, _RunningEpisode] = {}
     while True:
         try:
-            kind, number, *more = requests.read()
+            kind, number, *values = requests.read()
         except EOFError:
             return
         if kind == PING:
             reply({"kind": LIVES})
         elif kind == START:
-            running[number] = _Running(number, make, max_turns, loops, reply, *more)
+            running[number] = _RunningEpisode(number, make_environment, max_turns, loops, reply, *values)
         elif kind == CANCEL:
             running.pop(number).cancel()
+        elif kind == TURN:
+            running[number].answer(Message(*values))
         else:
-            running[number].answer(Message(*more) if kind == TURN else Truncated("no room is left"))
+            running[number].answer(Truncated("no room is left"))
 
 
-def factory(spec: str, settings: Mapping[str, Any]) -> partial[Environment]:
-    """Return what makes an environment of the class ``spec`` with ``settings``; raises UserError."""
-    cls = load(spec)
-    if not (isinstance(cls, type) and issubclass(cls, Environment)):
-        raise UserError(
-            f"{spec} is no environment",
-            where=f"{WHERE}.name",
-            expected="a class derived from megatron_rl.Environment or megatron_rl.StepEnvironment",
-            got=f"{type(cls).__name__} {getattr(cls, '__name__', '')}".strip(),
-            fix="derive the class from one of them",
-        )
-    if not inspect.iscoroutinefunction(cls.run):
-        raise UserError(
-            f"{spec}.run is not async",
-            where=f"{WHERE}.name",
-            expected="async def run(self, episode)",
-            got="def run",
-            fix="write async def, and await episode.generate()",
-        )
-    for name in ("own_files", "own_processes"):
-        count = getattr(cls, name)
-        if not (isinstance(count, int) and 0 <= count <= LARGEST_OWN):
-            raise UserError(
-                f"{spec}.{name} is no number of what an episode has",
-                where=f"{WHERE}.name",
-                expected=f"{name}: ClassVar[int], 0 to {LARGEST_OWN}",
-                got=f"{count!r:.80}",
-                fix="correct the class",
-            )
+def factory(class_path: str, settings: Mapping[str, Any]) -> partial[Environment]:
+    """Return a function that makes an environment of a class with ``settings``; raises UserError."""
+    cls = _environment_class(class_path)
+
     values = dict(settings)
     if is_dataclass(cls):
-        made = parse_settings(cls, settings, WHERE)
-        if errors := value_errors(made, WHERE):
+        parsed = parse_settings(cls, settings, WHERE)
+        if errors := value_errors(parsed, WHERE):
             raise UserErrors(errors)
-        values = {name: getattr(made, name) for name in settings}
+        # Only the given settings: the class fills in its own defaults for each object.
+        values = {name: getattr(parsed, name) for name in settings}
+
+    # Make one now: an error of the settings is then found before the first episode.
     try:
         cls(**values)
     except TypeError as error:
         raise UserError(
-            f"{spec} cannot be made of its settings",
+            f"{class_path} cannot be made of its settings",
             where=WHERE,
             expected=f"settings for {cls.__name__}{inspect.signature(cls)}",
             got=str(error),
@@ -120,104 +126,168 @@ def factory(spec: str, settings: Mapping[str, Any]) -> partial[Environment]:
     return partial(cls, **values)
 
 
-class _Loops:
-    """The event loops of all episodes.
+def _environment_class(class_path: str) -> type[Environment]:
+    """Load a class of environments; raises UserError for anything else."""
+    cls = load(class_path)
+    if not (isinstance(cls, type) and issubclass(cls, Environment)):
+        raise UserError(
+            f"{class_path} is no environment",
+            where=f"{WHERE}.name",
+            expected="a class derived from megatron_rl.Environment or megatron_rl.StepEnvironment",
+            got=f"{type(cls).__name__} {getattr(cls, '__name__', '')}".strip(),
+            fix="derive the class from one of them",
+        )
 
-    The ``own_files`` and ``own_processes`` of each episode do not count among what limits allow, which is
-    ``files`` of the first.
+    # A plain function would block its thread, and `generate` can only be awaited.
+    if not inspect.iscoroutinefunction(cls.run):
+        raise UserError(
+            f"{class_path}.run is not async",
+            where=f"{WHERE}.name",
+            expected="async def run(self, episode)",
+            got="def run",
+            fix="write async def, and await episode.generate()",
+        )
+
+    for name in ("own_files", "own_processes"):
+        count = getattr(cls, name)
+        if not (isinstance(count, int) and 0 <= count <= LARGEST_OWN):
+            raise UserError(
+                f"{class_path}.{name} is not a valid count",
+                where=f"{WHERE}.name",
+                expected=f"{name}: ClassVar[int], 0 to {LARGEST_OWN}",
+                got=f"{count!r:.80}",
+                fix="correct the class",
+            )
+    return cls
+
+
+class _EventLoops:
+    """Event loops of all episodes, with the limits that follow from their number.
+
+    Each episode adds its ``own_files`` and ``own_processes`` to the limits; ``files`` is the limit of open
+    files without episodes.
     """
 
     def __init__(self, files: int, own_files: int, own_processes: int) -> None:
-        self._files, self._own_files, self._own_processes = files, own_files, own_processes
-        self._open, self._lock = 0, threading.Lock()
+        self._files = files
+        self._own_files = own_files
+        self._own_processes = own_processes
+        self._num_open = 0
+        self._lock = threading.Lock()
 
     def open(self) -> asyncio.AbstractEventLoop:
-        """Return a further loop."""
-        self._allow(1)
+        """Return a new loop, after its limits are raised."""
+        self._change_limits(1)
         return asyncio.new_event_loop()
 
     def close(self, loop: asyncio.AbstractEventLoop) -> None:
         """Close a loop."""
         loop.close()
-        self._allow(-1)
+        self._change_limits(-1)
 
-    def _allow(self, loops: int) -> None:
+    def _change_limits(self, num_loops: int) -> None:
         with self._lock:
-            self._open += loops
-            allow_files(self._files + self._open * self._own_files)
-            allow_processes(self._open * self._own_processes)
+            self._num_open += num_loops
+            allow_files(self._files + self._num_open * self._own_files)
+            allow_processes(self._num_open * self._own_processes)
 
 
-class _Running:
-    """One episode: its thread, and where its turns come from."""
+class _RunningEpisode:
+    """One episode: its thread, its event loop, and the turn that it awaits.
+
+    The environment runs on the loop's thread. `answer` and `cancel` are called on the process's main thread.
+    """
 
     def __init__(
         self,
         number: int,
-        make: Callable[[], Environment],
+        make_environment: Callable[[], Environment],
         max_turns: int,
-        loops: _Loops,
+        loops: _EventLoops,
         reply: Callable[[Mapping[str, Any]], None],
         values: Mapping[str, Any],
     ) -> None:
-        self._number, self._make, self._left, self._reply = number, make, max_turns, reply
+        self._number = number
+        self._make_environment = make_environment
+        self._turns_left = max_turns
+        self._reply = reply
         self._episode = Episode(**values, turns=self._turn)
+
         self._loops = loops
         self._loop = loops.open()
         self._task: asyncio.Task | None = None
-        self._waiting: asyncio.Future | None = None
+        # The turn that was asked for last: pending, received, or cancelled. None before the first.
+        self._awaited: asyncio.Future | None = None
         self._started = threading.Event()
-        threading.Thread(target=self._live, daemon=True).start()
+        threading.Thread(target=self._run_thread, daemon=True).start()
 
     def answer(self, value: Message | Truncated) -> None:
-        """Hand over the turn that the environment waits for, or that there is none."""
+        """Deliver the turn that the environment awaits, or the refusal of one."""
 
-        def hand_over() -> None:
-            waiting = self._waiting
-            if waiting is not None and not waiting.done():
-                if isinstance(value, Truncated):
-                    waiting.set_exception(value)
-                else:
-                    waiting.set_result(value)
+        def deliver() -> None:
+            awaited = self._awaited
+            if awaited is None or awaited.done():
+                return
+            if isinstance(value, Truncated):
+                awaited.set_exception(value)
+            else:
+                awaited.set_result(value)
 
-        self._call(hand_over)
+        self._call(deliver)
 
     def cancel(self) -> None:
-        """End the environment where it waits; its thread answers that it is closed."""
+        """Cancel the environment at its next await; its thread replies that it is closed."""
         self._started.wait()
         task = self._task
         assert task is not None
         self._call(task.cancel)
 
     def _call(self, function: Callable[[], Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+        """Call a function on the loop's thread; do nothing if the episode has ended."""
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
 
     async def _turn(
-        self, observed: list[dict[str, str]], limit: int | None, opening: Opening | None
+        self,
+        observed: list[dict[str, str]],
+        limit: int | None,
+        opening: Opening | None,
     ) -> Message:
+        """Send the observed messages to the trainer and return the turn that follows; see `Turns`."""
+        self._require_order(observed, limit)
+        if self._turns_left == 0:
+            raise Truncated("the episode had all its turns")
+        self._turns_left -= 1
+
+        frame: dict[str, Any] = {"kind": ASKS, "messages": observed, "limit": limit}
+        if self._awaited is None and opening is not None:
+            frame["opening"] = opening._asdict()
+        # Made before the request is sent, since the turn arrives on another thread.
+        self._awaited = self._loop.create_future()
+        self._send(frame)
+        return await self._awaited
+
+    def _require_order(self, observed: list[dict[str, str]], limit: int | None) -> None:
+        """Raise WrongUse unless the environment may ask for a turn now."""
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise WrongUse(f"expected a limit of one token or more, got {limit!r:.40}")
-        if self._waiting is not None and not self._waiting.done():
+        if self._awaited is None:
+            if observed:
+                raise WrongUse("a message was sent before the policy's first turn: the prompt comes first")
+            return
+
+        if not self._awaited.done():
             raise WrongUse("generate() was called while another turn of the episode is awaited")
-        if self._waiting is not None and self._waiting.cancelled():
-            raise WrongUse("generate() was called after a turn that was given up")
-        if self._waiting is not None and not observed:
+        if self._awaited.cancelled():
+            raise WrongUse("generate() was called after a turn that was cancelled")
+        if not observed:
             raise WrongUse("generate() was called twice with nothing observed in between")
-        if self._waiting is None and observed:
-            raise WrongUse("something was observed before the policy's first turn: the prompt comes first")
-        if not self._left:
-            raise Truncated("the episode had all its turns")
-        self._left -= 1
-        first = {} if self._waiting is not None or opening is None else {"opening": opening._asdict()}
-        self._waiting = self._loop.create_future()
-        self._send({"kind": ASKS, "messages": observed, "limit": limit, **first})
-        return await self._waiting
 
     def _send(self, frame: Mapping[str, Any]) -> None:
         self._reply({"episode": self._number, **frame})
 
-    def _live(self) -> None:
+    def _run_thread(self) -> None:
+        """Run the episode on its event loop: the main function of its thread."""
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._run())
@@ -226,21 +296,29 @@ class _Running:
             self._loops.close(self._loop)
 
     async def _run(self) -> None:
+        """Run the environment and send the trainer its reward or failure; a cancelled one sends nothing."""
         self._task = asyncio.current_task()
         self._started.set()
         try:
-            try:
-                reward = await self._make().run(self._episode)
-            except Truncated:
-                reward = None
-            answer = (
-                scored(reward) if reward is not None else {"kind": SCORED, "reward": None, "components": {}}
-            )
+            reward = await self._reward()
+            answer = {"kind": SCORED, "reward": None, "components": {}}
+            if reward is not None:
+                answer = scored(reward)
         except asyncio.CancelledError:
             return
         except WrongUse as error:
             answer = failed(WRONG_TYPE, str(error))
-        except BaseException as error:  # an environment that calls sys.exit must not end the others
+        except BaseException as error:
+            # BaseException: an environment that calls sys.exit must not end the process of the others.
             answer = failed(EXCEPTION, told(error))
+
+        # "kind" is the frame's own key in this protocol.
         answer["result"] = answer.pop("kind")
         self._send({"kind": ENDED, "truncated": self._episode.truncated, **answer})
+
+    async def _reward(self) -> Any:
+        """Run the environment; return its reward, None for a truncated episode."""
+        try:
+            return await self._make_environment().run(self._episode)
+        except Truncated:
+            return None

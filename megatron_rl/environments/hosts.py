@@ -1,4 +1,9 @@
-"""The trainer's side of environments: their processes, their time limits, and what of them is believed."""
+"""The trainer's side of environments: their processes, time limits, and validation of their messages.
+
+An environment is user code. It may raise, hang, exhaust its process or send anything, and in every case only
+its own episode may fail. `Hosts` therefore believes no message before it is validated (`_event`), gives every
+turn a deadline, and replaces a process that is lost. The other episodes of a lost process start again.
+"""
 
 from __future__ import annotations
 
@@ -19,92 +24,144 @@ from megatron_rl.rewards import calls
 from megatron_rl.rewards.worker import CRASHED, TIMEOUT, WRONG_TYPE, answer_of
 
 GRACE_SECONDS = 2.0
-"""Time that an environment has to end once it is cancelled; then its process is replaced."""
+"""Time that a cancelled environment has to end, and a process to respond to a ping; then the process is
+replaced."""
 
 MOST_EPISODES = 2**14
-"""Episodes of a process whose event loops do not count among the files that ``limits`` allow."""
+"""Episodes of a process whose own files are added to ``limits.files``."""
+
 MOST_PROGRAMS = 2**10
-"""Episodes of a process whose own programs do not count among the processes, which the kernel bounds too."""
+"""Episodes of a process whose own processes are added to ``limits.processes``; fewer, since the kernel bounds
+processes, too."""
 
 
 class Asks(NamedTuple):
-    """Say that an environment wants a turn of the policy after ``messages``, of at most ``limit`` tokens.
+    """Request of an environment for a turn of the policy.
 
-    ``opening`` are the prompt's messages, where they are the environment's own.
+    Example:
+        >>> Asks(3, [{"role": "user", "content": "Try again."}], limit=16).limit
+        16
     """
 
     number: int
+    """Number of the episode."""
+
     messages: list[dict[str, str]]
+    """Messages that the environment observed since the last turn."""
+
     limit: int | None
+    """Most tokens of the turn, None without a limit."""
+
     opening: Opening | None = None
+    """Messages in place of the record's prompt, with the first request alone."""
 
 
 class Ended(NamedTuple):
-    """Say how an episode ended: with a reward, None where others judge, or with a failure's reason."""
+    """End of an episode, with a reward or a failure.
+
+    Example:
+        >>> Ended(3, reward=1.0).truncated
+        False
+    """
 
     number: int
+    """Number of the episode."""
+
     reward: float | None = None
+    """Reward of the environment, None if it leaves the reward to others, or has failed."""
+
     components: Mapping[str, float] = {}
+    """Named numbers beside the reward."""
+
     truncated: bool = False
+    """Whether the environment was refused a turn."""
+
     failure: str | None = None
+    """Kind of the failure, None without one."""
+
     message: str = ""
+    """Text of the failure."""
 
 
 class Restarted(NamedTuple):
-    """Say that an environment is being made anew, since its process was lost: it asks from the start."""
+    """Restart of an episode whose process was lost: its new environment asks for the first turn again."""
 
     number: int
+    """Number of the episode."""
+
+
+Event = Asks | Ended | Restarted
 
 
 @dataclass
-class _Open:
-    """One open episode: since when its environment has been at work (None while the policy is)."""
+class _OpenEpisode:
+    """An episode that has not ended, in a process or waiting for one."""
 
     number: int
+
     values: dict[str, Any]
-    since: float | None = None
-    alone: bool = False
-    """It may have ended a process: it gets one of its own until it is known."""
+    """Arguments of `Episode`."""
+
+    busy_since: float | None = None
+    """Time since which its environment works, None while it awaits a turn."""
+
+    runs_alone: bool = False
+    """Whether it may have ended a process. It then gets a process without others, so that the next loss is
+    certainly its own."""
 
 
 @dataclass
 class _Host:
+    """A process of environments, with its episodes."""
+
     process: ContainedProcess
-    episodes: dict[int, _Open] = field(default_factory=dict)
-    leaving: dict[int, float] = field(default_factory=dict)
-    """Cancelled episodes, and when their environments must have ended."""
+
+    episodes: dict[int, _OpenEpisode] = field(default_factory=dict)
+    """Open episodes by number."""
+
+    closing: dict[int, float] = field(default_factory=dict)
+    """Deadline of each cancelled episode to release its thread."""
+
     pinged: float | None = None
-    """When the process was asked whether it lives, since an environment is late."""
+    """Time of an open ping, None without one. Sent when an environment is late, to distinguish a late
+    environment from a process that is blocked as a whole."""
 
 
 class Hosts:
-    """Run environments in ``config.workers`` processes.
+    """Environments in ``config.workers`` processes.
 
-    An environment that raises, overruns ``config.turn_timeout`` or ends its process ends its own episode, and
-    no other: those that were in the same process are made anew and asked from the start again, see
-    `Restarted`. The constructor loads the class in every process and raises a UserError when that fails;
-    ``missing`` then says in words what of the limits this machine's kernel does not enforce.
+    An environment that raises, exceeds ``config.turn_timeout`` or ends its process ends its own episode.
+    Other episodes of the same process are restarted, see `Restarted`. The constructor loads the class in
+    every process and raises UserError if that fails. ``missing`` describes the limits that this machine's
+    kernel does not enforce.
     """
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config = config
-        self._reserved = 0
-        self._no_host = ""
-        self._waiting: list[_Open] = []
+        self._next_number = 0
+        # Why no process could be started, if none could.
+        self._start_failure = ""
+
+        # Episodes without a process, first in first out.
+        self._waiting: list[_OpenEpisode] = []
         self._hosts: list[_Host] = []
+        # Processes must not outlive this object, also when nobody closes it.
         self._finalizer = weakref.finalize(self, kill_all, self._hosts)
+
         try:
-            loaded = [self._begin() for _ in range(config.workers)]
+            unenforced = [self._start_process() for _ in range(config.workers)]
         except BaseException:
             self.close()
             raise
-        self.missing: tuple[str, ...] = tuple(loaded[0])
+        # Equal for all processes of a machine.
+        self.missing: tuple[str, ...] = tuple(unenforced[0])
 
-    def _begin(self) -> list[str]:
-        """Start a process; return what it does not enforce."""
+    def _start_process(self) -> list[str]:
+        """Start a process and load the class in it; return the limits that it does not enforce."""
         limits = {
             **asdict(self.config.limits),
-            "loopback": True,  # an agent speaks with its endpoint
+            # An agent connects to its endpoint on the loopback interface.
+            "loopback": True,
             "own_files": protocol.MOST_OWN * MOST_EPISODES,
             "own_processes": protocol.MOST_OWN * MOST_PROGRAMS,
         }
@@ -117,6 +174,7 @@ class Hosts:
                 f"{protocol.WHERE}.name",
                 "module:Class or path/to/file.py:Class that can be imported",
             ) from None
+
         if ready.get("errors"):
             process.kill()
             raise UserErrors(UserError(**error) for error in ready["errors"])
@@ -124,177 +182,233 @@ class Hosts:
         return [str(item) for item in ready.get("missing", ())]
 
     def reserve(self, count: int) -> int:
-        """Return the first of ``count`` numbers that no episode has had."""
-        first, self._reserved = self._reserved, self._reserved + count
+        """Return the first of ``count`` consecutive episode numbers that were never used."""
+        first = self._next_number
+        self._next_number += count
         return first
 
     def start(self, number: int, values: Mapping[str, Any]) -> None:
-        """Begin the environment of an episode; ``values`` are what `Episode` is made of."""
-        self._waiting.append(_Open(number, dict(values)))
+        """Start the environment of an episode; ``values`` are the arguments of its `Episode`."""
+        self._waiting.append(_OpenEpisode(number, dict(values)))
 
-    def turn(self, number: int, text: str, *more: Any) -> None:
-        """Hand a turn of the policy to an environment that asked for it; ``more`` as `Message` takes it."""
-        self._tell(number, protocol.TURN, text, *more)
+    def turn(self, number: int, text: str, *attributes: Any) -> None:
+        """Send a turn of the policy to the environment that awaits it; ``attributes`` as in `Message`."""
+        self._send(number, protocol.TURN, text, *attributes)
 
     def end(self, number: int) -> None:
-        """Tell an environment that asked for a turn that there is no room for one."""
-        self._tell(number, protocol.END)
+        """Refuse the environment a turn for which its sequence has no room."""
+        self._send(number, protocol.END)
 
     def forget(self, number: int) -> None:
-        """End an episode's environment, wherever it is."""
+        """Cancel an episode, also one that waits for a process."""
         self._waiting = [episode for episode in self._waiting if episode.number != number]
         for host in self._hosts:
             if host.episodes.pop(number, None) is not None:
                 host.process.ask((protocol.CANCEL, number))
-                host.leaving[number] = time.monotonic() + GRACE_SECONDS
+                host.closing[number] = time.monotonic() + GRACE_SECONDS
 
-    def _tell(self, number: int, kind: str, *more: Any) -> None:
+    def _send(self, number: int, kind: str, *values: Any) -> None:
+        """Send a request to an episode's process; its environment works from now on."""
         for host in self._hosts:
             if number in host.episodes:
-                host.process.ask((kind, number, *more))
-                host.episodes[number].since = time.monotonic()
+                host.process.ask((kind, number, *values))
+                host.episodes[number].busy_since = time.monotonic()
 
-    def poll(self, seconds: float) -> list[Asks | Ended | Restarted]:
-        """Return what environments said, waiting up to ``seconds`` for the first of it."""
-        events: list[Asks | Ended | Restarted] = []
+    def poll(self, seconds: float) -> list[Event]:
+        """Return the events of environments, waiting up to ``seconds`` for the first."""
+        events: list[Event] = []
+
+        # A lost process could not be replaced at once: try again while episodes wait.
         while self._waiting and len(self._hosts) < self.config.workers:
-            count = len(self._hosts)  # one could not be started when it was to be replaced
-            self._begin_again()
-            if len(self._hosts) == count:
+            num_hosts = len(self._hosts)
+            self._restart_process()
+            if len(self._hosts) == num_hosts:
                 break
         if not self._hosts:
             self._give_up(events)
             return events
         self._dispatch()
-        moments = [moment for host in self._hosts for moment in self._deadlines(host)]
-        wait = max(0.0, min([seconds, *(moment - time.monotonic() for moment in moments)]))
+
+        # Wait for messages, at most until the next deadline.
+        now = time.monotonic()
+        waits = [seconds]
+        for host in self._hosts:
+            waits += [deadline - now for deadline in self._deadlines(host)]
+        wait_seconds = max(0.0, min(waits))
         with selectors.DefaultSelector() as selector:
             for host in self._hosts:
                 selector.register(host.process.replies, selectors.EVENT_READ, host)
-            ready = [key.data for key, _ in selector.select(wait)]
+            ready = [key.data for key, _ in selector.select(wait_seconds)]
+
         for host in ready:
             self._receive(host, events)
+        # A message that has arrived is in time, so only the other processes can be late.
         for host in list(self._hosts):
-            if host not in ready:  # what came meanwhile is in time
-                self._overdue(host, events)
+            if host not in ready:
+                self._check_deadlines(host, events)
         return events
 
     def _dispatch(self) -> None:
-        """Give waiting episodes to the processes with the fewest; one that is to be alone waits for that."""
+        """Assign waiting episodes to the processes with the fewest.
+
+        An episode that runs alone waits until a process is empty, and keeps others away from it.
+        """
         for episode in list(self._waiting):
-            free = [host for host in self._hosts if not any(other.alone for other in host.episodes.values())]
-            host = min(free, key=lambda host: len(host.episodes), default=None)
-            if host is None or (episode.alone and host.episodes):
+            available = [
+                host
+                for host in self._hosts
+                if not any(resident.runs_alone for resident in host.episodes.values())
+            ]
+            host = min(available, key=lambda host: len(host.episodes), default=None)
+            # Later episodes are not held up by one that waits for an empty process.
+            if host is None or (episode.runs_alone and host.episodes):
                 continue
+
             self._waiting.remove(episode)
             host.episodes[episode.number] = episode
             host.process.ask((protocol.START, episode.number, episode.values))
-            episode.since = time.monotonic()
+            episode.busy_since = time.monotonic()
 
     def _deadlines(self, host: _Host) -> list[float]:
+        """Return the times at which `_check_deadlines` has something to do for a process."""
         if host.pinged is not None:
             return [host.pinged + GRACE_SECONDS]
-        working = [episode.since for episode in host.episodes.values() if episode.since is not None]
-        return [*(since + self.config.turn_timeout for since in working), *host.leaving.values()]
+        deadlines = list(host.closing.values())
+        for episode in host.episodes.values():
+            if episode.busy_since is not None:
+                deadlines.append(episode.busy_since + self.config.turn_timeout)
+        return deadlines
 
-    def _receive(self, host: _Host, events: list[Asks | Ended | Restarted]) -> None:
-        frames, open_ = host.process.frames()
+    def _receive(self, host: _Host, events: list[Event]) -> None:
+        """Process the messages that have arrived from a process, and notice its end."""
+        frames, is_open = host.process.frames()
         for frame in frames:
             number = frame.get("episode")
-            if frame.get("kind") == protocol.CLOSED and isinstance(number, int):
-                host.leaving.pop(number, None)
+            kind = frame.get("kind")
+            if kind == protocol.CLOSED and isinstance(number, int):
+                host.closing.pop(number, None)
                 continue
-            if frame.get("kind") == protocol.LIVES and host.pinged is not None:
+            if kind == protocol.LIVES and host.pinged is not None:
                 self._fail_late(host, events)
                 continue
-            if number in host.leaving:
+            # Sent before the environment was cancelled.
+            if number in host.closing:
                 continue
+
             event = _event(frame, host.episodes)
             if event is None:
-                host.process.disorder = f"its process sent what is no answer: {frame!r:.200}"
+                host.process.disorder = f"its process sent a malformed message: {frame!r:.200}"
                 break
             if isinstance(event, Asks):
-                host.episodes[event.number].since = None
+                host.episodes[event.number].busy_since = None
             else:
+                # The process holds the episode until it is cancelled.
                 host.process.ask((protocol.CANCEL, event.number))
                 del host.episodes[event.number]
             events.append(event)
-        if not open_ or host.process.disorder is not None:
-            self._lost(host, events, CRASHED)
 
-    def _overdue(self, host: _Host, events: list[Asks | Ended | Restarted]) -> None:
-        """Look for environments that are late, and first of all whether their whole process stands still."""
+        if not is_open or host.process.disorder is not None:
+            self._lose(host, events, CRASHED)
+
+    def _check_deadlines(self, host: _Host, events: list[Event]) -> None:
+        """Ping a process with a late environment; replace a process that does not respond.
+
+        The ping comes first: if the whole process is blocked, it is not known which environment blocks it.
+        """
         now = time.monotonic()
         if host.pinged is not None:
             if now >= host.pinged + GRACE_SECONDS:
-                self._lost(host, events, TIMEOUT)
+                self._lose(host, events, TIMEOUT)
         elif self._late(host):
             host.pinged = now
             host.process.ask((protocol.PING, -1))
-        elif any(now >= moment for moment in host.leaving.values()):
+        elif any(now >= deadline for deadline in host.closing.values()):
             self._replace(host, events)
 
-    def _late(self, host: _Host) -> list[_Open]:
-        begun = time.monotonic() - self.config.turn_timeout
-        working = [episode for episode in host.episodes.values() if episode.since is not None]
-        return [episode for episode in working if episode.since is not None and episode.since <= begun]
+    def _late(self, host: _Host) -> list[_OpenEpisode]:
+        """Return the episodes whose environments have exceeded their time for a turn."""
+        latest_start = time.monotonic() - self.config.turn_timeout
+        return [
+            episode
+            for episode in host.episodes.values()
+            if episode.busy_since is not None and episode.busy_since <= latest_start
+        ]
 
-    def _fail_late(self, host: _Host, events: list[Asks | Ended | Restarted]) -> None:
+    def _fail_late(self, host: _Host, events: list[Event]) -> None:
+        """Fail the late episodes of a process that has responded to a ping."""
         host.pinged = None
         for episode in self._late(host):
             self.forget(episode.number)
-            events.append(Ended(episode.number, failure=TIMEOUT, message=self._late_words()))
+            events.append(Ended(episode.number, failure=TIMEOUT, message=self._timeout_message()))
 
-    def _late_words(self) -> str:
-        return (
-            f"did not answer a turn within {self.config.turn_timeout:g} s (rollout.environment.turn_timeout)"
-        )
+    def _timeout_message(self) -> str:
+        seconds = f"{self.config.turn_timeout:g} s"
+        return f"did not answer a turn within {seconds} (rollout.environment.turn_timeout)"
 
-    def _lost(self, host: _Host, events: list[Asks | Ended | Restarted], reason: str) -> None:
-        """Find the episode that ended or stopped a process: the one at work, else each is tried alone."""
-        suspects = [episode for episode in host.episodes.values() if episode.since is not None]
+    def _lose(self, host: _Host, events: list[Event], reason: str) -> None:
+        """Replace a lost process and fail the episode that is responsible.
+
+        That is the only busy episode, or the one that runs alone. With several busy episodes it is not known:
+        each of them is restarted alone.
+        """
+        suspects = [episode for episode in host.episodes.values() if episode.busy_since is not None]
         status = self._replace(host, events)
-        over = limit_of(status, asdict(self.config.limits), f"{protocol.WHERE}.limits")
-        words = host.process.disorder or over or f"its process ended with status {status}"
-        words = self._late_words() if reason == TIMEOUT else words
+
+        message = f"its process ended with status {status}"
+        exceeded_limit = limit_of(status, asdict(self.config.limits), f"{protocol.WHERE}.limits")
+        if reason == TIMEOUT:
+            message = self._timeout_message()
+        elif host.process.disorder:
+            message = host.process.disorder
+        elif exceeded_limit:
+            message = exceeded_limit
+
         for episode in suspects:
-            if episode.alone or len(suspects) == 1:
+            if episode.runs_alone or len(suspects) == 1:
+                # `_replace` has restarted it.
                 self._waiting.remove(episode)
                 events.remove(Restarted(episode.number))
-                events.append(Ended(episode.number, failure=reason, message=words))
-            episode.alone = True
+                events.append(Ended(episode.number, failure=reason, message=message))
+            episode.runs_alone = True
 
-    def _replace(self, host: _Host, events: list[Asks | Ended | Restarted]) -> int:
+    def _replace(self, host: _Host, events: list[Event]) -> int:
+        """Kill a process, start another and restart its episodes; return its exit status."""
         status = host.process.kill()
         self._hosts.remove(host)
-        self._begin_again()
+        self._restart_process()
+
+        # Also the episodes that were awaiting a turn: their environments are gone.
         for episode in host.episodes.values():
-            episode.since = None
+            episode.busy_since = None
             self._waiting.append(episode)
             events.append(Restarted(episode.number))
         return status
 
-    def _begin_again(self) -> None:
-        """Start a process in the place of one that is gone, with some tries.
+    def _restart_process(self) -> None:
+        """Start a process in place of a lost one, with several attempts.
 
-        The class loaded before, so a failure is that of the moment: the process was killed, or the machine is
-        out of memory.
+        The class was loaded before, so a failure has a passing cause: the process was killed, or the machine
+        is out of memory.
         """
-        begun = time.monotonic()
-        for wait in (*calls.RESTART_WAITS, None):
+        started = time.monotonic()
+        # None: no wait after the last attempt.
+        for wait_seconds in (*calls.RESTART_WAITS, None):
             try:
-                self._begin()
+                self._start_process()
                 return
             except UserError as error:
-                self._no_host = "; ".join(str(one.got) for one in each(error))
-            if wait is None or time.monotonic() - begun > calls.RESTART_SECONDS:
-                return
-            time.sleep(wait)
+                self._start_failure = "; ".join(str(detail.got) for detail in each(error))
 
-    def _give_up(self, events: list[Asks | Ended | Restarted]) -> None:
-        """End the waiting episodes, for which no process could be started."""
-        message = f"no process of {self.config.name} could be started again: {self._no_host}"
-        events += [Ended(episode.number, failure=CRASHED, message=message) for episode in self._waiting]
+            is_late = time.monotonic() - started > calls.RESTART_SECONDS
+            if wait_seconds is None or is_late:
+                return
+            time.sleep(wait_seconds)
+
+    def _give_up(self, events: list[Event]) -> None:
+        """Fail the waiting episodes, for which no process could be started."""
+        message = f"no process of {self.config.name} could be started again: {self._start_failure}"
+        for episode in self._waiting:
+            events.append(Ended(episode.number, failure=CRASHED, message=message))
         self._waiting.clear()
 
     def close(self) -> None:
@@ -303,7 +417,7 @@ class Hosts:
 
 
 def environment_errors(config: EnvironmentConfig) -> list[UserError]:
-    """Return what is wrong with an environment's class and settings; its module is imported elsewhere."""
+    """Return the errors of an environment's class and settings, which a contained process loads."""
     try:
         Hosts(replace(config, workers=1)).close()
     except UserError as error:
@@ -311,44 +425,73 @@ def environment_errors(config: EnvironmentConfig) -> list[UserError]:
     return []
 
 
-def _event(frame: Mapping[str, Any], episodes: Mapping[int, _Open]) -> Asks | Ended | None:
-    """Return what an environment says, None where it is not in its language or not its turn."""
-    number, kind = frame.get("episode"), frame.get("kind")
+def _event(frame: Mapping[str, Any], episodes: Mapping[int, _OpenEpisode]) -> Asks | Ended | None:
+    """Validate a message of a process and return its event, None if it is malformed or out of turn."""
+    number = frame.get("episode")
     if not isinstance(number, int) or number not in episodes:
         return None
-    if kind == protocol.ASKS and episodes[number].since is not None:
-        if NO_TEXT in frame:
-            return Ended(number, failure=WRONG_TYPE, message=f"the environment {NO_TEXT_MESSAGE}")
-        messages, limit = frame.get("messages"), frame.get("limit")
-        if not isinstance(messages, list) or not all(map(_is_message, messages)):
-            return None
-        opening = frame.get("opening")
-        if opening is not None and not _is_opening(opening):
-            return None
-        limit = limit if isinstance(limit, int) and limit > 0 else None
-        return Asks(number, messages, limit, opening and Opening(opening["messages"], opening["tools"]))
-    if kind == protocol.ENDED:
-        truncated = frame.get("truncated") is True
-        if frame.get("result") == protocol.SCORED and frame.get("reward") is None:
-            return Ended(number, truncated=truncated)
-        answer = answer_of({**frame, "kind": frame.get("result")})
-        if answer is None:
-            return None
-        reward = None if answer.reason else answer.reward
-        return Ended(number, reward, answer.components, truncated, answer.reason, answer.message)
+
+    # An environment may only ask while it works, not while it awaits a turn.
+    if frame.get("kind") == protocol.ASKS and episodes[number].busy_since is not None:
+        return _asks(number, frame)
+    if frame.get("kind") == protocol.ENDED:
+        return _ended(number, frame)
     return None
 
 
+def _asks(number: int, frame: Mapping[str, Any]) -> Asks | Ended | None:
+    """Validate an environment's request for a turn."""
+    if NO_TEXT in frame:
+        return Ended(number, failure=WRONG_TYPE, message=f"the environment {NO_TEXT_MESSAGE}")
+
+    messages = frame.get("messages")
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        return None
+
+    opening = None
+    values = frame.get("opening")
+    if values is not None:
+        if not _is_opening(values):
+            return None
+        opening = Opening(values["messages"], values["tools"])
+
+    limit = frame.get("limit")
+    if not isinstance(limit, int) or limit <= 0:
+        limit = None
+    return Asks(number, messages, limit, opening)
+
+
+def _ended(number: int, frame: Mapping[str, Any]) -> Ended | None:
+    """Validate the end of an episode."""
+    truncated = frame.get("truncated") is True
+    # The environment leaves the reward to others, or was truncated.
+    if frame.get("result") == protocol.SCORED and frame.get("reward") is None:
+        return Ended(number, truncated=truncated)
+
+    # The rewards' own protocol has the key "kind" where this one has "result".
+    answer = answer_of({**frame, "kind": frame.get("result")})
+    if answer is None:
+        return None
+    reward = None if answer.reason else answer.reward
+    return Ended(number, reward, answer.components, truncated, answer.reason, answer.message)
+
+
 def _is_opening(value: Any) -> bool:
+    """Return whether a value has the form of an `Opening`."""
     if not isinstance(value, dict) or set(value) != {"messages", "tools"}:
         return False
-    messages, tools = value["messages"], value["tools"]
-    lists = isinstance(messages, list) and (tools is None or isinstance(tools, list))
-    return lists and all(isinstance(entry, dict) for entry in [*messages, *(tools or ())])
+    messages = value["messages"]
+    tools = [] if value["tools"] is None else value["tools"]
+    if not isinstance(messages, list) or not isinstance(tools, list):
+        return False
+    return all(isinstance(entry, dict) for entry in [*messages, *tools])
 
 
 def _is_message(value: Any) -> bool:
+    """Return whether a value has the form of a message that an environment may send."""
     if not isinstance(value, dict) or not {"role", "content"} <= set(value) <= KEYS:
         return False
-    texts = all(isinstance(text, str) and len(text) <= LARGEST_OBSERVATION for text in value.values())
-    return texts and value["role"] in ROLES
+    for text in value.values():
+        if not isinstance(text, str) or len(text) > LARGEST_OBSERVATION:
+            return False
+    return value["role"] in ROLES

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym as conversations: a wrong answer may be tried again."""
+"""Tasks of reasoning-gym as conversations, in which a wrong answer may be corrected."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_rl.rewards.reasoning_gym import score
 
 @dataclass
 class ReasoningGym(Environment):
-    """Ask a task of reasoning-gym until its own rules give an answer full marks, at most ``attempts`` times.
+    """Conversation about one task of reasoning-gym, until an answer has full score or ``attempts`` are used.
 
-    The prompts are records that `megatron_rl.data.reasoning_gym` wrote. The reward is what the task gives the
-    last answer, part of the marks included; ``first_attempt`` is what it gives the first.
+    The prompts are records that `megatron_rl.data.reasoning_gym` wrote. The reward is the task's score of the
+    last answer, which may be partial; ``first_attempt`` is that of the first.
     """
 
     attempts: int = setting(1, "Answers that an episode may give.", at_least=1, at_most=1024)
@@ -26,28 +26,31 @@ class ReasoningGym(Environment):
     )
 
     def __post_init__(self) -> None:
-        # Takes seconds, which no episode's first turn should have; `check` says where it is missing.
+        # The import takes seconds, which must not count as time of an episode's first turn. Where the package
+        # is missing, `check` reports it.
         with contextlib.suppress(ImportError):
             import reasoning_gym  # noqa: F401
 
     async def run(self, episode: Episode) -> Mapping[str, float]:
-        """Take answers; raises Truncated where there is no room for the first."""
-        marks: list[float] = []
-        while not marks or (marks[-1] < 1 and len(marks) < self.attempts):
-            if marks:
-                episode.observe(self.feedback.replace("{score}", f"{marks[-1]:g}"))
+        """Score answers until one is right; raises Truncated without room for the first."""
+        scores: list[float] = []
+        while not scores or (scores[-1] < 1 and len(scores) < self.attempts):
+            if scores:
+                episode.observe(self.feedback.replace("{score}", f"{scores[-1]:g}"))
+
             try:
                 response = await episode.generate()
             except Truncated:
-                if not marks:
+                # Without any answer the episode is truncated; with one, that answer counts.
+                if not scores:
                     raise
                 break
-            marks.append(
-                score(
-                    prompt=episode.prompt,
-                    response=response,
-                    ground_truth=episode.ground_truth,
-                    metadata=episode.metadata,
-                )
+
+            answer_score = score(
+                prompt=episode.prompt,
+                response=response,
+                ground_truth=episode.ground_truth,
+                metadata=episode.metadata,
             )
-        return {"reward": marks[-1], "first_attempt": marks[0]}
+            scores.append(answer_score)
+        return {"reward": scores[-1], "first_attempt": scores[0]}

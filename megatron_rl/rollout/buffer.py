@@ -1,8 +1,8 @@
-"""The groups that a run has between two steps, the same value on every rank.
+"""The sequence groups of a run between two steps, equal on every rank.
 
-A prompt waits until it is started; its group runs until all its sequences are finished; a finished group
-stays until a learner selects it. Prompts whose group is dropped, or was never begun by a replica, wait again,
-and come before new ones.
+A prompt waits until it is started. Its group runs until all its sequences are finished, and a finished group
+stays until the learner selects it. When a group is dropped, or no replica has begun it, its prompt returns to
+the front of the waiting ones.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from megatron_rl.rollout.types import SequenceGroup
 class RolloutBuffer:
     """Waiting, running and finished groups.
 
-    ``started`` has the running and finished ones in the order in which they were started, which the order of
-    selection and the numbering of a round depend on. ``waiting`` has those that come next, the first first.
+    Both lists are ordered. ``waiting`` has the next prompt first. ``started`` has the running and finished
+    groups in the order in which they were started: the selection of groups and the numbering of a round
+    depend on it, and must be equal on every rank.
     """
 
     def __init__(self) -> None:
@@ -35,119 +36,161 @@ class RolloutBuffer:
 
     @property
     def finished(self) -> list[SequenceGroup]:
-        """Return the groups that a learner could take, and has not."""
+        """Return the groups that are ready for the learner."""
         return [group for group in self.started if group.is_finished]
 
     def add(self, groups: abc.Sequence[SequenceGroup]) -> None:
-        """Add groups that were started, behind the others."""
+        """Append started groups."""
         self.started += groups
 
-    def take_waiting(self, most: int) -> list[SequenceGroup]:
-        """Remove and return the first waiting groups, at most so many."""
-        taken, self.waiting = self.waiting[:most], self.waiting[most:]
-        return taken
+    def take_waiting(self, count: int) -> list[SequenceGroup]:
+        """Remove and return the first waiting groups, at most ``count``."""
+        groups = self.waiting[:count]
+        self.waiting = self.waiting[count:]
+        return groups
 
     def restart(self, groups: abc.Sequence[SequenceGroup]) -> None:
-        """Have the prompts of groups wait in front of the others, without their sequences."""
-        self.waiting = [*(SequenceGroup(group.prompt) for group in groups), *self.waiting]
+        """Put the prompts of groups, without their sequences, in front of the waiting ones."""
+        # Fresh groups: a prompt that starts again gets new seeds, and no early rewards.
+        prompts = [SequenceGroup(group.prompt) for group in groups]
+        self.waiting = [*prompts, *self.waiting]
 
     def required(self, version: int, *, ahead: int, bound: int) -> tuple[bool, ...]:
-        """Return which started groups a learner could not take any more after one more step of waiting.
+        """Return for each started group whether it must finish in this step, lest it becomes too old.
 
-        A group that finishes now is learned from when its tokens are ``ahead`` updates older than now; one
-        step later they are one more, and more than ``bound`` is too old.
+        A group that finishes now is trained on when its tokens are ``ahead`` updates older. If it finishes in
+        the next step, they are one update older than that, and ``bound`` is the oldest age for training.
         """
-        return tuple(group.age(version) + ahead + 1 > bound for group in self.started)
+        # Age of a group for the learner, if it finishes in the next step.
+        ages = [group.age(version) + ahead + 1 for group in self.started]
+        return tuple(age > bound for age in ages)
 
-    def select(self, required: abc.Sequence[bool], wanted: int) -> list[SequenceGroup]:
+    def select(self, required: abc.Sequence[bool], count: int) -> list[SequenceGroup]:
         """Remove and return the finished groups for the learner; see `select_groups`."""
-        selected = select_groups([group.finished_in for group in self.started], required, wanted)
-        groups = [self.started[index] for index in selected]
-        self.started = [group for index, group in enumerate(self.started) if index not in set(selected)]
+        finished_in = [group.finished_in for group in self.started]
+        selected = set(select_groups(finished_in, required, count))
+
+        groups = []
+        remaining = []
+        for index, group in enumerate(self.started):
+            if index in selected:
+                groups.append(group)
+            else:
+                remaining.append(group)
+        self.started = remaining
+
+        # Token rounds count from 1 within a step: in the next one the remaining groups come first.
         for group in self.started:
             for sequence in group.sequences:
                 sequence.finished_in = 0
         return groups
 
     def restart_unstarted(self) -> int:
-        """Have the groups wait that no replica has begun; return how many these were."""
+        """Return the groups without a token to the waiting ones; return their number."""
         unstarted = [group for group in self.started if group.is_unstarted]
         self.started = [group for group in self.started if not group.is_unstarted]
         self.restart(unstarted)
         return len(unstarted)
 
     def restart_all(self) -> None:
-        """Drop all started groups; their prompts wait."""
+        """Drop all started groups and return their prompts to the waiting ones."""
         self.restart(self.started)
         self.started = []
 
     def restart_late(self, version: int, most_updates: int) -> None:
         """Drop the started groups that are more than ``most_updates`` older than ``version``."""
-        late = [group for group in self.started if group.age(version) > most_updates]
-        self.started = [group for group in self.started if group.age(version) <= most_updates]
+        late = []
+        remaining = []
+        for group in self.started:
+            if group.age(version) > most_updates:
+                late.append(group)
+            else:
+                remaining.append(group)
+        self.started = remaining
         self.restart(late)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as ragged tensors, None where there are no groups of a kind."""
-        seeds = [sequence.seed for group in self.started for sequence in group.sequences]
+        """Return the groups as ragged tensors; None in place of an empty list."""
+        waiting = None
+        if self.waiting:
+            waiting = to_prompts(self.waiting)
+
         started = None
         if self.started:
+            seeds = [sequence.seed for group in self.started for sequence in group.sequences]
             started = {
                 "prompts": to_prompts(self.started),
                 "rollouts": to_rollouts(self.started),
                 "seeds": torch.tensor(seeds, dtype=torch.int64),
                 "early_rewards": early_rewards(self.started),
             }
-        return {"started": started, "waiting": to_prompts(self.waiting) if self.waiting else None}
+        return {"started": started, "waiting": waiting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        started, waiting = state["started"], state["waiting"]
-        self.waiting = [] if waiting is None else waiting_groups(waiting)
+        """Restore the groups from a `state_dict`."""
+        started = state["started"]
+        waiting = state["waiting"]
+
+        self.waiting = []
+        if waiting is not None:
+            self.waiting = waiting_groups(waiting)
+
         self.started = []
-        if started is None:
-            return
-        self.started = to_groups(started["prompts"], started["rollouts"], started["seeds"])
-        note_early_rewards(self.started, started["early_rewards"])
+        if started is not None:
+            self.started = to_groups(
+                started["prompts"],
+                started["rollouts"],
+                started["seeds"],
+            )
+            note_early_rewards(self.started, started["early_rewards"])
 
 
 def select_groups(
-    finished_in: abc.Sequence[int | None], required: abc.Sequence[bool], wanted: int
+    finished_in: abc.Sequence[int | None],
+    required: abc.Sequence[bool],
+    count: int,
 ) -> list[int]:
-    """Return the indices of the groups for the learner, in order: the required, then those that finished
-    first.
+    """Return the indices of the groups for the learner, sorted.
 
-    ``finished_in`` has the token round in which each group finished (None: not yet); ties go to the group
-    that was started earlier. More than ``wanted`` come back only where more are required.
+    Required groups come first, then groups in the order in which they finished. ``finished_in`` is the token
+    round in which each group finished (None: unfinished); ties go to the group that was started earlier. More
+    than ``count`` groups are returned only if more are required.
 
     Example:
         >>> select_groups([2, None, 1, 1], [True, False, False, False], 2)
         [0, 2]
     """
-    finished = [
+    # Sorted as (not required, token round, index): False sorts before True.
+    candidates = [
         (not required[index], token_round, index)
         for index, token_round in enumerate(finished_in)
         if token_round is not None
     ]
-    return sorted(index for _, _, index in sorted(finished)[: max(wanted, sum(required))])
+    selected = sorted(candidates)[: max(count, sum(required))]
+    return sorted(index for _, _, index in selected)
 
 
 def early_rewards(groups: abc.Sequence[SequenceGroup]) -> dict[str, dict[int, Any]]:
-    """Return the early rewards of all groups, by scorer and row of `to_rollouts`."""
-    result: dict[str, dict[int, Any]] = {}
-    first = 0
+    """Return the early rewards of all groups: name of the scorer -> row of `to_rollouts` -> reward."""
+    rewards: dict[str, dict[int, Any]] = {}
+    # Row of the group's first sequence.
+    first_row = 0
     for group in groups:
-        for name, answers in group.early_rewards.items():
-            rows = result.setdefault(name, {})
-            rows |= {first + sample: answer for sample, answer in answers.items()}
-        first += len(group.sequences)
-    return result
+        for scorer, by_sample in group.early_rewards.items():
+            by_row = rewards.setdefault(scorer, {})
+            by_row |= {first_row + sample: reward for sample, reward in by_sample.items()}
+        first_row += len(group.sequences)
+    return rewards
 
 
 def note_early_rewards(groups: abc.Sequence[SequenceGroup], rewards: Mapping[str, Mapping[int, Any]]) -> None:
     """Add rewards by scorer and row, as `early_rewards` returns them, to their groups."""
-    positions = [(group, sample) for group in groups for sample in range(len(group.sequences))]
-    for name, answers in rewards.items():
-        for row, answer in answers.items():
-            group, sample = positions[row]
-            group.early_rewards.setdefault(name, {})[sample] = answer
+    # Row -> its group, and its index in the group.
+    rows = []
+    for group in groups:
+        rows += [(group, sample) for sample in range(len(group.sequences))]
+
+    for scorer, by_row in rewards.items():
+        for row, reward in by_row.items():
+            group, sample = rows[row]
+            group.early_rewards.setdefault(scorer, {})[sample] = reward

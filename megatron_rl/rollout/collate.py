@@ -1,6 +1,8 @@
-"""Sequences as ragged tensors and back: for the learner, for the ranks that hold a batch, for a checkpoint.
+"""Conversions between sequences and ragged tensors.
 
-Letters as in `megatron_rl.types`: B sequences, N tokens of all of them together, prompts included.
+The learner takes `Rollouts`, a gather takes `RowShard`, and a checkpoint takes both; sequences have arrays
+that grow. Everything is ragged and concatenated, nothing is padded. Letters as in `megatron_rl.types`: B
+sequences, N tokens of all of them together, prompts included.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from megatron_rl.rollout.types import OBSERVED, Sequence, SequenceGroup
 from megatron_rl.types import Outcome, PromptBatch, Rollouts, split_rows
 
 RoutingShape = tuple[int, int]
-"""Layers, and experts per token, of a model whose routing an engine reports."""
+"""(layers, experts per token) of a model whose routing an engine reports."""
 
 
 def waiting_groups(prompts: PromptBatch) -> list[SequenceGroup]:
     """Return a waiting group for each of the prompts."""
+    if not len(prompts):
+        return []
     rows = zip(
         split_rows(prompts.tokens, prompts.lengths),
         prompts.lengths.split(1),
@@ -31,32 +35,38 @@ def waiting_groups(prompts: PromptBatch) -> list[SequenceGroup]:
         *(zip(getattr(prompts, name), strict=True) for name in PromptBatch.TUPLE_FIELDS),
         strict=True,
     )
-    # Fields by position, since a batch of one prompt is made for each prompt of each step.
-    return [SequenceGroup(PromptBatch(*row)) for row in rows] if len(prompts) else []
+    # Fields by position instead of `PromptBatch.rows`: this runs for each prompt of each step.
+    return [SequenceGroup(PromptBatch(*row)) for row in rows]
 
 
 def to_prompts(groups: abc.Sequence[SequenceGroup]) -> PromptBatch:
     """Return the prompts of the groups as one batch."""
     if not groups:
-        nothing = torch.zeros(0, dtype=torch.int64)
-        return PromptBatch(nothing, nothing, nothing, (), (), (), (), ())
+        empty = torch.zeros(0, dtype=torch.int64)
+        return PromptBatch(empty, empty, empty, (), (), (), (), ())
     return PromptBatch.concatenate([group.prompt for group in groups])
 
 
 def start_groups(
-    groups: abc.Sequence[SequenceGroup], samples: int, seed: int, version: int
+    groups: abc.Sequence[SequenceGroup],
+    samples: int,
+    seed: int,
+    version: int,
 ) -> list[SequenceGroup]:
-    """Return the waiting groups with ``samples`` sequences each, to be sampled by weights of ``version``.
+    """Return the waiting groups with ``samples`` new sequences each, for weights of ``version``.
 
-    Each sequence's seed follows from ``seed`` and its position alone.
+    The seed of a sequence follows from ``seed`` and its position alone.
     """
     seeds = row_seeds(seed, range(len(groups) * samples))
     started = []
     for index, group in enumerate(groups):
         (sampling,) = group.prompt.sampling
+        # One array for all samples: it is replaced as a whole, never changed.
         prompt = array("q", group.prompt.tokens.tolist())
+
         first = index * samples
-        sequences = [Sequence(prompt, sampling, own, version) for own in seeds[first : first + samples]]
+        group_seeds = seeds[first : first + samples]
+        sequences = [Sequence(prompt, sampling, sequence_seed, version) for sequence_seed in group_seeds]
         started.append(SequenceGroup(group.prompt, sequences))
     return started
 
@@ -64,122 +74,136 @@ def start_groups(
 def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
     """Return all sequences as one ragged batch, group after group, with the version of every token."""
     sequences = [sequence for group in groups for sequence in group.sequences]
+
+    # Concatenate the per-token values; a prompt counts as observed, with log-prob 0 and no support.
     tokens, log_probs, versions, sizes, support = (array(kind) for kind in "qdiii")
     for sequence in sequences:
-        prompt = len(sequence.prompt)
+        prompt_length = len(sequence.prompt)
         tokens += sequence.prompt + sequence.tokens
-        log_probs.frombytes(bytes(prompt * log_probs.itemsize))
+        log_probs.frombytes(bytes(prompt_length * log_probs.itemsize))
         log_probs += sequence.log_probs
-        versions += array("i", [OBSERVED]) * prompt + sequence.versions
-        sizes.frombytes(bytes(prompt * sizes.itemsize))
+        versions += array("i", [OBSERVED]) * prompt_length + sequence.versions
+        sizes.frombytes(bytes(prompt_length * sizes.itemsize))
         sizes += sequence.support_sizes
         support += sequence.support
-
-    lengths = torch.tensor([len(one.prompt) + len(one.tokens) for one in sequences], dtype=torch.int64)
-    group_of = [index for index, group in enumerate(groups) for _ in group.sequences]
     token_versions = _tensor(versions, torch.int32)
-    routing = _routing_shape(sequences)
+
+    # Per-sequence values.
+    lengths = _lengths(sequences)
+    group_indices = [index for index, group in enumerate(groups) for _ in group.sequences]
+    finish_reasons = [sequence.finish_reason for sequence in sequences]
+    policy_versions = [sequence.policy_version for sequence in sequences]
     temperatures = [log_prob_temperature(sequence.sampling) for sequence in sequences]
-    outcomes = tuple(sequence.outcome for sequence in sequences)
     limits = [sequence.sampling.max_response_tokens for sequence in sequences]
+
+    # Optional values: None unless a sequence has them.
+    outcomes: tuple[Outcome | None, ...] | None
+    outcomes = tuple(sequence.outcome for sequence in sequences)
+    if all(outcome is None for outcome in outcomes):
+        outcomes = None
+    experts = None
+    routing = _routing_shape(sequences)
+    if routing is not None:
+        experts = _experts(sequences, lengths, routing)
+
     return Rollouts(
         tokens=_tensor(tokens, torch.int64),
         lengths=lengths,
         response_mask=token_versions != OBSERVED,
         rollout_log_probs=_tensor(log_probs, torch.float32),
-        group=torch.tensor(group_of, dtype=torch.int64),
-        finish_reason=torch.tensor([one.finish_reason for one in sequences], dtype=torch.int64),
-        policy_version=torch.tensor([one.policy_version for one in sequences], dtype=torch.int64),
+        group=torch.tensor(group_indices, dtype=torch.int64),
+        finish_reason=torch.tensor(finish_reasons, dtype=torch.int64),
+        policy_version=torch.tensor(policy_versions, dtype=torch.int64),
         temperature=torch.tensor(temperatures, dtype=torch.float32),
         token_versions=token_versions,
         support_sizes=_tensor(sizes, torch.int32),
         support=_tensor(support, torch.int32),
-        experts=None if routing is None else _experts(sequences, lengths, routing),
-        outcomes=outcomes if any(outcome is not None for outcome in outcomes) else None,
+        experts=experts,
+        outcomes=outcomes,
         max_response_tokens=torch.tensor(limits, dtype=torch.int64),
     )
 
 
-def to_groups(prompts: PromptBatch, rollouts: Rollouts, seeds: Tensor) -> list[SequenceGroup]:
-    """Return the groups of which `to_prompts` and `to_rollouts` made these; ``seeds`` [B] int64."""
+def to_groups(
+    prompts: PromptBatch,
+    rollouts: Rollouts,
+    seeds: Tensor,
+) -> list[SequenceGroup]:
+    """Restore the groups from `to_prompts`, `to_rollouts` and the seeds [B] int64 of their sequences."""
     assert rollouts.token_versions is not None
     assert rollouts.support_sizes is not None and rollouts.support is not None
+
+    # Split the per-token values into one slice per sequence.
+    lengths = rollouts.lengths
+    tokens = split_rows(rollouts.tokens, lengths)
+    log_probs = split_rows(rollouts.rollout_log_probs, lengths)
+    versions = split_rows(rollouts.token_versions, lengths)
+    sizes = split_rows(rollouts.support_sizes, lengths)
+    supports = split_rows(rollouts.support, _row_sums(rollouts.support_sizes, lengths))
+    experts: abc.Sequence[Tensor | None] = [None] * len(rollouts)
+    if rollouts.experts is not None:
+        experts = split_rows(rollouts.experts, lengths)
+
+    finish_reasons = rollouts.finish_reason.tolist()
+    policy_versions = rollouts.policy_version.tolist()
+    seed_list = seeds.tolist()
+    assert len(seed_list) == len(rollouts)
+    outcomes = rollouts.outcomes or [None] * len(rollouts)
+
     groups = waiting_groups(prompts)
     samples = len(rollouts) // max(len(groups), 1)
-    supports = split_rows(rollouts.support, _sums(rollouts.support_sizes, rollouts.lengths))
-    experts = rollouts.experts
-    rows = zip(
-        split_rows(rollouts.tokens, rollouts.lengths),
-        split_rows(rollouts.rollout_log_probs, rollouts.lengths),
-        split_rows(rollouts.token_versions, rollouts.lengths),
-        split_rows(rollouts.support_sizes, rollouts.lengths),
-        supports,
-        [None] * len(rollouts) if experts is None else split_rows(experts, rollouts.lengths),
-        rollouts.finish_reason.tolist(),
-        rollouts.policy_version.tolist(),
-        seeds.tolist(),
-        rollouts.outcomes or [None] * len(rollouts),
-        strict=True,
-    )
-    for index, (
-        tokens,
-        log_probs,
-        versions,
-        sizes,
-        support,
-        expert,
-        reason,
-        version,
-        seed,
-        outcome,
-    ) in enumerate(rows):
-        group = groups[index // samples]
+    for row in range(len(rollouts)):
+        group = groups[row // samples]
         (sampling,) = group.prompt.sampling
-        sampled = versions != OBSERVED
-        # The policy's first token follows the prompt, which may be an environment's own.
-        start = int(sampled.int().argmax()) if bool(sampled.any()) else len(tokens)
+
+        # The prompt ends at the first sampled token. The record's length does not tell: an environment may
+        # have opened with a prompt of its own.
+        sampled = versions[row] != OBSERVED
+        start = len(tokens[row])
+        if bool(sampled.any()):
+            start = int(sampled.int().argmax())
         sequence = Sequence(
-            prompt=_array("q", tokens[:start]),
+            prompt=_array("q", tokens[row][:start]),
             sampling=sampling,
-            seed=seed,
-            policy_version=version,
-            tokens=_array("q", tokens[start:]),
-            log_probs=_array("d", log_probs[start:].double()),
-            versions=_array("i", versions[start:]),
-            support_sizes=_array("i", sizes[start:]),
-            support=_array("i", support),
-            experts=expert,
-            finish_reason=reason,
-            outcome=outcome,
+            seed=seed_list[row],
+            policy_version=policy_versions[row],
+            tokens=_array("q", tokens[row][start:]),
+            log_probs=_array("d", log_probs[row][start:].double()),
+            versions=_array("i", versions[row][start:]),
+            support_sizes=_array("i", sizes[row][start:]),
+            support=_array("i", supports[row]),
+            experts=experts[row],
+            finish_reason=finish_reasons[row],
+            outcome=outcomes[row],
         )
         group.sequences.append(sequence)
     return groups
 
 
 class NewTokens(NamedTuple):
-    """Tokens that one replica, or after a gather all of them, added to the unfinished sequences of a round.
+    """Tokens that one replica, or after the gather all replicas, added to the sequences of a round.
 
     Example:
-        Two tokens for the first unfinished sequence of a round, finished in the second token round::
+        Two tokens for the first unfinished sequence of a round, which finished in the second token round::
 
             NewTokens(RowShard([0], [2], ..., values={"finish_reason": [0], "round": [2]}), {}, {})
     """
 
     shard: RowShard
-    """The new tokens, with ``mask`` (true where sampled) and ``log_probs`` for each; ``finish_reason`` and
-    token ``round`` for each sequence. ``rows`` are positions among `GenerationRound.unfinished`."""
+    """The new tokens. ``rows`` are positions in `GenerationRound.unfinished`. Per token: ``tokens``, ``mask``
+    (true if sampled), ``log_probs``, ``support_sizes``; per sequence: ``finish_reason``, token ``round``."""
 
     outcomes: dict[int, Outcome]
     """Outcomes of the environments that ended, by the same positions."""
 
     prompts: dict[int, list[int]]
-    """Token ids of prompts that environments opened with, in place of the record's."""
+    """Token ids of the prompts that environments opened with, by the same positions."""
 
     experts: RowShard | None = None
-    """Experts of all tokens of these sequences, prompts included; None unless the engine was asked."""
+    """Experts of all tokens of these sequences, prompts included; None unless the engine records them."""
 
     resubmitted: int = 0
-    """Requests that went to another server because theirs was lost."""
+    """Number of requests that were sent to another server because theirs was lost."""
 
 
 def collect_new_tokens(
@@ -189,7 +213,7 @@ def collect_new_tokens(
     prompts: dict[int, list[int]],
     routing: RoutingShape | None,
 ) -> NewTokens:
-    """Return the tokens of a replica's ``sequences`` that follow the first ``starts`` of each."""
+    """Return the tokens of a replica's ``sequences`` after the first ``starts`` tokens of each response."""
     tokens, log_probs, versions, sizes, support = (array(kind) for kind in "qdiii")
     for sequence, start in zip(sequences, starts, strict=True):
         tokens += sequence.tokens[start:]
@@ -198,8 +222,12 @@ def collect_new_tokens(
         sizes += sequence.support_sizes[start:]
         support += sequence.support[sum(sequence.support_sizes[:start]) :]
 
-    counts = [len(one.tokens) - start for one, start in zip(sequences, starts, strict=True)]
     rows = torch.tensor(positions, dtype=torch.int64)
+    counts = []
+    for sequence, start in zip(sequences, starts, strict=True):
+        counts.append(len(sequence.tokens) - start)
+    finish_reasons = [sequence.finish_reason for sequence in sequences]
+    token_rounds = [sequence.finished_in for sequence in sequences]
     shard = RowShard(
         rows,
         torch.tensor(counts, dtype=torch.int64),
@@ -210,8 +238,8 @@ def collect_new_tokens(
             "support_sizes": _tensor(sizes, torch.int32),
         },
         {
-            "finish_reason": torch.tensor([one.finish_reason for one in sequences], dtype=torch.int64),
-            "round": torch.tensor([one.finished_in for one in sequences], dtype=torch.int64),
+            "finish_reason": torch.tensor(finish_reasons, dtype=torch.int64),
+            "round": torch.tensor(token_rounds, dtype=torch.int64),
         },
         {"support_sizes": _tensor(support, torch.int32)},
     )
@@ -223,52 +251,69 @@ def collect_new_tokens(
     }
     if routing is None:
         return NewTokens(shard, outcomes, prompts)
-    lengths = torch.tensor([len(one.prompt) + len(one.tokens) for one in sequences], dtype=torch.int64)
+
+    # Of all tokens, not only the new ones: an engine records them for the whole request.
+    lengths = _lengths(sequences)
     experts = _experts(sequences, lengths, routing)
-    return NewTokens(shard, outcomes, prompts, RowShard(rows, lengths, {"experts": experts}, {}))
+    expert_shard = RowShard(rows, lengths, {"experts": experts}, {})
+    return NewTokens(shard, outcomes, prompts, expert_shard)
 
 
-def append_new_tokens(sequences: abc.Sequence[Sequence], new: NewTokens, version: int) -> None:
-    """Append what all replicas sampled by weights of ``version`` to the unfinished sequences of a round."""
+def append_new_tokens(
+    sequences: abc.Sequence[Sequence],
+    new: NewTokens,
+    version: int,
+) -> None:
+    """Append the gathered tokens of a round, sampled by weights of ``version``, to its unfinished sequences.
+
+    The only place where sequences of the buffer change. Every rank has the same ``new``, so they stay equal.
+    """
     shard = new.shard
+    lengths = shard.lengths
     mask = shard.tokens["mask"]
-    all_sizes = shard.tokens["support_sizes"]
-    versions = torch.where(mask, version, OBSERVED).to(torch.int32)
-    rows = zip(
-        split_rows(shard.tokens["tokens"], shard.lengths),
-        split_rows(shard.tokens["log_probs"].double(), shard.lengths),
-        split_rows(versions, shard.lengths),
-        split_rows(all_sizes, shard.lengths),
-        split_rows(shard.items["support_sizes"], _sums(all_sizes, shard.lengths)),
-        shard.values["finish_reason"].tolist(),
-        shard.values["round"].tolist(),
-        strict=True,
-    )
-    for sequence, (tokens, log_probs, own, sizes, support, reason, finished_in) in zip(
-        sequences, rows, strict=True
-    ):
+    token_versions = torch.where(mask, version, OBSERVED).to(torch.int32)
+
+    # Split the per-token values into one slice per sequence.
+    tokens = split_rows(shard.tokens["tokens"], lengths)
+    log_probs = split_rows(shard.tokens["log_probs"].double(), lengths)
+    versions = split_rows(token_versions, lengths)
+    sizes = split_rows(shard.tokens["support_sizes"], lengths)
+    support_lengths = _row_sums(shard.tokens["support_sizes"], lengths)
+    supports = split_rows(shard.items["support_sizes"], support_lengths)
+    finish_reasons = shard.values["finish_reason"].tolist()
+    token_rounds = shard.values["round"].tolist()
+    assert len(tokens) == len(sequences), "every unfinished sequence has one replica that reports it"
+
+    for row, sequence in enumerate(sequences):
         if not sequence.sampled_tokens:
             sequence.policy_version = version
-        sequence.tokens += _array("q", tokens)
-        sequence.log_probs += _array("d", log_probs)
-        sequence.versions += _array("i", own)
-        sequence.support_sizes += _array("i", sizes)
-        sequence.support += _array("i", support)
-        sequence.finish_reason = reason
-        sequence.finished_in = finished_in
+        sequence.tokens += _array("q", tokens[row])
+        sequence.log_probs += _array("d", log_probs[row])
+        sequence.versions += _array("i", versions[row])
+        sequence.support_sizes += _array("i", sizes[row])
+        sequence.support += _array("i", supports[row])
+        sequence.finish_reason = finish_reasons[row]
+        sequence.finished_in = token_rounds[row]
 
+    # Optional values, of conversations and of models with routing replay.
     for position, outcome in new.outcomes.items():
         sequences[position].outcome = outcome
     for position, prompt in new.prompts.items():
         sequences[position].prompt = array("q", prompt)
     if new.experts is not None:
-        whole = split_rows(new.experts.tokens["experts"], new.experts.lengths)
-        for sequence, experts in zip(sequences, whole, strict=True):
+        all_experts = split_rows(new.experts.tokens["experts"], new.experts.lengths)
+        for sequence, experts in zip(sequences, all_experts, strict=True):
             sequence.experts = experts
 
 
+def _lengths(sequences: abc.Sequence[Sequence]) -> Tensor:
+    """Return the number of tokens of each sequence, prompt included: [B] int64."""
+    lengths = [len(sequence.prompt) + len(sequence.tokens) for sequence in sequences]
+    return torch.tensor(lengths, dtype=torch.int64)
+
+
 def _routing_shape(sequences: abc.Sequence[Sequence]) -> RoutingShape | None:
-    """Return layers and experts per token of the sequences' experts, None where no engine reported any."""
+    """Return (layers, experts per token) of the sequences' experts, None without any."""
     for sequence in sequences:
         if sequence.experts is not None:
             _, layers, experts_per_token = sequence.experts.shape
@@ -276,28 +321,40 @@ def _routing_shape(sequences: abc.Sequence[Sequence]) -> RoutingShape | None:
     return None
 
 
-def _experts(sequences: abc.Sequence[Sequence], lengths: Tensor, routing: RoutingShape) -> Tensor:
-    """Return the experts of all tokens [N, layers, k] int16, -1 where unknown."""
-    experts = torch.full((int(lengths.sum()), *routing), -1, dtype=torch.int16)
-    for row, sequence in zip(split_rows(experts, lengths), sequences, strict=True):
+def _experts(
+    sequences: abc.Sequence[Sequence],
+    lengths: Tensor,
+    routing: RoutingShape,
+) -> Tensor:
+    """Return the experts of all tokens [N, layers, k] int16, -1 if not recorded."""
+    num_tokens = int(lengths.sum())
+    experts = torch.full((num_tokens, *routing), -1, dtype=torch.int16)
+    # Slices of one tensor: writing to them fills it.
+    rows = split_rows(experts, lengths)
+    for row, sequence in zip(rows, sequences, strict=True):
         if sequence.experts is not None:
             row[: len(sequence.experts)] = sequence.experts
     return experts
 
 
-def _sums(sizes: Tensor, lengths: Tensor) -> Tensor:
-    """Return the sum of each row's ``sizes`` [N]: [B] int64."""
-    ends = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.long().cumsum(0)])
-    last = lengths.cumsum(0)
-    return ends[last] - ends[last - lengths]
+def _row_sums(values: Tensor, lengths: Tensor) -> Tensor:
+    """Return the sum of each row of ragged ``values`` [N]: [B] int64."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    cumulative = torch.cat([zero, values.long().cumsum(0)])
+    ends = lengths.cumsum(0)
+    return cumulative[ends] - cumulative[ends - lengths]
 
 
 def _tensor(values: array, dtype: torch.dtype) -> Tensor:
-    # A copy: torch cannot view an empty array of numpy's as bytes, as a gather does.
+    """Return a copy of an array as tensor.
+
+    Not `torch.from_numpy`: torch cannot view an empty array of numpy's as bytes, as the gather does.
+    """
     return torch.tensor(numpy.asarray(values), dtype=dtype)
 
 
 def _array(kind: str, values: Tensor) -> array:
+    """Return a copy of a tensor as array of the C type ``kind``; the dtypes must match."""
     numbers: Any = array(kind)
     numbers.frombytes(values.contiguous().numpy().tobytes())
     return numbers

@@ -1,4 +1,9 @@
-"""The pure parts of sampling, shared by all engines: seeds, filters and draws."""
+"""Seeds, filters and draws: the pure parts of sampling, shared by all engines.
+
+A sequence has one seed, and its tokens are a function of this seed and the weights: they do not depend on the
+batch or the replica. The torch engine continues a sequence's random stream after an interruption; vLLM starts
+one for each request, so that a continuation gets a seed of its own (`part_seed`).
+"""
 
 from __future__ import annotations
 
@@ -14,9 +19,12 @@ from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, Samplin
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy decoding, as in vLLM."""
+
 LOWEST_TEMPERATURE = 1e-2
 """Positive temperatures are raised to this, as in vLLM, where smaller ones overflow."""
+
 _MASK = 2**64 - 1
+"""Arithmetic of SplitMix64 is modulo 2**64."""
 
 
 def _mix(value: int) -> int:
@@ -27,24 +35,36 @@ def _mix(value: int) -> int:
 
 
 def row_seeds(seed: int, rows: Sequence[int]) -> list[int]:
-    """Return one independent seed in [0, 2**63) for each position in the global batch."""
-    start = _mix((seed + 0x9E3779B97F4A7C15) & _MASK)
-    return [_mix(start + (row + 1) * 0x9E3779B97F4A7C15 & _MASK) >> 1 for row in rows]
+    """Return one independent seed in [0, 2**63) for each position in the global batch.
 
-
-def part_seed(seed: int, done: int) -> int:
-    """Return the seed of what follows the first ``done`` tokens of a row.
-
-    For engines that start a request's random stream anew: the row's own seed would draw the
-    first tokens' numbers again.
+    They are outputs of SplitMix64: any of them can be computed alone, without the earlier ones.
     """
-    return seed if done == 0 else row_seeds(seed, [done])[0]
+    # The constant is SplitMix64's increment, 2**64 divided by the golden ratio.
+    start = _mix((seed + 0x9E3779B97F4A7C15) & _MASK)
+    states = [start + (row + 1) * 0x9E3779B97F4A7C15 & _MASK for row in rows]
+    # Without the lowest bit: checkpoints store seeds as int64.
+    return [_mix(state) >> 1 for state in states]
 
 
-def vllm_parameters(sampling: SamplingParameters, limit: int, seed: int) -> dict[str, Any]:
-    """Return the fields of vLLM's SamplingParams that ask for up to ``limit`` tokens, without filters.
+def part_seed(seed: int, num_sampled: int) -> int:
+    """Return the seed of the tokens after the first ``num_sampled`` of a sequence.
 
-    Those that are vLLM's defaults are stated: a server may have others.
+    For engines that start a new random stream for each request: with the sequence's own seed the continuation
+    would repeat the draws of the first tokens.
+    """
+    if num_sampled == 0:
+        return seed
+    return row_seeds(seed, [num_sampled])[0]
+
+
+def vllm_parameters(
+    sampling: SamplingParameters,
+    limit: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Return the fields of vLLM's SamplingParams for at most ``limit`` tokens, without filters.
+
+    vLLM's defaults are written out, since a server may have others.
     """
     return {
         "temperature": sampling.temperature,
@@ -54,98 +74,144 @@ def vllm_parameters(sampling: SamplingParameters, limit: int, seed: int) -> dict
         "max_tokens": limit,
         "stop_token_ids": list(sampling.stop_token_ids),
         "seed": seed,
-        "ignore_eos": True,  # only the row's own stop tokens end it
-        "logprobs": 0,  # the sampled token's alone
+        # Only the stop tokens of the run end a sequence.
+        "ignore_eos": True,
+        # The log-prob of the sampled token, and of no others.
+        "logprobs": 0,
         "detokenize": False,
     }
 
 
 def vllm_filters(sampling: SamplingParameters) -> dict[str, float]:
-    """Return the fields of vLLM's SamplingParams by which vLLM itself filters, without saying what is left.
+    """Return the fields of vLLM's SamplingParams for its own filters, which report no support.
 
-    That will do for answers that nobody learns from, such as those to an evaluation set.
+    They suffice for responses that are not trained on, such as those to an evaluation set.
     """
     if not truncates(sampling):
         return {}
     return {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
 
 
-def vllm_finish(tokens: Sequence[int], log_probs: Sequence[float], reason: str | None) -> int:
-    """Return as what an answer counts that vLLM ended for its ``reason``.
+def vllm_finish(
+    tokens: Sequence[int],
+    log_probs: Sequence[float],
+    reason: str | None,
+) -> int:
+    """Map vLLM's finish reason to a ``FINISH_*`` code.
 
-    It has failed where the log-prob of a token is missing or not finite: what is sampled from broken logits
-    is no answer of the policy.
+    A response with a missing or non-finite log-prob has failed: its logits were broken, and its tokens are
+    not samples of the policy.
     """
-    if not len(tokens) or len(log_probs) != len(tokens) or not isfinite(sum(log_probs)):
+    if not len(tokens) or len(log_probs) != len(tokens):
         return FINISH_FAILED
-    return {"stop": FINISH_STOP, "length": FINISH_LENGTH}.get(reason or "", FINISH_FAILED)
+    # The sum is finite only if every log-prob is.
+    if not isfinite(sum(log_probs)):
+        return FINISH_FAILED
+    codes = {"stop": FINISH_STOP, "length": FINISH_LENGTH}
+    return codes.get(reason or "", FINISH_FAILED)
 
 
 def is_greedy(sampling: SamplingParameters) -> bool:
-    """Say whether these parameters mean taking the most likely token."""
+    """Return whether the most likely token is taken instead of a draw."""
     return sampling.temperature < GREEDY_BELOW
 
 
 def truncates(sampling: SamplingParameters) -> bool:
-    """Say whether these parameters draw from some of the tokens only."""
-    return not is_greedy(sampling) and leaves_out(sampling.top_p, sampling.top_k, sampling.min_p)
+    """Return whether filters restrict the draws to a part of the vocabulary."""
+    # Filters never remove the most likely token, so greedy decoding has none.
+    if is_greedy(sampling):
+        return False
+    return leaves_out(sampling.top_p, sampling.top_k, sampling.min_p)
 
 
 def log_prob_temperature(sampling: SamplingParameters) -> float:
-    """Return the temperature at which reported log-probs hold: 1 for greedy decoding."""
-    return 1.0 if is_greedy(sampling) else max(sampling.temperature, LOWEST_TEMPERATURE)
+    """Return the temperature of the reported log-probs: 1 for greedy decoding."""
+    if is_greedy(sampling):
+        return 1.0
+    return max(sampling.temperature, LOWEST_TEMPERATURE)
 
 
 def filters(sampling: Sequence[SamplingParameters], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return top-k, top-p and min-p of each row, [B] each, as `filtered_logits` takes them."""
-    active = [s if truncates(s) else SamplingParameters() for s in sampling]
+    """Return top-k, top-p and min-p of each row, [B] each, for `filtered_logits`."""
+    # Default parameters filter nothing.
+    active = [parameters if truncates(parameters) else SamplingParameters() for parameters in sampling]
+    top_k = [parameters.top_k for parameters in active]
+    top_p = [parameters.top_p for parameters in active]
+    min_p = [parameters.min_p for parameters in active]
     return (
-        torch.tensor([s.top_k for s in active], dtype=torch.int64, device=device),
-        torch.tensor([s.top_p for s in active], dtype=torch.float32, device=device),
-        torch.tensor([s.min_p for s in active], dtype=torch.float32, device=device),
+        torch.tensor(top_k, dtype=torch.int64, device=device),
+        torch.tensor(top_p, dtype=torch.float32, device=device),
+        torch.tensor(min_p, dtype=torch.float32, device=device),
     )
 
 
 def filtered_logits(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
 ) -> Tensor:
-    """Divide by the temperature and remove the tokens below min-p, then outside top-k, then outside top-p.
+    """Divide logits by the temperature and remove tokens below min-p, outside top-k, then outside top-p.
 
     ``logits`` [B, V] of any float type; ``temperature``, ``top_p`` and ``min_p`` [B] float32, ``top_k`` [B]
-    int64 with 0 for no limit. Returns [B, V] float32 with -inf at removed tokens; at least one token stays.
-    ``min_p`` is a share of the largest probability. Ties at the k-th value stay, and the smallest set with
-    mass of at least top-p is kept, as in vLLM.
+    int64 with 0 for no limit. Returns [B, V] float32 with -inf for removed tokens; at least one remains.
+
+    Definitions are vLLM's. ``min_p`` is a fraction of the largest probability. Tokens that tie with the k-th
+    are retained. The nucleus is the smallest set with a mass of at least top-p.
     """
     logits = logits.float() / temperature[:, None]
     vocabulary = logits.shape[1]
+
+    # min-p, as a bound of the logits: p >= min_p * p_max.
     if bool((min_p > 0).any()):
-        least = logits.amax(dim=1) + min_p.log()
-        logits = logits.masked_fill(logits < least[:, None], -torch.inf)
-    limited = (top_k > 0) & (top_k < vocabulary)
-    nucleus = top_p < 1
-    if not bool((limited | nucleus).any()):
+        lowest = logits.amax(dim=1) + min_p.log()
+        logits = logits.masked_fill(logits < lowest[:, None], -torch.inf)
+
+    has_top_k = (top_k > 0) & (top_k < vocabulary)
+    has_top_p = top_p < 1
+    if not bool((has_top_k | has_top_p).any()):
         return logits
+
+    # Both need the logits in ascending order.
     ordered, order = logits.sort(dim=1)
-    if bool(limited.any()):
-        kept = torch.where(limited, top_k, vocabulary)
-        threshold = ordered.gather(1, (vocabulary - kept)[:, None])
+    if bool(has_top_k.any()):
+        k = torch.where(has_top_k, top_k, vocabulary)
+        threshold = ordered.gather(1, (vocabulary - k)[:, None])
         ordered = ordered.masked_fill(ordered < threshold, -torch.inf)
-    if bool(nucleus.any()):
-        below = ordered.softmax(dim=1).cumsum(dim=1)
-        dropped = (below <= 1 - top_p[:, None]) & nucleus[:, None]
-        dropped[:, -1] = False
-        ordered = ordered.masked_fill(dropped, -torch.inf)
+
+    # A token is outside the nucleus if it and all less likely ones have a mass of at most 1 - p.
+    if bool(has_top_p.any()):
+        tail_mass = ordered.softmax(dim=1).cumsum(dim=1)
+        is_tail = (tail_mass <= 1 - top_p[:, None]) & has_top_p[:, None]
+        # The most likely token remains, also where rounding puts it into the tail.
+        is_tail[:, -1] = False
+        ordered = ordered.masked_fill(is_tail, -torch.inf)
+
+    # Back into the order of the vocabulary.
     return torch.empty_like(logits).scatter_(1, order, ordered)
 
 
-def draw(logits: Tensor, greedy: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+def draw(
+    logits: Tensor,
+    greedy: Tensor,
+    generators: Sequence[torch.Generator],
+) -> Tensor:
     """Draw one token per row of filtered ``logits`` [B, V]: [B] int64.
 
-    ``greedy`` [B] bool takes the most likely token instead. Row i consumes exactly one draw of
-    ``generators[i]`` (on the CPU), so its stream does not depend on the other rows.
+    Where ``greedy`` [B] bool is true, the most likely token is taken instead. Row i consumes exactly one draw
+    of ``generators[i]`` (on the CPU) in either case, so its random stream does not depend on other rows.
     """
-    uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators])
+    # By inversion of the cumulative distribution. float64: float32 cannot resolve rare tokens near 1.
+    draws = []
+    for generator in generators:
+        draws.append(torch.rand((), generator=generator, dtype=torch.float64))
+    uniform = torch.stack(draws).to(logits.device)
     cumulative = logits.double().softmax(dim=1).cumsum(dim=1)
-    target = uniform.to(logits.device)[:, None] * cumulative[:, -1:]
-    sampled = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
+
+    # Scaled by the total, which is not exactly 1. `right`: a removed token has an interval of no width, and
+    # is never hit. The clamp covers a target that rounds up to the total.
+    target = uniform[:, None] * cumulative[:, -1:]
+    sampled = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    sampled = sampled.clamp(max=logits.shape[1] - 1)
     return torch.where(greedy, logits.argmax(dim=1), sampled)

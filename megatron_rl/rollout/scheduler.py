@@ -1,13 +1,13 @@
-"""Which sequences a replica works on, and what its engine is asked for next.
+"""The schedule of sampling: which sequences a replica works on, and which requests its engine gets.
 
 Every unfinished sequence of a round just has a number of tokens that it may still get. A replica admits
-sequences while it has room, submits a request for each that waits for tokens, steps its engine, appends what
-comes back, and so on until nothing is left to do or the round is to stop.
+sequences while it has room, submits a request for each that waits for tokens, steps its engine and appends
+the completions, until no sequence waits or the round stops.
 
 A round stops in one of two orders:
 
-* closed: token rounds. Each unfinished sequence gets up to ``token_round`` tokens; then all replicas look at
-  which groups are finished, and go on until there are enough. Lengths alone decide, so that a run repeats.
+* closed: token rounds. Each unfinished sequence gets up to ``token_round`` tokens. Then all replicas gather
+  which sequences finished, and continue until enough groups are. Lengths alone decide, so that a run repeats.
 * open: ``stop_when``. The round ends between two engine steps, by the clock, once the learners wait for it
   and enough groups are finished.
 
@@ -32,15 +32,15 @@ from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH
 
 OnFinished = Callable[[int, SequenceGroup], None]
-"""Called with the index of a group in its round, and the group, once all its sequences are finished."""
+"""Callback for a group once all its sequences are finished: (index in the round, group)."""
 
 
 @dataclass(frozen=True)
 class GenerationRound:
-    """The groups that one step samples, the same value on every rank.
+    """The groups that one step samples, equal on every rank.
 
     Example:
-        Two groups of a step's three in flight are enough, and the first must be among them::
+        Three groups are in flight. Two finished ones suffice, and the first must be among them::
 
             GenerationRound(groups, required=(True, False, False), wanted=2, version=7, token_round=512)
     """
@@ -49,28 +49,28 @@ class GenerationRound:
     """Running and finished groups, in the order in which they were started."""
 
     required: tuple[bool, ...]
-    """Which groups must finish in this round: waiting for them any longer would make them too old."""
+    """Whether each group must finish in this round, because it would be too old in the next."""
 
     wanted: int
-    """How many groups the learner takes."""
+    """Number of groups for the learner."""
 
     version: int
-    """Version of the weights that sample, 0 or more: `OBSERVED` marks tokens that no weights sampled."""
+    """Version of the weights that sample, 0 or more: -1 is `OBSERVED`."""
 
     token_round: int | None = None
-    """Tokens per sequence after which the closed order looks at which groups are finished; None for a single
-    token round that ends with its last sequence."""
+    """Tokens per sequence between two gathers of the closed order; None for a single token round, in which
+    every sequence finishes."""
 
     rendezvous: int | None = None
-    """Number of the `Rendezvous` that ends the round, of the open order alone."""
+    """Number of the `Rendezvous` that ends a round of the open order, None in the closed order."""
 
     def __post_init__(self) -> None:
         if self.version < 0:
-            raise ValueError(f"a round by weights of version {self.version}: there are none yet")
+            raise ValueError(f"weights of version {self.version} cannot sample: versions begin with 0")
 
     @cached_property
     def unfinished(self) -> list[tuple[int, Sequence]]:
-        """Return (index of its group, sequence) of each sequence that was unfinished when the round began."""
+        """Return (index of its group, sequence) of each sequence that was unfinished at the start."""
         return [
             (index, sequence)
             for index, group in enumerate(self.groups)
@@ -79,35 +79,43 @@ class GenerationRound:
         ]
 
 
-def is_enough(finished: Iterable[bool], required: abc.Sequence[bool], wanted: int) -> bool:
-    """Return whether ``wanted`` groups are finished, and every required one.
+def is_enough(
+    finished: Iterable[bool],
+    required: abc.Sequence[bool],
+    count: int,
+) -> bool:
+    """Return whether ``count`` groups are finished, and all required ones among them.
 
     Example:
         >>> is_enough([True, True, False], [False, False, True], 2)
         False
     """
     finished = list(finished)
-    return sum(finished) >= wanted and all(
-        done for done, must in zip(finished, required, strict=True) if must
-    )
+    if sum(finished) < count:
+        return False
+    pairs = zip(finished, required, strict=True)
+    return all(is_finished for is_finished, is_required in pairs if is_required)
 
 
 class Rendezvous:
-    """End of an open round: the learners wait for it, and enough of its groups are finished.
+    """End of an open round: all learners wait, and enough of its groups are finished.
 
-    Both are counted in the job's store and only grow. So replicas may see the end at different steps, but
-    they cannot disagree on it.
+    Both are counters in the job's store that only grow. Replicas may see the end at different engine steps,
+    but once it has come they all see it.
     """
 
     def __init__(self, generation_round: GenerationRound, learners: int) -> None:
-        self._round, self._learners = generation_round, learners
-        open_groups = {index for index, _ in generation_round.unfinished}
-        finished_before = len(generation_round.groups) - len(open_groups)
-        self._wanted = generation_round.wanted - finished_before
-        self._required = sum(generation_round.required[index] for index in open_groups)
+        self._round = generation_round
+        self._learners = learners
+
+        # Groups that were finished before the round are not counted in the store.
+        unfinished = {index for index, _ in generation_round.unfinished}
+        num_finished_before = len(generation_round.groups) - len(unfinished)
+        self._count = generation_round.wanted - num_finished_before
+        self._num_required = sum(generation_round.required[index] for index in unfinished)
 
     def count_finished(self, group: int) -> None:
-        """Count a group that has finished."""
+        """Count a group that has finished. Called once a group, on the first rank of its replica."""
         number = self._round.rendezvous
         store_increment(f"finished by rendezvous {number}")
         if self._round.required[group]:
@@ -118,39 +126,49 @@ class Rendezvous:
         number = self._round.rendezvous
         return (
             store_value(f"waiting for rendezvous {number}") >= self._learners
-            and store_value(f"finished by rendezvous {number}") >= self._wanted
-            and store_value(f"required and finished by rendezvous {number}") >= self._required
+            and store_value(f"finished by rendezvous {number}") >= self._count
+            and store_value(f"required and finished by rendezvous {number}") >= self._num_required
         )
 
 
 def await_rendezvous(number: int) -> None:
-    """Count this rank, which learns, among those that wait for the replicas."""
+    """Count this rank, a learner, as waiting for the end of an open round."""
     store_increment(f"waiting for rendezvous {number}")
 
 
 class Admitted(NamedTuple):
     """A sequence that a replica has admitted.
 
-    ``position`` is its place in `GenerationRound.unfinished`, ``group`` the index of its group, and ``start``
-    its number of tokens after the prompt at that time. ``sequence`` is the replica's own copy.
+    Example:
+        The third unfinished sequence of a round, of its second group, continued after 40 tokens::
+
+            Admitted(position=2, group=1, start=40, sequence=Sequence(...))
     """
 
     position: int
+    """Position in `GenerationRound.unfinished`."""
+
     group: int
+    """Index of the sequence's group in the round."""
+
     start: int
+    """Number of tokens of the response when the sequence was admitted."""
+
     sequence: Sequence
+    """The replica's own copy, which gets the new tokens."""
 
 
 class ReplicaQueue:
-    """The order in which one replica admits the sequences of a round, group after group.
+    """Order in which one replica admits the sequences of a round, group after group.
 
-    A replica begins with its share of as many groups as all ``replicas`` have room for; it draws each further
-    one from the job's queue when it has room for its first sequence. So none has room to spare while there is
-    work, or waits for work that a slower one holds; and a round that has room at once is dealt out alike in
-    every run.
+    At first each replica has its share of as many groups as all ``replicas`` have room for. It draws each
+    further group from the job's shared queue, once it has room for the group's first sequence. So no replica
+    is idle while groups are queued, and none waits for a group that a slower one has reserved. A round with
+    room for all groups is dealt out alike in every run.
 
-    ``next_ticket`` gives the next number of the job's queue, from 0 on, to one replica each. ``cached_on``
-    has the replica, by seed, whose engine keeps the cache of a sequence: its group goes there.
+    ``next_ticket`` draws from the shared queue: it returns the numbers from 0 on, each to one replica.
+    ``cached_on`` maps seeds of sequences to the replica whose engine retains their key-value cache; their
+    groups are assigned to that replica.
     """
 
     def __init__(
@@ -163,8 +181,12 @@ class ReplicaQueue:
         replicas: int = 1,
         cached_on: Mapping[int, int] | None = None,
     ) -> None:
-        self.round, self.max_in_flight = generation_round, max_in_flight
-        self._max_model_len, self._next_ticket = max_model_len, next_ticket
+        self.round = generation_round
+        self.max_in_flight = max_in_flight
+        self._max_model_len = max_model_len
+        self._next_ticket = next_ticket
+
+        # Positions of the unfinished sequences by group, and the replicas with a cache of one.
         self._positions: dict[int, list[int]] = {}
         cached: dict[int, int] = {}
         for position, (group, sequence) in enumerate(generation_round.unfinished):
@@ -172,13 +194,20 @@ class ReplicaQueue:
             if cached_on and sequence.seed in cached_on:
                 cached[group] = cached_on[sequence.seed]
 
-        queued = [group for group in self._positions if group not in cached]
-        samples = max((len(group.sequences) for group in generation_round.groups), default=1)
-        # Replicas with caches begin with those, however many there are: all other groups are drawn.
-        dealt = 0 if cached else max(1, max_in_flight // max(samples, 1)) * replicas
-        remembered = [group for group, home in cached.items() if home == replica]
-        self._first = [*remembered, *queued[:dealt][replica::replicas]]
-        self._queue = queued[dealt:]
+        # The first groups that fill all replicas are dealt out, the others are drawn. With caches all others
+        # are drawn, since a replica first continues its cached groups, of which it may have any number.
+        uncached = [group for group in self._positions if group not in cached]
+        group_sizes = [len(group.sequences) for group in generation_round.groups]
+        samples = max(group_sizes, default=1)
+        num_dealt = 0
+        if not cached:
+            num_dealt = max(1, max_in_flight // max(samples, 1)) * replicas
+        cached_here = [group for group, cached_replica in cached.items() if cached_replica == replica]
+        uncached_here = uncached[:num_dealt][replica::replicas]
+        self._assigned = [*cached_here, *uncached_here]
+        self._shared_queue = uncached[num_dealt:]
+
+        # The rest of the group that is being admitted, and all admitted sequences of unfinished groups.
         self._admitting: list[Admitted] = []
         self._in_progress: dict[int, list[Admitted]] = {}
 
@@ -191,68 +220,92 @@ class ReplicaQueue:
             group = self._next_group()
             if group is None:
                 return None
-            self._admitting = [self._admitted(position) for position in self._positions[group]]
+            self._admitting = [self._admit(position) for position in self._positions[group]]
             self._in_progress[group] = list(self._admitting)
         return self._admitting.pop(0)
 
     def pop_finished(self) -> list[tuple[int, SequenceGroup]]:
         """Remove and return the groups that are finished here, with their index in the round."""
-        done = [
-            index
-            for index, members in self._in_progress.items()
-            if all(one.sequence.is_finished for one in members)
-        ]
-        return [(index, self._with_copies(index, self._in_progress.pop(index))) for index in done]
+        finished = []
+        for index, members in self._in_progress.items():
+            if all(member.sequence.is_finished for member in members):
+                finished.append(index)
+
+        groups = []
+        for index in finished:
+            members = self._in_progress.pop(index)
+            groups.append((index, self._with_copies(index, members)))
+        return groups
 
     def _with_copies(self, index: int, members: abc.Sequence[Admitted]) -> SequenceGroup:
-        """Return a group of the round with the replica's copies in the place of its own sequences."""
-        copies = {id(self.round.unfinished[one.position][1]): one.sequence for one in members}
+        """Return a group of the round with the replica's copies in place of the admitted sequences."""
+        # By identity: sequences that finished in an earlier step were not copied.
+        copies = {}
+        for member in members:
+            _, sequence = self.round.unfinished[member.position]
+            copies[id(sequence)] = member.sequence
+
         group = self.round.groups[index]
         sequences = [copies.get(id(sequence), sequence) for sequence in group.sequences]
         return SequenceGroup(group.prompt, sequences)
 
     def _next_group(self) -> int | None:
-        if self._first:
-            return self._first.pop(0)
-        number = self._next_ticket() if self._queue else 0
-        if number >= len(self._queue):
-            self._queue = []
+        """Return the index of the replica's next group, None if no group is left for it."""
+        if self._assigned:
+            return self._assigned.pop(0)
+        # An empty queue is never drawn from: a draw can be a collective.
+        if not self._shared_queue:
             return None
-        return self._queue[number]
+        number = self._next_ticket()
+        if number >= len(self._shared_queue):
+            self._shared_queue = []
+            return None
+        return self._shared_queue[number]
 
-    def _admitted(self, position: int) -> Admitted:
+    def _admit(self, position: int) -> Admitted:
+        """Copy a sequence of the round; one whose prompt leaves no room for a response fails at once."""
         group, sequence = self.round.unfinished[position]
         copy = sequence.copy()
         copy.finished_in = 0
         start = len(copy.tokens)
-        if response_room(copy, self._max_model_len) < 1 and not start:
+        if start == 0 and response_room(copy, self._max_model_len) < 1:
             copy.finish_reason = FINISH_FAILED
         return Admitted(position, group, start, copy)
 
 
 def response_room(sequence: Sequence, max_model_len: int | None) -> int:
-    """Return how many tokens there may be after the sequence's prompt."""
-    room = sequence.sampling.max_response_tokens if sequence.prompt else 0
-    return room if max_model_len is None else min(room, max_model_len - len(sequence.prompt))
+    """Return the most tokens that the response of a sequence can have; 0 or less without room, or prompt."""
+    room = 0
+    if sequence.prompt:
+        room = sequence.sampling.max_response_tokens
+    if max_model_len is None:
+        return room
+    return min(room, max_model_len - len(sequence.prompt))
 
 
 class SchedulerOutput(NamedTuple):
-    """What the engine of a replica is asked next; the same on all its ranks."""
+    """Calls of a replica's engine before its next step, equal on all ranks of the replica.
+
+    Example:
+        One request, and none to drop::
+
+            SchedulerOutput(requests=(GenerationRequest(0, [5, 6], ...),))
+    """
 
     requests: tuple[GenerationRequest, ...] = ()
-    """Requests to submit; their number is the sequence's position in `ReplicaScheduler.admitted`."""
+    """Requests to submit; their number is the index of the sequence in `ReplicaScheduler.admitted`."""
 
     aborts: tuple[int, ...] = ()
-    """Numbers of open requests to drop, before the new ones are submitted."""
+    """Numbers of open requests to abort, before the new ones are submitted."""
 
 
 class ReplicaScheduler:
-    """Sampling of one replica, one engine step at a time; each sequence is one response to its prompt.
+    """Scheduler of one replica, for sequences that are one response to their prompt.
 
-    Collective over the replica's ``ranks``. With ``is_led`` its first rank alone schedules, and broadcasts
-    what the engine is asked; without, all ranks schedule alike and need no message per engine step, which
-    only holds while nothing but the engine's answers decides. ``stop_when`` ends the round between two engine
-    steps.
+    Collective over ``ranks``, the replica's. All of them must call the engine alike. Either all ranks compute
+    the same schedule, without a message per engine step; that needs a schedule that depends on the engine's
+    completions alone. Or the replica ``is_led``: its first rank alone schedules (``is_leader``), and
+    broadcasts its `SchedulerOutput`. ``stop_when`` ends the round between two engine steps.
     """
 
     def __init__(
@@ -265,34 +318,47 @@ class ReplicaScheduler:
         is_led: bool = False,
         is_leader: bool = True,
     ) -> None:
-        self.engine, self.queue = engine, queue
+        self.engine = engine
+        self.queue = queue
         self.admitted: list[Admitted] = []
         self._stop_when = stop_when
-        self._ranks, self._is_led, self._schedules = ranks, is_led, is_leader or not is_led
+        self._ranks = ranks
+        self._is_led = is_led
+        self._schedules = is_leader or not is_led
         self._version = queue.round.version
+
+        # Limit of tokens per sequence in this token round, None without one.
         self._token_round: int | None = None
+        # Indices in `admitted` of the sequences that wait for a request, and the number of open requests.
         self._pending: list[int] = []
-        self._running = 0
+        self._num_running = 0
 
     def run_token_round(self, tokens: int | None, after_step: Callable[[], None] = lambda: None) -> None:
-        """Add up to ``tokens`` tokens to every sequence; call ``after_step`` behind each engine step."""
+        """Sample up to ``tokens`` tokens of every sequence; call ``after_step`` after each engine step."""
         with self.engine.sampling():
             self.start_token_round(tokens)
             while self.step():
                 advance("engine steps")
                 after_step()
+
+            # Requests are open here only if `stop_when` has ended the round.
             completions = self.engine.interrupt()
             if self._schedules:
                 self._append_interrupted(completions)
 
     def start_token_round(self, tokens: int | None) -> None:
-        """Let every unfinished sequence, and every one that is admitted from now on, have so many tokens."""
+        """Start a token round: schedule all unfinished and new sequences for at most ``tokens`` tokens."""
         self._token_round = tokens
-        self._pending = [number for number, one in enumerate(self.admitted) if not one.sequence.is_finished]
+        self._pending = [
+            number for number, admitted in enumerate(self.admitted) if not admitted.sequence.is_finished
+        ]
 
     def step(self) -> bool:
-        """Submit what is due and make one engine step; return False at the end of the token round."""
-        output = self._schedule_or_stop() if self._schedules else None
+        """Submit the scheduled requests and run one engine step; return False at the end of the round."""
+        output = None
+        if self._schedules:
+            output = self._schedule_or_stop()
+        # The other ranks of a led replica wait here for the leader's schedule, or for the end.
         if self._is_led:
             output = broadcast_object(output, self._ranks)
         if output is None:
@@ -303,6 +369,7 @@ class ReplicaScheduler:
         for request in output.requests:
             self.engine.submit(request)
         completions = self.engine.step()
+
         if self._schedules:
             self.update(completions)
         return True
@@ -313,30 +380,34 @@ class ReplicaScheduler:
         return self.schedule()
 
     def schedule(self) -> SchedulerOutput | None:
-        """Return what to ask of the engine now, None where no sequence waits for anything."""
-        self._pending += self.admit(self._running + len(self._pending))
+        """Return the next requests; None once no sequence waits for tokens."""
+        num_in_flight = self._num_running + len(self._pending)
+        self._pending += self.admit(num_in_flight)
         requests = tuple(self.request(number, self._token_round) for number in self._pending)
-        self._running += len(requests)
+        self._num_running += len(requests)
         self._pending = []
-        return SchedulerOutput(requests) if self._running else None
+
+        if self._num_running == 0:
+            return None
+        return SchedulerOutput(requests)
 
     def update(self, completions: abc.Sequence[Completion]) -> None:
-        """Append what the engine sampled."""
-        self._running -= len(completions)
+        """Append the engine's completions to their sequences."""
+        self._num_running -= len(completions)
         for completion in completions:
             sequence = self.admitted[completion.number].sequence
             sequence.append_sampled(completion, self._version)
+            # At the limit of a token round, the sequence is only finished if its response has no more room.
             if completion.finish_reason != FINISH_LENGTH or self.room(sequence) < 1:
                 sequence.finish_reason = completion.finish_reason
 
-    def admit(self, in_flight: int) -> list[int]:
-        """Admit sequences while there is room beside ``in_flight`` others; return the numbers of unfinished
-        ones.
+    def admit(self, num_in_flight: int) -> list[int]:
+        """Admit sequences while there is room beside ``num_in_flight`` others; return the unfinished ones.
 
-        One that has no room for a response is finished at once.
+        They are indices in ``admitted``. A sequence without room for a response is finished at once.
         """
         unfinished = []
-        while in_flight + len(unfinished) < self.queue.max_in_flight:
+        while num_in_flight + len(unfinished) < self.queue.max_in_flight:
             number = self._admit_next()
             if number is None:
                 break
@@ -345,7 +416,7 @@ class ReplicaScheduler:
         return unfinished
 
     def admit_rest(self) -> None:
-        """Admit what no replica has, so that every sequence has one replica that reports it."""
+        """Admit the groups that no replica has, so that one replica reports each sequence of the round."""
         while self._admit_next() is not None:
             pass
 
@@ -357,18 +428,21 @@ class ReplicaScheduler:
         return len(self.admitted) - 1
 
     def room(self, sequence: Sequence) -> int:
-        """Return how many tokens may still follow."""
+        """Return the number of tokens that may still follow."""
         return response_room(sequence, self.engine.max_model_len) - len(sequence.tokens)
 
     def request(self, number: int, limit: int | None) -> GenerationRequest:
-        """Return the request for at most ``limit`` further tokens of the sequence ``number``."""
+        """Return the request for at most ``limit`` further tokens of the sequence ``admitted[number]``."""
         sequence = self.admitted[number].sequence
-        room = self.room(sequence)
+        max_tokens = self.room(sequence)
+        if limit is not None:
+            max_tokens = min(max_tokens, limit)
+
         return GenerationRequest(
             number,
             (sequence.prompt + sequence.tokens).tolist(),
             sequence.sampling,
-            room if limit is None else min(room, limit),
+            max_tokens,
             sequence.seed,
             len(sequence.tokens),
         )
@@ -382,25 +456,25 @@ class ReplicaScheduler:
         return {}
 
     def new_tokens(self, routing: RoutingShape | None) -> NewTokens:
-        """Return what this replica has added to the sequences that it admitted."""
+        """Return the tokens that this replica has added to the sequences that it admitted."""
         return collect_new_tokens(
-            [one.position for one in self.admitted],
-            [one.sequence for one in self.admitted],
-            [one.start for one in self.admitted],
+            [admitted.position for admitted in self.admitted],
+            [admitted.sequence for admitted in self.admitted],
+            [admitted.start for admitted in self.admitted],
             self.new_prompts(),
             routing,
         )
 
     def close(self) -> None:
-        """Release what belongs to sequences that go on in another step."""
+        """Release the resources of sequences that continue in another step."""
 
     def _append_interrupted(self, completions: abc.Sequence[Completion]) -> None:
-        """Append what was sampled of the requests that were open when the round ended."""
+        """Append the tokens of requests that were open at the end; their sequences stay unfinished."""
         for completion in completions:
             sequence = self.admitted[completion.number].sequence
             if not sequence.is_finished:
                 sequence.append_sampled(completion, self._version)
-        self._running = 0
+        self._num_running = 0
 
 
 def sample_round(
@@ -417,20 +491,29 @@ def sample_round(
 ) -> NewTokens:
     """Continue the unfinished sequences of a round until enough of its groups are finished.
 
-    ``next_ticket`` and ``max_in_flight`` are as in `ReplicaQueue`, the latter by default what the engine
-    works on at once. ``on_finished`` is called on the first rank of a replica, while other groups go on.
-    Collective over the ranks of ``layout``, whose communicator must exist.
+    ``next_ticket`` and ``max_in_flight`` are as in `ReplicaQueue`; the latter defaults to the requests that
+    the engine works on at once. ``on_finished`` is called on the first rank of a replica, while other groups
+    continue. Collective over the ranks of ``layout``, whose communicator must exist.
     """
-    replicas, place = ReplicaGroup(layout.ranks), layout.coordinates(rank)
-    is_output_rank = place.tensor == 0
+    all_ranks = ReplicaGroup(layout.ranks)
+    coordinates = layout.coordinates(rank)
+    is_output_rank = coordinates.tensor == 0
+    is_open = generation_round.rendezvous is not None
+
+    # In the closed order no request is interrupted with tokens, so no engine has a cache to return to.
+    cached_on = None
+    if is_open:
+        cached_on = _cached_on(engine, layout, all_ranks)
+    if max_in_flight is None:
+        max_in_flight = engine.most_rows
     queue = ReplicaQueue(
         generation_round,
-        engine.most_rows if max_in_flight is None else max_in_flight,
+        max_in_flight,
         engine.max_model_len,
         next_ticket,
-        place.data,
+        coordinates.data,
         layout.data,
-        _cached_on(engine, layout, replicas) if generation_round.rendezvous is not None else None,
+        cached_on,
     )
     scheduler = make_scheduler(engine, queue)
 
@@ -442,21 +525,28 @@ def sample_round(
     if generation_round.token_round is None:
         _run_once(scheduler, generation_round, report_finished)
     else:
-        _run_token_rounds(scheduler, generation_round, replicas, is_output_rank, report_finished)
+        _run_token_rounds(scheduler, generation_round, all_ranks, is_output_rank, report_finished)
+
+    # Every sequence needs a replica that reports it, also one that no replica has begun.
     scheduler.close()
     scheduler.admit_rest()
     if generation_round.token_round is None:
         for admitted in scheduler.admitted:
             admitted.sequence.finished_in = 1
 
-    # The other ranks of a replica have the same tokens, or none where it is led.
-    return scheduler.new_tokens(routing) if is_output_rank else collect_new_tokens([], [], [], {}, routing)
+    # The other ranks of a replica have the same tokens, or none if the replica is led.
+    if not is_output_rank:
+        return collect_new_tokens([], [], [], {}, routing)
+    return scheduler.new_tokens(routing)
 
 
 def _run_once(
-    scheduler: ReplicaScheduler, generation_round: GenerationRound, report_finished: Callable[[], None]
+    scheduler: ReplicaScheduler,
+    generation_round: GenerationRound,
+    report_finished: Callable[[], None],
 ) -> None:
     """Sample until every sequence is finished or, in the open order, the round is over."""
+    # An open round runs until the learners wait, also if enough groups were finished before.
     if generation_round.rendezvous is None and _enough(generation_round, {}):
         return
     scheduler.run_token_round(None, report_finished)
@@ -465,27 +555,32 @@ def _run_once(
 def _run_token_rounds(
     scheduler: ReplicaScheduler,
     generation_round: GenerationRound,
-    replicas: ReplicaGroup,
+    all_ranks: ReplicaGroup,
     is_output_rank: bool,
     report_finished: Callable[[], None],
 ) -> None:
     """Sample token rounds until enough groups are finished on all replicas together."""
+    # Position of a sequence in the round -> token round in which it finished; equal on all ranks.
     finished_in: dict[int, int] = {}
-    number = 0
+    token_round = 0
     while not _enough(generation_round, finished_in):
-        number += 1
+        token_round += 1
         scheduler.run_token_round(generation_round.token_round, report_finished)
-        newly = [
-            one for one in scheduler.admitted if one.position not in finished_in and one.sequence.is_finished
-        ]
-        for one in newly:
-            one.sequence.finished_in = number
-        positions = [one.position for one in newly] if is_output_rank else []
-        for finished in replicas.gather_objects(positions):
-            finished_in |= dict.fromkeys(finished, number)
+
+        newly_finished = []
+        for admitted in scheduler.admitted:
+            if admitted.position not in finished_in and admitted.sequence.is_finished:
+                admitted.sequence.finished_in = token_round
+                newly_finished.append(admitted.position)
+
+        # Every rank needs the positions of all replicas: it decides on them whether to continue.
+        positions = newly_finished if is_output_rank else []
+        for replica_positions in all_ranks.gather_objects(positions):
+            finished_in |= dict.fromkeys(replica_positions, token_round)
 
 
 def _enough(generation_round: GenerationRound, finished_in: Mapping[int, int]) -> bool:
+    """Return whether enough groups are finished, given the positions of newly finished sequences."""
     finished = [True] * len(generation_round.groups)
     for position, (group, _) in enumerate(generation_round.unfinished):
         if position not in finished_in:
@@ -493,11 +588,20 @@ def _enough(generation_round: GenerationRound, finished_in: Mapping[int, int]) -
     return is_enough(finished, generation_round.required, generation_round.wanted)
 
 
-def _cached_on(engine: Generator, layout: ParallelLayout, replicas: ReplicaGroup) -> dict[int, int]:
-    """Return, by seed, the replica whose engine keeps the cache of an interrupted sequence. Collective."""
+def _cached_on(
+    engine: Generator,
+    layout: ParallelLayout,
+    all_ranks: ReplicaGroup,
+) -> dict[int, int]:
+    """Return the replica of each sequence whose cache an engine retains, by seed.
+
+    Collective over the ranks of ``layout``.
+    """
+    seeds_by_rank = all_ranks.gather_objects(tuple(engine.kept))
     cached: dict[int, int] = {}
-    for rank, seeds in zip(layout.ranks, replicas.gather_objects(tuple(engine.kept)), strict=True):
-        cached |= dict.fromkeys(seeds, layout.coordinates(rank).data)
+    for rank, seeds in zip(layout.ranks, seeds_by_rank, strict=True):
+        replica = layout.coordinates(rank).data
+        cached |= dict.fromkeys(seeds, replica)
     return cached
 
 
@@ -506,6 +610,11 @@ def draw_ticket(name: str, layout: ParallelLayout, rank: int, is_led: bool) -> i
 
     The other ranks receive it, unless the replica ``is_led``: then only its first rank admits sequences.
     """
-    place = layout.coordinates(rank)
-    number = store_increment(name) if place.tensor == 0 else sys.maxsize
-    return number if is_led else broadcast_object(number, layout.groups("tensor")[place.data])
+    coordinates = layout.coordinates(rank)
+    # The largest int is beyond the end of every queue, for ranks that do not draw.
+    number = sys.maxsize
+    if coordinates.tensor == 0:
+        number = store_increment(name)
+    if is_led:
+        return number
+    return broadcast_object(number, layout.groups("tensor")[coordinates.data])

@@ -1,7 +1,8 @@
-"""The forms of a response while it is generated, from its prompt to the ragged batch of a step.
+"""The forms of a response during generation, from its prompt to the ragged batch of a step.
 
-Every sequence just has a prompt and a number of tokens that follow it, some sampled by the policy and some
-observed from an environment. All that schedulers do is to give it more of them until it has a finish reason.
+Every sequence just has a prompt and a number of tokens after it, some sampled by the policy and some observed
+from an environment. A scheduler adds tokens to it until it has a finish reason; everything else
+(interruptions, turns, weight updates in between) only decides when.
 
     PromptBatch -> SequenceGroup of Sequences -> GenerationRequest -> Completion -> NewTokens -> Rollouts
 """
@@ -18,12 +19,12 @@ from megatron_rl.rewards.worker import Answer
 from megatron_rl.types import FINISH_FAILED, UNFINISHED, Outcome, PromptBatch, SamplingParameters
 
 OBSERVED = -1
-"""Version of a token that the policy did not sample, but observed from an environment."""
+"""Version of a token that an environment observed: no weights sampled it."""
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Request to an engine for the continuation of one sequence.
+    """Request to an engine for further tokens of one sequence.
 
     Example:
         >>> request = GenerationRequest(0, [5, 6, 7], SamplingParameters(), limit=16, seed=1234, done=1)
@@ -32,10 +33,10 @@ class GenerationRequest:
     """
 
     number: int
-    """Name of the request until it is answered, unique among the open requests of an engine."""
+    """Identifier of the request, unique among the open requests of an engine."""
 
     tokens: abc.Sequence[int]
-    """Token ids of the prompt and of all that follows it so far."""
+    """Token ids of the prompt and of the response so far."""
 
     sampling: SamplingParameters
     """Temperature, filters and stop tokens."""
@@ -44,15 +45,16 @@ class GenerationRequest:
     """Most tokens to sample, 1 or more."""
 
     seed: int
-    """Seed of the sequence's random numbers, in [0, 2**63): equal in all requests of one sequence."""
+    """Seed of the sequence's random draws, in [0, 2**63): equal in all requests of one sequence."""
 
     done: int = 0
-    """Tokens after the prompt that ``tokens`` ends with: the random numbers are those that follow them."""
+    """Number of tokens of the response so far. An engine skips as many draws of the seed's random stream, so
+    that the continuation does not repeat them."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """Answer of an engine to one request.
+    """Tokens that an engine sampled for one request.
 
     Example:
         >>> failed_completion(3)
@@ -60,36 +62,36 @@ class Completion:
     """
 
     number: int
-    """That of the request."""
+    """Identifier of the request."""
 
     tokens: abc.Sequence[int]
-    """Sampled token ids; a stop token is the last of them. Empty where the request has failed."""
+    """Sampled token ids, ending with the stop token if there is one. Empty if the request failed."""
 
     log_probs: abc.Sequence[float]
     """Natural log-prob of each of ``tokens`` at the sampling temperature, after the filters."""
 
     finish_reason: int
-    """``FINISH_STOP``, ``FINISH_LENGTH`` where ``limit`` was reached, or ``FINISH_FAILED``."""
+    """``FINISH_STOP``, ``FINISH_LENGTH`` (the request's limit was reached), or ``FINISH_FAILED``."""
 
     support: abc.Sequence[abc.Sequence[int]] = ()
-    """Token ids that the filters left to each draw, one list per token; empty where nothing was filtered."""
+    """Support of each draw: token ids that passed the filters, one list per token. Empty without filters."""
 
     experts: Tensor | None = None
-    """[tokens, layers, k] int16: the experts that each token of the request and of the answer, but for the
-    last one, was routed to. None unless the engine was asked for them."""
+    """[tokens, layers, k] int16: the experts that each token of the request and of the completion was routed
+    to, except the last token, which was never an input. None unless the engine records them."""
 
 
 def failed_completion(number: int) -> Completion:
-    """Return the answer to a request that could not be sampled."""
+    """Return the completion of a request that could not be sampled."""
     return Completion(number, (), (), FINISH_FAILED)
 
 
 @dataclass
 class Sequence:
-    """One sample of one prompt: an episode, and a row of the batch that is learned from.
+    """One sample of one prompt, with everything that the learner needs of it; one row of the training batch.
 
-    Tokens are kept in arrays of machine numbers, not in lists: a step may have tens of millions of them on
-    every rank.
+    Per-token values are arrays of machine numbers, not lists: a step may have tens of millions of tokens on
+    every rank, and a list takes several times the memory.
 
     Example:
         >>> from megatron_rl.types import FINISH_LENGTH
@@ -101,72 +103,76 @@ class Sequence:
     """
 
     prompt: array
-    """[prompt tokens] int64: the record's prompt, or that of an environment that opened with its own."""
+    """[prompt tokens] int64: the record's prompt, or the messages that an environment opened with."""
 
     sampling: SamplingParameters
     """Temperature, filters, stop tokens and the most tokens of a response."""
 
     seed: int
-    """Seed of all that is random in the sequence, in [0, 2**63)."""
+    """Seed of every random draw of the sequence, in [0, 2**63), and of its environment."""
 
     policy_version: int
-    """Version of the weights that sampled the oldest token; of the newest weights while there is none."""
+    """Version of the weights that sampled the first token; before it, that of the current weights."""
 
     tokens: array = field(default_factory=lambda: array("q"))
-    """[n] int64: the token ids after the prompt."""
+    """[n] int64: token ids of the response, the n tokens after the prompt."""
 
     log_probs: array = field(default_factory=lambda: array("d"))
-    """[n] float64: the engine's log-prob of each token, 0 for observed ones. float32 once gathered."""
+    """[n] float64: the engine's log-prob of each token, 0 if observed. Rounded to float32 by the gather."""
 
     versions: array = field(default_factory=lambda: array("i"))
-    """[n] int32: the version of the weights that sampled each token, `OBSERVED` for observed ones."""
+    """[n] int32: version of the weights that sampled each token, `OBSERVED` if observed."""
 
     support_sizes: array = field(default_factory=lambda: array("i"))
-    """[n] int32: how many token ids the filters left to each draw, 0 where nothing was filtered."""
+    """[n] int32: number of token ids in the support of each draw, 0 without filters."""
 
     support: array = field(default_factory=lambda: array("i"))
-    """[sum of support_sizes] int32: those token ids, token after token."""
+    """[sum of support_sizes] int32: token ids of the supports, concatenated."""
 
     experts: Tensor | None = None
-    """[prompt tokens + n, layers, k] int16: the experts of each token, -1 where unknown; may be shorter."""
+    """[prompt tokens + n, layers, k] int16: experts of each token, -1 if unrecorded; may be shorter."""
 
     finish_reason: int = UNFINISHED
     """``FINISH_*``, or ``UNFINISHED``."""
 
     finished_in: int = 0
-    """Number of the token round in which the sequence finished, 0 where it was finished before."""
+    """Token round of this step in which the sequence finished, from 1 on; 0 if in an earlier step."""
 
     outcome: Outcome | None = None
-    """Reward or failure that the environment ended with, None without one or before its end."""
+    """Reward or failure of the episode's environment, None without an environment or before its end."""
 
     @property
     def is_finished(self) -> bool:
-        """Return whether nothing more is sampled for the sequence."""
+        """Return whether the sequence is complete: it gets no further tokens."""
         return self.finish_reason != UNFINISHED
 
     @property
     def sampled_tokens(self) -> int:
-        """Return how many tokens the policy sampled."""
+        """Return the number of tokens that the policy sampled."""
         return len(self.versions) - self.versions.count(OBSERVED)
 
     def is_sampled(self, position: int) -> bool:
-        """Return whether the policy sampled the token at this position after the prompt."""
+        """Return whether the policy sampled the token at this position of the response."""
         return self.versions[position] != OBSERVED
 
     def append_sampled(self, completion: Completion, version: int) -> None:
-        """Append an engine's answer, sampled by weights of ``version``."""
+        """Append the tokens of a completion, sampled by weights of ``version``."""
         count = len(completion.tokens)
         self.tokens.extend(completion.tokens)
         self.log_probs.extend(completion.log_probs)
         self.versions.extend([version] * count)
-        self.support_sizes.extend(map(len, completion.support or [()] * count))
+
+        support_sizes = [len(token_ids) for token_ids in completion.support]
+        self.support_sizes.extend(support_sizes or [0] * count)
         for token_ids in completion.support:
             self.support.extend(token_ids)
+
+        # Not appended: an engine records the experts of the whole request, prompt included.
         if completion.experts is not None:
             self.experts = completion.experts
 
     def append_observed(self, tokens: abc.Sequence[int]) -> None:
-        """Append what an environment said."""
+        """Append the tokens of an observation."""
         count = len(tokens)
         self.tokens.extend(tokens)
         self.log_probs.extend([0.0] * count)
@@ -174,7 +180,7 @@ class Sequence:
         self.support_sizes.extend([0] * count)
 
     def copy(self) -> Sequence:
-        """Return a copy for a scheduler: the buffer's own changes once all ranks have the new tokens."""
+        """Return a copy for a scheduler; the buffer's sequence changes after the gather, on all ranks."""
         return replace(
             self,
             tokens=self.tokens[:],
@@ -187,12 +193,12 @@ class Sequence:
 
 @dataclass
 class SequenceGroup:
-    """The samples of one prompt: advantages compare them, so they are learned from together.
+    """The samples of one prompt. Advantages compare them, so a group is trained on as a whole.
 
-    A group is *waiting* while it has no sequences, then *running*, and *finished* when all its sequences are.
+    A group is *waiting* while it has no sequences, then *running*, and *finished* once all its sequences are.
 
     Example:
-        A prompt of which two responses are sampled by weights of version 3::
+        A prompt with two samples::
 
             SequenceGroup(prompt=prompts.rows([0]), sequences=[Sequence(...), Sequence(...)])
     """
@@ -204,11 +210,11 @@ class SequenceGroup:
     """G sequences, `batch.samples_per_prompt` of them; none while the group is waiting."""
 
     early_rewards: dict[str, dict[int, Answer]] = field(default_factory=dict)
-    """Rewards computed while other groups were sampled: name of the scorer -> sample -> its answer."""
+    """Rewards computed while other groups were sampled: name of the scorer -> sample -> reward."""
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether no sequence of the prompt was started."""
+        """Return whether the group has no sequences yet."""
         return not self.sequences
 
     @property
@@ -218,19 +224,21 @@ class SequenceGroup:
 
     @property
     def is_unstarted(self) -> bool:
-        """Return whether no sequence has a token or is finished, so that a new seed would lose nothing."""
+        """Return whether no sequence has a token or is finished: a restart of the group loses nothing."""
         return not any(sequence.is_finished or sequence.sampled_tokens for sequence in self.sequences)
 
     @property
     def finished_in(self) -> int | None:
-        """Return the token round in which the last sequence finished, None while one is unfinished."""
-        return max(one.finished_in for one in self.sequences) if self.is_finished else None
+        """Return the token round in which the last sequence finished, None before that."""
+        if not self.is_finished:
+            return None
+        return max(sequence.finished_in for sequence in self.sequences)
 
     @property
     def sampled_tokens(self) -> int:
-        """Return how many tokens the policy sampled in all sequences."""
+        """Return the number of tokens that the policy sampled in all sequences."""
         return sum(sequence.sampled_tokens for sequence in self.sequences)
 
     def age(self, version: int) -> int:
-        """Return by how many updates the oldest token is older than weights of ``version``."""
+        """Return the number of updates from the group's oldest token to weights of ``version``."""
         return version - min(sequence.policy_version for sequence in self.sequences)

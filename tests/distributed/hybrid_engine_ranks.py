@@ -26,9 +26,8 @@ from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.metrics import Metrics
 from megatron_rl.planning.reshard import engine_layout
 from megatron_rl.rollout.engines.vllm.engine import VllmEngine
-from megatron_rl.rollout.engines.vllm.live import LiveWeights
 from megatron_rl.rollout.engines.vllm.setup import join_groups
-from megatron_rl.rollout.engines.vllm.weights import model_parameters
+from megatron_rl.rollout.engines.vllm.weights import LiveWeights, model_parameters
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.traffic import shared_bytes
 from megatron_rl.types import PromptBatch, Rollouts, SamplingParameters

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -20,12 +23,13 @@ from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.contained.process import ContainedProcess
 from megatron_rl.data.chat_format import ChatFormats, ChatTemplate
 from megatron_rl.data.quickstart import build_tokenizer
-from megatron_rl.environments.agent import _run
+from megatron_rl.environments.agent import LARGEST_REQUEST, _run, endpoint
+from megatron_rl.environments.environment import Episode, Message
 from megatron_rl.environments.hosts import Hosts, environment_errors
 from megatron_rl.launcher import without_proxy
 from megatron_rl.roles.reward import RewardRole
 from megatron_rl.rollout.collate import to_rollouts
-from megatron_rl.rollout.engines.vllm.tools import make_tool_parser
+from megatron_rl.rollout.engines.vllm import make_tool_parser
 from megatron_rl.rollout.multi_turn import MultiTurnScheduler
 from megatron_rl.rollout.scheduler import ReplicaQueue
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, Rollouts, split_rows
@@ -212,6 +216,108 @@ def test_the_last_words_of_a_program_are_told_whole():
         run("echo something long >&2; echo two > /dev/stderr; echo three >&2; exit 1")
     with pytest.raises(RuntimeError, match=r"status 1: x{1999}\n$"):
         run("printf '%09000d\n' 0 | tr 0 x >&2; exit 1")
+
+
+def converse(client: Callable[[http.client.HTTPConnection, str], Any]) -> Any:
+    """Run a client of an endpoint whose policy writes "turn 1", "turn 2" and so on; return its result."""
+    count = 0
+
+    async def next_turn(observed: object, limit: object, opening: object) -> Message:
+        nonlocal count
+        count += 1
+        return Message(f"turn {count}", (7,), log_probs=(-0.5,), context=3)
+
+    async def serve() -> Any:
+        async with endpoint(Episode("1+2=", None, {}, 0, next_turn)) as (base_url, key):
+            connection = http.client.HTTPConnection(urlsplit(base_url).netloc, timeout=20)
+            try:
+                return await asyncio.to_thread(client, connection, key)
+            finally:
+                connection.close()
+
+    return asyncio.run(serve())
+
+
+def post(connection: http.client.HTTPConnection, key: str, body: Any, **options: Any) -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {key}"}
+    connection.request("POST", "/v1/chat/completions", body, headers, **options)
+    response = connection.getresponse()
+    return response.status, json.load(response)
+
+
+def request_body(*texts: str) -> bytes:
+    roles = ["assistant" if index % 2 else "user" for index in range(len(texts))]
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    return json.dumps({"messages": messages}).encode()
+
+
+def test_a_chunked_request_is_answered_like_a_request_of_stated_length():
+    def client(connection: http.client.HTTPConnection, key: str) -> None:
+        body = request_body("one", "turn 1", "two")
+        pieces = [body[start : start + 7] for start in range(0, len(body), 7)]
+        assert post(connection, key, request_body("one"))[0] == 200
+        status, completion = post(connection, key, iter(pieces), encode_chunked=True)
+        assert (status, completion["choices"][0]["message"]["content"]) == (200, "turn 2")
+
+    converse(client)
+
+
+def test_one_connection_carries_several_requests_also_after_a_refused_one():
+    def client(connection: http.client.HTTPConnection, key: str) -> None:
+        connection.connect()
+        socket = connection.sock
+        replies = [
+            post(connection, key, request_body("one")),
+            post(connection, "another key", request_body("one", "turn 1", "two")),
+            post(connection, key, b"no JSON"),
+            post(connection, key, request_body("one", "turn 1", "two")),
+        ]
+        assert connection.sock is socket, "the endpoint closed the connection"
+        assert [status for status, _ in replies] == [200, 401, 400, 200]
+        assert [reply["error"]["code"] for _, reply in replies[1:3]] == ["key", "body"]
+        assert replies[3][1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+
+    converse(client)
+
+
+def test_a_request_that_is_too_large_is_refused_in_the_form_of_every_error():
+    def client(connection: http.client.HTTPConnection, key: str) -> None:
+        status, reply = post(connection, key, b" " * (LARGEST_REQUEST + 1))
+        assert (status, reply["error"]["code"]) == (413, "body")
+        assert reply["error"]["type"] == "invalid_request_error"
+
+    converse(client)
+
+
+def start_request(connection: http.client.HTTPConnection, key: str, header: str, value: str, body: bytes):
+    connection.putrequest("POST", "/v1/chat/completions")
+    connection.putheader("Authorization", f"Bearer {key}")
+    connection.putheader(header, value)
+    connection.endheaders(body)
+
+
+def test_a_client_that_leaves_within_a_request_ends_neither_the_endpoint_nor_the_episode(caplog):
+    def client(connection: http.client.HTTPConnection, key: str) -> None:
+        start_request(connection, key, "Content-Length", "100", b"{")
+        connection.close()
+        assert post(connection, key, request_body("one"))[0] == 200
+
+    converse(client)
+    assert not caplog.records, caplog.text
+
+
+def test_malformed_requests_are_refused_and_the_next_connection_is_served():
+    def client(connection: http.client.HTTPConnection, key: str) -> None:
+        start_request(connection, key, "Transfer-Encoding", "chunked", b"no size\r\n")
+        assert connection.getresponse().status == 400
+        connection.close()
+        connection.connect()
+        connection.sock.sendall(b"no HTTP\r\n\r\n")
+        assert connection.sock.recv(1000).startswith(b"HTTP/1.0 400")
+        connection.close()
+        assert post(connection, key, request_body("one"))[0] == 200
+
+    converse(client)
 
 
 TOOLS = (

@@ -231,7 +231,7 @@ class Liar(Environment):
     )
     (tmp_path / "env.py").write_text(source)
     ends, _ = play(hosts("Liar"), ["lie", "go"])
-    assert ends[0].failure == "crashed" and "no answer" in ends[0].message
+    assert ends[0].failure == "crashed" and "malformed message" in ends[0].message
     assert ends[1].reward == 1.0 or ends[1].failure == "not_finite"
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.engines.servers.lease import Lease
+from megatron_rl.rollout.engines.servers.client import Lease
 from megatron_rl.rollout.engines.vllm.setup import linear, local_rank, shared_memory_name
-from megatron_rl.rollout.engines.vllm_server.server import Expected, VllmServer
+from megatron_rl.rollout.engines.vllm_server.server import ServerRequirements, VllmServer, _require_model
 
 # As vLLM names a group of two ranks that a launcher started.
 GROUP = "//-tp:0-[0-1]-cpushm"
@@ -72,7 +72,7 @@ def test_a_server_that_does_not_say_how_it_is_set_up_is_told_from_one_of_another
         threading.Thread(target=other.serve_forever, daemon=True).start()
         server = VllmServer(f"http://127.0.0.1:{other.server_address[1]}")
         with pytest.raises(UserError) as refused:
-            server.refuse_other({}, Expected("float32", True, 16, "cpu"))
+            server.require_settings({}, ServerRequirements("float32", True, 16, "cpu"))
         other.shutdown()
     assert ("VLLM_SERVER_DEV_MODE" in str(refused.value.expected)) == vllm
 
@@ -94,12 +94,11 @@ def test_a_server_of_a_model_with_other_positions_is_refused(served: dict, other
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
         "task": {"size": 1},
     }
-    server = VllmServer("http://127.0.0.1:1")
     if other is None:
-        server._refuse_model(settings, served, "here")
+        _require_model(settings, served, "here")
         return
     with pytest.raises(UserError) as refused:
-        server._refuse_model(settings, served, "here")
+        _require_model(settings, served, "here")
     assert str(refused.value.got).startswith(other)
 
 

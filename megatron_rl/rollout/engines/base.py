@@ -1,8 +1,8 @@
-"""The protocols of a rollout engine, and how the engine of a run is built.
+"""The protocols of a rollout engine, and the construction of a run's engine.
 
-A `Generator` samples, a `WeightStore` has storage that the hybrid engine writes into. They are apart because
-a server has the first in the job's ranks and the second elsewhere. What an engine can do beyond them is in
-the table of `config.engines`.
+A `Generator` samples; a `WeightStore` has storage that the hybrid engine writes into. They are separate
+protocols because a server splits them: the ranks of the job have its generator, the server's workers its
+weights. Further capabilities of an engine are in the table of `config.engines`.
 """
 
 from __future__ import annotations
@@ -25,136 +25,150 @@ from megatron_rl.types import TensorBox
 from megatron_rl.user_code import load_path
 
 ToolParser = Callable[[str, list[dict[str, Any]]], tuple[str, list[dict[str, Any]]]]
-"""Takes a turn and the tools; returns the text beside the calls, and the name and arguments of each call."""
+"""Parses a turn: (text, tools) -> (text beside the calls, name and arguments of each call)."""
 
 
 class Generator(Protocol):
-    """Answer requests from the weights that are there.
+    """Sampler of token sequences from the weights that the engine has.
 
     Every call is collective over the tensor-parallel ranks of one replica, which must make equal calls in an
-    equal order; the answers are equal too. The tokens of an answer depend on its request alone, not on what
-    it is batched with.
+    equal order; the completions are equal, too. The tokens of a completion depend on its request alone, not
+    on the requests that it is batched with.
     """
+
+    # Bounds.
 
     @property
     def max_model_len(self) -> int | None:
-        """Return the most tokens of a request and its answer together, None for no bound."""
+        """Return the most tokens of a request and its completion together, None without a bound."""
         ...
 
     @property
     def most_rows(self) -> int:
-        """Return how many requests are worked on at once; others wait in the engine."""
+        """Return the number of requests that the engine works on at once; further ones queue inside it."""
         ...
 
-    def sampling(self) -> AbstractContextManager[None]:
-        """Return a context for `submit` and `step` that leaves the process's random generators untouched.
+    # Sampling: submit, step and abort inside the context of `sampling`, and interrupt at its end.
 
-        Requests that are still open at its end are aborted: nothing of a request stays in the engine while
-        its weights may change, except of `kept` ones. Raises RuntimeError while the engine needs weights.
+    def sampling(self) -> AbstractContextManager[None]:
+        """Return a context for `submit` and `step` that restores the process's random generators.
+
+        Requests that are open at its end are aborted: weights may change afterwards, and the engine must have
+        no state of older ones, except for `kept` requests. Raises RuntimeError while weights are missing.
         """
         ...
 
     def submit(self, request: GenerationRequest) -> None:
-        """Take a request; one that cannot be answered is answered as failed."""
+        """Add a request. An invalid one gets a failed completion."""
         ...
 
     def step(self) -> list[Completion]:
-        """Work on the open requests for a while and return the answers that are complete."""
+        """Work on the open requests for a while and return the completions that are ready."""
         ...
 
     def abort(self, number: int) -> None:
-        """Forget an open request; it is not answered any more."""
+        """Drop an open request; it gets no completion."""
         ...
 
     def interrupt(self) -> list[Completion]:
-        """End every open request where it is; answer what was sampled, as if its limit were reached.
+        """End every open request and return its tokens so far, as if it had reached its limit.
 
-        A request without a token is not answered.
+        A request without a token gets no completion.
         """
         ...
 
     @property
     def kept(self) -> Collection[int]:
-        """Return the seeds of interrupted requests whose cache the engine still has.
+        """Return the seeds of interrupted requests whose key-value cache the engine retains.
 
-        They go on from it when they are submitted with what was answered before the next `step`, which ends
-        the others.
+        Such a request resumes from its cache if it is submitted again, with the tokens that were returned,
+        before the next `step`. That step drops all others.
         """
         ...
 
 
 Sampler = Generator
-"""The name that the protocol had before."""
+"""Former name of the protocol, which users may still import."""
 
 
 class WeightStore(Protocol):
-    """Say where weights lie that somebody else writes, and take them into use.
+    """Storage of an engine's weights, which the hybrid engine writes into.
 
     A store may start without weights: copy every box into ``parameters()``, then call ``finish_update``.
     """
 
+    # State.
+
     @property
     def weights_version(self) -> int:
-        """Return the version of the last finished update, -1 before it."""
+        """Return the version of the last finished update, -1 before the first."""
         ...
 
     @property
     def needs_weights(self) -> bool:
-        """Say whether there are no weights, or no longer: every box must be written."""
+        """Return whether the weights are missing or were dropped, so that every box must be written."""
         ...
 
+    # An update: wake, write every box into the storage, finish.
+
     def boxes(self) -> list[TensorBox]:
-        """Return where each box of a Hugging Face tensor lies in this rank's ``parameters()``."""
+        """Return the position of each box of a Hugging Face tensor in this rank's ``parameters()``."""
         ...
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """Return the storage to write new weights into, by name; tied parameters appear once."""
+        """Return the storage of new weights by name; tied parameters appear once."""
         ...
 
     def finish_update(self, version: int) -> None:
-        """Take the written weights into use as ``version`` and forget everything cached from older ones.
+        """Use the written weights as ``version`` and drop every cache of older ones.
 
         Raises RuntimeError when requests are still running.
         """
         ...
 
+    # Device memory, which the trainer uses while the engine sleeps.
+
     def sleep(self) -> None:
-        """Give the engine's device memory back where the device supports it, else do nothing."""
+        """Release the engine's device memory where the device supports it, else do nothing."""
         ...
 
     def wake(self) -> None:
-        """Make ``parameters()`` writable again; ``needs_weights`` says whether they were lost."""
+        """Make ``parameters()`` writable again; ``needs_weights`` is true if the weights were dropped."""
         ...
 
 
 class Storage(Protocol):
-    """Say where tensors lie that somebody else writes, as a `WeightStore` does."""
+    """Storage of tensors that the hybrid engine writes into, without the updates of a `WeightStore`."""
 
     def boxes(self) -> list[TensorBox]:
-        """Return where each box of a tensor lies in this rank's ``parameters()``."""
+        """Return the position of each box of a tensor in this rank's ``parameters()``."""
         ...
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """Return the storage to write into, by name."""
+        """Return the storage by name."""
         ...
 
 
 class Engine(Generator, WeightStore, Protocol):
-    """Sample from weights that somebody else writes into this process's storage."""
+    """Engine in a rank of the job: it samples from weights that are written into this process's memory."""
 
     @property
     def adapters(self) -> Storage | None:
-        """Return the storage of adapters that are written apart from the weights, None without such."""
+        """Return the storage of an adapter that is separate from the weights, None without one."""
         ...
 
     def close(self) -> None:
-        """Release the engine; the job's process groups stay as they are. May be called twice."""
+        """Release the engine; the job's process groups stay. May be called twice."""
         ...
 
 
 ENGINE_MEMBERS = tuple(
-    name for part in (Generator, WeightStore, Engine) for name in vars(part) if not name.startswith("_")
+    name
+    for protocol in (Generator, WeightStore, Engine)
+    for name in vars(protocol)
+    if not name.startswith("_")
 )
+"""Names of the members of all three protocols: an engine of the user's must have each of them."""
 
 
 def make_engine(
@@ -169,14 +183,13 @@ def make_engine(
     records: tuple[int, int] | None = None,
     adapters: AdaptedModel | None = None,
 ) -> Engine | None:
-    """Build the in-process engine ``config.engine`` on the rank, without weights; None outside ``layout``.
+    """Build the in-process engine ``config.engine`` of a rank, without weights; None outside ``layout``.
 
-    ``records`` are layers and experts per token, for engines with ``routing_replay``; ``adapters`` describes
-    those that an engine with ``adapter_sync`` has room for. A class of the user's own is called with the
-    other arguments, and on the ranks of ``layout`` alone. Collective over the world.
+    ``records`` are (layers, experts per token), for engines with ``routing_replay``. ``adapters`` describes
+    an adapter with storage of its own, for engines with ``adapter_sync``. A user's own engine receives
+    neither, and is built on the ranks of ``layout`` alone. Collective over the world.
     """
-    spec = ENGINES.get(config.engine)
-    common: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "layout": layout,
         "rank": rank,
         "dtype": dtype,
@@ -184,22 +197,33 @@ def make_engine(
         "max_model_len": max_model_len,
     }
 
+    spec = ENGINES.get(config.engine)
     if spec is None:
-        return _user_engine(model_path, config, **common) if rank in layout.ranks else None
+        if rank not in layout.ranks:
+            return None
+        return _user_engine(model_path, config, **arguments)
+
     # The engine's folder is imported once it is chosen: vLLM must not be imported before it is prepared.
     folder = import_module(spec.module)
-    return folder.make_engine(model_path, config, **common, records=records, adapters=adapters)
+    return folder.make_engine(model_path, config, **arguments, records=records, adapters=adapters)
 
 
-def _user_engine(model_path: str | Path, config: RolloutConfig, **arguments: Any) -> Engine:
-    """Build the engine whose class the user names by path, with what `make_engine` is given."""
-    engine = load_path(config.engine, "rollout.engine")(model_path, config, **arguments)
-    missing = sorted(name for name in ENGINE_MEMBERS if not hasattr(engine, name))
-    if missing:
+def _user_engine(
+    model_path: str | Path,
+    config: RolloutConfig,
+    **arguments: Any,
+) -> Engine:
+    """Build an engine whose class the user names by path; raises UserError where it lacks a member."""
+    make_user_engine = load_path(config.engine, "rollout.engine")
+    engine = make_user_engine(model_path, config, **arguments)
+
+    # Checked on the object, since a class may set attributes in its constructor.
+    absent_members = sorted(name for name in ENGINE_MEMBERS if not hasattr(engine, name))
+    if absent_members:
         raise UserError(
-            f"{config.engine} lacks what is asked of an engine",
+            f"{config.engine} lacks members of an engine",
             where="rollout.engine",
             expected="the members of megatron_rl.Generator and megatron_rl.WeightStore, adapters and close()",
-            got="none called " + ", ".join(missing),
+            got="none called " + ", ".join(absent_members),
         )
     return engine

@@ -1,8 +1,8 @@
-"""The protocol of a server that samples for the run: what a job asks of it, over whatever wire it speaks.
+"""Protocol of a server that samples for the run, independent of its network protocol.
 
-A server samples from weights that `hybrid_engine.servers` brings it through a process group of the actor's
-ranks and the server's workers. Each answer names the weights that its tokens were sampled from, so that a
-server that was started anew in the meantime cannot answer with others.
+A server receives its weights from `hybrid_engine.servers`, through a process group of the actor's ranks and
+the server's workers. Every response names the weights that its tokens were sampled from. So a server that was
+restarted meanwhile, and has other weights, is noticed by its first response.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from megatron_rl.rollout.types import Completion, GenerationRequest
 
 
 class ServerError(RuntimeError):
-    """Failure of a server that cannot be reached, takes too long or refuses; ``status`` is HTTP's, or 0."""
+    """Failure of a server that is unreachable, too slow, or refuses a request.
+
+    ``status`` is the HTTP status, 0 without a response.
+    """
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -28,61 +31,79 @@ class ServerError(RuntimeError):
 
     @property
     def refuses_request(self) -> bool:
-        """Return whether the request is at fault, so that no other server would answer it either."""
+        """Return whether the request is invalid, so that every other server would refuse it, too."""
+        # Bad Request and Unprocessable Content.
         return self.status in (400, 422)
 
 
 class Server(Protocol):
-    """One server. Every call has a time limit and raises ServerError, unless it states another error.
+    """One server. Every call has a time limit and raises ServerError, except where another error is named.
 
-    A server engine is a folder of `rollout.engines` whose ``make_server(url)`` returns one of these, and a
-    line in the table of `config.engines`.
+    A server engine is a folder of `rollout.engines` whose ``make_server(url)`` returns a `Server`, and a line
+    in the table of `config.engines`.
     """
+
+    # Identity and requests.
 
     @property
     def url(self) -> str:
-        """Return the address in `rollout.server.urls`, without a slash at its end."""
+        """Return the URL in `rollout.server.urls`, without a slash at its end."""
         ...
 
     async def generate(
-        self, session: aiohttp.ClientSession, request: GenerationRequest, weights: str, seconds: float
+        self,
+        session: aiohttp.ClientSession,
+        request: GenerationRequest,
+        weights: str,
+        seconds: float,
     ) -> Completion:
-        """Answer a request from the weights of this name; raise ServerError where they are others."""
+        """Sample a request from the weights of this name; raises ServerError if the server has others.
+
+        A coroutine, so that one thread can have many requests in flight.
+        """
         ...
 
+    # Before a run: is this a server that the run can use, and is it free?
+
     def require_fit(self, config: RunConfig) -> int:
-        """Return how many requests the server works on at once; raise UserError unless it fits the run."""
+        """Return the most requests that the server works on at once; raises UserError unless it fits."""
         ...
 
     def require_open(self) -> None:
-        """Raise UserError unless the server samples from tokens."""
+        """Raise UserError unless the server accepts token ids to sample from."""
         ...
 
     def claim(self, run: str, seconds: float) -> str | None:
-        """Reserve the server for a run for so long; return the name of another run that has it, or None."""
+        """Reserve the server for a run for this time; return the holder if it is another run, else None."""
         ...
+
+    # State of the weights.
 
     def weights(self) -> str:
         """Return the name of the server's weights."""
         ...
 
     def workers(self) -> int:
-        """Return how many processes hold the server's weights: each is a rank of the process group."""
+        """Return the number of the server's worker processes: each is a rank of the process group."""
         ...
 
+    # One update of the weights, in the order of the calls. `reset_updates` and `join_transfer` belong to the
+    # first update of a server, and to the first after a failed one.
+
     def reset_updates(self, seconds: float) -> None:
-        """Drop an update, and its process group, that a killed job has left. No error where there is none."""
+        """Drop an unfinished update of a killed job, and its process group. Without one, do nothing."""
         ...
 
     def pause(self, seconds: float) -> None:
-        """Hold requests in flight back until `finish_update`."""
+        """Pause requests in flight until `finish_update`: their weights are about to change."""
         ...
 
     def join_transfer(self, rendezvous: Mapping[str, Any], seconds: float) -> None:
-        """Have the workers join the process group at ``address`` and ``port``, as ranks from ``trainers`` on.
+        """Make the workers join a process group with the actor's ranks, and plan the transfer.
 
-        ``workers``, ``staging_bytes`` and ``verify`` are the `HybridEngine`'s on both sides. Returns once the
-        workers' transfer is planned, which needs the actor's ranks at the same time.
+        The rendezvous is at ``address`` and ``port``; the workers are the ranks from ``trainers`` on.
+        ``workers``, ``staging_bytes`` and ``verify`` are equal on both sides. Planning is collective, so the
+        call returns only if the actor's ranks plan at the same time.
         """
         ...
 
@@ -91,16 +112,17 @@ class Server(Protocol):
         ...
 
     def receive_weights(self, version: int, seconds: float) -> None:
-        """Have the workers sync the weights of ``version``, while the actor's ranks sync them too."""
+        """Receive the weights of ``version`` in the workers. Collective: the actor's ranks sync, too."""
         ...
 
     def finish_update(self, name: str, seconds: float) -> None:
-        """Use the received weights under this name, drop what was cached from older ones, and resume."""
+        """Use the received weights under this name, drop the cache of older ones, and resume requests."""
         ...
 
 
 def make_servers(config: RunConfig) -> list[Server]:
-    """Return the servers of a run whose engine is not in process, in the order of `rollout.server.urls`."""
+    """Return the servers of a run, in the order of `rollout.server.urls`; the engine is a server engine."""
+    # Imported once it is chosen: the libraries of other engines need not be installed.
     folder = import_module(ENGINES[config.rollout.engine].module)
     return [folder.make_server(url) for url in config.rollout.server.urls]
 

@@ -1,4 +1,4 @@
-"""A plain sampler over a Hugging Face model: the reference for the fast engine, for small tests."""
+"""A plain sampler over a Hugging Face model: the reference for vLLM, and an engine for small tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_engine(
     max_model_len: int,
     **_: Any,
 ) -> Engine | None:
-    """See `rollout.engines.base.make_engine`."""
+    """See `rollout.engines.base.make_engine`. Not collective: a replica is one rank."""
     import torch
 
     from megatron_rl.rollout.engines.torch.engine import TorchEngine

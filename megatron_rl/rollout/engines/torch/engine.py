@@ -1,4 +1,8 @@
-"""A plain sampler over any model: the reference for the fast engine, and a tool for debugging."""
+"""A plain sampler over any model: the reference for vLLM, and a tool for debugging.
+
+A step decodes a whole batch of requests to its end. Nothing is shared between requests, and nothing remains
+after a step, so every completion is a function of its request and the weights.
+"""
 
 from __future__ import annotations
 
@@ -25,43 +29,55 @@ from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, SamplingParameters, Te
 
 
 class Decoder(Protocol):
-    """Feed tokens row by row and keep what the model remembers of them."""
+    """Incremental decoder of a batch of B sequences, with the state that the model needs of their tokens."""
 
     def start(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Read the prompts and return the logits [B, V] after their last tokens."""
+        """Prefill the prompts; return the logits [B, V] after their last tokens."""
         ...
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Append one token per row ([B]) and return the next logits [B, V]."""
+        """Append one token to each sequence ([B]); return the next logits [B, V]."""
         ...
 
     def keep(self, rows: list[int]) -> None:
-        """Drop all rows but these."""
+        """Drop all sequences except these."""
         ...
 
 
 class CachingDecoder:
-    """Decode with a Hugging Face causal language model and its key-value cache; prompts are left-padded."""
+    """Decoder of a Hugging Face causal language model with a key-value cache; prompts are left-padded."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._device = next(model.parameters()).device
+        # [B, padding + tokens so far] int64: 0 for padding.
         self._mask = torch.zeros(0, 0, dtype=torch.int64)
         self._cache: Any = None
 
     def start(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        longest = max(len(row) for row in rows)
-        tokens = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=self._device)
-        self._mask = torch.tensor(
-            [[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=self._device
-        )
+        # Padding on the left puts the last tokens of all prompts into one column.
+        width = max(len(row) for row in rows)
+        padded = []
+        mask = []
+        for row in rows:
+            padding = [0] * (width - len(row))
+            padded.append([*padding, *row])
+            mask.append(padding + [1] * len(row))
+        tokens = torch.tensor(padded, device=self._device)
+        self._mask = torch.tensor(mask, device=self._device)
         self._cache = None
-        return self._forward(tokens, (self._mask.cumsum(1) - 1).clamp(min=0))
+
+        # Positions count a sequence's own tokens; padding has position 0 and is masked.
+        positions = (self._mask.cumsum(1) - 1).clamp(min=0)
+        return self._forward(tokens, positions)
 
     def step(self, tokens: Tensor) -> Tensor:
         positions = self._mask.sum(1, keepdim=True)
-        self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
-        return self._forward(tokens.to(self._device)[:, None], positions)
+        new_column = torch.ones_like(self._mask[:, :1])
+        self._mask = torch.cat([self._mask, new_column], dim=1)
+
+        inputs = tokens.to(self._device)[:, None]
+        return self._forward(inputs, positions)
 
     def keep(self, rows: list[int]) -> None:
         index = torch.tensor(rows, device=self._device)
@@ -82,11 +98,11 @@ class CachingDecoder:
 
 
 class TorchEngine:
-    """Sample with any decoder; log-probs are float32 at the sampling temperature, filters included.
+    """Engine over any decoder; log-probs are float32, at the sampling temperature, after the filters.
 
-    ``model`` holds the parameters that ``parameters()`` and ``boxes()`` show; without it there is nothing to
-    write into. ``tensor_name`` turns their names into those of checkpoints. ``max_model_len`` bounds a row,
-    prompt included. ``batch_rows`` rows are decoded together.
+    ``model`` has the parameters of ``parameters()`` and ``boxes()``; without it there is nothing to write
+    into. ``tensor_name`` maps their names to the names of checkpoints. ``max_model_len`` bounds a sequence,
+    prompt included. ``batch_rows`` sequences are decoded together.
     """
 
     def __init__(
@@ -99,16 +115,19 @@ class TorchEngine:
         batch_rows: int = 256,
         rank: int = 0,
     ) -> None:
+        # Members of the protocols. Weights are there from the start: those of the decoder's model.
         self.weights_version = -1
         self.needs_weights = False
         self.adapters = None
+        self.max_model_len = max_model_len
+        self.most_rows = batch_rows
+
         self._decoder = decoder
         self._model = model
         self._tensor_name = tensor_name
-        self.max_model_len = max_model_len
-        self._open: dict[int, GenerationRequest] = {}
-        self.most_rows = batch_rows
         self._rank = rank
+        # Number of a request -> the request, in the order of submission.
+        self._open: dict[int, GenerationRequest] = {}
 
     @classmethod
     def from_hf(
@@ -117,159 +136,225 @@ class TorchEngine:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
-        **more: Any,
+        **options: Any,
     ) -> TorchEngine:
-        """Load the Hugging Face causal language model at ``path``, eager attention, in ``dtype``.
+        """Load the Hugging Face causal language model at ``path``, with eager attention, in ``dtype``.
 
-        Where the folder points to a Megatron checkpoint, weights are noise until the trainer's come.
+        Where the folder points to a Megatron checkpoint, weights are noise until the trainer writes them.
         """
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        # Eager: the plain implementation of attention, as befits a reference.
         settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
         if (Path(path) / POINTER).is_file():
             model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), **settings)
         else:
             model = AutoModelForCausalLM.from_pretrained(path, **settings)
         model.eval().to(device)
-        names = read_pretrained(Path(path) / "config.json").family.tensor_name
-        return cls(lambda: CachingDecoder(model), model=model, tensor_name=names, **more)
+
+        tensor_name = read_pretrained(Path(path) / "config.json").family.tensor_name
+        # A decoder for each step: its cache belongs to one batch.
+        return cls(
+            lambda: CachingDecoder(model),
+            model=model,
+            tensor_name=tensor_name,
+            **options,
+        )
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """See `Generator.sampling`."""
+        """See `Generator.sampling`. The process's random generators are never used."""
         try:
             yield
         finally:
             self._open.clear()
 
     def submit(self, request: GenerationRequest) -> None:
-        """Take a request. With unchanged weights an interrupted row goes on as if it had not been."""
+        """Add a request. With equal weights a continuation has the tokens of an uninterrupted sequence."""
         self._open[request.number] = request
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
-        """Answer up to ``batch_rows`` requests, in the order they came."""
-        possible: list[GenerationRequest] = []
-        answers: list[Completion] = []
-        for request in list(self._open.values())[: self.most_rows]:
+        """Complete up to ``batch_rows`` requests, in the order of submission."""
+        valid: list[GenerationRequest] = []
+        completions: list[Completion] = []
+        batch = list(self._open.values())[: self.most_rows]
+        for request in batch:
             del self._open[request.number]
             if request.tokens and request.limit > 0:
-                possible.append(request)
+                valid.append(request)
             else:
-                answers.append(failed_completion(request.number))
-        return answers + (_decode(self._decoder(), possible) if possible else [])
+                completions.append(failed_completion(request.number))
+
+        # Invalid requests are completed, as failed, without a batch.
+        if valid:
+            completions += _decode(self._decoder(), valid)
+        return completions
 
     def abort(self, number: int) -> None:
-        """Forget an open request."""
+        """Drop an open request."""
         self._open.pop(number, None)
 
     def interrupt(self) -> list[Completion]:
-        """Forget every open request: none has a token before `step` answers it whole."""
+        """Drop every open request: none has a token, since `step` completes the ones that it begins."""
         self._open.clear()
         return []
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Return nothing: there is no cache to go on from."""
+        """Return no seeds: no cache outlives a step."""
         return ()
 
     def parameters(self) -> Mapping[str, Tensor]:
-        """Return the model's weights by transformers' name; biases that balance experts are buffers there."""
+        """Return the model's weights by transformers' name, with the biases that balance experts.
+
+        In transformers these biases are buffers, but checkpoints have them as tensors.
+        """
         if self._model is None:
             return {}
-        buffers = self._model.named_buffers()
-        biases = {name: value for name, value in buffers if name.endswith(".e_score_correction_bias")}
-        return {name: parameter.data for name, parameter in self._model.named_parameters()} | biases
+        storages: dict[str, Tensor] = {}
+        for name, parameter in self._model.named_parameters():
+            storages[name] = parameter.data
+        for name, buffer in self._model.named_buffers():
+            if name.endswith(".e_score_correction_bias"):
+                storages[name] = buffer
+        return storages
 
     def boxes(self) -> list[TensorBox]:
-        """Return where each tensor of the checkpoint lies: a parameter, or an expert's part of one."""
-        return [
-            TensorBox(
-                self._tensor_name(name), (0,) * part.dim(), tuple(part.shape), self._rank, storage,
-                int(part.storage_offset() - whole.storage_offset()), tuple(part.stride()),
-            )
-            for storage, whole in self.parameters().items()
-            for name, part in _checkpoint_tensors(storage, whole)
-        ]  # fmt: skip
+        """Return the position of each checkpoint tensor: a parameter, or one expert's slice of one."""
+        boxes = []
+        for storage, parameter in self.parameters().items():
+            for name, tensor in _checkpoint_tensors(storage, parameter):
+                # An expert's slice is a view: its box needs its offset and strides in the parameter.
+                offset = int(tensor.storage_offset() - parameter.storage_offset())
+
+                box = TensorBox(
+                    self._tensor_name(name),
+                    (0,) * tensor.dim(),
+                    tuple(tensor.shape),
+                    self._rank,
+                    storage,
+                    offset,
+                    tuple(tensor.stride()),
+                )
+                boxes.append(box)
+        return boxes
 
     def finish_update(self, version: int) -> None:
-        """Set the weights' version; nothing is cached between calls."""
+        """Set the version of the weights; no cache outlives a step."""
         self.weights_version = version
 
     def sleep(self) -> None:
-        """Do nothing: the model stays where it is."""
+        """Do nothing: the model's memory stays allocated."""
 
     def wake(self) -> None:
-        """Do nothing: the model stayed where it was."""
+        """Do nothing; see `sleep`."""
 
     def close(self) -> None:
-        """Forget the model."""
+        """Release the model."""
         self._model = None
 
 
 def _checkpoint_tensors(name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield what checkpoints hold of a parameter: transformers has all experts of a layer in one."""
-    layer, mixture, fused = name.partition("mlp.experts.")
-    if not mixture:
+    """Yield the checkpoint tensors in a parameter: transformers stacks all experts of a layer into one."""
+    layer, separator, matrix = name.partition("mlp.experts.")
+    if not separator:
         yield name, parameter
         return
-    halves = ("gate_proj", "up_proj") if fused == "gate_up_proj" else (fused,)
-    for expert, matrix in enumerate(parameter):
-        for half, part in zip(halves, matrix.chunk(len(halves)), strict=True):
-            yield f"{layer}mlp.experts.{expert}.{half}.weight", part
+
+    projections = (matrix,)
+    if matrix == "gate_up_proj":
+        projections = ("gate_proj", "up_proj")
+    for expert, weight in enumerate(parameter):
+        slices = weight.chunk(len(projections))
+        for projection, tensor in zip(projections, slices, strict=True):
+            yield f"{layer}mlp.experts.{expert}.{projection}.weight", tensor
 
 
 def _decode(decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[Completion]:
-    """Answer all requests; rows that are done leave the batch."""
+    """Decode all requests to their end; finished sequences leave the batch."""
+    # Results by request.
     tokens: list[list[int]] = [[] for _ in requests]
     log_probs: list[list[float]] = [[] for _ in requests]
     support: list[list[list[int]]] = [[] for _ in requests]
-    reasons = [FINISH_LENGTH for _ in requests]
-    generators = [_stream(request.seed, request.done) for request in requests]
+    finish_reasons = [FINISH_LENGTH for _ in requests]
+    generators = [_generator(request.seed, request.done) for request in requests]
+
+    # Indices of the requests whose sequences are in the batch, in its order.
     active = list(range(len(requests)))
     logits = decoder.start([request.tokens for request in requests])
     while active:
-        settings, streams = [requests[row].sampling for row in active], [generators[row] for row in active]
-        chosen, values, kept = _sample(logits, settings, streams)
-        going: list[int] = []
-        for index, (token, value) in enumerate(zip(chosen.tolist(), values.tolist(), strict=True)):
-            row = active[index]
+        sampling = [requests[row].sampling for row in active]
+        active_generators = [generators[row] for row in active]
+        sampled, values, masks = _sample(logits, sampling, active_generators)
+        sampled_list = sampled.tolist()
+        log_prob_list = values.tolist()
+
+        # Append each sequence's token; collect the indices in the batch of the unfinished ones.
+        unfinished: list[int] = []
+        for index, row in enumerate(active):
+            request = requests[row]
+            token = sampled_list[index]
             tokens[row].append(token)
-            log_probs[row].append(value)
-            if truncates(requests[row].sampling):
-                support[row].append(kept[index].nonzero()[:, 0].tolist())
-            if token in requests[row].sampling.stop_token_ids:
-                reasons[row] = FINISH_STOP
-            elif len(tokens[row]) < requests[row].limit:
-                going.append(index)
-        if len(going) < len(active):
-            active = [active[index] for index in going]
+            log_probs[row].append(log_prob_list[index])
+            if truncates(request.sampling):
+                support_ids = masks[index].nonzero()[:, 0]
+                support[row].append(support_ids.tolist())
+
+            if token in request.sampling.stop_token_ids:
+                finish_reasons[row] = FINISH_STOP
+            elif len(tokens[row]) < request.limit:
+                unfinished.append(index)
+
+        # Shrink the batch, then decode the next position.
+        if len(unfinished) < len(active):
+            # `keep` takes indices in the current batch.
+            active = [active[index] for index in unfinished]
             if active:
-                decoder.keep(going)
-            chosen = chosen[going]
+                decoder.keep(unfinished)
+            sampled = sampled[unfinished]
         if active:
-            logits = decoder.step(chosen)
-    return [
-        Completion(request.number, tokens[row], log_probs[row], reasons[row], support[row])
-        for row, request in enumerate(requests)
-    ]
+            logits = decoder.step(sampled)
+
+    completions = []
+    for row, request in enumerate(requests):
+        completion = Completion(
+            request.number,
+            tokens[row],
+            log_probs[row],
+            finish_reasons[row],
+            support[row],
+        )
+        completions.append(completion)
+    return completions
 
 
-def _stream(seed: int, done: int) -> torch.Generator:
-    """Return a row's random stream after ``done`` draws."""
+def _generator(seed: int, draws: int) -> torch.Generator:
+    """Return a sequence's random generator after ``draws`` draws."""
     generator = torch.Generator().manual_seed(seed)
-    torch.rand(done, generator=generator, dtype=torch.float64)
+    # One draw at a time and many at once advance a CPU generator alike; `draw` uses float64, too.
+    torch.rand(draws, generator=generator, dtype=torch.float64)
     return generator
 
 
 def _sample(
-    logits: Tensor, sampling: Sequence[SamplingParameters], generators: Sequence[torch.Generator]
+    logits: Tensor,
+    sampling: Sequence[SamplingParameters],
+    generators: Sequence[torch.Generator],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token per row of ``logits`` [B, V]: tokens [B], log-probs [B], and what was left [B, V]."""
-    target = logits.device
-    greedy = torch.tensor([is_greedy(s) for s in sampling], device=target)
-    temperature = torch.tensor([log_prob_temperature(s) for s in sampling], device=target)
-    filtered = filtered_logits(logits, temperature, *filters(sampling, target))
-    chosen = draw(filtered, greedy, generators)
-    log_probs = filtered.log_softmax(dim=1).gather(1, chosen[:, None])[:, 0]
-    return chosen, log_probs, filtered > -torch.inf
+    """Draw one token per row of ``logits`` [B, V].
+
+    Returns the tokens [B] int64, their log-probs [B] float32, and the mask [B, V] of their support.
+    """
+    device = logits.device
+    is_greedy_row = [is_greedy(parameters) for parameters in sampling]
+    temperatures = [log_prob_temperature(parameters) for parameters in sampling]
+    greedy = torch.tensor(is_greedy_row, device=device)
+    temperature = torch.tensor(temperatures, device=device)
+
+    filtered = filtered_logits(logits, temperature, *filters(sampling, device))
+    tokens = draw(filtered, greedy, generators)
+    # Normalised over the support: the distribution that was sampled.
+    all_log_probs = filtered.log_softmax(dim=1)
+    log_probs = all_log_probs.gather(1, tokens[:, None])[:, 0]
+    return tokens, log_probs, filtered > -torch.inf

@@ -1,4 +1,7 @@
-"""vLLM in the ranks of the job: the only import of vllm."""
+"""vLLM in the ranks of the job: the only folder that imports vllm.
+
+Nothing here imports vllm before `setup.prepare_vllm` has set its environment: vLLM reads it on import.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,64 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.rollout.engines.base import Engine
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.engines.base import Engine, ToolParser
 from megatron_rl.shapes.layout import ParallelLayout
 
 
 def make_engine(
-    model_path: str | Path, config: RolloutConfig, *, layout: ParallelLayout, rank: int, **arguments: Any
+    model_path: str | Path,
+    config: RolloutConfig,
+    *,
+    layout: ParallelLayout,
+    rank: int,
+    **arguments: Any,
 ) -> Engine | None:
     """See `rollout.engines.base.make_engine`. Collective over the world, which makes the process groups."""
     from megatron_rl.rollout.engines.vllm.engine import VllmEngine
     from megatron_rl.rollout.engines.vllm.setup import join_groups, prepare_vllm
 
     prepare_vllm()
+    # On every rank, also outside the layout: the creation of a process group is collective over the world.
     join_groups(layout)
     if rank not in layout.ranks:
         return None
     return VllmEngine(model_path, config, layout=layout, rank=rank, **arguments)
+
+
+def make_tool_parser(name: str | None, tokenizer: Any) -> ToolParser | None:
+    """Return vLLM's tool-call parser ``name``, for any engine; None without a name.
+
+    Raises UserError for an unknown parser, or one that refuses the tokenizer.
+    """
+    if name is None:
+        return None
+    from megatron_rl.rollout.engines.vllm.setup import prepare_vllm
+
+    prepare_vllm()
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    try:
+        make_parser = ToolParserManager.get_tool_parser(name)
+        make_parser(tokenizer)
+    except Exception as error:
+        # Any exception: a parser may need tokens that the tokenizer lacks, and each has an error of its own.
+        raise UserError(
+            "the parser of tool calls cannot be made",
+            where="rollout.environment.tool_parser",
+            expected="a parser of vLLM that takes the model's tokenizer",
+            got=f"{type(error).__name__}: {error}",
+            fix="name the one that vLLM's documentation has for the model (--tool-call-parser)",
+        ) from None
+
+    def parse(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+        request: Any = ChatCompletionRequest(messages=[], model="policy", tools=tools)  # pyright: ignore
+        # A parser for each turn: some keep state between calls.
+        parsed = make_parser(tokenizer, request.tools).extract_tool_calls(text, request)
+        calls = [
+            {"name": call.function.name, "arguments": call.function.arguments} for call in parsed.tool_calls
+        ]
+        return parsed.content or "", calls
+
+    return parse

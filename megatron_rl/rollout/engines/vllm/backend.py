@@ -1,4 +1,8 @@
-"""The weight-transfer backend that `hybrid_engine` plugs into vLLM; it brings the transfer itself."""
+"""Weight-transfer backend of vLLM that `hybrid_engine` plugs in.
+
+vLLM calls a backend on both sides of a transfer: `HybridTransferEngine` in its workers, `HybridTrainerEngine`
+in the trainer's ranks. Both only run a transfer; `register` receives the function that connects one.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +24,13 @@ from vllm.distributed.weight_transfer.base import (
 
 from megatron_rl.check.engine.servers import BACKEND
 from megatron_rl.config.sections.rollout import HybridEngineConfig
-from megatron_rl.rollout.engines.servers.base import start_call
-from megatron_rl.rollout.engines.vllm.live import LiveWeights, check_writable
+from megatron_rl.rollout.engines.servers.base import alongside
 from megatron_rl.rollout.engines.vllm.orphans import end_with_server
+from megatron_rl.rollout.engines.vllm.weights import LiveWeights, check_writable
 
 
 class Transfer(Protocol):
-    """What moves weights between the trainers and this process; a `HybridEngine` is one."""
+    """Transfer of weights between the trainers and this process; a `HybridEngine` is one."""
 
     version: int
 
@@ -37,19 +41,35 @@ class Transfer(Protocol):
 class TransferRendezvous(WeightTransferInitInfo):
     """Rendezvous of a vLLM worker with the trainers.
 
-    In a rank of the trainers' own job everything may stay at its default; ``model`` is what the rank trains,
-    None where it only generates. A worker elsewhere names the trainers' ``address`` and ``port``, the number
-    of trainer ranks (``trainers``) and of vLLM's workers (``workers``) that meet there.
-    ``staging_bytes`` and ``verify`` are the `HybridEngine`'s, and equal on all ranks.
+    In a rank of the trainers' own job the defaults suffice. A worker of another job needs the address and the
+    counts.
+
+    Example:
+        Two trainer ranks and a server with tensor parallelism 2::
+
+            TransferRendezvous(address="10.0.0.1", port=29600, trainers=2, workers=2)
     """
 
     model: Any = None
+    """Model that this rank trains, None where it only generates."""
+
     address: str | None = None
+    """Host of the trainers' rendezvous, None in the trainers' own job."""
+
     port: int = 0
+    """Port of the rendezvous."""
+
     trainers: int = 0
+    """Number of trainer ranks: they have the ranks from 0 on."""
+
     workers: int = 0
+    """Number of vLLM workers, whose ranks follow those of the trainers."""
+
     staging_bytes: int = HybridEngineConfig.staging_bytes
+    """Most bytes in staging buffers at a time, equal on all ranks."""
+
     verify: str = HybridEngineConfig.verify
+    """Verification of a transfer, equal on all ranks; see `HybridEngineConfig.verify`."""
 
     def __post_init__(self) -> None:
         if self.address is not None and not (self.port and self.trainers and self.workers):
@@ -58,18 +78,20 @@ class TransferRendezvous(WeightTransferInitInfo):
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """Name the version of the weights that come."""
+    """Version of the weights of an update."""
 
     version: int
 
 
 Connect = Callable[[TransferRendezvous, LiveWeights | None, int], tuple[Transfer, Callable[[], None]]]
-"""Makes (transfer, end) from a meeting, this process's vLLM weights and its rank at the meeting."""
+"""Connects a rank: (rendezvous, this process's vLLM weights, rank) -> (transfer, function that leaves it)."""
+
 _connect: list[Connect] = []
+"""The function that `register` received, alone; a list, since vLLM makes the backends by class."""
 
 
 class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
-    """Let vLLM's weight-transfer calls run a transfer into this worker's live weights.
+    """Backend in a vLLM worker: writes transferred weights into the worker's live storage.
 
     The engine's prefix cache is out of a worker's reach: pause with ``clear_cache``, or call
     ``reset_prefix_cache`` after the update.
@@ -84,38 +106,41 @@ class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
         end_with_server()
 
     def init_transfer_engine(self, init_info: TransferRendezvous) -> None:
-        """Trace the model's own loader and plan the transfer. Collective over the meeting."""
+        """Trace the model's loader and plan the transfer. Collective over the ranks of the rendezvous."""
         check_writable(self.model)
         parallel: Any = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
         live = LiveWeights(self.model, self.model_config.model, worker)
-        self._transfer, self._end = _connect[0](init_info, live, init_info.trainers + worker)
+        self._transfer, self._leave = _connect[0](init_info, live, init_info.trainers + worker)
 
     def start_weight_update(self) -> None:
         """Do nothing: weights are written in place."""
 
     def receive_weights(self, update_info: Update) -> None:
-        """Move and verify the weights. Collective over the meeting."""
+        """Transfer and verify the weights. Collective over the ranks of the rendezvous."""
         self._transfer.version = update_info.version
         self._transfer.sync()
 
     def finish_weight_update(self) -> None:
-        """Do nothing: `receive_weights` has taken the weights into use."""
+        """Do nothing: `receive_weights` has finished the update."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive one whole update."""
+        """Receive one complete update."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def shutdown(self) -> None:
-        """Leave the meeting."""
-        if hasattr(self, "_end"):
-            self._end()
-            del self._transfer, self._end
+        """Leave the rendezvous."""
+        if hasattr(self, "_leave"):
+            self._leave()
+            del self._transfer, self._leave
 
 
 @dataclass
 class TrainerMeeting(TrainerInitInfo):
-    """Say how a trainer rank meets vLLM's workers; see `TransferRendezvous`. ``rank`` counts the trainers."""
+    """Rendezvous of a trainer rank with vLLM's workers; ``rank`` counts the trainers.
+
+    The fields have the meaning that they have in `TransferRendezvous`.
+    """
 
     backend: ClassVar[str] = BACKEND
 
@@ -129,48 +154,63 @@ class TrainerMeeting(TrainerInitInfo):
 
 
 class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
-    """Send a trainer's weights to vLLM workers of another job, each byte where it is needed."""
+    """Backend in a trainer rank: sends weights to vLLM workers of another job."""
 
     init_info_cls = TrainerMeeting
 
-    def __init__(self, transfer: Transfer, end: Callable[[], None], client: Any, is_sender: bool) -> None:
+    def __init__(
+        self,
+        transfer: Transfer,
+        leave: Callable[[], None],
+        client: Any,
+        is_sender: bool,
+    ) -> None:
         super().__init__(client=client, is_sender=is_sender)
-        self._transfer, self._end = transfer, end
+        self._transfer = transfer
+        self._leave = leave
         self._version = 0
 
     @classmethod
     def trainer_init(
-        cls, init_info: TrainerMeeting, *, client: Any, source: Any = None
+        cls,
+        init_info: TrainerMeeting,
+        *,
+        client: Any,
+        source: Any = None,
     ) -> HybridTrainerEngine:
-        """Meet the workers. Collective over the meeting; the first trainer tells vLLM where it is."""
+        """Meet vLLM's workers. Collective over the ranks of the rendezvous; the sender calls vLLM's server.
+
+        The call returns once the workers have planned the transfer, which needs the trainers at the same
+        time, so it runs alongside the connection.
+        """
         told = {name: value for name, value in vars(init_info).items() if name not in ("model", "rank")}
         meeting = TransferRendezvous(model=init_info.model, **told)
-        call = start_call(client.init_weight_transfer_engine, told) if init_info.is_sender else None
+        call = alongside(client.init_weight_transfer_engine, told) if init_info.is_sender else None
         transfer, end = _connect[0](meeting, None, init_info.rank)
         if call is not None:
-            call.result()
+            call()
         return cls(transfer, end, client, init_info.is_sender)
 
     def send_weights(self) -> None:
-        """Move, verify and take into use the next version. Collective over the meeting."""
+        """Transfer and verify the next version. Collective over the ranks of the rendezvous."""
         self._version += 1
         self._transfer.version = self._version
         call = None
         if self.is_sender:
             self.client.start_weight_update()
-            call = start_call(self.client.update_weights, {"version": self._version})
+            call = alongside(self.client.update_weights, {"version": self._version})
         self._transfer.sync()
         if call is not None:
-            call.result()
+            call()
             self.client.finish_weight_update(str(self._version))
 
     def shutdown(self) -> None:
-        """Leave the meeting."""
-        self._end()
+        """Leave the rendezvous."""
+        self._leave()
 
 
 def register(connect: Connect) -> None:
-    """Make the backend known to vLLM in this process. May be repeated."""
+    """Register the backend with vLLM in this process. May be called repeatedly."""
     _connect[:] = [connect]
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, HybridTransferEngine)

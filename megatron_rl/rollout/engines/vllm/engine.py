@@ -1,4 +1,10 @@
-"""vLLM as generation engine inside the training processes, its weights written in place."""
+"""vLLM as generation engine inside the training processes, its weights written in place.
+
+A request of the scheduler is one request of vLLM, unless the engine *retains* it: an interrupted request can
+stay in vLLM through a weight update (`rollout.on_update: keep`), and its continuation is then the same
+request of vLLM. So an open request has two `GenerationRequest`: the one that vLLM received, and the current
+one, which asks for the rest.
+"""
 
 from __future__ import annotations
 
@@ -20,40 +26,49 @@ from megatron_rl.check.engine.arguments import (
 from megatron_rl.config.sections.rollout import KEEP, RolloutConfig
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.rollout.engines.vllm import routing, setup, truncation, weights
-from megatron_rl.rollout.engines.vllm.adapters import AdapterSlots, engine_arguments
-from megatron_rl.rollout.engines.vllm.live import LiveWeights, live_model, model_runner
+from megatron_rl.rollout.engines.vllm import replay, setup, weights
+from megatron_rl.rollout.engines.vllm.weights import AdapterSlots, LiveWeights, live_model, model_runner
 from megatron_rl.rollout.sampling import part_seed, vllm_filters, vllm_finish, vllm_parameters
 from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import AdaptedModel
-from megatron_rl.shapes.pretrained import read_pretrained
+from megatron_rl.shapes.pretrained import PretrainedModel, read_pretrained
 from megatron_rl.types import FINISH_FAILED, TensorBox
 
 
 @dataclass
-class _Asked:
-    """Hold a request, what vLLM was told of it, and where the support of its tokens is noted.
+class _OpenRequest:
+    """Request that vLLM works on, or retains while weights are updated."""
 
-    ``rest`` is what is still asked, after what was answered when the request was interrupted.
-    """
+    original: GenerationRequest
+    """The request as vLLM received it."""
 
-    request: GenerationRequest
     parameters: Any
-    support: truncation.Support | None
-    rest: GenerationRequest
+    """vLLM's sampling parameters of it, which may hold a record of its experts."""
+
+    support: replay.Support | None
+    """Record of the support of its draws, None where vLLM reports it or nothing is filtered."""
+
+    current: GenerationRequest
+    """The request as the scheduler submitted it last: its tokens include those returned by interruptions."""
+
+    @property
+    def returned_tokens(self) -> int:
+        """Return how many sampled tokens earlier completions have returned."""
+        return len(self.current.tokens) - len(self.original.tokens)
 
 
 class VllmEngine:
     """One rank of a vLLM replica; ``layout.ranks`` in order form ``layout.data`` replicas.
 
-    ``model_path`` is a Hugging Face directory. Weights start as noise (``needs_weights``) unless
-    ``load`` asks vLLM to read the checkpoint itself. ``config.vllm`` passes through to vLLM's engine
-    arguments. ``shapes`` of the checkpoint's tensors are read from its headers unless given.
-    Asleep, ``sleep_level`` 2 drops the weights, which the next update brings anyway; 1 keeps them in host
-    memory. ``records`` are the layers, and experts per token, of a model whose experts `Completion` is to
-    name. ``adapters`` describes those that `adapters` has room for and every request is answered with; the
-    weights then stay where they are, and level 1 is used.
+    ``model_path`` is a Hugging Face folder. ``config.vllm`` passes through to vLLM's engine arguments.
+    Weights start as noise (``needs_weights``) unless ``load`` makes vLLM read the checkpoint. ``shapes`` of
+    the checkpoint's tensors are read from its headers unless given.
+
+    ``sleep_level`` 2 drops the weights during sleep, since the next update writes all of them; 1 keeps them
+    in host memory. ``records`` are (layers, experts per token) of a model whose `Completion.experts` are
+    needed. ``adapters`` describes an adapter with storage of its own, which every request uses. The base
+    weights are then never updated again, so the engine sleeps at level 1.
 
     Collective over ``layout.ranks``; where these are not the whole world every rank of the world calls
     ``join_groups(layout)`` first. Must be built before anything else imports vllm.
@@ -75,87 +90,134 @@ class VllmEngine:
         records: tuple[int, int] | None = None,
         adapters: AdaptedModel | None = None,
     ) -> None:
+        # Index of the replica in the layout.
         self.replica = layout.coordinates(rank).data
-        self._path = Path(model_path)
         self.max_model_len = max_model_len
+        self._path = Path(model_path)
+
         self._sleep_level = sleep_level if adapters is None else 1
+        # Tags of the memory that vLLM has released, "weights" and "kv_cache".
+        self._asleep: set[str] = set()
+
         self._truncates = config.truncates
         self._records = records
-        self._asleep: set[str] = set()
-        self._requests = 0
-        self._open: dict[str, _Asked] = {}
-        self._keeps = config.on_update == KEEP
-        self._kept: dict[int, tuple[str, _Asked]] = {}
+        self._retains = config.on_update == KEEP
+
+        # vLLM's name of a request -> the request. Names are numbers in the order of submission.
+        self._open: dict[str, _OpenRequest] = {}
+        self._submitted = 0
+        # Seed of a sequence -> its interrupted request, which vLLM still has.
+        self._retained: dict[int, tuple[str, _OpenRequest]] = {}
+        # Completions of requests that vLLM would refuse, until the next step.
         self._failed: list[Completion] = []
+
+        self._llm: Any = self._make_llm(config, layout, dtype, seed, load, adapters)
+        setup.count_engine(1)
+        self._model: Any = live_model(self._llm)
+        self._vocabulary: int = self._llm.llm_engine.model_config.get_vocab_size()
+        self.most_rows: int = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
+        if records is not None and device.on_host():
+            replay.capture_experts(model_runner(self._llm))
+
+        self._live: Any = LiveWeights(
+            self._model,
+            shapes or self._path,
+            rank,
+            # Retained requests hold cache blocks of older weights, so the cache cannot be dropped. The salt
+            # of later requests prevents them from reading these blocks.
+            reset_cache=lambda: self._retains or self._llm.reset_prefix_cache(),
+            loaded=load,
+        )
+        self._slots: AdapterSlots | None = None
+        if adapters is not None:
+            self._slots = AdapterSlots(self._llm, adapters, rank)
+
+    def _make_llm(
+        self,
+        config: RolloutConfig,
+        layout: ParallelLayout,
+        dtype: str,
+        seed: int,
+        load: bool,
+        adapters: AdaptedModel | None,
+    ) -> Any:
+        """Build vLLM's engine on the ranks of a layout; raises UserError where vLLM refuses the settings."""
         setup.prepare_vllm()
         arguments = self._arguments(config, layout.tensor, dtype, seed)
         if adapters is not None:
-            arguments |= engine_arguments(adapters, dtype)
+            arguments |= weights.adapter_arguments(adapters, dtype)
+        arguments["load_format"] = "auto" if load else "dummy"
+
+        # vLLM seeds generators, takes ranks from the world, and counts devices by the launcher's local rank.
         local_rank = setup.local_rank(device.device().index)
         with setup.unchanged_random_state(), setup.layout_as_world(layout), local_rank:
             from vllm import LLM
 
             try:
-                self._llm: Any = LLM(**arguments, load_format="auto" if load else "dummy")
+                return LLM(**arguments)
             except (ValueError, NotImplementedError) as error:
                 raise _refusal(self._path, config, error) from error
-        setup.count_engine(1)
-        self._model: Any = live_model(self._llm)
-        self.most_rows: int = self._llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
-        if records is not None and device.on_host():
-            routing.listen(model_runner(self._llm))
-        self._vocabulary: int = self._llm.llm_engine.model_config.get_vocab_size()
-        self._live: Any = LiveWeights(
-            self._model,
-            shapes or self._path,
-            rank,
-            # Kept requests hold blocks of older weights; the salt of others keeps them from reading these.
-            reset_cache=lambda: self._keeps or self._llm.reset_prefix_cache(),
-            loaded=load,
-        )
-        self._slots = None if adapters is None else AdapterSlots(self._llm, adapters, rank)
 
-    def _arguments(self, config: RolloutConfig, tensor: int, dtype: str, seed: int) -> dict[str, Any]:
+    def _arguments(
+        self,
+        config: RolloutConfig,
+        tensor: int,
+        dtype: str,
+        seed: int,
+    ) -> dict[str, Any]:
+        """Return vLLM's engine arguments; raises UserErrors for invalid ones of ``config.vllm``."""
         model = read_pretrained(self._path / "config.json")
         arguments: dict[str, Any] = {
             "model": str(self._path),
             **sampling_arguments(
                 model, float32_head=config.float32_head, dtype=dtype, max_model_len=self.max_model_len
             ),
+            # Ranks of torchrun are the workers: vLLM starts no processes.
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": tensor,
             "seed": seed,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
-            **(truncation.engine_arguments() if self._truncates else {}),
-            **(routing.engine_arguments() if self._records else {}),
         }
-        if device.on_host():
-            size = setup.host_cache_bytes(model.shape, tensor, dtype, self.max_model_len)
-            arguments |= {"kv_cache_memory_bytes": size, **host_arguments(self.max_model_len, tensor)}
-            if model.shape.kv_lora:
-                # Processors with AMX get another backend, which computes with packed copies of the weights
-                # that no write reaches.
-                arguments["attention_backend"] = "CPU_MLA"
-        else:
-            arguments |= {"gpu_memory_utilization": config.memory_fraction, "enable_sleep_mode": True}
-            if config.on_update == KEEP:
-                arguments["async_scheduling"] = False  # no step may be under way while weights are written
-            arguments["moe_backend"] = "triton"  # the one that reads experts as the checkpoint has them
+        if self._truncates:
+            arguments |= replay.support_arguments()
+        if self._records:
+            arguments |= replay.routing_arguments()
+
         errors = check_engine_arguments(config.vllm)
-        errors += host_errors(config.vllm) if device.on_host() else []
+        if device.on_host():
+            errors += host_errors(config.vllm)
+            arguments |= self._host_arguments(model, tensor, dtype)
+        else:
+            arguments |= _accelerator_arguments(config)
         if errors:
             raise UserErrors(errors)
+        # The user's own come last, so that they replace the ones above.
         return arguments | config.vllm
+
+    def _host_arguments(
+        self,
+        model: PretrainedModel,
+        tensor: int,
+        dtype: str,
+    ) -> dict[str, Any]:
+        """Return the engine arguments of a host without accelerator."""
+        cache_bytes = setup.host_cache_bytes(model.shape, tensor, dtype, self.max_model_len)
+        arguments = {"kv_cache_memory_bytes": cache_bytes, **host_arguments(self.max_model_len, tensor)}
+        if model.shape.kv_lora:
+            # On processors with AMX vLLM chooses another backend, which computes with packed copies of the
+            # weights that no write reaches.
+            arguments["attention_backend"] = "CPU_MLA"
+        return arguments
 
     @property
     def weights_version(self) -> int:
-        """Return the version of the weights in use, -1 where none were ever there."""
+        """Return the version of the weights in use, -1 before the first update."""
         return self._live.weights_version
 
     @property
     def needs_weights(self) -> bool:
-        """Say whether weights must be written before anything can be sampled."""
+        """Return whether weights must be written before anything can be sampled."""
         return self._live.needs_weights
 
     @contextmanager
@@ -164,148 +226,197 @@ class VllmEngine:
         if self.needs_weights:
             raise RuntimeError("the engine has no weights yet: write parameters() and call finish_update")
         self._wake("weights", "kv_cache")
+
         with setup.unchanged_random_state():
             try:
                 yield
             finally:
                 for name in list(self._open):
-                    self._end(name)
+                    self._abort(name)
 
     def submit(self, request: GenerationRequest) -> None:
-        """Take a request; one that is empty or has a token outside the vocabulary fails.
+        """Submit a request; one that is empty or has a token outside the vocabulary fails.
 
-        Its log-probs are those of the distribution that is sampled: at the temperature, after the filters.
-        The prefix cache holds what earlier requests of a row computed as long as the weights stay.
-        A sampled answer depends on where a row was interrupted, since vLLM starts each request's random
-        stream anew; a greedy one does not. A request that was `kept` goes on instead.
+        Log-probs belong to the sampled distribution: at the temperature, after the filters. A sampled
+        completion depends on where its sequence was interrupted, since vLLM starts the random stream of each
+        request anew; a greedy one does not. The continuation of a retained request resumes it.
         """
-        if request.seed in self._kept:
-            name, asked = self._kept[request.seed]
-            if replace(asked.rest, number=request.number) == replace(request, tokens=list(request.tokens)):
-                del self._kept[request.seed]
-                asked.rest, self._open[name] = request, asked
-                return
-        if not request.tokens or request.limit < 1 or max(request.tokens) >= self._vocabulary:
+        if self._resume(request):
+            return
+        # vLLM refuses these with an exception, which would end the run.
+        is_empty = not request.tokens or request.limit < 1
+        if is_empty or max(request.tokens) >= self._vocabulary:
             self._failed.append(failed_completion(request.number))
             return
-        self._requests += 1
-        name = str(self._requests)
+
         parameters = _sampling_parameters(request)
         support = None
         if self._truncates:
-            support = truncation.add_filters(parameters, request.sampling)
-        else:  # where one truncates all the same, an evaluation set says so: nobody learns from it
+            support = replay.add_filters(parameters, request.sampling)
+        else:
+            # Only an evaluation set filters in such a run. Nothing is trained on it, so vLLM's own filters,
+            # which report no support, suffice.
             for field, value in vllm_filters(request.sampling).items():
                 setattr(parameters, field, value)
         if self._records:
-            routing.ask(parameters, request, *self._records)
+            replay.add_expert_record(parameters, request, *self._records)
+
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.tokens)}
-        if self._keeps:
+        if self._retains:
             prompt["cache_salt"] = f"weights {self.weights_version}"
-        adapter = None if self._slots is None else self._slots.request
+        adapter = None
+        if self._slots is not None:
+            adapter = self._slots.request
+
+        # Names are unique in the engine's life: a retained request keeps its name through updates.
+        self._submitted += 1
+        name = str(self._submitted)
         self._llm.llm_engine.add_request(name, prompt, parameters, lora_request=adapter)
-        self._open[name] = _Asked(request, parameters, support, request)
+        self._open[name] = _OpenRequest(request, parameters, support, request)
+
+    def _resume(self, request: GenerationRequest) -> bool:
+        """Reopen the retained request that ``request`` continues; return whether there is one."""
+        if request.seed not in self._retained:
+            return False
+        name, retained = self._retained[request.seed]
+
+        # A request that differs, in its limit for example, must start anew: vLLM's cannot be changed.
+        expected = replace(retained.current, number=request.number)
+        if expected != replace(request, tokens=list(request.tokens)):
+            return False
+
+        del self._retained[request.seed]
+        retained.current = request
+        self._open[name] = retained
+        return True
 
     def step(self) -> list[Completion]:
-        """Add a token to every row that vLLM's scheduler runs; return the answers that are complete."""
-        answers, self._failed = self._failed, []
-        for name, _ in self._kept.values():
-            self._end(name)
-        self._kept.clear()
+        """Run one step of vLLM's scheduler; return the completions of requests that finished."""
+        completions = self._failed
+        self._failed = []
+
+        # A retained request that was not resumed before this step belongs to no sequence any more.
+        for name, _ in self._retained.values():
+            self._abort(name)
+        self._retained.clear()
+
         if self._open:
             for output in self._llm.llm_engine.step():
                 if output.finished and output.request_id in self._open:
-                    answers.append(self._answer(self._open.pop(output.request_id), output.outputs[0]))
-        return answers
+                    request = self._open.pop(output.request_id)
+                    completions.append(self._completion(request, output.outputs[0]))
+        return completions
 
-    def _answer(self, asked: _Asked, output: Any) -> Completion:
-        """Return vLLM's ``output`` as the answer to what is asked, without what was answered before."""
-        request, answered = asked.request, len(asked.rest.tokens) - len(asked.request.tokens)
-        answer = _completion(asked.rest.number, output)
-        if not answer.tokens:
-            return answer
-        answer = replace(answer, tokens=answer.tokens[answered:], log_probs=answer.log_probs[answered:])
+    def _completion(self, request: _OpenRequest, output: Any) -> Completion:
+        """Convert an output of vLLM, without the tokens that earlier completions returned."""
+        completion = _converted(request.current.number, output)
+        if not completion.tokens:
+            return completion
+
+        first = request.returned_tokens
+        completion = replace(
+            completion,
+            tokens=completion.tokens[first:],
+            log_probs=completion.log_probs[first:],
+        )
         if self._truncates:
-            support = truncation.support_of(output, asked.support, request.sampling)
-            answer = replace(answer, support=support[answered:])
+            support = replay.support_of(output, request.support, request.original.sampling)
+            completion = replace(completion, support=support[first:])
         if self._records:
-            answer = replace(answer, experts=routing.experts_of(output, asked.parameters, request))
-        return answer
+            experts = replay.experts_of(output, request.parameters, request.original)
+            completion = replace(completion, experts=experts)
+        return completion
 
     def abort(self, number: int) -> None:
-        """Forget an open request."""
-        self._failed = [answer for answer in self._failed if answer.number != number]
-        for name in [name for name, asked in self._open.items() if asked.rest.number == number]:
-            self._end(name)
+        """Drop an open request; it gets no completion."""
+        self._failed = [completion for completion in self._failed if completion.number != number]
+        for name, request in list(self._open.items()):
+            if request.current.number == number:
+                self._abort(name)
 
-    def _end(self, name: str) -> None:
+    def _abort(self, name: str) -> None:
+        """Abort one request of vLLM.
+
+        One name a call: vLLM frees the blocks of several requests in the order of a set of strings, which
+        differs between ranks.
+        """
         self._open.pop(name, None)
-        # One name a call: vLLM frees the blocks of several in the order of a set of strings, which is another
-        # one on each rank.
         self._llm.llm_engine.abort_request([name])
 
     def interrupt(self) -> list[Completion]:
-        """End every open request where it is, or keep it in the engine; see `Generator.interrupt`."""
-        answers, self._failed = self._failed, []
-        for name, asked in list(self._open.items()):
-            output, tokens = _unfinished(self._llm.llm_engine.output_processor, name), []
-            if len(asked.request.tokens) + len(output.token_ids) > len(asked.rest.tokens):
-                answers.append(self._answer(asked, output))
-                tokens = list(answers[-1].tokens)
-            if self._keeps:
-                rest = asked.rest
-                asked.rest = replace(
-                    rest,
-                    tokens=[*rest.tokens, *tokens],
-                    limit=rest.limit - len(tokens),
-                    done=rest.done + len(tokens),
-                )
-                self._kept[rest.seed] = name, self._open.pop(name)
-            else:
-                self._end(name)
-        return answers
+        """End or retain every open request; return the tokens sampled so far. See `Generator.interrupt`."""
+        completions = self._failed
+        self._failed = []
+
+        for name, request in list(self._open.items()):
+            output = _unfinished_output(self._llm.llm_engine.output_processor, name)
+            sampled: list[int] = []
+            if len(output.token_ids) > request.returned_tokens:
+                completion = self._completion(request, output)
+                completions.append(completion)
+                sampled = list(completion.tokens)
+
+            if not self._retains:
+                self._abort(name)
+                continue
+            current = request.current
+            request.current = replace(
+                current,
+                tokens=[*current.tokens, *sampled],
+                limit=current.limit - len(sampled),
+                done=current.done + len(sampled),
+            )
+            self._retained[current.seed] = (name, self._open.pop(name))
+        return completions
 
     @property
     def kept(self) -> Collection[int]:
-        """Return the seeds of interrupted requests that are still in vLLM; see `Generator.kept`."""
-        return self._kept.keys()
+        """Return the seeds of the retained requests; see `Generator.kept`."""
+        return self._retained.keys()
 
     @property
     def adapters(self) -> AdapterSlots | None:
-        """Return the storage of the adapters, None in an engine without."""
+        """Return the storage of the adapter, None in an engine without one."""
         return self._slots
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Return the storage of this rank's weights by vLLM's parameter name; see `LiveWeights`."""
-        return self._live.parameters() if self._live is not None else {}
+        if self._live is None:
+            return {}
+        return self._live.parameters()
 
     def boxes(self) -> list[TensorBox]:
-        """Return where vLLM's own loader puts every Hugging Face box on this rank; see `LiveWeights`."""
+        """Return the position of every Hugging Face box in this rank's storage; see `LiveWeights`."""
         return self._live.boxes()
 
     def finish_update(self, version: int) -> None:
-        """Take the written weights into use as ``version``; see `LiveWeights`."""
+        """Use the written weights as ``version``; see `LiveWeights`."""
         self._live.finish_update(version)
 
     def sleep(self) -> None:
-        """Give device memory back: the cache, and the weights for good (level 2) or to host memory (1).
+        """Release device memory: the cache, and the weights (level 2: dropped; level 1: to host memory).
 
-        The host has nothing to give back: there it does nothing.
+        Does nothing on the host, which has no device memory to release.
         """
         if device.on_host() or "weights" in self._asleep:
             return
-        self._live.map()  # tracing needs the weights' storage, if only to leave it alone
-        self._wake("kv_cache")  # vLLM puts only a whole engine to sleep
+
+        # The trace of the loader needs the weights' storage, although it copies nothing: make it before.
+        self._live.map()
+        # vLLM can only put a completely awake engine to sleep.
+        self._wake("kv_cache")
         self._llm.sleep(self._sleep_level)
         self._asleep = {"weights", "kv_cache"}
         device.set_unbacked(setup.bytes_asleep())
-        self._live.needs_weights = self._live.needs_weights or self._sleep_level > 1
+        if self._sleep_level > 1:
+            self._live.needs_weights = True
 
     def wake(self) -> None:
-        """Bring the weights' storage back; the cache follows with the next `sampling`."""
+        """Restore the weights' storage; the cache follows with the next `sampling`."""
         self._wake("weights")
 
     def _wake(self, *tags: str) -> None:
+        """Restore the sleeping memory of these tags, "weights" or "kv_cache"."""
         for tag in tags:
             if tag in self._asleep:
                 self._llm.wake_up([tag])
@@ -313,56 +424,83 @@ class VllmEngine:
                 device.set_unbacked(setup.bytes_asleep())
 
     def close(self) -> None:
-        """Shut this engine down and leave the job's process groups alone. May be called twice."""
+        """Shut this engine down; the job's process groups stay. May be called twice."""
         if self._llm is None:
             return
         self._llm.llm_engine.engine_core.shutdown()
-        self._llm = self._model = self._live = self._slots = None
+        self._llm = None
+        self._model = None
+        self._live = None
+        self._slots = None
         if setup.count_engine(-1) == 0:
             setup.forget_groups()
+
+        # vLLM's objects have reference cycles; memory is free only after their collection.
         gc.collect()
         device.empty_cache()
 
 
+def _accelerator_arguments(config: RolloutConfig) -> dict[str, Any]:
+    """Return the engine arguments of an accelerator."""
+    arguments: dict[str, Any] = {
+        "gpu_memory_utilization": config.memory_fraction,
+        "enable_sleep_mode": True,
+        # The backend that reads experts in the checkpoint's layout, so that they can be written in place.
+        "moe_backend": "triton",
+    }
+    if config.on_update == KEEP:
+        # No step may be in progress while weights are written.
+        arguments["async_scheduling"] = False
+    return arguments
+
+
 def _sampling_parameters(request: GenerationRequest) -> Any:
+    """Return vLLM's sampling parameters of a request, without filters."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    seed = part_seed(request.seed, request.done)
     return SamplingParams(
-        **vllm_parameters(request.sampling, request.limit, part_seed(request.seed, request.done)),
+        **vllm_parameters(request.sampling, request.limit, seed),
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
 
 
-def _unfinished(processor: Any, name: str) -> Any:
-    """Return what vLLM would answer to the request ``name`` if its limit were reached now."""
+def _unfinished_output(processor: Any, name: str) -> Any:
+    """Return the output that vLLM would give the request ``name`` if its limit were reached now."""
     from vllm.v1.engine import FinishReason
 
-    (internal,) = processor.external_req_ids[name]
-    state = processor.request_states[internal]
-    return state.make_request_output([], None, FinishReason.LENGTH, None).outputs[0]
+    # vLLM gives requests internal names with a random suffix.
+    (internal_name,) = processor.external_req_ids[name]
+    state = processor.request_states[internal_name]
+    output = state.make_request_output([], None, FinishReason.LENGTH, None)
+    return output.outputs[0]
 
 
-def _completion(number: int, output: Any) -> Completion:
-    """Take tokens and their log-probs out of vLLM's answer."""
-    values: list[float] = []
+def _converted(number: int, output: Any) -> Completion:
+    """Return the tokens, log-probs and finish reason of a vLLM output."""
+    log_probs: list[float] = []
     if output.logprobs is not None:
-        # A position holds the sampled token first, and after it whatever else vLLM reports there.
-        values = [output.logprobs.logprobs[first] for first in output.logprobs.start_indices]
-    finish = vllm_finish(output.token_ids, values, output.finish_reason)
-    if finish == FINISH_FAILED:
+        # The first entry of a position is the sampled token's; further ones are vLLM's top tokens.
+        log_probs = [output.logprobs.logprobs[first] for first in output.logprobs.start_indices]
+
+    finish_reason = vllm_finish(output.token_ids, log_probs, output.finish_reason)
+    if finish_reason == FINISH_FAILED:
         return failed_completion(number)
-    return Completion(number, output.token_ids, values, finish)
+    return Completion(number, output.token_ids, log_probs, finish_reason)
 
 
 def _refusal(path: Path, config: RolloutConfig, error: Exception) -> UserError:
-    stated = f", or one of rollout.vllm: {', '.join(config.vllm)}" if config.vllm else ""
+    """Return the error of a model or of settings that vLLM refuses."""
+    settings = ""
+    if config.vllm:
+        settings = f", or one of rollout.vllm: {', '.join(config.vllm)}"
     return UserError(
         "vLLM refuses the model or the engine's settings",
         where="rollout",
         expected=f"a model and settings that vLLM takes: {path}",
         got=f"{type(error).__name__}: {error}",
-        fix=f"correct what it names in the model's files{stated}, or set rollout.engine=torch",
+        fix=f"correct what it names in the model's files{settings}, or set rollout.engine=torch",
     )

@@ -1,4 +1,7 @@
-"""End what a vLLM server has started once it is gone: vLLM's engines would wait for its requests for ever."""
+"""Watchdog of a vLLM server's processes: it ends them once the server is gone.
+
+vLLM's engine processes otherwise wait for the requests of a killed server for ever, with their memory.
+"""
 
 from __future__ import annotations
 
@@ -11,46 +14,56 @@ from contextlib import suppress
 
 import psutil
 
-_ENGINE = "EngineCore"
-"""How vLLM calls the processes that a server starts with an engine in each."""
-_SECONDS = 1.0
+_ENGINE_NAME = "EngineCore"
+"""Prefix of the name of a server's engine processes in vLLM."""
+
+_POLL_SECONDS = 1.0
 
 
 def end_with_server() -> None:
-    """Watch the server from here on, in one of its engine processes or a worker of one; nowhere else.
+    """Start the watchdog in an engine process of a server, or in a worker of one; do nothing elsewhere.
 
-    When it is gone, whatever ended it, its engines, their workers and the coordinator of several engines
-    are killed.
+    Once the server is gone, for whatever reason, its engines, their workers and the coordinator of several
+    engines are killed.
     """
-    process, parent = multiprocessing.current_process(), multiprocessing.parent_process()
+    process = multiprocessing.current_process()
+    parent = multiprocessing.parent_process()
     if parent is None:
         return
-    if process.name.startswith(_ENGINE):
+
+    if process.name.startswith(_ENGINE_NAME):
         pids = (os.getpid(), parent.pid)
-    elif parent.name.startswith(_ENGINE):
+    elif parent.name.startswith(_ENGINE_NAME):
         pids = (parent.pid, None)
     else:
         return
     threading.Thread(target=_watch, args=pids, name="end_with_server", daemon=True).start()
 
 
-def _watch(engine_pid: int | None, server: int | None) -> None:
-    """End this process, the engine and its siblings once the engine has lost its server, else its parent now.
+def _watch(engine_pid: int | None, server_pid: int | None) -> None:
+    """Wait until the engine has lost its server; then kill the engine, its siblings and this process.
 
-    The kernel's signal for a parent's death would not do: it reaches children alone, but workers are an
-    engine's and the coordinator runs nothing of this package.
+    ``server_pid`` defaults to the engine's parent at the start. The kernel's signal for a parent's death does
+    not suffice: it reaches children alone, but workers are children of an engine, and the coordinator runs no
+    code of this package.
     """
-    with suppress(psutil.NoSuchProcess):  # the engine has ended first, which the server sees itself
+    # NoSuchProcess: the engine ended first, which the server notices by itself.
+    with suppress(psutil.NoSuchProcess):
         engine = psutil.Process(engine_pid)
-        server, others = server or engine.ppid(), [engine]
-        # A server that was gone before this began has left its engine to a process of another session.
-        serving = engine.ppid() == server and _session(server) == _session(engine.pid)
-        if serving:
+        server_pid = server_pid or engine.ppid()
+        orphans = [engine]
+
+        # A server that was gone before the watchdog started has left its engine to a process of another
+        # session, whose children are none of ours.
+        is_serving = engine.ppid() == server_pid and _session(server_pid) == _session(engine.pid)
+        if is_serving:
             with suppress(psutil.NoSuchProcess):
-                others = psutil.Process(server).children()
-        while serving and engine.ppid() == server:
-            time.sleep(_SECONDS)
-        for process in others:  # psutil knows a process by its start, too: no number is taken for another's
+                orphans = psutil.Process(server_pid).children()
+        while is_serving and engine.ppid() == server_pid:
+            time.sleep(_POLL_SECONDS)
+
+        # psutil identifies a process by its start time, too, so a reused process id is not killed.
+        for process in orphans:
             with suppress(psutil.NoSuchProcess):
                 if process.pid != os.getpid():
                     process.kill()
@@ -58,7 +71,7 @@ def _watch(engine_pid: int | None, server: int | None) -> None:
 
 
 def _session(pid: int) -> int | None:
-    """Return the session of a process, None where there is none any more."""
+    """Return the session of a process, None if the process has ended."""
     with suppress(ProcessLookupError):
         return os.getsid(pid)
     return None

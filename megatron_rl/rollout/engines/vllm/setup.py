@@ -1,4 +1,10 @@
-"""Make vLLM live inside the ranks of a training job: environment, groups, and what it must not touch."""
+"""vLLM inside the ranks of a training job: its environment, its process groups, and the changes it needs.
+
+vLLM expects to own its process: it starts further processes, destroys process groups, seeds generators and
+names shared memory as if no other job ran. `prepare_vllm` changes these parts of vLLM before an engine
+exists. Each change is a function here that states its reason. All were seen in vLLM 0.32: after an upgrade,
+read the named function of vLLM again, and drop a change that it no longer needs.
+"""
 
 from __future__ import annotations
 
@@ -21,149 +27,176 @@ from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 
 _REQUIRED = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, so its weights can be written
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would pin the trainer's threads too
+    # The engine runs in this process, so that its weights can be written in place.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Binding would pin the trainer's threads, too.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+"""Environment variables that a user cannot override."""
+
 _DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # It returns no log-probs of the distribution that is sampled, so no request here could use it.
+    # It returns no log-probs of the filtered distribution, so no request here could use it.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
+"""Environment variables that a user's own take precedence over."""
+
 _HOST_CACHE_BYTES = 2**30
 _HOST_CACHE_ROWS = 256
-_HOST_BLOCK = 128  # tokens, as vLLM's attention on the host cuts its cache
+
+_HOST_BLOCK = 128
+"""Tokens of a block of the key-value cache in vLLM's attention on the host."""
+
+# State of the process: vLLM is changed once, and forgets its groups after the last engine.
 _prepared = False
 _writable = False
 _engines = 0
 
 
 def prepare_vllm() -> None:
-    """Set vLLM's environment, import it and apply the changes it needs inside a training process, once.
+    """Set vLLM's environment, import it and apply the changes that a training process needs, once.
 
     Must run before anything else imports vllm, since vLLM reads its environment on import.
     """
     global _prepared
     if _prepared:
         return
+
+    # The user's own variables override defaults, but not the required ones.
     os.environ |= _DEFAULTS | dict(os.environ) | _REQUIRED
-    warnings.filterwarnings("ignore", message=".*reduce_op.*", category=FutureWarning)  # vLLM looks it up
+    # vLLM looks up torch's deprecated `reduce_op`.
+    warnings.filterwarnings("ignore", message=".*reduce_op.*", category=FutureWarning)
     set_threads = torch.set_num_threads
     import vllm
 
-    _keep_process_groups()
+    _preserve_process_groups()
     _inspect_models_in_process()
-    _leave_no_shared_memory()
-    _start_without_message_queues()
-    _compute_experts_without_adapters()
+    _name_shared_memory_by_job()
+    _omit_message_queues()
+    _choose_experts_without_adapters()
     if device.on_host():
+        # This module replaces functions of torch's accelerator, some of which have stand-ins here.
         with device.preserve_stream_stand_ins():
-            import vllm.v1.worker.cpu.shm  # noqa: F401 - where vLLM answers for the accelerator
+            import vllm.v1.worker.cpu.shm  # noqa: F401
     keep_weights_writable()
+
+    # vLLM's code for CPUs replaces this function, which the trainer still needs.
     torch.set_num_threads = set_threads
     _prepared = True
 
 
 def keep_weights_writable() -> None:
-    """Have vLLM keep weights that can be written in place, in models loaded from now on. May be repeated."""
+    """Make vLLM store the weights of models loaded from now on so that they can be written in place.
+
+    May be called repeatedly.
+    """
     global _writable
     if device.on_host() and not _writable:
-        _keep_weights_unpacked()
-        _compile_nothing()
-        _rotate_heads_apart()
+        _store_weights_unpacked()
+        _run_sampler_eagerly()
+        _rotate_heads_in_torch()
     _writable = True
 
 
 def weights_are_writable() -> bool:
-    """Say whether vLLM keeps weights in place in this process, as models that are loaded from now on do."""
+    """Return whether models that vLLM loads from now on can be written in place."""
     return _writable
 
 
-def _keep_process_groups() -> None:
-    """Stop an engine that goes away from destroying the job's process groups."""
+def _preserve_process_groups() -> None:
+    """Prevent the shutdown of an engine from destroying the job's default process group.
+
+    ``EngineCore.shutdown`` destroys it, and the garbage collector calls that, too.
+    """
     from vllm.v1.engine import core
 
-    # EngineCore.shutdown, also reached by the garbage collector, would destroy the default group.
     core.cleanup_dist_env_and_memory = lambda *_, **__: None
 
 
 def _inspect_models_in_process() -> None:
-    """Look at model classes here: vLLM would start a process per rank for it, only to keep devices unused."""
+    """Inspect model classes in this process.
+
+    vLLM starts a process per rank for it, with the sole purpose of leaving devices uninitialised here.
+    """
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda function: function()
 
 
-def _leave_no_shared_memory() -> None:
-    """Give shared-memory segments of tensor-parallel groups names of this job alone, and those only briefly.
+def _name_shared_memory_by_job() -> None:
+    """Name the shared memory of tensor-parallel groups by job, and unlink it early.
 
-    vLLM names them alike in every job on a host and keeps the names, which a killed job leaves behind. Ranks
-    that have joined a segment need its name no more.
+    vLLM uses the same names in every job on a host, and a killed job leaves them behind. A segment needs its
+    name only until all ranks have joined it.
     """
     from _posixshmem import shm_unlink
 
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    make_name, join = _CPUSHMDistributed.make_group_name, _CPUSHMDistributed._init_cpu_shm
+    make_group_name = _CPUSHMDistributed.make_group_name
+    join = _CPUSHMDistributed._init_cpu_shm
 
-    def name(group: Any) -> str:
-        return shared_memory_name(make_name(group))
+    def make_job_name(group: Any) -> str:
+        return shared_memory_name(make_group_name(group))
 
-    def join_and_forget(group: Any) -> int:
-        handle = join(group)  # which ends with a barrier
+    def join_and_unlink(group: Any) -> int:
+        # The join ends with a barrier, so every rank has opened the segment.
+        handle = join(group)
         shm_unlink(f"{group.group_name}_{group.communicator.rank}")
         return handle
 
-    setattr(_CPUSHMDistributed, "make_group_name", staticmethod(name))
-    setattr(_CPUSHMDistributed, "_init_cpu_shm", join_and_forget)
+    setattr(_CPUSHMDistributed, "make_group_name", staticmethod(make_job_name))
+    setattr(_CPUSHMDistributed, "_init_cpu_shm", join_and_unlink)
 
 
-def _start_without_message_queues() -> None:
-    """Make groups without vLLM's message queues: ranks of a launcher send nothing through them.
+def _omit_message_queues() -> None:
+    """Create vLLM's groups without message queues, which ranks of a launcher never use.
 
-    Each leaves sockets in the temporary folder and shared memory when its process ends.
+    Each queue leaves sockets in the temporary folder, and shared memory, when its process ends.
     """
     from vllm.distributed import parallel_state
 
     make_group = parallel_state.init_model_parallel_group
 
-    def make(*values: Any, **named: Any) -> Any:
-        return make_group(*values, **{**named, "use_message_queue_broadcaster": False})
+    def make_without_queue(*values: Any, **options: Any) -> Any:
+        return make_group(*values, **{**options, "use_message_queue_broadcaster": False})
 
-    setattr(parallel_state, "init_model_parallel_group", make)
+    setattr(parallel_state, "init_model_parallel_group", make_without_queue)
 
 
-def _compute_experts_without_adapters() -> None:
-    """Choose the kernels of experts as if there were no adapters: experts have none here, other layers may.
+def _choose_experts_without_adapters() -> None:
+    """Choose the kernels of experts as if the engine had no adapters: experts have none here.
 
-    vLLM would change to kernels that keep experts' weights in an order of their own, or that the host lacks.
+    With adapters vLLM would choose kernels that store experts in an order of their own, or that the host
+    lacks.
     """
     from vllm.model_executor.layers.fused_moe import layer
 
-    describe = layer.FusedMoEConfig
+    make_config = layer.FusedMoEConfig
 
-    def described(**named: Any) -> Any:
-        return describe(**{**named, "is_lora_enabled": False})
+    def make_config_without_adapters(**options: Any) -> Any:
+        return make_config(**{**options, "is_lora_enabled": False})
 
-    setattr(layer, "FusedMoEConfig", described)
+    setattr(layer, "FusedMoEConfig", make_config_without_adapters)
 
 
 def shared_memory_name(group: str) -> str:
-    """Return the name of a group's shared-memory segments, equal on the group's ranks and unique to the job.
+    """Return the name of a group's shared memory, equal on the group's ranks and unique to the job.
 
-    Ranks of a job on one host have one parent, and segments do not cross hosts. ``shm_open`` takes slashes at
-    the start of a name alone, and vLLM's own name, ``group``, starts with two in ranks that a launcher
-    started: they must not end up behind anything.
+    The parent's process id is the job's: all its ranks on a host have one parent, and shared memory does not
+    cross hosts. Slashes become underscores: ``shm_open`` accepts them only at the start of a name, and
+    vLLM's own name (``group``) starts with two of them in ranks that a launcher started.
     """
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     job = f"{os.environ.get('MASTER_PORT', '0')}-{os.getppid()}-{restart}"
     return f"{job}-{group.replace('/', '_')}"
 
 
-def _keep_weights_unpacked() -> None:
-    """Keep linear and embedding weights as plain tensors on the host, so that they can be written in place.
+def _store_weights_unpacked() -> None:
+    """Store linear and embedding weights as plain tensors on the host.
 
-    vLLM would replace them by packed copies that no write reaches. Accelerators keep them plain anyway.
+    vLLM would replace them by packed copies, which a write does not reach. Accelerators store them plainly.
     """
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -176,87 +209,110 @@ def _keep_weights_unpacked() -> None:
 
 
 def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply by a plain weight: in float32 by oneDNN, which packs no weights for a few rows, as MKL does.
+    """Apply a linear layer with a plain weight; float32 goes through oneDNN.
 
-    With MKL on AMD's processors that took most of a step: 1.9 times oneDNN's time from 16 rows on.
+    oneDNN packs no weights for a few rows, unlike MKL: on AMD processors MKL took 1.9 times as long from 16
+    rows on, which was most of a step.
     """
     if values.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
         return torch.nn.functional.linear(values, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(values, weight, bias, "none", [], "")
 
 
-def _compile_nothing() -> None:
-    """Mask tokens and count their ranks eagerly on the host: compiling it takes seconds and a compiler."""
+def _run_sampler_eagerly() -> None:
+    """Mask tokens and count ranks without compilation on the host, which takes seconds and a compiler."""
     from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.v1.sample import sampler
 
-    def count(values: Tensor, thresholds: Tensor) -> Tensor:
+    def count_greater(values: Tensor, thresholds: Tensor) -> Tensor:
         return (values >= thresholds).sum(-1)
 
-    sampler.batched_count_greater_than = count
-    mask = inspect.unwrap(vocab_parallel_embedding.get_masked_input_and_mask)
-    vocab_parallel_embedding.get_masked_input_and_mask = mask
+    # Equal results: only torch.compile is avoided.
+    sampler.batched_count_greater_than = count_greater
+    compiled_mask = vocab_parallel_embedding.get_masked_input_and_mask
+    vocab_parallel_embedding.get_masked_input_and_mask = inspect.unwrap(compiled_mask)
 
 
-def _rotate_heads_apart() -> None:
-    """Rotate queries and keys of [tokens, heads, size], as latent attention's are, in torch on the host.
+def _rotate_heads_in_torch() -> None:
+    """Rotate queries and keys of shape [tokens, heads, size], as in latent attention, in torch on the host.
 
-    vLLM's kernel (csrc/cpu/pos_encoding.cpp, behind RotaryEmbedding.forward_cpu) takes the heads of such a
-    tensor for further tokens.
+    vLLM's kernel (csrc/cpu/pos_encoding.cpp, behind RotaryEmbedding.forward_cpu) reads the heads of such a
+    tensor as further tokens.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     kernel = RotaryEmbedding.forward_cpu
 
-    def rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None, **more: Any) -> Any:
-        apart = query.dim() == 3
-        return (self.forward_native if apart else partial(kernel, self))(positions, query, key, **more)
+    def rotate(
+        self: Any,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        forward = partial(kernel, self)
+        # Two dimensions, [tokens, heads * size], are what the kernel reads correctly.
+        if query.dim() == 3:
+            forward = self.forward_native
+        return forward(positions, query, key, **options)
 
     setattr(RotaryEmbedding, "forward_cpu", rotate)
 
 
 def bytes_asleep() -> int:
-    """Return how many bytes of vLLM's sleeping allocations are given back, and still count as allocated."""
+    """Return the bytes of vLLM's sleeping allocations: they are given back, but count as allocated."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     allocations = CuMemAllocator.get_instance().pointer_to_data.values()
     return sum(allocation.handle[1] for allocation in allocations if allocation.is_asleep)
 
 
-def host_cache_bytes(shape: ModelShape, tensor: int, dtype: str, max_model_len: int) -> int:
-    """Return the size of one rank's key-value cache on the host: 256 rows of full length, at most 1 GiB.
+def host_cache_bytes(
+    shape: ModelShape,
+    tensor: int,
+    dtype: str,
+    max_model_len: int,
+) -> int:
+    """Return the size of one rank's key-value cache on the host: 256 sequences of full length, at most 1 GiB.
 
-    One row of full length always fits. vLLM touches all of it at once, so more costs memory unused.
+    One sequence of full length always fits. vLLM touches the whole cache at once, so a larger one costs
+    memory that is never used.
     """
-    token = shape.kv_bytes_per_gpu(tensor, getattr(torch, dtype).itemsize)
-    row = (-(-max_model_len // _HOST_BLOCK) + 1) * _HOST_BLOCK * token
-    return int(max(2 * row, min(_HOST_CACHE_ROWS * row, _HOST_CACHE_BYTES)))
+    token_bytes = shape.kv_bytes_per_gpu(tensor, getattr(torch, dtype).itemsize)
+    # One block more than the sequence fills: vLLM's block pool keeps one as its null block.
+    blocks = -(-max_model_len // _HOST_BLOCK) + 1
+    row_bytes = blocks * _HOST_BLOCK * token_bytes
+    wanted_bytes = min(_HOST_CACHE_ROWS * row_bytes, _HOST_CACHE_BYTES)
+    return int(max(2 * row_bytes, wanted_bytes))
 
 
-class _Distributed:
-    """Show vLLM a world that is one layout, in its order, while it builds its groups."""
+class _DistributedOfLayout:
+    """Replacement of torch.distributed whose world is one layout, in its order."""
 
-    def __init__(self, real: Any, layout: ParallelLayout) -> None:
-        self._real = real
+    def __init__(self, distributed: Any, layout: ParallelLayout) -> None:
+        self._distributed = distributed
         self._layout = layout
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
+        return getattr(self._distributed, name)
 
     def get_world_size(self, group: Any = None) -> int:
-        return self._layout.size if group is None else self._real.get_world_size(group)
+        if group is None:
+            return self._layout.size
+        return self._distributed.get_world_size(group)
 
-    def new_group(self, ranks: Any, **more: Any) -> Any:
-        whole = self._layout.size == self._real.get_world_size()
-        if whole and not device.on_host():
-            return self._real.new_group(
-                ranks, **{**more, "sort_ranks": False, "timeout": device.collective_timeout()}
-            )
+    def new_group(self, ranks: Any, **options: Any) -> Any:
+        spans_world = self._layout.size == self._distributed.get_world_size()
+        if spans_world and not device.on_host():
+            # Unsorted: a layout may order its ranks in another way than their numbers.
+            options |= {"sort_ranks": False, "timeout": device.collective_timeout()}
+            return self._distributed.new_group(ranks, **options)
+        # The job's own group of these ranks, which `join_groups` created on the whole world.
         return communicator(tuple(ranks))
 
 
-class _Torch:
-    """Stand for the torch module with another ``distributed``."""
+class _TorchOfLayout:
+    """Replacement of the torch module with another ``distributed``."""
 
     def __init__(self, distributed: Any) -> None:
         self.distributed = distributed
@@ -266,11 +322,13 @@ class _Torch:
 
 
 def join_groups(layout: ParallelLayout) -> None:
-    """Make the process groups that engines on ``layout`` use.
+    """Create the process groups that engines on ``layout`` use.
 
     Collective over the world: call it on every rank before the members build their engines. Where the
     layout is the whole world the engines do it themselves.
     """
+    # vLLM's world, its tensor-parallel groups, and groups of one rank for every other kind of parallelism.
+    # The order is equal on every rank.
     communicator(layout.ranks)
     for ranks in layout.groups("tensor"):
         communicator(ranks)
@@ -280,61 +338,67 @@ def join_groups(layout: ParallelLayout) -> None:
 
 @contextmanager
 def local_rank(index: int | None) -> Iterator[None]:
-    """Let vLLM find the device of this ``index``: it counts by the launcher's local rank.
+    """Set LOCAL_RANK to the index of this process's device within the context: vLLM takes its device from it.
 
-    That is another number where a process sees its own device alone.
+    A launcher's own value differs where a process sees only its own device.
     """
-    before = os.environ.get("LOCAL_RANK")
+    launcher_value = os.environ.get("LOCAL_RANK")
     if index is not None:
         os.environ["LOCAL_RANK"] = str(index)
     try:
         yield
     finally:
-        if before is not None:
-            os.environ["LOCAL_RANK"] = before
+        if launcher_value is not None:
+            os.environ["LOCAL_RANK"] = launcher_value
 
 
 @contextmanager
 def layout_as_world(layout: ParallelLayout) -> Iterator[None]:
-    """Let vLLM build its groups as if ``layout.ranks``, in that order, were the world.
+    """Make vLLM build its groups as if ``layout.ranks``, in that order, were the world.
 
     Replica r is then ``layout.ranks[r * tensor : (r + 1) * tensor]``.
     """
     from vllm.distributed import parallel_state
 
-    world, model = parallel_state.init_world_group, parallel_state.init_model_parallel_group
+    init_world = parallel_state.init_world_group
+    init_model_parallel = parallel_state.init_model_parallel_group
 
-    def place(positions: list[int]) -> list[int]:
+    def to_ranks(positions: list[int]) -> list[int]:
         return [layout.ranks[position] for position in positions]
 
-    def place_world(ranks: list[int], *args: Any, **more: Any) -> Any:
-        return world(place(ranks), *args, **more)
+    def init_world_of_layout(positions: list[int], *values: Any, **options: Any) -> Any:
+        return init_world(to_ranks(positions), *values, **options)
 
-    def place_groups(group_ranks: list[list[int]], *args: Any, **more: Any) -> Any:
-        return model([place(ranks) for ranks in group_ranks], *args, **more)
+    def init_groups_of_layout(
+        groups: list[list[int]],
+        *values: Any,
+        **options: Any,
+    ) -> Any:
+        return init_model_parallel([to_ranks(positions) for positions in groups], *values, **options)
 
-    parallel_state.init_world_group = place_world
-    parallel_state.init_model_parallel_group = place_groups
-    parallel_state.torch = _Torch(_Distributed(parallel_state.torch.distributed, layout))
+    parallel_state.init_world_group = init_world_of_layout
+    parallel_state.init_model_parallel_group = init_groups_of_layout
+    parallel_state.torch = _TorchOfLayout(_DistributedOfLayout(parallel_state.torch.distributed, layout))
     try:
         yield
     finally:
-        parallel_state.init_world_group = world
-        parallel_state.init_model_parallel_group = model
+        parallel_state.init_world_group = init_world
+        parallel_state.init_model_parallel_group = init_model_parallel
         parallel_state.torch = torch
 
 
 def count_engine(change: int) -> int:
-    """Count this process's engines up or down and return how many there are now."""
+    """Add ``change`` to the number of engines in this process and return it."""
     global _engines
     _engines += change
     return _engines
 
 
 def forget_groups() -> None:
-    """Drop vLLM's groups after its last engine, so that the next one may have another layout."""
+    """Drop vLLM's groups after its last engine, so that the next engine may have another layout."""
     from vllm.distributed import parallel_state
 
+    # All process-wide groups of vLLM; some exist in newer or older versions alone.
     names = "_TP _ETP _ENGRAM_DP _DCP _PCP _PP _DP _EP _EPLB _INNER_DP_WORLD _WORLD _NODE_COUNT"
     for name in names.split():
         if hasattr(parallel_state, name):
@@ -343,18 +407,22 @@ def forget_groups() -> None:
 
 @contextmanager
 def unchanged_random_state() -> Iterator[None]:
-    """Run something that seeds or draws from the process's generators, and leave no trace in them."""
-    python, array = random.getstate(), numpy.random.get_state()
-    accelerators: dict[str, Any] = {"enabled": True}
+    """Restore the state of all random generators of the process afterwards.
+
+    The trainer draws from them: its numbers must not depend on the engine's own draws in between.
+    """
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state()
+
+    accelerators: dict[str, Any] = {"enabled": True, "devices": []}
     if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
-        accelerators |= {"devices": [torch.accelerator.current_device_index()]}
-        accelerators |= {"device_type": kind.type if kind is not None else ""}
-    else:
-        accelerators |= {"devices": []}
+        accelerator = torch.accelerator.current_accelerator()
+        accelerators["devices"] = [torch.accelerator.current_device_index()]
+        accelerators["device_type"] = "" if accelerator is None else accelerator.type
+
     with torch.random.fork_rng(**accelerators):
         try:
             yield
         finally:
-            random.setstate(python)
-            numpy.random.set_state(array)
+            random.setstate(python_state)
+            numpy.random.set_state(numpy_state)

@@ -1,38 +1,188 @@
-"""Say where vLLM's own loader puts every element of a checkpoint, and keep its derived weights true."""
+"""The weights of a vLLM model in this process, as storage that a `HybridEngine` fills in place.
+
+vLLM's own loader decides how each tensor of a checkpoint is split, fused and sharded. Instead of repeating
+its rules, the loader runs once on stand-ins that record every copy (`megatron_rl.weights.trace`). Each copy
+becomes a `TensorBox`: a region of a checkpoint tensor and its position in a parameter of this rank. From then
+on weights are written to these positions, without the loader.
+
+Three kinds of storage need more than that: packed modules (`PackedModules`), adapters (`AdapterSlots`), and
+values that layers derive from their weights (`refresh_derived`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megatron_rl.distributed import device
+from megatron_rl.error_forms import requires
+from megatron_rl.errors import UserError
+from megatron_rl.hf.files import checkpoint_shapes
+from megatron_rl.rollout.engines.vllm import setup
+from megatron_rl.shapes.lora import PEFT_PREFIX, AdaptedModel
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import check_coverage
 from megatron_rl.weights.trace import merge_boxes, meta_sources, trace_copies
 
 Shapes = Mapping[str, tuple[int, ...]]
+"""Shape of each tensor of a checkpoint, by its Hugging Face name."""
+
+_ADAPTER_ID = 1
+"""vLLM's number of the only adapter; it accepts 1 or more."""
+
+
+class LiveWeights:
+    """Weight store over a vLLM model of this process; see `rollout.engines.base.WeightStore`.
+
+    ``model`` is one rank's module inside vLLM. ``checkpoint`` is a Hugging Face folder, or the shapes of its
+    tensors. ``reset_cache`` drops the prefix cache of older weights and returns whether that succeeded.
+    ``loaded`` is true where vLLM has read the checkpoint itself.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        checkpoint: str | Path | Shapes,
+        rank: int,
+        reset_cache: Callable[[], bool] = lambda: True,
+        loaded: bool = False,
+    ) -> None:
+        self.weights_version = 0 if loaded else -1
+        self.needs_weights = not loaded
+        self._model = model
+        self._checkpoint = checkpoint
+        self._rank = rank
+        self._reset_cache = reset_cache
+
+        # Names and modules as the checkpoint's loader sees them.
+        with without_wrappers(model):
+            self._packed = PackedModules(model)
+            self._parameters = model_parameters(model) | self._packed.parameters()
+        self._map: WeightMap | None = None
+
+    @classmethod
+    def of(cls, llm: Any) -> LiveWeights:
+        """Return the weight store of a user's own ``vllm.LLM`` in this process.
+
+        Requests in flight survive an update: they continue with the new weights, and their key-value cache
+        is recomputed. Raises UserError where `prepare_vllm` was not called before vLLM was imported.
+        """
+        model = live_model(llm)
+        check_writable(model)
+        return cls(
+            model,
+            llm.llm_engine.model_config.model,
+            device.rank(),
+            lambda: llm.reset_prefix_cache(reset_running_requests=True),
+        )
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Return the storage of this rank's weights by vLLM's parameter name.
+
+        It is the live storage, except for packed modules: see `PackedModules`.
+        """
+        return self._parameters
+
+    def boxes(self) -> list[TensorBox]:
+        """Return the position of every Hugging Face box in this rank's storage (traced once).
+
+        Raises CoverageError unless every element is filled exactly once.
+        """
+        return list(self.map().boxes)
+
+    def map(self) -> WeightMap:
+        """Return the traced map of the weights, made at the first call."""
+        if self._map is None:
+            shapes = self._checkpoint
+            if not isinstance(shapes, Mapping):
+                shapes = checkpoint_shapes(shapes)
+            with self._packed.unpacked(), without_wrappers(self._model):
+                self._map = trace_weights(self._model, self._parameters, shapes, self._rank)
+        return self._map
+
+    def finish_update(self, version: int) -> None:
+        """Use the written weights as ``version`` and drop the prefix cache of older ones.
+
+        Raises RuntimeError when the cache cannot be dropped, because requests are still running.
+        """
+        # The order matters: packed and derived weights are computed from the raw ones, padding included.
+        clear_padding(self._parameters, self.map().padding)
+        self._packed.pack()
+        dtype = next(iter(self._parameters.values())).dtype
+        refresh_derived(self._model, dtype)
+
+        if not self._reset_cache():
+            raise RuntimeError(f"weights of version {version} are unused: requests are still running")
+        self.weights_version = version
+        self.needs_weights = False
+
+    def sleep(self) -> None:
+        """Do nothing: the user of a ``vllm.LLM`` decides when it sleeps."""
+
+    def wake(self) -> None:
+        """Do nothing; see `sleep`."""
+
+
+def live_model(llm: Any) -> nn.Module:
+    """Return the module inside a ``vllm.LLM`` of this process."""
+    return model_runner(llm).get_model()
+
+
+def model_runner(llm: Any) -> Any:
+    """Return vLLM's model runner inside a ``vllm.LLM`` of this process."""
+    worker = llm.llm_engine.model_executor.driver_worker
+    # Some executors wrap the worker once more.
+    return getattr(worker, "worker", worker).model_runner
+
+
+def check_writable(model: nn.Module) -> None:
+    """Raise UserError where vLLM has packed plain weights into copies, which a write would not reach."""
+    if not device.on_host():
+        return
+    empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
+    if empty or not setup.weights_are_writable():
+        raise UserError(
+            "vLLM has packed this model's weights, so that they cannot be written in place",
+            where="the vLLM engine",
+            expected="weight_transfer.register() before vllm is imported, or its worker extension",
+            got=f"{empty[0]} is empty" if empty else "an engine built without it",
+        )
 
 
 @dataclass(frozen=True)
 class WeightMap:
-    """Hold where checkpoint elements lie in a vLLM model, and which elements no checkpoint fills.
+    """Positions of a checkpoint's elements in the parameters of one rank of a vLLM model.
 
-    ``padding`` name -> runs (first, last + 1) of vocabulary padding in the flattened parameter.
+    Example:
+        An embedding of 100 tokens of width 8, stored with 104 rows::
+
+            WeightMap((TensorBox("model.embed_tokens.weight", (0, 0), (100, 8), ...),),
+                      padding={"model.embed_tokens.weight": ((800, 832),)})
     """
 
     boxes: tuple[TensorBox, ...]
+    """Regions of checkpoint tensors with their storage; together they fill every other element once."""
+
     padding: Mapping[str, tuple[tuple[int, int], ...]]
+    """Vocabulary padding: parameter -> ranges [first, last) of its flattened elements. No box fills it."""
 
 
-def trace_weights(model: nn.Module, parameters: Mapping[str, Tensor], shapes: Shapes, rank: int) -> WeightMap:
+def trace_weights(
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    shapes: Shapes,
+    rank: int,
+) -> WeightMap:
     """Run vLLM's loader on stand-ins for a checkpoint and record its copies; nothing is loaded.
 
-    A checkpoint's own ``lm_head.weight`` that the loader puts into tied embeddings is read from the
-    embedding. Raises CoverageError unless every element of every parameter is written exactly once,
-    vocabulary padding apart.
+    Where the embedding is tied, a checkpoint's own ``lm_head.weight`` is read from the embedding. Raises
+    CoverageError unless every element of every parameter is written exactly once, except vocabulary padding.
     """
     dtype = next(iter(parameters.values())).dtype
 
@@ -41,53 +191,302 @@ def trace_weights(model: nn.Module, parameters: Mapping[str, Tensor], shapes: Sh
 
     boxes = trace_copies(load, meta_sources(shapes, dtype), parameters, rank)
     boxes = _without_tied_duplicates(boxes)
-    return WeightMap(tuple(boxes), check_coverage(boxes, parameters, _vocabulary_padding(model, parameters)))
+    padding = check_coverage(boxes, parameters, _vocabulary_padding(model, parameters))
+    return WeightMap(tuple(boxes), padding)
 
 
 def _without_tied_duplicates(boxes: Sequence[TensorBox]) -> list[TensorBox]:
-    """Read a tied output layer from the embedding: both name the same storage, one of them is enough."""
-    embedded = {box.storage: box.name for box in boxes if box.name.endswith("embed_tokens.weight")}
-    tied = [
-        replace(box, name=embedded[box.storage])
-        if box.name.endswith("lm_head.weight") and box.storage in embedded
-        else box
-        for box in boxes
-    ]
-    return merge_boxes(tied)
+    """Rename the boxes of a tied output layer to the embedding, and merge the duplicates.
+
+    Both names have the same storage, which would otherwise count as written twice.
+    """
+    # Storage of an embedding -> name of the checkpoint's tensor.
+    embedding_of = {}
+    for box in boxes:
+        if box.name.endswith("embed_tokens.weight"):
+            embedding_of[box.storage] = box.name
+
+    renamed = []
+    for box in boxes:
+        if box.name.endswith("lm_head.weight") and box.storage in embedding_of:
+            box = replace(box, name=embedding_of[box.storage])
+        renamed.append(box)
+    return merge_boxes(renamed)
 
 
 def _vocabulary_padding(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return for each vocabulary-parallel parameter the first element that no checkpoint fills."""
+    """Return, for each vocabulary-parallel parameter, the index of its first padding element."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    result: dict[str, int] = {}
+    first_padding: dict[str, int] = {}
     for path, module in model.named_modules():
-        if isinstance(module, VocabParallelEmbedding):
-            name = f"{path}.weight"
-            if name in parameters:
-                result[name] = module.shard_indices.num_org_elements * parameters[name].stride(0)
-    return result
+        name = f"{path}.weight"
+        if isinstance(module, VocabParallelEmbedding) and name in parameters:
+            row_size = parameters[name].stride(0)
+            first_padding[name] = module.shard_indices.num_org_elements * row_size
+    return first_padding
 
 
 @torch.no_grad()
 def clear_padding(parameters: Mapping[str, Tensor], padding: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-    """Set vocabulary padding to zero: no checkpoint fills it, and fresh storage holds anything."""
-    for name, gaps in padding.items():
-        for first, last in gaps:
+    """Set vocabulary padding to zero: no checkpoint fills it, and new storage is uninitialised."""
+    for name, ranges in padding.items():
+        for first, last in ranges:
             parameters[name].view(-1)[first:last].zero_()
 
 
 def model_parameters(model: Any) -> dict[str, Tensor]:
     """Return the live parameters of a vLLM model by name; a tied one appears once.
 
-    What latent attention derives from its weights after loading is left out, though vLLM registers it.
+    Tensors that latent attention derives from its weights after loading are omitted: vLLM registers them as
+    parameters, but no checkpoint has them.
     """
     from vllm.model_executor.layers.attention import MLAAttention
 
-    derived = {
-        f"{path}.{name}"
-        for path, module in model.named_modules()
-        if isinstance(module, MLAAttention)
-        for name, _ in module.named_parameters(recurse=False)
-    }
+    derived: set[str] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, MLAAttention):
+            derived.update(f"{path}.{name}" for name, _ in module.named_parameters(recurse=False))
     return {name: parameter.data for name, parameter in model.named_parameters() if name not in derived}
+
+
+@torch.no_grad()
+def refresh_derived(model: nn.Module, dtype: torch.dtype) -> None:
+    """Recompute the tensors that latent attention derives from its weights."""
+    from vllm.model_executor.layers.attention import MLAAttention
+
+    for module in model.modules():
+        if isinstance(module, MLAAttention):
+            module.process_weights_after_loading(dtype)
+
+
+class PackedModules:
+    """Raw storage of the modules whose weights vLLM rewrites after loading, by parameter name.
+
+    On the host vLLM packs experts into a layout that only its kernel reads, so their live storage cannot be
+    written. They get a raw copy to write into, which `pack` rewrites into the live storage. The copy stays
+    allocated: twice the experts' memory. On accelerators this project chooses a kernel that reads experts as
+    the checkpoint has them, and nothing is packed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        _refuse_quantised(model)
+        self._modules: dict[str, nn.Module] = {}
+        for path, module in model.named_modules():
+            if _is_packed(module):
+                self._modules[path] = module
+        # Path of the module -> name -> raw parameter.
+        self._raw = {path: _raw_parameters(module) for path, module in self._modules.items()}
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the raw storage of the packed parameters, by their names in the model."""
+        storages = {}
+        for path, parameters in self._raw.items():
+            for name, parameter in parameters.items():
+                storages[f"{path}.{name}"] = parameter.data
+        return storages
+
+    @contextmanager
+    def unpacked(self) -> Iterator[None]:
+        """Register the raw parameters in their modules within the context, as vLLM's loader expects them."""
+        packed = {path: self._swap(path, self._raw[path]) for path in self._modules}
+        try:
+            yield
+        finally:
+            for path, parameters in packed.items():
+                self._swap(path, parameters)
+
+    def _swap(self, path: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        """Register parameters in a module and return the replaced ones."""
+        module: Any = self._modules[path]
+        replaced = {name: module._parameters[name] for name in parameters}
+        module._parameters.update(parameters)
+        return replaced
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Pack the raw weights again, into the storage that kernels already use."""
+        for path, module in self._modules.items():
+            raw = {name: _same_storage(parameter) for name, parameter in self._raw[path].items()}
+            live = self._swap(path, raw)
+
+            method: Any = module.quant_method
+            method.moe_kernel = None  # vLLM skips the packing of a module that has a kernel
+            method.process_weights_after_loading(module)
+
+            # Kernels hold the live storage, so the newly packed weights are copied into it.
+            for name, packed in self._swap(path, live).items():
+                live[name].data.copy_(packed)
+
+
+@contextmanager
+def without_wrappers(model: nn.Module) -> Iterator[None]:
+    """Remove vLLM's adapter wrappers within the context: its loader expects the layers themselves."""
+    manager: Any = getattr(model, "lora_manager", None)
+    wrappers: dict[str, Any] = {}
+    if manager is not None:
+        wrappers = dict(manager.modules)
+
+    # vLLM replaces each layer that has an adapter by a wrapper around it.
+    for path, wrapper in wrappers.items():
+        _set_submodule(model, path, wrapper.base_layer)
+    try:
+        yield
+    finally:
+        for path, wrapper in wrappers.items():
+            _set_submodule(model, path, wrapper)
+
+
+def _set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    model.get_submodule(parent)._modules[name] = module
+
+
+def _is_packed(module: nn.Module) -> bool:
+    """Return whether a module stores its weights in another order than the checkpoint.
+
+    Shapes do not show it: packing may preserve them. Only experts are packed, and their kernel decides.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    method = getattr(module, "quant_method", None)
+    if not isinstance(method, UnquantizedFusedMoEMethod):
+        return False
+    # Triton's kernels read the checkpoint's layout.
+    return method.unquantized_backend.name not in ("TRITON", "BATCHED_TRITON")
+
+
+def _refuse_quantised(model: nn.Module) -> None:
+    """Raise UserError where a module stores other numbers than the checkpoint's."""
+    unquantised = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
+    for path, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        # By name: the classes are in several modules of vLLM.
+        if method is not None and type(method).__name__ not in unquantised:
+            raise UserError(
+                "a quantised rollout engine cannot take weights from the actor",
+                where=f"rollout.vllm, module {path}",
+                expected="no quantization",
+                got=type(method).__name__,
+                fix="remove the quantization from rollout.vllm and from the checkpoint's config.json",
+            )
+
+
+def _raw_parameters(module: nn.Module) -> dict[str, Any]:
+    """Allocate parameters in the format that vLLM recorded before it packed the module."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+    info = get_layerwise_info(module)
+    with info.restore_device:
+        return {
+            name: restore_layer_refs(materialize_meta_tensor(recorded), module)
+            for name, recorded in info.restore_metadata[0].items()
+        }
+
+
+def _same_storage(parameter: Any) -> Any:
+    """Return a second parameter object on the same storage, which vLLM may replace or rebind."""
+    alias = parameter.data.view_as(parameter)
+    alias.__class__ = parameter.__class__
+    alias.__dict__ = parameter.__dict__.copy()
+    return alias
+
+
+def adapter_arguments(adapters: AdaptedModel, dtype: str) -> dict[str, Any]:
+    """Return the engine arguments that reserve storage for an adapter.
+
+    Raises UserError for a dtype that vLLM's adapter kernels do not support.
+    """
+    # vLLM's Triton kernels refuse float32 (vllm/lora/ops/triton_ops/lora_shrink_op.py). The host computes
+    # adapters without them.
+    if dtype == "float32" and not device.on_host():
+        raise requires(
+            "actor.lora.sync",
+            "adapter",
+            "model.dtype=bfloat16, by vLLM's kernels of adapters",
+            got="model.dtype=float32",
+            fix="set actor.lora.sync=merged",
+        )
+
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": adapters.engine_rank,
+        "lora_target_modules": adapters.modules(),
+    }
+
+
+class AdapterSlots:
+    """Storage of the actor's adapter in a vLLM engine; see `rollout.engines.base.Storage`.
+
+    There is one slot, which every request uses. It starts as zeros, which add nothing, and is written in
+    place. vLLM's own loader takes stand-ins for PEFT's tensors, so that the adapter counts as loaded and
+    stays. vLLM applies no factor to the written matrices: an adapter adds B A.
+    """
+
+    def __init__(self, llm: Any, adapters: AdaptedModel, rank: int) -> None:
+        from vllm.lora.request import LoRARequest
+
+        # The path is not read: the adapter is loaded from stand-ins.
+        self.request = LoRARequest("policy", _ADAPTER_ID, "memory")
+        self._manager = model_runner(llm).lora_manager._adapter_manager
+        self._storages = _adapter_storages(self._manager)
+
+        dtype = next(iter(self._storages.values())).dtype
+        shapes = {PEFT_PREFIX + name: shape for name, shape in adapters.tensor_shapes().items()}
+        self._boxes = trace_copies(
+            lambda sources: self._load(sources, adapters),
+            meta_sources(shapes, dtype),
+            self._storages,
+            rank,
+        )
+
+        without_slot = sorted(shapes.keys() - {box.name for box in self._boxes})
+        if without_slot:
+            raise UserError(
+                "vLLM has no room for an adapter of some layers",
+                where="actor.lora.sync",
+                expected="a slot for each of PEFT's tensors",
+                got=f"none for {len(without_slot)} of {len(shapes)}, {without_slot[0]} among them",
+                fix="set actor.lora.sync=merged",
+            )
+
+    def _load(self, sources: Mapping[str, Tensor], adapters: AdaptedModel) -> None:
+        """Load stand-ins for PEFT's tensors through vLLM, and activate the adapter."""
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        # alpha = rank makes vLLM's own factor alpha / rank 1.
+        settings = {**adapters.peft_config(), "lora_alpha": adapters.rank}
+        mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
+        if mapper is not None:
+            mapper = mapper.get_rename_mapper()
+        adapter = LoRAModel.from_lora_tensors(
+            _ADAPTER_ID,
+            dict(sources),
+            PEFTHelper.from_dict(settings),
+            device="meta",
+            weights_mapper=mapper,
+        )
+        self._manager.add_adapter(adapter)
+        self._manager.activate_adapter(_ADAPTER_ID)
+
+    def boxes(self) -> list[TensorBox]:
+        """Return the position of each box of PEFT's tensors in ``parameters()``."""
+        return list(self._boxes)
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Return the storage of the adapter, by vLLM's name of the layer, matrix and slice."""
+        return self._storages
+
+
+def _adapter_storages(manager: Any) -> dict[str, Tensor]:
+    """Return the stacked A and B matrices of every layer with an adapter; a fused layer has several."""
+    storages: dict[str, Tensor] = {}
+    for name, module in manager.modules.items():
+        for matrix, slices in (("A", module.lora_a_stacked), ("B", module.lora_b_stacked)):
+            for index, stacked in enumerate(slices):
+                storages[f"{name}.lora_{matrix}.{index}"] = stacked
+    return storages

@@ -1,4 +1,4 @@
-"""vLLM's own API servers, which any machine may run."""
+"""vLLM's own API servers, which may run on any machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from megatron_rl.rollout.engines.servers.base import Server
 
 def make_server(url: str) -> Server:
     """Return the server at ``url``."""
+    # Imported here: the table of engines is read without torch, which the server's module needs.
     from megatron_rl.rollout.engines.vllm_server.server import VllmServer
 
     return VllmServer(url)

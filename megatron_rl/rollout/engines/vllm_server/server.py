@@ -1,4 +1,8 @@
-"""vLLM's API server: the requests that a job sends it over HTTP; see `servers.base.Server`."""
+"""vLLM's API server as a `Server`: the HTTP requests that a job sends it.
+
+Paths as in vLLM 0.32. Sampling from tokens and weight updates need its development mode, with the
+worker extension of this package.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +30,24 @@ from megatron_rl.types import FINISH_FAILED
 
 CONTROL_SECONDS = 20.0
 """Time limit of calls that neither sample nor move weights."""
+
 FIRST_SECONDS = 120.0
-"""Time limit of calls that a server works on for long the first time: it has programs look at its machine for
-`server_info`, and warms up when it samples."""
+"""Time limit of calls that take long the first time: for `server_info` the server runs programs that inspect
+its machine, and its first sampling warms up."""
+
 POLL_SECONDS = 5.0
-"""Time limit of asking a server before each step whether it is there."""
+"""Time limit of the calls before each step that find out whether the server is reachable."""
+
 _EXCERPT = 400
+"""Characters of a response that an error quotes."""
+
 _START = "start it with the command that `check` shows"
 
-
-_WITHOUT = {
+_EXPECTED_BY_STATUS = {
     401: "no --api-key in its command, and no VLLM_API_KEY in its environment",
     403: "--enable-scale-out in its command",
 }
+"""HTTP status of a server that refuses to sample from tokens -> setting that would change it."""
 
 
 class VllmServer:
@@ -46,227 +56,330 @@ class VllmServer:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
 
-    async def ask(
-        self, session: aiohttp.ClientSession, path: str, body: Any = None, seconds: float = CONTROL_SECONDS
+    async def request(
+        self,
+        session: aiohttp.ClientSession,
+        path: str,
+        body: Any = None,
+        seconds: float = CONTROL_SECONDS,
     ) -> Any:
-        """Get what is at ``path``, or post ``body`` there as JSON, and return the JSON that is answered."""
-        method, limit = "GET" if body is None else "POST", aiohttp.ClientTimeout(total=seconds)
+        """Send a GET request, or a POST request with ``body`` as JSON; return the response's JSON.
+
+        Raises ServerError for every failure, of the network, of the server, or of its response.
+        """
+        url = f"{self.url}/{path}"
+        method = "GET" if body is None else "POST"
+        timeout = aiohttp.ClientTimeout(total=seconds)
         try:
-            async with session.request(method, f"{self.url}/{path}", json=body, timeout=limit) as response:
+            async with session.request(method, url, json=body, timeout=timeout) as response:
                 text = await response.text()
         except TimeoutError as error:
-            raise ServerError(f"{self.url}/{path}: no answer within {seconds:g} s") from error
+            raise ServerError(f"{url}: no answer within {seconds:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerError(f"{self.url}/{path}: {type(error).__name__}: {error}") from error
+            raise ServerError(f"{url}: {type(error).__name__}: {error}") from error
+
         if response.status != 200:
-            raise ServerError(
-                f"{self.url}/{path}: HTTP status {response.status}: {text[:_EXCERPT]}", response.status
-            )
+            message = f"{url}: HTTP status {response.status}: {text[:_EXCERPT]}"
+            raise ServerError(message, response.status)
+        if not text:
+            return None
         try:
-            return json.loads(text) if text else None
+            return json.loads(text)
         except ValueError as error:
-            raise ServerError(f"{self.url}/{path}: no JSON: {text[:_EXCERPT]}") from error
+            raise ServerError(f"{url}: malformed JSON: {text[:_EXCERPT]}") from error
 
-    def call(self, path: str, body: Any = None, seconds: float = CONTROL_SECONDS) -> Any:
-        """Do the same as `ask`, without a session that is there already."""
+    def call(
+        self,
+        path: str,
+        body: Any = None,
+        seconds: float = CONTROL_SECONDS,
+    ) -> Any:
+        """Do the same as `request`, synchronously and with a session for this call."""
 
-        async def once() -> Any:
+        # A loop and a session for one call: control calls are rare, and come from several threads.
+        async def call_once() -> Any:
             async with aiohttp.ClientSession() as session:
-                return await self.ask(session, path, body, seconds)
+                return await self.request(session, path, body, seconds)
 
-        return asyncio.run(once())
+        return asyncio.run(call_once())
 
-    def workers(self) -> int:
-        """Return how many processes have the server's weights."""
-        return int(self.call("get_world_size")["world_size"])
+    def call_workers(self, method: str, *arguments: Any, seconds: float) -> None:
+        """Call a method of every worker; raises ServerError where one fails.
 
-    def weights(self) -> str:
-        """Return the name of the weights that the server has; it has little time to say so."""
-        return str(self.call("weight_info", seconds=POLL_SECONDS)["weight_version"])
-
-    def claim(self, run: str, seconds: float) -> str | None:
-        """Let a run have the server for so long; return the name of the one that has it instead, or None."""
-        answer = self.call("collective_rpc", {"method": "claim", "args": [run, seconds]}, POLL_SECONDS)
-        (holder, *_) = answer["results"]
-        return holder
-
-    def attempt(self, method: str, *arguments: Any, seconds: float) -> None:
-        """Have every worker call a method of its own; raise ServerError where one fails."""
+        The extension's ``attempt`` returns a failure as text. After an exception in one worker vLLM would
+        leave the replies of the others unread, and a later call would receive them.
+        """
         body = {"method": "attempt", "args": [method, *arguments]}
-        for failure in self.call("collective_rpc", body, seconds)["results"]:
+        answer = self.call("collective_rpc", body, seconds)
+        for failure in answer["results"]:
             if failure is not None:
                 raise ServerError(f"{self.url}: {method}: {failure:.{_EXCERPT}}")
 
+    def workers(self) -> int:
+        """See `Server.workers`."""
+        return int(self.call("get_world_size")["world_size"])
+
+    def weights(self) -> str:
+        """See `Server.weights`."""
+        return str(self.call("weight_info", seconds=POLL_SECONDS)["weight_version"])
+
+    def claim(self, run: str, seconds: float) -> str | None:
+        """See `Server.claim`."""
+        body = {"method": "claim", "args": [run, seconds]}
+        answer = self.call("collective_rpc", body, POLL_SECONDS)
+        # Workers agree; the first one's result is that of the server.
+        (holder, *_) = answer["results"]
+        return holder
+
     async def generate(
-        self, session: aiohttp.ClientSession, request: GenerationRequest, weights: str, seconds: float
+        self,
+        session: aiohttp.ClientSession,
+        request: GenerationRequest,
+        weights: str,
+        seconds: float,
     ) -> Completion:
         """See `Server.generate`."""
         seed = part_seed(request.seed, request.done)
-        parameters = vllm_parameters(request.sampling, request.limit, seed) | vllm_filters(request.sampling)
+        # Filters report no support here: `check` refuses them in training, and only evaluation sets have
+        # them.
+        parameters = {
+            **vllm_parameters(request.sampling, request.limit, seed),
+            **vllm_filters(request.sampling),
+        }
+
         body = {"token_ids": request.tokens, "sampling_params": parameters}
-        reply = await self.ask(session, "inference/v1/generate", body, seconds)
+        reply = await self.request(session, "inference/v1/generate", body, seconds)
         return _completion(request.number, reply, weights)
 
     def reset_updates(self, seconds: float) -> None:
         """See `Server.reset_updates`."""
         for method in ("finish_weight_update", "shutdown_weight_transfer_engine"):
+            # A server without an update to finish raises.
             with suppress(ServerError):
-                self.attempt(method, seconds=seconds)
+                self.call_workers(method, seconds=seconds)
 
     def pause(self, seconds: float) -> None:
         """See `Server.pause`."""
+        # "keep": requests in flight stay queued, and continue after `resume`.
         self.call("pause?mode=keep", {}, seconds)
 
     def join_transfer(self, rendezvous: Mapping[str, Any], seconds: float) -> None:
         """See `Server.join_transfer`."""
-        self.attempt("init_weight_transfer_engine", dict(rendezvous), seconds=seconds)
+        self.call_workers("init_weight_transfer_engine", dict(rendezvous), seconds=seconds)
 
     def start_update(self, seconds: float) -> None:
         """See `Server.start_update`."""
-        self.attempt("start_weight_update", seconds=seconds)
+        self.call_workers("start_weight_update", seconds=seconds)
 
     def receive_weights(self, version: int, seconds: float) -> None:
         """See `Server.receive_weights`."""
-        self.attempt("update_weights", {"version": version}, seconds=seconds)
+        self.call_workers("update_weights", {"version": version}, seconds=seconds)
 
     def finish_update(self, name: str, seconds: float) -> None:
         """See `Server.finish_update`."""
         self.call("finish_weight_update", {"weight_version": name}, seconds)
+        # Before `resume`: a request in flight must not continue from the cache of older weights.
         reset = self.call("reset_prefix_cache?reset_running_requests=true", {}, seconds)
         if not reset["success"]:
-            raise ServerError(f"{self.url} does not forget what older weights computed")
+            raise ServerError(f"{self.url} does not drop the prefix cache of older weights")
         self.call("resume", {}, seconds)
 
     def require_fit(self, config: RunConfig) -> int:
         """See `Server.require_fit`."""
         path = Path(config.model.path) / "config.json"
-        expected = Expected(
-            config.model.dtype, config.rollout.float32_head, longest_row(config), device.host().type
+
+        requirements = ServerRequirements(
+            dtype=config.model.dtype,
+            float32_head=config.rollout.float32_head,
+            max_model_len=longest_row(config),
+            host=device.host().type,
         )
+
+        # The settings that the trainer's own engine would have: transformers' and the family's.
         settings = read_hf_config(config.model.path).to_dict()
-        return self.refuse_other(settings | dict(read_pretrained(path).family.engine_keys), expected)
+        settings |= dict(read_pretrained(path).family.engine_keys)
+        return self.require_settings(settings, requirements)
 
-    def refuse_other(self, settings: Mapping[str, Any], expected: Expected) -> int:
-        """Return how many requests the server works on at once; raise UserError unless it fits the run.
+    def require_settings(self, settings: Mapping[str, Any], requirements: ServerRequirements) -> int:
+        """Return the number of requests that the server works on at once; raise UserError unless it fits.
 
-        ``settings`` are those of the model as transformers reads them here.
+        ``settings`` is the config.json of the run's model, as transformers reads it.
         """
-        where = f"{self.url}, of rollout.server.urls"
+        path = f"{self.url}, of rollout.server.urls"
         try:
             info = self.call("server_info?config_format=json", seconds=FIRST_SECONDS)["vllm_config"]
-            self._refuse_settings(expected.compared(info), where)
-            (served, *_) = self.call("collective_rpc", {"method": "model_settings"})["results"]
-            most = int(info["scheduler_config"]["max_num_seqs"])
+            _require_equal(requirements.compare(info), path)
+            answer = self.call("collective_rpc", {"method": "model_settings"})
+            (served_settings, *_) = answer["results"]
+            max_requests = int(info["scheduler_config"]["max_num_seqs"])
         except (ServerError, KeyError, TypeError, ValueError) as error:
-            status = error.status if isinstance(error, ServerError) else 200
-            hidden = status == 404 and self._is_vllm()
-            mode = "VLLM_SERVER_DEV_MODE=1 in the server's environment"
-            raise UserError(
-                "a server does not say how it is set up" if status else "a server is not reached",
-                where=where,
-                expected=mode if hidden else "an API server of the vLLM that is installed here",
-                got=f"{type(error).__name__}: {error}",
-                fix=_START,
-            ) from error
-        self._refuse_model(settings, served, where)
-        return most
+            raise self._unusable(path, error) from error
+
+        _require_model(settings, served_settings, path)
+        return max_requests
+
+    def _unusable(self, path: str, error: Exception) -> UserError:
+        """Return the error of a server that is unreachable, or does not report its configuration."""
+        # The likely causes, by what the server answers: nothing, or that the path is unknown to it.
+        message = "a server does not report its configuration"
+        expected = "an API server of the vLLM that is installed here"
+        if isinstance(error, ServerError) and error.status == 0:
+            message = "a server is not reached"
+        elif isinstance(error, ServerError) and error.status == 404 and self._is_vllm():
+            expected = "VLLM_SERVER_DEV_MODE=1 in the server's environment"
+        return UserError(
+            message, where=path, expected=expected, got=f"{type(error).__name__}: {error}", fix=_START
+        )
 
     def _is_vllm(self) -> bool:
-        """Say whether the server answers as vLLM's always do."""
+        """Return whether the server has the path that every server of vLLM has."""
         try:
             return "version" in self.call("version", seconds=POLL_SECONDS)
         except (ServerError, TypeError, ValueError):
             return False
 
-    def _refuse_settings(self, compared: Mapping[str, tuple[str, str, bool]], where: str) -> None:
-        for name, (wanted, served, fits) in compared.items():
-            if not fits:
-                raise UserError(
-                    f"a server has another `{name}` than the run needs",
-                    where=where,
-                    expected=wanted,
-                    got=served,
-                    fix=_START,
-                )
-
-    def _refuse_model(self, settings: Mapping[str, Any], served: Mapping[str, Any], where: str) -> None:
-        """Raise UserError where both sides have a plain setting, or a number of positions, that differs."""
-        wanted, served_settings = plain_settings(settings), plain_settings(served)
-        for name, value in wanted.items():
-            if name in served_settings and served_settings[name] != value:
-                raise UserError(
-                    "a server has another model",
-                    where=where,
-                    expected=f"{name}: {value}",
-                    got=f"{name}: {served_settings[name]}, of {served.get('_name_or_path')}",
-                    fix="start it with the model of model.path",
-                )
-
     def require_open(self) -> None:
-        """Raise UserError unless the server samples from tokens; one that another run has is disturbed."""
-        where = f"{self.url}, of rollout.server.urls"
+        """See `Server.require_open`. Must not be called for the server of another run, which it disturbs."""
         try:
-            self.call("resume", {})  # a job that was killed may have left it paused
-            body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "detokenize": False}}
+            # A job that was killed during an update has left the server paused.
+            self.call("resume", {})
+
+            parameters = {"max_tokens": 1, "detokenize": False}
+            body = {"token_ids": [0], "sampling_params": parameters}
             self.call("inference/v1/generate", body, FIRST_SECONDS)
         except ServerError as error:
             raise UserError(
                 "a server does not sample from tokens",
-                where=where,
-                expected=_WITHOUT.get(error.status, "an answer"),
+                where=f"{self.url}, of rollout.server.urls",
+                expected=_EXPECTED_BY_STATUS.get(error.status, "an answer"),
                 got=str(error),
                 fix=_START,
             ) from error
 
 
-class Expected:
-    """What a server must be, to sample as the trainer computes."""
+@dataclass(frozen=True)
+class ServerRequirements:
+    """Configuration that a server needs, to sample as the trainer computes.
 
-    def __init__(self, dtype: str, float32_head: bool, max_model_len: int, host: str) -> None:
-        self._dtype, self._float32_head = dtype, float32_head
-        self._max_model_len, self._host = max_model_len, host
+    Example:
+        >>> requirements = ServerRequirements("bfloat16", float32_head=True, max_model_len=4096, host="cpu")
+        >>> requirements.max_model_len
+        4096
+    """
 
-    def compared(self, info: Mapping[str, Any]) -> dict[str, tuple[str, str, bool]]:
-        """Return by setting what is expected, what a server says, and whether that fits."""
-        model, parallel = info["model_config"], info["parallel_config"]
-        transfer = (info.get("weight_transfer_config") or {}).get("backend")
-        dtype, longest = str(model["dtype"]).removeprefix("torch."), int(model["max_model_len"])
-        head = (model.get("hf_overrides") or {}).get("head_dtype", dtype)
-        wanted = "float32" if self._float32_head else head
-        chunked = info["scheduler_config"]["enable_chunked_prefill"]
-        unseeded = bool(chunked) and info["device_config"]["device"] == self._host
-        extension, quantized = parallel["worker_extension_cls"], model.get("quantization")
+    dtype: str
+    """dtype of weights and computation."""
+
+    float32_head: bool
+    """The logits are computed in float32."""
+
+    max_model_len: int
+    """Tokens of the longest sequence of the run, prompt included."""
+
+    host: str
+    """vLLM's name of a device without accelerator."""
+
+    def compare(self, info: Mapping[str, Any]) -> dict[str, tuple[str, str, bool]]:
+        """Return (expected, actual, whether they fit) by setting; ``info`` is the server's configuration."""
+        # The model: as loaded, and how its log-probs are computed.
+        model = info["model_config"]
+        dtype = str(model["dtype"]).removeprefix("torch.")
+        head_dtype = (model.get("hf_overrides") or {}).get("head_dtype", dtype)
+        expected_head = "float32" if self.float32_head else head_dtype
+        max_model_len = int(model["max_model_len"])
+        quantization = model.get("quantization")
         mode = model["logprobs_mode"]
+
+        # The plug-ins of this package.
+        transfer = (info.get("weight_transfer_config") or {}).get("backend")
+        extension = info["parallel_config"]["worker_extension_cls"]
+
+        # A chunked prefill sets a request's generator back, which a generator on the host cannot do.
+        chunked = info["scheduler_config"]["enable_chunked_prefill"]
+        loses_seeds = bool(chunked) and info["device_config"]["device"] == self.host
+
+        # Names as in the command that `check` shows. The first misfit is reported.
         return {
             "worker-extension-cls": (EXTENSION, str(extension), extension == EXTENSION),
             "weight-transfer-config": (f'{{"backend": "{BACKEND}"}}', str(transfer), transfer == BACKEND),
-            "dtype": (self._dtype, dtype, dtype == self._dtype),
-            "head_dtype": (wanted, head, head == wanted),
-            "quantization": ("none", str(quantized), not quantized),
+            "dtype": (self.dtype, dtype, dtype == self.dtype),
+            "head_dtype": (expected_head, head_dtype, head_dtype == expected_head),
+            "quantization": ("none", str(quantization), not quantization),
             "max-model-len": (
-                f"{self._max_model_len} or more", str(longest), longest >= self._max_model_len
+                f"{self.max_model_len} or more",
+                str(max_model_len),
+                max_model_len >= self.max_model_len,
             ),
             "logprobs-mode": ("processed_logprobs", mode, mode == "processed_logprobs"),
-            "enable-chunked-prefill": ("false on a host without accelerator", str(chunked), not unseeded),
-        }  # fmt: skip
+            "enable-chunked-prefill": (
+                "false on a host without accelerator",
+                str(chunked),
+                not loses_seeds,
+            ),
+        }
+
+
+def _require_equal(compared: Mapping[str, tuple[str, str, bool]], path: str) -> None:
+    """Raise UserError for the first setting that does not fit; see `ServerRequirements.compare`."""
+    for name, (expected, actual, fits) in compared.items():
+        if not fits:
+            raise UserError(
+                f"a server has another `{name}` than the run needs",
+                where=path,
+                expected=expected,
+                got=actual,
+                fix=_START,
+            )
+
+
+def _require_model(
+    settings: Mapping[str, Any],
+    served: Mapping[str, Any],
+    path: str,
+) -> None:
+    """Raise UserError where a plain setting, or a number of the positions, differs between both models.
+
+    A setting that only one side has is no difference: transformers and vLLM add defaults of their own.
+    """
+    # Plain: numbers, text and flags of what the model computes, without names, paths and dtypes.
+    plain = plain_settings(settings)
+    served_plain = plain_settings(served)
+
+    for name, value in plain.items():
+        if name in served_plain and served_plain[name] != value:
+            raise UserError(
+                "a server has another model",
+                where=path,
+                expected=f"{name}: {value}",
+                got=f"{name}: {served_plain[name]}, of {served.get('_name_or_path')}",
+                fix="start it with the model of model.path",
+            )
 
 
 def _completion(number: int, reply: Any, weights: str) -> Completion:
-    """Take tokens and log-probs out of an answer; raise ServerError where they are of other weights."""
+    """Convert a server's reply; raises ServerError if it is malformed or sampled from other weights."""
     try:
         (choice,) = reply["choices"]
-        tokens, versions = choice["token_ids"], choice["weight_versions"]
-        values = [float(entry["logprob"]) for entry in choice["logprobs"]["content"]] if tokens else []
-        other = {span["version"] for span in versions} - {weights}
+        tokens = choice["token_ids"]
+        log_probs: list[float] = []
+        if tokens:
+            entries = choice["logprobs"]["content"]
+            log_probs = [float(entry["logprob"]) for entry in entries]
+        versions = {span["version"] for span in choice["weight_versions"]}
+        stale = versions - {weights}
         reason = choice["finish_reason"]
+    # Anything may answer at a URL: a response is validated by reading it.
     except (KeyError, TypeError, ValueError) as error:
         raise ServerError(f"malformed response: {reply!r:.400}") from error
 
-    if other:
-        raise ServerError(f"a response from weights {sorted(other)} instead of {weights}")
+    if stale:
+        raise ServerError(f"a response from weights {sorted(stale)} instead of {weights}")
+
     if reason not in ("stop", "length"):
-        raise ServerError(f"a response that ends with {reason!r}")  # of a server that is being stopped
-    finish = vllm_finish(tokens, values, reason)
-    if finish == FINISH_FAILED:
+        # A server that is being stopped ends its requests with other reasons.
+        raise ServerError(f"a response that ends with {reason!r}")
+
+    finish_reason = vllm_finish(tokens, log_probs, reason)
+    if finish_reason == FINISH_FAILED:
         return failed_completion(number)
-    return Completion(number, tokens, values, finish)
+    return Completion(number, tokens, log_probs, finish_reason)

@@ -1,0 +1,273 @@
+"""The job's side of servers: a generator that spreads requests over them, and a lease that reserves them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+
+from megatron_rl.config.sections.rollout import ServerConfig
+from megatron_rl.errors import UserError
+from megatron_rl.rollout.engines.servers.base import Server, ServerError
+from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
+
+STEP_SECONDS = 0.05
+"""Longest wait of a `ServerGenerator.step` for a completion; the scheduler has other work in between."""
+
+LEASE_SECONDS = 30.0
+"""Time after which a server frees itself of a run that does not renew its lease, because it was killed."""
+
+RENEW_SECONDS = 5.0
+"""Interval between two renewals of a lease; several may fail before it ends."""
+
+
+class ServerGenerator:
+    """Generator that samples at several servers, and survives the loss of each of them.
+
+    A sequence stays with its server, which has its prefix cached. A request whose server is lost, or answers
+    from other weights, is sent to another one, and counted; without a remaining server it fails.
+
+    ``most_rows`` requests are open at once. ``client_index`` is the index of this client among all ranks that
+    sample: each begins with another server. ``on_close`` is called at the end.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        max_model_len: int,
+        most_rows: int,
+        client_index: int = 0,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.max_model_len = max_model_len
+        self.most_rows = most_rows
+        self._request_timeout = config.request_timeout
+        self._client_index = client_index
+        self._on_close = on_close
+
+        self._servers: list[Server] = []
+        self._weights = ""
+        self._resubmitted = 0
+
+        # Number of a request -> its task on the event loop.
+        self._open: dict[int, asyncio.Task[Completion]] = {}
+        # Remaining servers of this round -> requests in flight.
+        self._in_flight: dict[Server, int] = {}
+        # Seed of a sequence -> its server.
+        self._server_of: dict[int, Server] = {}
+
+        # The loop runs only inside `step` and the calls that end requests; no thread is needed.
+        self._loop = asyncio.new_event_loop()
+        self._session: aiohttp.ClientSession | None = None
+
+    def use(self, servers: Sequence[Server], weights: str) -> None:
+        """Sample at these servers, from weights of this name."""
+        self._servers = list(servers)
+        self._weights = weights
+
+    def resubmitted(self) -> int:
+        """Return the number of requests that were sent to another server since the last call."""
+        count = self._resubmitted
+        self._resubmitted = 0
+        return count
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """See `Generator.sampling`."""
+        # Every server of the run is tried again in each round.
+        first = self._client_index % max(1, len(self._servers))
+        self._in_flight = dict.fromkeys(self._servers[first:] + self._servers[:first], 0)
+        self._server_of = {}
+        try:
+            yield
+        finally:
+            self._cancel(list(self._open))
+
+    def submit(self, request: GenerationRequest) -> None:
+        """See `Generator.submit`."""
+        request = replace(request, tokens=list(request.tokens))
+        self._open[request.number] = self._loop.create_task(self._complete(request))
+
+    def step(self) -> list[Completion]:
+        """Wait up to `STEP_SECONDS` for a completion; return all that have arrived."""
+        if not self._open:
+            return []
+        tasks = list(self._open.values())
+        self._run(asyncio.wait(tasks, timeout=STEP_SECONDS, return_when="FIRST_COMPLETED"))
+
+        finished = [number for number, task in self._open.items() if task.done()]
+        return [self._open.pop(number).result() for number in finished]
+
+    def abort(self, number: int) -> None:
+        """Cancel an open request by dropping its connection."""
+        if number in self._open:
+            self._cancel([number])
+
+    def interrupt(self) -> list[Completion]:
+        """Cancel every open request: servers return complete responses only. See `Generator.interrupt`."""
+        self._cancel(list(self._open))
+        return []
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Return no seeds: a server retains no request."""
+        return ()
+
+    def close(self) -> None:
+        """Drop the connections. May be called twice."""
+        if self._loop.is_closed():
+            return
+
+        self._cancel(list(self._open))
+        if self._session is not None:
+            self._run(self._session.close())
+        self._loop.close()
+        self._on_close()
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self._loop.run_until_complete(coroutine)
+
+    def _client(self) -> aiohttp.ClientSession:
+        """Return the HTTP session, made at the first request."""
+        if self._session is None:
+            # No connection is reused: the server may have closed it between two steps, and the next request
+            # on it would fail.
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            self._session = aiohttp.ClientSession(connector=connector)
+        return self._session
+
+    def _cancel(self, numbers: list[int]) -> None:
+        """Cancel open requests and wait until their connections are dropped."""
+        tasks = [self._open.pop(number) for number in numbers]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._run(asyncio.wait(tasks))
+
+    def _choose(self, seed: int) -> Server | None:
+        """Return the server of a sequence, or the least busy one for a new sequence; None without servers."""
+        if self._server_of.get(seed) not in self._in_flight:
+            if not self._in_flight:
+                return None
+            self._server_of[seed] = min(self._in_flight, key=lambda server: self._in_flight[server])
+        return self._server_of[seed]
+
+    async def _complete(self, request: GenerationRequest) -> Completion:
+        """Send a request to its server, and to others while servers are lost; return the completion."""
+        while (server := self._choose(request.seed)) is not None:
+            self._in_flight[server] += 1
+
+            try:
+                return await server.generate(self._client(), request, self._weights, self._request_timeout)
+            except ServerError as error:
+                if error.refuses_request:
+                    break
+
+                # The server is lost to all sequences of this round.
+                self._in_flight.pop(server, None)
+                if self._in_flight:
+                    self._resubmitted += 1
+            finally:
+                if server in self._in_flight:
+                    self._in_flight[server] -= 1
+        return failed_completion(request.number)
+
+
+class Lease:
+    """Reservation of servers for one run, renewed by a thread until it is closed.
+
+    Without it, two runs that bring a server their weights at once would stall each other.
+    """
+
+    def __init__(self, servers: Sequence[Server], run_dir: str) -> None:
+        self._servers = servers
+        self._run = f"the run in {run_dir} (process {os.getpid()} on {socket.gethostname()})"
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._renew, daemon=True)
+
+    def take(self) -> None:
+        """Reserve the servers; wait for a server whose holder may have been killed.
+
+        Raises UserError where another run renews its lease of one, or two URLs are of the same server.
+        """
+        # A killed run's lease ends within this time.
+        deadline = time.monotonic() + LEASE_SECONDS + RENEW_SECONDS
+        while True:
+            reserved = self._first_reserved()
+            if reserved is None:
+                break
+
+            url, holder = reserved
+            if holder.startswith(self._run):
+                raise UserError(
+                    "two addresses are of one server",
+                    where="rollout.server.urls",
+                    expected="the address of each server once",
+                    got=f"{url} is the server of {holder.removeprefix(self._run).strip()}",
+                    fix=f"remove {url}",
+                )
+            if time.monotonic() > deadline:
+                raise UserError(
+                    "a server works for another run",
+                    where=f"{url}, of rollout.server.urls",
+                    expected="a server of this run's own: each brings it weights",
+                    got=f"{holder} has it",
+                    fix="name another server, or start this run when that one has ended",
+                )
+            time.sleep(RENEW_SECONDS / 5)
+        self._thread.start()
+
+    def _first_reserved(self) -> tuple[str, str] | None:
+        """Claim every server; return the URL and the holder of the first that is reserved, else None."""
+        holders = [(server.url, self._claim_or_raise(server)) for server in self._servers]
+        for url, holder in holders:
+            if holder:
+                return url, holder
+        return None
+
+    def _claim_or_raise(self, server: Server) -> str | None:
+        try:
+            return self._claim(server, LEASE_SECONDS)
+        except (ServerError, KeyError, ValueError) as error:
+            raise UserError(
+                "a server does not report its holder",
+                where=f"{server.url}, of rollout.server.urls",
+                expected="a server that was started with this version of megatron_rl",
+                got=f"{type(error).__name__}: {error}",
+                fix="start it again with the command that `check` shows",
+            ) from error
+
+    def _claim(self, server: Server, seconds: float) -> str | None:
+        """Reserve a server; return its holder if that is another one.
+
+        The URL is part of the name, so that a server with two URLs is noticed.
+        """
+        return server.claim(f"{self._run} {server.url}", seconds)
+
+    def _renew(self) -> None:
+        """Renew the lease until it is closed: the main function of the thread."""
+        while not self._closed.wait(RENEW_SECONDS):
+            self._claim_all(LEASE_SECONDS)
+
+    def _claim_all(self, seconds: float) -> None:
+        for server in self._servers:
+            # A lost server is noticed when it is asked to sample.
+            with suppress(ServerError, KeyError, ValueError):
+                self._claim(server, seconds)
+
+    def close(self) -> None:
+        """Release the servers. May be called twice."""
+        if self._closed.is_set() or not self._thread.is_alive():
+            return
+        self._closed.set()
+        self._thread.join()
+        # A lease of no time is a release.
+        self._claim_all(0.0)
