@@ -196,7 +196,7 @@ def test_tools_are_a_list_or_json_text_of_one() -> None:
     for tools in ([described], json.dumps([described]), [json.dumps(described)]):
         values = read({"prompt": [ASKS], "tools": tools, "ground_truth": 1}, tools_field="tools")
         assert values["tools"] == [described]
-    for nothing in ([], "[]"):
+    for nothing in ([], "[]", "", " \n", "null"):
         assert (
             read({"prompt": [ASKS], "tools": nothing, "ground_truth": 1}, tools_field="tools")["tools"]
             is None
@@ -204,6 +204,30 @@ def test_tools_are_a_list_or_json_text_of_one() -> None:
     for wrong in (described, "add(n)", ["add"], 5):
         error = refused({"prompt": [ASKS], "tools": wrong, "ground_truth": 1}, tools_field="tools")
         assert "no list of objects" in error.message
+
+
+def test_a_table_may_have_tools_in_some_rows_and_an_empty_text_in_others() -> None:
+    described = tool("add", "n", "integer")
+    table = pyarrow.Table.from_pylist(
+        [
+            {"prompt": [ASKS], "tools": json.dumps([described]), "ground_truth": 1},
+            {"prompt": [ASKS], "tools": "", "ground_truth": 1},
+        ]
+    )
+    tools = [read(row, from_table=True, tools_field="tools")["tools"] for row in table.to_pylist()]
+    assert tools == [[described], None]
+
+
+def test_check_says_once_that_a_file_is_in_another_encoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_workspace(tmp_path)
+    line = json.dumps({"prompt": "1+1=", "ground_truth": "2"}) + "\n"
+    Path("train.jsonl").write_text(line * 20, encoding="utf-16")
+    errors = check_config(load_text(CONFIG), training=False, patience=0).errors
+    assert [error.message for error in errors] == ["train.jsonl is encoded in UTF-16"]
+    assert "iconv -f UTF-16 -t UTF-8 train.jsonl > train.utf8.jsonl" in (errors[0].fix or "")
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,10 @@ from megatron_rl.config.load import load_text
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.data.chat_format import ChatTemplate
+from megatron_rl.data.chat_format import ChatTemplate, VisibleText
 from megatron_rl.data.prompts import PromptSource, encode_prompts
 from megatron_rl.data.records import Record
 from megatron_rl.data.tokenizing import end_token_ids, load_tokenizer
-from megatron_rl.data.visible_text import VisibleText
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import copy_tokenizer
 from tests.unit.chat_templates import FORMS, LLAMA_2, QWEN_2, ChatForm, tokenizer_of

@@ -18,7 +18,13 @@ from megatron_rl.check.data.sets import DataPreview, DataSet
 from megatron_rl.check.files import Files
 from megatron_rl.check.model.template import added_token_ids, folder_ends, folder_renderer
 from megatron_rl.check.model.tokenizer import tokenizer_of
-from megatron_rl.data.chat_format import ConversationText, TurnEnd, find_turn_end, turn_end_problem
+from megatron_rl.data.chat_format import (
+    ConversationText,
+    TurnEnd,
+    find_turn_end,
+    framing_marks,
+    turn_end_problem,
+)
 from megatron_rl.data.messages import (
     asked_messages,
     end_of_thoughts,
@@ -36,7 +42,6 @@ from megatron_rl.data.rendered_text import (
     response_pieces,
 )
 from megatron_rl.data.template_renderer import TemplateRenderer
-from megatron_rl.data.visible_text import framing_marks
 from megatron_rl.errors import UserError
 
 TOKENISED, ENDS = 256, 32

@@ -12,21 +12,18 @@ from typing import Any
 from megatron_rl.check.files import Files
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data.forms import RecordReader
+from megatron_rl.data.messages import nothing_taught, teaches_nothing
 from megatron_rl.data.records import (
-    Record,
-    empty_error,
-    nothing_taught,
-    read_table,
-    teaches_nothing,
-    values_of,
-)
-from megatron_rl.data.shards import (
     KINDS,
     DataPath,
+    Record,
     data_files,
+    empty_error,
     missing_error,
     partial_warning,
+    read_table,
     unreadable_error,
+    values_of,
 )
 from megatron_rl.errors import UserError
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.data.template_process import DEFAULT
-from megatron_rl.data.template_renderer import TemplateRenderer, can_render
-from megatron_rl.data.visible_text import listed_end_ids
+from megatron_rl.data.chat_format import listed_end_ids
+from megatron_rl.data.template_renderer import DEFAULT, TemplateRenderer, can_render
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

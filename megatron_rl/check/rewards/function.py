@@ -10,7 +10,7 @@ from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.redaction import HIDDEN, is_hidden
 from megatron_rl.rewards.judgement import JUDGEMENT, is_function
-from megatron_rl.rewards.worker import ARGUMENTS, GROUP, TOKENS, TURNS
+from megatron_rl.rewards.worker import ARGUMENTS, GROUP, TOKENS, TURNS, parameter_hints
 from megatron_rl.user_code import find_module, missing_file
 
 ASKED_FOR = (TURNS, TOKENS, GROUP)
@@ -218,7 +218,7 @@ def _check_signature(
     problem += [f"it requires {', '.join(lacking)}"] if lacking else []
     fix = f"give them {'in reward.arguments, or ' * (called.where == 'reward.function')}a default"
     if called.chooses:
-        fix = f"rename them to names that every call has, or {fix}"
+        fix = f"{parameter_hints(lacking) or 'rename them to names that every call has'}, or {fix}"
     if refused:
         fix = "add **kwargs for what it has no use for"
         fix = f"call it from a function of these parameters, or rename its own and {fix}" if lacking else fix
