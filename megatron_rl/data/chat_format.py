@@ -246,13 +246,15 @@ class ConversationText:
         return cut_at_end(text, self.ends) or text + self._turn_end
 
     def trained_conversation(
-        self, asked: Sequence[Message], answered: Sequence[Message], tools: Any
+        self, prompt_messages: Sequence[Message], response_messages: Sequence[Message], tools: Any
     ) -> TrainedConversation:
-        """Return the conversation in which the assistant's messages of ``answered`` are trained on.
+        """Return the conversation in which the assistant's messages of ``response_messages`` are trained on.
 
-        ``asked`` are the messages of the prompt; ``answered`` begins and ends with a turn of the assistant.
+        ``response_messages`` begins and ends with a turn of the assistant.
         """
-        turn_indices = [index for index, message in enumerate(answered) if message["role"] == "assistant"]
+        turn_indices = [
+            index for index, message in enumerate(response_messages) if message["role"] == "assistant"
+        ]
         if len(turn_indices) > 1:
             self.require_steady_tails()
 
@@ -260,8 +262,8 @@ class ConversationText:
         conversation = ""
         pieces: list[str] = []
         for number, index in enumerate(turn_indices):
-            message = answered[index]
-            history = [*asked, *answered[:index]]
+            message = response_messages[index]
+            history = [*prompt_messages, *response_messages[:index]]
             opening, conversation = self._render(
                 Rendering(history, tools), Rendering([*history, message], tools, False)
             )
@@ -276,8 +278,8 @@ class ConversationText:
             # A turn without thoughts is trained on as later turns show it: some templates write empty
             # thoughts into the last turn only. A turn with thoughts keeps them, though later turns lack them.
             next_index = turn_indices[number + 1]
-            tail = self.tail(answered[index + 1 : next_index], history)
-            (later,) = self._render(Rendering([*asked, *answered[:next_index]], tools))
+            tail = self.tail(response_messages[index + 1 : next_index], history)
+            (later,) = self._render(Rendering([*prompt_messages, *response_messages[:next_index]], tools))
             is_steady = later.startswith(opening) and later.endswith(tail)
             if is_steady and not _has_thoughts(message):
                 turn = later[len(opening) : len(later) - len(tail)]
@@ -374,12 +376,12 @@ class TurnEnd:
 def find_turn_end(
     text: ConversationText,
     encode: Callable[[str], Sequence[int]],
-    added: Mapping[int, str],
+    added_texts: Mapping[int, str],
     bos: str | None,
 ) -> TurnEnd | None:
     """Return the end of turns under a template; None if it renders no question with an answer.
 
-    ``added`` are the texts of added tokens by id, special or not: some models add ``<|im_end|>`` as an
+    ``added_texts`` are the texts of added tokens by id, special or not: some models add ``<|im_end|>`` as an
     ordinary token. A BOS behind a turn begins the next turn and ends none.
     """
     if text.behind_turn is None:
@@ -387,15 +389,15 @@ def find_turn_end(
 
     behind = text.behind_turn.lstrip()
     ids = list(encode(behind[:200]))
-    if not ids or ids[0] not in added or added[ids[0]] == bos:
+    if not ids or ids[0] not in added_texts or added_texts[ids[0]] == bos:
         return TurnEnd(behind, None)
     return TurnEnd(behind, int(ids[0]))
 
 
-def turn_end_problem(end: TurnEnd | None, ends: Sequence[int], shown: str, path: str) -> UserError | None:
+def turn_end_problem(end: TurnEnd | None, ends: Sequence[int], end_texts: str, path: str) -> UserError | None:
     """Return the warning of a template whose end of turns the model's files do not name.
 
-    ``ends`` are the tokens that the files name as ends of responses, and ``shown`` their texts.
+    ``ends`` are the tokens that the files name as ends of responses, and ``end_texts`` their texts.
     """
     if end is None or end.token in ends:
         return None
@@ -404,17 +406,17 @@ def turn_end_problem(end: TurnEnd | None, ends: Sequence[int], shown: str, path:
         return UserError(
             "the chat template ends turns with no token of its own",
             where="model.path",
-            expected=f"one of the tokens that end responses ({shown}) behind each turn of the assistant",
+            expected=f"one of the tokens that end responses ({end_texts}) behind each turn of the assistant",
             got=repr(end.text[:40]) if end.text else "nothing",
-            fix=f"none is needed for a model that learned to write {shown} there; for another one give the "
-            "tokenizer a chat_template whose turns end with such a token",
+            fix=f"none is needed for a model that learned to write {end_texts} there; for another one give "
+            "the tokenizer a chat_template whose turns end with such a token",
         )
 
     token = end.text.split("\n")[0].strip()[:40]
     return UserError(
         f"the chat template ends turns with {token}, which is no end of responses in the model's files",
         where="model.path",
-        expected=f"one of the tokens that end responses there: {shown}",
+        expected=f"one of the tokens that end responses there: {end_texts}",
         got=f"{token} (id {end.token}); responses to prompts of the template end there, too",
         fix=f"add {end.token} to eos_token_id in {path}/generation_config.json, for whoever uses the model "
         "after the run",
@@ -448,12 +450,12 @@ def named_end_ids(tokenizer: Any, model_path: str | Path | None) -> tuple[int, .
     return tuple(dict.fromkeys(ids))
 
 
-def listed_end_ids(model: Path, added: Collection[int]) -> list[int]:
-    """Return the ids of ``eos_token_id`` in a model's folder; ``added`` are the ids of added tokens."""
+def listed_end_ids(model: Path, added_ids: Collection[int]) -> list[int]:
+    """Return the ids of ``eos_token_id`` in a model's folder; ``added_ids`` are the ids of added tokens."""
     ids = _eos_token_ids(model / "generation_config.json")
     if ids:
         return ids
-    return [number for number in _eos_token_ids(model / "config.json") if number in added]
+    return [number for number in _eos_token_ids(model / "config.json") if number in added_ids]
 
 
 def _eos_token_ids(file: Path) -> list[int]:
@@ -467,7 +469,7 @@ def _eos_token_ids(file: Path) -> list[int]:
     return [number for number in items if type(number) is int]
 
 
-def framing_marks(renderer: TemplateRenderer | None, added: Iterable[str]) -> set[str]:
+def framing_marks(renderer: TemplateRenderer | None, added_texts: Iterable[str]) -> set[str]:
     """Return the added tokens that a chat template writes around messages."""
     if renderer is None:
         return set()
@@ -476,7 +478,7 @@ def framing_marks(renderer: TemplateRenderer | None, added: Iterable[str]) -> se
         text = renderer.render(_CONVERSATION, opens=False)
     except RenderRefused:
         return set()
-    return {token for token in added if token and token in text}
+    return {token for token in added_texts if token and token in text}
 
 
 class VisibleText:
@@ -500,9 +502,9 @@ class VisibleText:
             if number is not None:
                 ids.add(number)
 
-        added = added_tokens(tokenizer)
-        marks = framing_marks(renderer_of(tokenizer), added.values())
-        ids.update(number for number, text in added.items() if text in marks)
+        added_texts = added_tokens(tokenizer)
+        marks = framing_marks(renderer_of(tokenizer), added_texts.values())
+        ids.update(number for number, text in added_texts.items() if text in marks)
         return frozenset(ids)
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -538,7 +540,7 @@ def text_prefix(tokenizer: Any) -> list[int]:
 
 
 def with_prefix(prefix: list[int], tokens: list[int]) -> list[int]:
-    """Return tokens behind a prefix, of which the tokens may already have a part.
+    """Return tokens behind a prefix, which may overlap with their beginning.
 
     Prompts that were rendered and stored as text begin with the text of the BOS.
     """

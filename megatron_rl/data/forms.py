@@ -255,7 +255,7 @@ class RecordReader:
             f"{message}: {', '.join(f'`{name}`' for name in first_records)}",
             where=self.setting,
             expected=expected,
-            got=", ".join(f"`{name}` first in {where}" for name, where in first_records.items()),
+            got=", ".join(f"`{name}` first in {location}" for name, location in first_records.items()),
             fix=fix,
         )
 
@@ -382,7 +382,7 @@ class RecordReader:
         return result
 
     def _role_and_calls(
-        self, role: Any, content: Any, message: dict[str, Any], where: str, is_sharegpt: bool
+        self, role: Any, content: Any, message: dict[str, Any], location: str, is_sharegpt: bool
     ) -> dict[str, Any]:
         """Return a message whose role is one of a template and whose calls are a list of objects.
 
@@ -413,7 +413,7 @@ class RecordReader:
         result = {"role": role, "content": text, **message}
         if calls:  # templates that count calls refuse an empty list
             result["tool_calls"] = _tool_calls(calls)
-            self._note_null_arguments(result["tool_calls"], where)
+            self._note_null_arguments(result["tool_calls"], location)
         return result
 
     def _require_role(self, role: str) -> None:
@@ -466,7 +466,7 @@ class RecordReader:
 
     # Fields and keys that nothing reads
 
-    def _note_unread_fields(self, values: Mapping[str, Any], where: str) -> None:
+    def _note_unread_fields(self, values: Mapping[str, Any], location: str) -> None:
         """Note the fields of a record that nothing reads."""
         data = self.data
         read_fields = {data.prompt_field, *self.responses, data.tools_field}
@@ -481,7 +481,7 @@ class RecordReader:
             if name in read_fields or name in self._unread_fields or value is None or value in ([], ""):
                 continue
             if not has_metadata or name in (*_PROMPT_FIELDS, *_MEDIA_FIELDS):
-                self._unread_fields[name] = where
+                self._unread_fields[name] = location
 
     def _unread_fields_warning(self) -> UserError:
         """Return the warning of fields that nothing reads, with the settings that could read them."""
@@ -507,7 +507,7 @@ class RecordReader:
             fix="; ".join(hints) or "nothing, if they are not needed",
         )
 
-    def _note_unread_keys(self, message: Mapping[str, Any], where: str) -> None:
+    def _note_unread_keys(self, message: Mapping[str, Any], location: str) -> None:
         """Note the keys of a message that the chat template does not name."""
         if self.template is None:
             return
@@ -516,9 +516,9 @@ class RecordReader:
             if name in ("role", "content", "weight", *_LINKS, *self._unread_keys):
                 continue
             if not re.search(rf"\b{re.escape(name)}\b", self.template):
-                self._unread_keys[name] = where
+                self._unread_keys[name] = location
 
-    def _note_null_arguments(self, calls: list[dict[str, Any]], where: str) -> None:
+    def _note_null_arguments(self, calls: list[dict[str, Any]], location: str) -> None:
         """Note arguments that are null: written so, or left by a table that was exported to JSON."""
         for call in calls:
             arguments = call.get("function", call)["arguments"]
@@ -526,7 +526,7 @@ class RecordReader:
                 continue
             for name, value in arguments.items():
                 if value is None:
-                    self._null_arguments.setdefault(name, where)
+                    self._null_arguments.setdefault(name, location)
 
 
 # Messages
@@ -559,30 +559,30 @@ def joined_text(content: Any) -> str:
     if isinstance(content, str):
         return content
 
-    parts = content
+    items = content
     if isinstance(content, Mapping) and "type" in content:
-        parts = [content]
-    if parts == []:
+        items = [content]
+    if items == []:
         return ""
-    if not isinstance(parts, list):
+    if not isinstance(items, list):
         raise _MessageError(
             "has content that is no text",
             "text, or a list of parts of text",
             _excerpt(content),
             "write it as text, such as JSON",
         )
-    return "\n".join(map(_part_text, parts))
+    return "\n".join(map(_part_text, items))
 
 
-def _part_text(part: Any) -> str:
+def _part_text(item: Any) -> str:
     """Return the text of one part of a message's content; raises _MessageError for other media."""
     text = None
     kind = None
-    if isinstance(part, str):
-        text = part
-    elif isinstance(part, Mapping):
-        kind = part.get("type")
-        fields = {name: value for name, value in part.items() if value is not None}
+    if isinstance(item, str):
+        text = item
+    elif isinstance(item, Mapping):
+        kind = item.get("type")
+        fields = {name: value for name, value in item.items() if value is not None}
         if fields.get("type", "text") in _TEXT_PARTS:
             text = fields.get("text", fields.get("content"))
     if isinstance(text, str):
@@ -594,7 +594,7 @@ def _part_text(part: Any) -> str:
     raise _MessageError(
         problem,
         'text, or parts such as {"type": "text", "text": "..."}',
-        _excerpt(part),
+        _excerpt(item),
         "remove the record, or its parts that are no text",
     )
 

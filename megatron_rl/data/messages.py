@@ -48,8 +48,8 @@ def with_inner(record: Record, names: Iterable[str | None]) -> Record:
             continue
 
         value: Any = record.values
-        for part in name.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
         if value is not None:
             nested[name] = value
 
@@ -59,12 +59,12 @@ def with_inner(record: Record, names: Iterable[str | None]) -> Record:
 
 
 def require_fields(
-    record: Record, fields: Mapping[str, str], setting: str, others: Collection[str | None] = ()
+    record: Record, fields: Mapping[str, str], setting: str, read_elsewhere: Collection[str | None] = ()
 ) -> None:
     """Raise UserError for the first of ``fields`` that a record lacks or has as null.
 
-    ``fields`` maps names to the settings that name them. The names in ``others`` are read as something else,
-    so that they are no suggestion for a field that is absent.
+    ``fields`` maps names to the settings that name them. Names in ``read_elsewhere`` have another meaning,
+    so that they are no suggestion for an absent field.
     """
     for name, key in fields.items():
         if record.values.get(name) is not None:
@@ -81,7 +81,7 @@ def require_fields(
             fix = "fill it in, or remove the record"
         else:
             message = f"a record has no `{name}`"
-            fix = _absent_field_fix(record, name, key, nested, {*fields, *others})
+            fix = _absent_field_fix(record, name, key, nested, {*fields, *read_elsewhere})
         raise UserError(
             message,
             where=f"{record.where} ({setting})",
@@ -99,12 +99,12 @@ def _absent_field_fix(
     The candidates, in this order: a nested field of that name, a name that differs by a slip, the name that
     public data sets use, the only field that nothing else reads.
     """
-    present = [field for field, value in record.values.items() if value is not None]
-    free = [field for field in present if field not in occupied]
+    filled_fields = [field for field, value in record.values.items() if value is not None]
+    free = [field for field in filled_fields if field not in occupied]
 
     candidate = next((path for path in nested if path.endswith(f".{name}")), None)
     if candidate is None:
-        candidate = nearest(name, [field for field in (*present, *nested) if field not in occupied])
+        candidate = nearest(name, [field for field in (*filled_fields, *nested) if field not in occupied])
     if candidate is None:
         usual = _USUAL_FIELDS.get(key.rpartition(".")[2], ())
         candidate = next((field for field in usual if field in free), None)
@@ -151,13 +151,13 @@ def said_texts(value: Any) -> list[str]:
 def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
     """Raise UserError unless a record's prompt and tools fit the settings of the data set ``setting``."""
     prompt = record.values[data.prompt_field]
-    where = f"{record.where} ({setting})"
+    location = f"{record.where} ({setting})"
     template = data.setting_of("chat_template")
 
     if data.chat_template is False and _is_messages(prompt):
         raise UserError(
             "prompts are lists of messages, and the chat template is switched off",
-            where=f"{where}: {template}",
+            where=f"{location}: {template}",
             expected="true, or prompts that are text",
             got=f"false, and a list in `{data.prompt_field}`",
             fix=f"remove {template}=false, or set {template}=true for this data",
@@ -169,7 +169,7 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
             expected += " or a list of messages with role and content"
         raise UserError(
             f"the field {data.prompt_field!r} is not a prompt",
-            where=where,
+            where=location,
             expected=expected,
             got=f"{type(prompt).__name__}: {str(prompt)[:80]}",
             fix=f"correct the record, or {data.setting_of('prompt_field')}",
@@ -178,7 +178,7 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
     if tools_of(record, data) and not templated(record, data):
         raise UserError(
             "a record has tools, and its prompt does not go through the chat template",
-            where=where,
+            where=location,
             expected=f"a list of messages, or {template}=true",
             got=f"text, and tools in {data.tools_field!r}",
             fix=f"set {template}=true, or remove {data.setting_of('tools_field')}",
@@ -201,11 +201,11 @@ def require_template_for(record: Record, responses: Collection[str], data: DataC
     )
 
 
-def no_tokens_error(prompt: str, where: str) -> UserError:
+def no_tokens_error(prompt: str, location: str) -> UserError:
     """Return the error of a prompt for which the tokenizer returns no token."""
     return UserError(
         "a prompt has no tokens",
-        where=where,
+        where=location,
         expected="at least one token",
         got=repr(prompt),
         fix="correct or remove the record",
@@ -336,8 +336,8 @@ def _shared_length(conversations: Sequence[Sequence[Any]]) -> int:
     The last message of the shortest conversation does not count, so that every response has a message.
     """
     longest_possible = min(map(len, conversations)) - 1
-    for index, (first, *others) in enumerate(zip(*conversations, strict=False)):
-        if index == longest_possible or any(message != first for message in others):
+    for index, (first, *counterparts) in enumerate(zip(*conversations, strict=False)):
+        if index == longest_possible or any(message != first for message in counterparts):
             return index
     return longest_possible
 
@@ -370,13 +370,13 @@ def _are_turns(messages: Any) -> bool:
 # Warnings about responses
 
 
-def teaches_nothing(response: object, *others: object) -> bool:
+def teaches_nothing(response: object, *alternatives: object) -> bool:
     """Return whether a single response is empty, or the responses of a pair are equal.
 
     Texts and tokens can be compared.
     """
-    if others:
-        return response in others
+    if alternatives:
+        return response in alternatives
     return not response
 
 

@@ -22,7 +22,7 @@ BOS = "<bos>"
 UNKNOWN = "<unk>"
 SPECIAL = (PAD, EOS, BOS, UNKNOWN)
 CHARACTERS = "0123456789+-*/=,."
-"""One token each: with the special tokens 21, a vocabulary that no power of two divides, so that it is padded."""
+"""A token each: with the special ones 21, an odd number, which tensor parallelism of 2 has to pad."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def make(directory: str | Path, size: str = "small", seed: int = 1) -> Path:
     # Every random number of the problems comes from this generator: the order of the draws is part of the
     # data.
     generator = random.Random(seed)
-    pairs = [(left, right) for left in range(10, 90) for right in range(10, 100 - left)]
+    pairs = [(first, second) for first in range(10, 90) for second in range(10, 100 - first)]
     generator.shuffle(pairs)
     carrying = [pair for pair in pairs if _carries(pair)]
     plain = [pair for pair in pairs if not _carries(pair)]
@@ -103,13 +103,13 @@ def _carries(pair: tuple[int, int]) -> bool:
 
 
 def _problem(pair: tuple[int, int]) -> dict[str, str]:
-    left, right = pair
-    return {"prompt": f"{left}+{right}=", "ground_truth": str(left + right), "task": "addition"}
+    first, second = pair
+    return {"prompt": f"{first}+{second}=", "ground_truth": str(first + second), "task": "addition"}
 
 
 def _demonstration(pair: tuple[int, int], careless: bool) -> dict[str, str]:
-    left, right = pair
-    return {"prompt": f"{left}+{right}=", "response": str(left + right - 10 * careless)}
+    first, second = pair
+    return {"prompt": f"{first}+{second}=", "response": str(first + second - 10 * careless)}
 
 
 def _preference(pair: tuple[int, int], generator: random.Random) -> dict[str, str]:

@@ -167,7 +167,7 @@ def partial_warning(source: DataPath, files: Sequence[Path], setting: str) -> Us
 
 
 def source_error(path: Path, setting: str) -> UserError | None:
-    """Return the error of a path whose kind, suffix or first bytes are not those of records.
+    """Return the error of a path that holds no records by its kind, suffix or first bytes.
 
     Raises OSError where the file cannot be opened.
     """
@@ -197,7 +197,7 @@ def source_error(path: Path, setting: str) -> UserError | None:
 
 
 def _first_bytes_error(path: Path, setting: str) -> UserError | None:
-    """Return the error of a ``.jsonl`` file that is compressed or encoded otherwise; None for UTF-8.
+    """Return the error of a ``.jsonl`` file in a compression or an encoding other than UTF-8.
 
     Read line by line, such a file would be one JSON error per line, none of which names the reason.
     """
@@ -450,11 +450,11 @@ def _read_jsonl(path: Path, setting: str) -> Iterator[Record]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                where = f"{path}:{number}"
-                yield Record(values_of(line, f"{where} ({setting})"), where)
+                location = f"{path}:{number}"
+                yield Record(values_of(line, f"{location} ({setting})"), location)
 
 
-def values_of(line: bytes, where: str) -> dict[str, Any]:
+def values_of(line: bytes, location: str) -> dict[str, Any]:
     """Return the fields of a line of JSONL; raises UserError for a line that is not a JSON object."""
     excerpt = line[:80].decode("utf-8", "replace").strip()
     try:
@@ -462,7 +462,7 @@ def values_of(line: bytes, where: str) -> dict[str, Any]:
     except _RepeatedKey as error:
         raise UserError(
             f"a JSON object has the key `{error}` twice",
-            where=where,
+            where=location,
             expected="each key once: of two values, one would be lost",
             got=excerpt,
             fix="remove or rename one of them",
@@ -470,7 +470,7 @@ def values_of(line: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
         raise UserError(
             "a line is not JSON",
-            where=where,
+            where=location,
             expected="one JSON object per line",
             got=f"{excerpt!r}: {error}",
             fix="correct or remove it",
@@ -482,7 +482,7 @@ def values_of(line: bytes, where: str) -> dict[str, Any]:
             fix = "write each object of the list on a line of its own"
         raise UserError(
             "a line is not a JSON object",
-            where=where,
+            where=location,
             expected='an object such as {"prompt": "...", "ground_truth": "..."}',
             got=f"{type(values).__name__}: {excerpt}",
             fix=fix,
@@ -490,7 +490,7 @@ def values_of(line: bytes, where: str) -> dict[str, Any]:
 
     # Only an escape can be half of a character: bytes of UTF-8 have been decoded above.
     if b"\\u" in line:
-        require_characters(values, where)
+        require_characters(values, location)
     return values
 
 
@@ -507,14 +507,14 @@ def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def require_characters(values: Mapping[str, Any], where: str) -> None:
+def require_characters(values: Mapping[str, Any], location: str) -> None:
     """Raise UserError for half of a surrogate pair, which no tokenizer takes and no file can hold."""
     try:
         json.dumps(values, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         raise UserError(
             "a record holds half of a character",
-            where=where,
+            where=location,
             expected="text that UTF-8 can hold: \\ud800 to \\udbff are followed by \\udc00 to \\udfff",
             got=repr(error.object[max(0, error.start - 20) : error.end + 20]),
             fix="correct or remove the record",

@@ -212,10 +212,11 @@ def _is_rewritten(record: Record, fields: Collection[str], data: DataConfig, cha
         record.values[field] for field in fields if not isinstance(record.values[field], str)
     ]
     tools = tools_of(record, data)
-    asked = asked_messages(record, data)
+    prompt_messages = asked_messages(record, data)
     try:
         return not all(
-            chat.trained_conversation(asked, messages, tools).as_written for messages in conversations
+            chat.trained_conversation(prompt_messages, messages, tools).as_written
+            for messages in conversations
         )
     except UserError:
         return False  # `response_pieces` raises it

@@ -106,7 +106,7 @@ class ResponseSource:
             yield as_warning(problem)
 
     def next(self, count: int) -> TrainBatch:
-        """Return the rows of the next ``count`` records, those of one record next to one another.
+        """Return the rows of the next ``count`` records, record by record.
 
         Every response token weighs the same for records with one row, every row for records with more. The
         weights of the tokens, or of the rows' tokens at one position, add up to 1.

@@ -156,7 +156,7 @@ class TemplateRenderer:
         return None
 
     def _running_process(self) -> subprocess.Popen[str]:
-        """Return the process, started and set up if there is none."""
+        """Return the running process; start one and send it the templates if needed."""
         if self._process is not None:
             return self._process
 

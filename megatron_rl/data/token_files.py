@@ -144,9 +144,9 @@ class TokenFiles:
         reason = f"the first that came to {file} has not written it"
         try:
             self.folder.mkdir(exist_ok=True)
-            with _exclusive(file.with_suffix(".lock")) as waited:
-                stored = self._stored(file, setting, waited)
-                if stored is None and not waited:
+            with _exclusive(file.with_suffix(".lock")) as was_locked:
+                stored = self._stored(file, setting, was_locked)
+                if stored is None and not was_locked:
                     encoded = encode(load_records(path, setting=setting))
                     _write(file, encoded)
                     stored = _read(file)
@@ -161,17 +161,17 @@ class TokenFiles:
         self.say(f"warning: {setting}: every process keeps tokens of its own: {reason}")
         return encoded
 
-    def _stored(self, file: Path, setting: str, waited: bool) -> Encoded | None:
-        """Return the content of a file, None for a file that is absent or damaged; a damaged one is removed.
+    def _stored(self, file: Path, setting: str, was_locked: bool) -> Encoded | None:
+        """Return the content of a file, None for an absent or damaged file; remove a damaged one.
 
-        A process that ``waited`` for the lock reads what the one before it has made or compared: one pass
-        over the bytes for a node.
+        ``was_locked`` is whether another process held the lock. It has written the file or compared its
+        digest, so that the bytes are read once per node.
         """
         # The list of a folder is fresh where a network file system remembers that a name was absent.
         if file.name not in os.listdir(file.parent):
             return None
 
-        damage = None if waited else _damage(file)
+        damage = None if was_locked else _damage(file)
         if damage is None:
             stored = _read(file)
             if stored is not None:
@@ -191,7 +191,7 @@ def _identity(path: DataPath, setting: str, tokenizer: PreTrainedTokenizerBase, 
     if renderer is not None and renderer.has_clock:
         clock = renderer.now.isoformat()
 
-    parts = (
+    content = (
         _FORMAT,
         [version(name) for name in ("transformers", "tokenizers")],
         _file_states(data_files(path, setting)),
@@ -200,7 +200,7 @@ def _identity(path: DataPath, setting: str, tokenizer: PreTrainedTokenizerBase, 
         getattr(tokenizer, "chat_template", None),
         clock,
     )
-    return hashlib.sha256(json.dumps([*parts, *inputs], default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([*content, *inputs], default=str).encode()).hexdigest()
 
 
 def _file_states(paths: Sequence[Path]) -> list[Any]:
@@ -219,14 +219,14 @@ def _exclusive(path: Path) -> Iterator[bool]:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        waited = False
+        was_locked = False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            waited = error.errno not in _NO_LOCKS
-            if waited:
+            was_locked = error.errno not in _NO_LOCKS
+            if was_locked:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield waited
+        yield was_locked
     finally:
         os.close(descriptor)
 

@@ -52,7 +52,7 @@ _PIECE = 1 << 16
 
 
 def load_tokenizer(path: str | Path, now: datetime | None = None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the HF checkpoint at ``path``; raises UserError if there is none.
+    """Load the tokenizer of the HF checkpoint at ``path``; raises UserError without one.
 
     ``now`` is the time that its chat template may write, by default the present one.
     """
@@ -88,7 +88,7 @@ def end_token_ids(
     """Return the ids that end a response: the tokenizer's EOS first, then those of the model's files.
 
     Responses to prompts that went through the chat template (``templated``) also end with the token by which
-    the template ends turns. Raises UserError for a model that names no such token.
+    the template ends turns. Raises UserError for a model without such a token.
     """
     ids = named_end_ids(tokenizer, model_path)
     end = template_turn_end(tokenizer) if templated else None
@@ -258,7 +258,7 @@ def encode_texts(
 def encode_pieces(
     tokenizer: Any, rows: Sequence[Sequence[str]], limit: int, chunk: int = 256
 ) -> list[list[numpy.ndarray] | None]:
-    """Return the tokens (int32) of the pieces of each row, whose text is tokenised as one.
+    """Tokenise the text of each row as one, and return the tokens (int32) of its pieces.
 
     The result is None for a row in which a token spans two pieces, for a text that is cut (see
     `encode_texts`), and for every row of a tokenizer without offsets.
@@ -330,14 +330,14 @@ class LengthReport:
 
     def line(self, kind: str = "prompts") -> str:
         """Return one sentence for the console and the log."""
-        longest = _shown_length(self.longest, self.limit)
+        maximum = _shown_length(self.longest, self.limit)
         if not self.over_long:
-            return f"{self.total} {kind}, none over the limit of {self.limit} tokens (longest {longest})"
+            return f"{self.total} {kind}, none over the limit of {self.limit} tokens (longest {maximum})"
 
         first = ", ".join(self.examples)
         return (
             f"dropped {self.over_long} of {self.total} {kind}: longer than {self.limit} tokens "
-            f"(longest {longest}); first: {first}"
+            f"(longest {maximum}); first: {first}"
         )
 
 
@@ -382,7 +382,7 @@ def drop_over_long(
     under either policy. ``setting`` names the data and ``limited_by`` the limit.
     """
     over_long = [index for index, length in enumerate(lengths) if length > limit]
-    longest = max(lengths)
+    maximum = max(lengths)
     if over_long and (policy == "error" or len(over_long) == len(lengths)):
         first = over_long[0]
         fix = f"raise {limited_by}"
@@ -393,7 +393,7 @@ def drop_over_long(
             where=f"{records[first].where} ({setting})",
             expected=f"at most {limit} tokens",
             got=f"{_shown_length(lengths[first], limit)} tokens there; "
-            f"the longest has {_shown_length(longest, limit)}",
+            f"the longest has {_shown_length(maximum, limit)}",
             fix=fix,
         )
 
@@ -402,4 +402,4 @@ def drop_over_long(
     examples = tuple(
         f"{records[index].where} ({_shown_length(lengths[index], limit)} tokens)" for index in over_long[:3]
     )
-    return remaining, LengthReport(len(lengths), len(over_long), limit, longest, examples)
+    return remaining, LengthReport(len(lengths), len(over_long), limit, maximum, examples)

@@ -57,12 +57,12 @@ class Worker:
     """
 
     def __init__(
-        self, config: RewardConfig, where: str, writes: bool = False, further: Sequence[str] = ()
+        self, config: RewardConfig, key: str, writes: bool = False, extra_arguments: Sequence[str] = ()
     ) -> None:
         self.config = config
-        self._key = where
+        self._key = key
         self._writes = writes
-        self._further_names = further
+        self._extra_arguments = extra_arguments
         self.calls: dict[int, Call] = {}
         """Open calls by number, in the order in which they were sent."""
         self.traits = Traits()
@@ -94,7 +94,7 @@ class Worker:
 
     def _require_parameters(self) -> None:
         """Raise UserError for parameters that no call has, and for arguments that are not parameters."""
-        available = {*ARGUMENTS, TURNS, TOKENS, GROUP, *self._further_names}
+        available = {*ARGUMENTS, TURNS, TOKENS, GROUP, *self._extra_arguments}
         if GROUP in self.traits.takes:
             available.discard("response")
 
@@ -192,9 +192,11 @@ class Worker:
         return [], [replace(call, alone=True) for call in calls]
 
 
-def loading_errors(config: RewardConfig, where: str, writes: bool, further: Sequence[str]) -> list[UserError]:
+def loading_errors(
+    config: RewardConfig, key: str, writes: bool, extra_arguments: Sequence[str]
+) -> list[UserError]:
     """Return why the function of a configuration cannot be loaded and called, in a process like a run's."""
-    worker = Worker(config, where, writes, further)
+    worker = Worker(config, key, writes, extra_arguments)
     try:
         worker.await_ready()
     except UserError as error:

@@ -60,12 +60,12 @@ class Failure(NamedTuple):
     """Details, such as the function's traceback."""
 
 
-def ending(message: str, most: int) -> str:
-    """Return the last complete lines of a message within ``most`` characters, or the end of its last line."""
+def ending(message: str, limit: int) -> str:
+    """Return the last complete lines of a message in ``limit`` characters, or the end of its last line."""
     text = message.strip()
-    if len(text) <= most:
+    if len(text) <= limit:
         return text
-    end = text[-most:]
+    end = text[-limit:]
     return end.partition("\n")[2] or end
 
 
@@ -137,32 +137,32 @@ class FunctionReward:
     machine's kernel does not enforce, as texts, and ``takes`` are the further names that samples must have:
     `TURNS`, `TOKENS`, and `GROUP` for a function that is called once per group.
 
-    ``where`` and ``name`` are the section and the key that name the function to the user; ``key`` is the
+    ``section`` and ``name`` are the section and the key that name the function to the user; ``key`` is the
     complete key if it is in another section than the function's limits. A function that ``writes`` returns
-    text or a list of messages for a sample, and no reward. ``further`` are names that samples have beside
-    those of `Sample`.
+    text or a list of messages for a sample, and no reward. ``extra_arguments`` are names that samples have
+    beside those of `Sample`.
     """
 
     def __init__(
         self,
         config: RewardConfig,
-        where: str = "reward",
+        section: str = "reward",
         name: str = "function",
         *,
         key: str = "",
         writes: bool = False,
-        further: Sequence[str] = (),
+        extra_arguments: Sequence[str] = (),
     ) -> None:
         self.config = config
-        self._section = where
-        self._key = key or f"{where}.{name}"
+        self._section = section
+        self._key = key or f"{section}.{name}"
         self._writes = writes
-        self._further_names = further
+        self._extra_arguments = extra_arguments
         check_spec(config.function or "", self._key)
         if config.timeout <= 0:
-            raise out_of_range(f"{where}.timeout", config.timeout, "a time limit above 0 s")
+            raise out_of_range(f"{section}.timeout", config.timeout, "a time limit above 0 s")
         if config.workers < 1:
-            raise out_of_range(f"{where}.workers", config.workers, "at least one worker")
+            raise out_of_range(f"{section}.workers", config.workers, "at least one worker")
 
         self._workers: list[Worker] = []
         self._start_failure = ""
@@ -172,15 +172,15 @@ class FunctionReward:
             # All processes start before the first is waited for: they import at the same time.
             for _ in range(config.workers):
                 self._workers.append(self._new_worker())
-            missing = [worker.await_ready() for worker in self._workers]
+            unenforced_limits = [worker.await_ready() for worker in self._workers]
         except BaseException:
             self.close()
             raise
-        self.missing: tuple[str, ...] = tuple(missing[0])
+        self.missing: tuple[str, ...] = tuple(unenforced_limits[0])
         self.takes = self._workers[0].traits.takes & {TURNS, TOKENS, GROUP}
 
     def _new_worker(self) -> Worker:
-        return Worker(self.config, self._key, self._writes, self._further_names)
+        return Worker(self.config, self._key, self._writes, self._extra_arguments)
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
         """Return rewards, validity, components and failures of B samples, in their order."""
@@ -328,7 +328,7 @@ def rows_by_group(samples: Sequence[Sample]) -> list[list[int]]:
 
 
 def _group_arguments(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the arguments of a call for a group: what its samples share, and lists of what differs."""
+    """Return the arguments of a call for a group: shared values, and lists of those per sample."""
     arguments = {name: value for name, value in samples[0].items() if name != "response"}
     for name in (TURNS, TOKENS):
         if name in samples[0]:
@@ -351,15 +351,15 @@ def code_reward(config: CodeConfig) -> FunctionReward:
     return FunctionReward(settings, "reward.code")
 
 
-def check_spec(spec: str, where: str = "reward.function") -> None:
+def check_spec(spec: str, key: str = "reward.function") -> None:
     """Raise UserError unless ``spec`` has the form ``module:function`` and its file, if any, exists."""
     module, separator, name = spec.rpartition(":")
     if not separator or not module or not name:
         raise UserError(
             "the reward function's name is incomplete",
-            where=where,
+            where=key,
             expected="module:function or path/to/file.py:function",
             got=repr(spec),
             fix="add ':' and the function's name",
         )
-    require_file(module, where, "reward file")
+    require_file(module, key, "reward file")

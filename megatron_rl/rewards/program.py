@@ -77,14 +77,14 @@ class Remote:
     def __setattr__(self, name: str, value: Any) -> None:
         self._peer.ask("set_attribute", self, name, value)
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._peer.call(self, arguments, named)
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._peer.call(self, arguments, keywords)
 
-    def __eq__(self, other: object) -> bool:
-        if other is self:
+    def __eq__(self, value: object) -> bool:
+        if value is self:
             return True
         # Equality that the program defines is no equality, and no plain value equals an object of its class.
-        if not self._compares or (self._mine and not isinstance(other, Remote)):
+        if not self._compares or (self._mine and not isinstance(value, Remote)):
             return False
         raise self._peer.cannot_compare(f"a value of type {self._kind} cannot be carried over to its test")
 
@@ -155,14 +155,14 @@ class Peer:
         return CannotCompare(reason)
 
     def ask(self, operation: str, *operands: Any) -> Any:
-        """Return the result of an operation at the other end; raises what it raised there."""
+        """Return the result of an operation at the other end, or raise its error."""
         self._send(["ask", operation, [self.encode(operand) for operand in operands]])
         value, _ = self._await_value()
         return value
 
-    def call(self, function: Remote, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def call(self, function: Remote, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """Call an object of the other end; its changes to lists, sets and mappings are made here, too."""
-        operands = [self.encode(function), self.encode(list(arguments)), self.encode(dict(named))]
+        operands = [self.encode(function), self.encode(list(arguments)), self.encode(dict(keywords))]
         self._send(["ask", "call", operands])
         value, changed_arguments = self._await_value()
         for before, after in zip(arguments, changed_arguments, strict=True):
@@ -203,13 +203,13 @@ class Peer:
         self._write(text)
 
     def _perform(self, operation: str, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Return the value of an operation, and the arguments of a call as it left them.
+        """Return the value of an operation, and the arguments of a call after the call.
 
         An argument that cannot be changed in place is None there.
         """
         if operation == "call":
-            function, arguments, named = operands
-            value = function(*arguments, **named)
+            function, arguments, keywords = operands
+            value = function(*arguments, **keywords)
             mutable = list | dict | set | bytearray
             return value, [argument if isinstance(argument, mutable) else None for argument in arguments]
 
@@ -400,7 +400,7 @@ def _plain(value: Any) -> list[Any] | None:
 
 
 def _copy_into(before: Any, after: Any) -> None:
-    """Give a mutable argument of the test the content that the program left in it."""
+    """Copy the content that the program left in an argument into the test's own argument."""
     if isinstance(before, list | bytearray) and isinstance(after, list | bytearray):
         before[:] = after
     elif isinstance(before, dict | set) and isinstance(after, dict | set):

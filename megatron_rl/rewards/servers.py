@@ -271,9 +271,10 @@ class Server:
     def _without_secrets(self, text: str) -> str:
         """Return text that may be logged: header values hidden, characters that UTF-8 can hold."""
         for secret in self._secrets.values():
-            for word in (secret, *secret.split()):
-                if len(word) >= SHORTEST_SECRET:
-                    text = text.replace(word, HIDDEN)
+            # The key behind `Bearer` may appear without the word in front of it.
+            for fragment in (secret, *secret.split()):
+                if len(fragment) >= SHORTEST_SECRET:
+                    text = text.replace(fragment, HIDDEN)
         return encodable(text)
 
 
@@ -395,7 +396,7 @@ class JudgeReward:
         self._cache: OrderedDict[_Request, str] = OrderedDict()
         self._functions: list[FunctionReward] = []
         try:
-            self._parser = self._function(config.parser, "parser", further=(JUDGEMENT,))
+            self._parser = self._function(config.parser, "parser", extra_arguments=(JUDGEMENT,))
             self._template = None
             if is_function(config.template):
                 self._template = self._function(config.template, "template", writes=True)
@@ -410,12 +411,15 @@ class JudgeReward:
             self._verdict_hint = " (a line that is `Score: N`, N from 0 to 1)"
 
     def _function(
-        self, spec: str, name: str, *, writes: bool = False, further: Sequence[str] = ()
+        self, spec: str, name: str, *, writes: bool = False, extra_arguments: Sequence[str] = ()
     ) -> FunctionReward:
         """Return the processes of the template or the parser; raises UserError for one of groups."""
         settings = RewardConfig(spec, limits=self.config.limits)
-        function = FunctionReward(settings, "reward.judge", name, writes=writes, further=further)
+        function = FunctionReward(
+            settings, "reward.judge", name, writes=writes, extra_arguments=extra_arguments
+        )
         self._functions.append(function)
+
         if GROUP in function.takes:
             raise UserError(
                 f"the {name} of the judge has a parameter `{GROUP}`: a judge is asked about single responses",

@@ -207,10 +207,10 @@ class Traits(NamedTuple):
             return cls(concurrent=concurrent)
 
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        named = [parameter for parameter in parameters if parameter.kind not in variadic]
+        by_name = [parameter for parameter in parameters if parameter.kind not in variadic]
         return cls(
-            frozenset(parameter.name for parameter in named),
-            frozenset(parameter.name for parameter in named if parameter.default is parameter.empty),
+            frozenset(parameter.name for parameter in by_name),
+            frozenset(parameter.name for parameter in by_name if parameter.default is parameter.empty),
             any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters),
             concurrent,
         )
@@ -312,7 +312,7 @@ def written(value: Any, _: int | None) -> list[dict[str, Any]]:
 
 
 def scored(value: Any) -> dict[str, Any]:
-    """Return the frame of a reward with components, or of the reason why a value is none.
+    """Return the frame of a reward with components, or of the failure of any other value.
 
     Example:
         >>> scored({"reward": 1, "length": 0.5})
@@ -361,13 +361,14 @@ def _number(value: Any) -> float:
 # The process
 
 
-def serve(requests: Requests, limits: Mapping[str, Any], missing: list[str]) -> None:
+def serve(requests: Requests, limits: Mapping[str, Any], unenforced_limits: list[str]) -> None:
     """Load the function, report its traits, and answer calls until the trainer closes the requests.
 
-    ``missing`` are the limits that the kernel does not enforce. Each reply has the number of its call.
+    ``unenforced_limits`` are the limits that the kernel does not enforce. Each reply has the number of its
+    call.
     """
-    place, spec, arguments, writes, timeout = requests.read()
-    search(place)
+    search_path, spec, arguments, writes, timeout = requests.read()
+    search(search_path)
     try:
         function = load(spec)
         require_returns(function)
@@ -379,7 +380,7 @@ def serve(requests: Requests, limits: Mapping[str, Any], missing: list[str]) -> 
     function = called_by_name(function)
     frames_of = written if writes else answered
     calls = _Calls(requests, limits, function, traits, arguments, frames_of, timeout)
-    requests.reply({"kind": READY, "missing": missing, **traits.write()})
+    requests.reply({"kind": READY, "missing": unenforced_limits, **traits.write()})
     if traits.concurrent:
         asyncio.run(calls.serve_together())
     else:
