@@ -1,7 +1,7 @@
 """Text and tokens that a chat template makes of conversations, turn by turn.
 
-A chat template renders complete conversations only, and may render an old turn differently from what the
-policy sampled. The one idea: the text between two turns is taken from a conversation made up for the purpose.
+A chat template renders complete conversations only, and may render an old turn differently from the sampled
+one. The one idea: the text between two turns is taken from a conversation made up for the purpose.
 ``[…, assistant(SENTINEL), *new]`` is rendered, and everything behind the sentinel is the *tail*: the close of
 the turn, the new messages, and the opening of the next turn. A turn that is trained on is the text that the
 template writes behind the opening of the turn, up to the first token that ends a response. So sampled turns
@@ -72,6 +72,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 def _with_arguments(call: Any) -> Any:
     """Return a tool call with the JSON text of its arguments parsed; other calls unchanged."""
+    # Text that is no JSON is left for the template: it may print it.
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -94,6 +95,7 @@ def cut_at_end(text: str, ends: Sequence[str]) -> str | None:
         >>> cut_at_end("4<end>\\n<eos>", ["<end>", "<eos>"])
         '4<end>'
     """
+    # Remove end tokens from the back; the last length is that of the text with its first end.
     remainder = text.rstrip()
     length = None
     while end := next((end for end in ends if remainder.endswith(end)), None):
@@ -157,6 +159,7 @@ class ConversationText:
         if self._has_steady_tails:
             return
 
+        # A system message, and an earlier exchange: the two histories in which known templates differ.
         histories = (
             [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}],
             [
@@ -209,7 +212,8 @@ class ConversationText:
         """Whitespace that the template writes between the opening of a turn and its text."""
         with suppress(UserError):
             opening, conversation = self._render(
-                Rendering(_QUESTION), Rendering([*_QUESTION, _SENTINEL_TURN], None, False)
+                Rendering(_QUESTION),
+                Rendering([*_QUESTION, _SENTINEL_TURN], None, False),
             )
             before_turn = conversation.partition(SENTINEL)[0]
             if not before_turn.startswith(opening):
@@ -234,6 +238,7 @@ class ConversationText:
         A repeated opening of the turn and a repeated BOS are removed, leading whitespace is the template's,
         and the response has exactly one end.
         """
+        # Data sets that were rendered before often repeat the opening and the BOS.
         opening = self.opening.strip()
         if opening and text.lstrip().startswith(opening):
             text = text.lstrip()[len(opening) :].lstrip("\n")
@@ -246,7 +251,10 @@ class ConversationText:
         return cut_at_end(text, self.ends) or text + self._turn_end
 
     def trained_conversation(
-        self, prompt_messages: Sequence[Message], response_messages: Sequence[Message], tools: Any
+        self,
+        prompt_messages: Sequence[Message],
+        response_messages: Sequence[Message],
+        tools: Any,
     ) -> TrainedConversation:
         """Return the conversation in which the assistant's messages of ``response_messages`` are trained on.
 
@@ -265,7 +273,8 @@ class ConversationText:
             message = response_messages[index]
             history = [*prompt_messages, *response_messages[:index]]
             opening, conversation = self._render(
-                Rendering(history, tools), Rendering([*history, message], tools, False)
+                Rendering(history, tools),
+                Rendering([*history, message], tools, False),
             )
             prompt = prompt or opening
             turn = self._turn(message, history, tools, opening, conversation)
@@ -300,7 +309,12 @@ class ConversationText:
         return leading_end(self.behind_turn or "", self.ends)
 
     def _turn(
-        self, message: Message, history: Sequence[Message], tools: Any, opening: str, conversation: str
+        self,
+        message: Message,
+        history: Sequence[Message],
+        tools: Any,
+        opening: str,
+        conversation: str,
     ) -> str:
         """Return the text of a turn in a rendered ``conversation``, with the end token that closes it.
 
@@ -308,6 +322,7 @@ class ConversationText:
         or thoughts, or that does not write the turn behind its opening.
         """
         content = str(message.get("content") or "")
+        # Calls and thoughts that a template does not write would silently be missing from the training data.
         further_fields = [name for name in ("tool_calls", "reasoning_content") if message.get(name)]
         if further_fields:
             content_alone = {"role": "assistant", "content": content}
@@ -315,6 +330,7 @@ class ConversationText:
             if without_fields == conversation:
                 raise _template_error(f"it leaves out the {further_fields[0]} of a message", [conversation])
 
+        # The usual case: the turn is the text behind its opening, up to an end token or to the turn's close.
         if conversation.startswith(opening):
             turn = conversation[len(opening) :]
             if cut := cut_at_end(turn, self.ends):
@@ -387,6 +403,7 @@ def find_turn_end(
     if text.behind_turn is None:
         return None
 
+    # 200 characters hold the longest end token, and encoding them is cheap.
     behind = text.behind_turn.lstrip()
     ids = list(encode(behind[:200]))
     if not ids or ids[0] not in added_texts or added_texts[ids[0]] == bos:
@@ -495,6 +512,7 @@ class VisibleText:
     @cached_property
     def hidden(self) -> frozenset[int]:
         """Ids of the tokens that only frame a turn."""
+        # Ends of responses, tokens that are named by their purpose, and marks around messages.
         tokenizer = self._tokenizer
         ids = set(named_end_ids(tokenizer, tokenizer.name_or_path))
         for name in _NAMED_TOKENS:

@@ -201,6 +201,7 @@ class RecordReader:
         responses = self.responses
         record = with_inner(original, (*data.of_prompts, *responses))
 
+        # Each value into the one form.
         values = dict(record.values)
         self._note_unread_fields(values, record.where)
         for name in (data.prompt_field, *responses):
@@ -213,6 +214,8 @@ class RecordReader:
         # Splitting comes before the rules: it may make the field of a response out of the prompt's messages.
         if responses:
             record = read_responses(record, data.prompt_field, responses, self.every_turn, self.setting)
+
+        # Fields that exist come before rules on their values.
         self._require_fields(record)
         require_responses(record, responses, self.setting)
         self._require_one_kind(record)
@@ -248,7 +251,12 @@ class RecordReader:
         return tuple(f"warning: {remark.message} ({remark.got}); {remark.fix}" for remark in self.remarks())
 
     def _warning_of(
-        self, message: str, first_records: Mapping[str, str], *, expected: str, fix: str
+        self,
+        message: str,
+        first_records: Mapping[str, str],
+        *,
+        expected: str,
+        fix: str,
     ) -> UserError:
         """Return the warning of names that are listed with the first record of each."""
         return UserError(
@@ -269,6 +277,7 @@ class RecordReader:
             other_fields.append(data.ground_truth_field)
         require_fields(record, data.asked | dict(self.responses), self.setting, other_fields)
 
+        # The ground truth, unless nothing can read it.
         reader = self.consumers.ground_truth
         if self.responses or reader is None:
             return
@@ -317,11 +326,13 @@ class RecordReader:
 
     def _text_or_messages(self, value: Any, name: str, record: Record) -> Any:
         """Return a prompt or response as text or normalised messages; any other value unchanged."""
+        # JSON text of messages. Without the template, any text is the prompt itself.
         if isinstance(value, str) and self.data.chat_template is not False:
             messages = _messages_in(value)
             if messages is None and name == self.data.prompt_field:
                 self._require_no_broken_messages(value, record)
             value = messages or value
+        # A single message, or columns of messages.
         if isinstance(value, Mapping):
             messages = _messages_of_columns(value)
             if not messages and _is_message(value):
@@ -330,6 +341,7 @@ class RecordReader:
         if not isinstance(value, list) or not any(map(_is_message, value)):
             return value
 
+        # The number of a message is the user's only way to find it in a long conversation.
         messages = []
         for number, message in enumerate(value, start=1):
             try:
@@ -373,6 +385,7 @@ class RecordReader:
         is_sharegpt = role is None
         result = self._role_and_calls(role or sharegpt_role, content, message, record.where, is_sharegpt)
 
+        # Weights have a meaning in the assistant's turns of given responses alone.
         _require_content(original, result)
         if self.responses and result["role"] == "assistant":
             _normalise_weight(result)
@@ -382,7 +395,12 @@ class RecordReader:
         return result
 
     def _role_and_calls(
-        self, role: Any, content: Any, message: dict[str, Any], location: str, is_sharegpt: bool
+        self,
+        role: Any,
+        content: Any,
+        message: dict[str, Any],
+        location: str,
+        is_sharegpt: bool,
     ) -> dict[str, Any]:
         """Return a message whose role is one of a template and whose calls are a list of objects.
 
@@ -421,6 +439,7 @@ class RecordReader:
         if self.template is None or role in (*ROLES, *self._template_words):
             return
 
+        # A slip of any spelling that is read, suggested as the role that templates have.
         suggestion = nearest(role, (*ROLES, *_ROLE_ALIASES)) or nearest(role.lower(), ROLES)
         fix = "correct the role"
         if suggestion is not None:
@@ -485,6 +504,7 @@ class RecordReader:
 
     def _unread_fields_warning(self) -> UserError:
         """Return the warning of fields that nothing reads, with the settings that could read them."""
+        # Fields for which a setting, or another form of the record, exists.
         names = set(self._unread_fields)
         hints = []
         if "tools" in names and self.data.tools_field is None:
@@ -496,6 +516,7 @@ class RecordReader:
         if not self.responses and self.consumers.metadata is None:
             hints.append("a reward function or an environment gets all fields as `metadata`")
 
+        # The names that are read, so that a slip is easy to see.
         data = self.data
         read_names = [data.prompt_field, *self.responses, data.tools_field]
         if not self.responses:
@@ -576,6 +597,7 @@ def joined_text(content: Any) -> str:
 
 def _part_text(item: Any) -> str:
     """Return the text of one part of a message's content; raises _MessageError for other media."""
+    # A part of text may be bare, or an object whose type is left out.
     text = None
     kind = None
     if isinstance(item, str):
@@ -653,6 +675,7 @@ def _messages_of_columns(value: Mapping[str, Any]) -> list[Any] | None:
 
     None for any other mapping.
     """
+    # Columns of one length, among them the roles.
     columns = {name: column for name, column in value.items() if column is not None}
     roles = columns.get("role", columns.get("from"))
     if not isinstance(roles, list) or not all(isinstance(column, list) for column in columns.values()):
@@ -738,6 +761,7 @@ def _normalise_weight(message: dict[str, Any]) -> None:
 
     Raises _MessageError for a weight other than 0 and 1, and for weights of spans of the message.
     """
+    # A turn is trained on unless one of the keys says otherwise.
     is_trained = True
     for name in (*_LEARNED_IF, *_LEARNED_UNLESS):
         if name not in message:
@@ -752,6 +776,7 @@ def _normalise_weight(message: dict[str, Any]) -> None:
             )
         is_trained = is_trained and bool(value) is (name in _LEARNED_IF)
 
+    # A loss mask within a turn has no counterpart here.
     span_key = next((name for name in _PARTLY_LEARNED if message.get(name)), None)
     if span_key is not None:
         raise _MessageError(

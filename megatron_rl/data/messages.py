@@ -42,11 +42,13 @@ def with_inner(record: Record, names: Iterable[str | None]) -> Record:
     ``reward_model.ground_truth`` is ``ground_truth`` in the mapping ``reward_model``, unless the record has a
     field of the complete name.
     """
+    # Names without a dot, and complete names that the record has, are read as they are.
     nested = {}
     for name in names:
         if name is None or name in record.values or "." not in name:
             continue
 
+        # Down the mappings; a value that is no mapping on the way has no such field.
         value: Any = record.values
         for key in name.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -59,7 +61,10 @@ def with_inner(record: Record, names: Iterable[str | None]) -> Record:
 
 
 def require_fields(
-    record: Record, fields: Mapping[str, str], setting: str, read_elsewhere: Collection[str | None] = ()
+    record: Record,
+    fields: Mapping[str, str],
+    setting: str,
+    read_elsewhere: Collection[str | None] = (),
 ) -> None:
     """Raise UserError for the first of ``fields`` that a record lacks or has as null.
 
@@ -70,6 +75,7 @@ def require_fields(
         if record.values.get(name) is not None:
             continue
 
+        # Fields within mappings are candidates, too: verl has `reward_model.ground_truth`.
         nested = [
             f"{outer}.{inner}"
             for outer, mapping in record.values.items()
@@ -92,7 +98,11 @@ def require_fields(
 
 
 def _absent_field_fix(
-    record: Record, name: str, key: str, nested: Sequence[str], occupied: Collection[str | None]
+    record: Record,
+    name: str,
+    key: str,
+    nested: Sequence[str],
+    occupied: Collection[str | None],
 ) -> str:
     """Return how to name the field that a record has instead of ``name``.
 
@@ -154,6 +164,7 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
     location = f"{record.where} ({setting})"
     template = data.setting_of("chat_template")
 
+    # Messages need the template.
     if data.chat_template is False and _is_messages(prompt):
         raise UserError(
             "prompts are lists of messages, and the chat template is switched off",
@@ -163,6 +174,7 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
             fix=f"remove {template}=false, or set {template}=true for this data",
         )
 
+    # Neither text nor messages: a wrong field, most often.
     if not isinstance(prompt, str) and not _is_messages(prompt):
         expected = "a string"
         if data.chat_template is not False:
@@ -175,6 +187,7 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
             fix=f"correct the record, or {data.setting_of('prompt_field')}",
         )
 
+    # Only the template can write tools into the prompt.
     if tools_of(record, data) and not templated(record, data):
         raise UserError(
             "a record has tools, and its prompt does not go through the chat template",
@@ -259,6 +272,7 @@ def read_responses(
         values[prompt_field] = messages[:start]
         values[field] = messages[start:]
 
+    # Responses end with their last trained turn, and are text behind a prompt of text.
     prompt_is_text = isinstance(values.get(prompt_field), str)
     for name in fields:
         response = values.get(name)
@@ -403,7 +417,11 @@ def end_of_thoughts(opening: str) -> str | None:
 
 
 def unended_thoughts(
-    records: Sequence[Record], responses: Collection[str], data: DataConfig, end: str, setting: str
+    records: Sequence[Record],
+    responses: Collection[str],
+    data: DataConfig,
+    end: str,
+    setting: str,
 ) -> UserError | None:
     """Return the warning of responses without the closing tag ``end`` of the thoughts their prompts open."""
     candidates = [record for record in records if templated(record, data)]

@@ -71,6 +71,7 @@ class ShuffledOrder:
 
     def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
         """Continue from ``state``; raises UserError for a state of other data, seed or shuffling."""
+        # The fingerprint first: with other data, seed and shuffling say nothing.
         current = self.state_dict()
         for name in ("fingerprint", "seed", "shuffle"):
             if state[name] == current[name]:

@@ -76,14 +76,21 @@ class PromptSource:
         self.odd = list(self._text_warnings(tokenizer, ends, model_path, setting))
         """Warnings about the texts of the first records, and about the template that renders them."""
 
+        # A template that writes the date renders other prompts tomorrow: the checkpoint has the time.
         self._clock = None
         renderer = renderer_of(tokenizer) if self.templated else None
         if renderer is not None and renderer.has_clock:
             self._clock = renderer.now.isoformat()
 
+        # Indices of the records within the limit: they are the items that the order permutes.
         lengths = [len(ids) for ids in self._tokens]
         self._ids, self.length_report = drop_over_long(
-            lengths, self._records, data.max_prompt_tokens, data.over_long, setting, "data.max_prompt_tokens"
+            lengths,
+            self._records,
+            data.max_prompt_tokens,
+            data.over_long,
+            setting,
+            "data.max_prompt_tokens",
         )
         prompts = fingerprint([lengths[row] for row in self._ids], (self._tokens[row] for row in self._ids))
         self._order = ShuffledOrder(len(self._ids), seed, data.shuffle, prompts)
@@ -92,7 +99,11 @@ class PromptSource:
         return len(self._ids)
 
     def _text_warnings(
-        self, tokenizer: Any, ends: Sequence[int], model_path: str | None, setting: str
+        self,
+        tokenizer: Any,
+        ends: Sequence[int],
+        model_path: str | None,
+        setting: str,
     ) -> Iterator[UserError]:
         """Yield the warnings about the chat template and about the texts of the first records."""
         if self.templated and model_path:
@@ -100,6 +111,7 @@ class PromptSource:
             if problem is not None:
                 yield problem
 
+        # Mistakes of rendering are in every record: the first ones are enough.
         records = self._records[:LOOKED_AT]
         texts = self._texts[:LOOKED_AT]
         end_texts = [tokenizer.convert_ids_to_tokens(token) for token in ends]
@@ -115,12 +127,15 @@ class PromptSource:
         return self._batch(self._order.next(count))
 
     def everything(
-        self, limit: int | None = None, temperature: float | None = None, top_p: float | None = None
+        self,
+        limit: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
     ) -> PromptBatch:
         """Return the first ``limit`` prompts in file order, without moving the source's position.
 
-        ``temperature`` and ``top_p`` replace those of the sampling profiles; temperature 0 is greedy and
-        switches their filters off.
+        ``temperature`` and ``top_p`` override the sampling profiles; temperature 0 is greedy and switches
+        their filters off.
         """
         count = len(self)
         if limit is not None:
@@ -209,7 +224,11 @@ def encode_prompts(
 
 
 def load_prompts(
-    config: RunConfig, setting: str, path: DataPath, tokenizer: PreTrainedTokenizerBase, files: TokenFiles
+    config: RunConfig,
+    setting: str,
+    path: DataPath,
+    tokenizer: PreTrainedTokenizerBase,
+    files: TokenFiles,
 ) -> PromptSource:
     """Return the prompts of the data set at ``path``.
 
@@ -223,6 +242,7 @@ def load_prompts(
         evaluation_set = section.removeprefix("evaluation.sets.")
         data = fields_of(data, config.evaluation.sets[evaluation_set], section)
 
+    # Everything that changes the encoded records must be in `inputs`, which names the file of tokens.
     consumers = prompt_consumers(config, evaluation_set)
     encode = partial(encode_prompts, tokenizer, data, setting, consumers=consumers)
     inputs = ("prompts", *data.of_prompts, data.chat_template, data.max_prompt_tokens, consumers)

@@ -143,7 +143,8 @@ def build_tokenizer():
         model_max_length=256,
     )
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
+        single=f"{BOS} $A",
+        special_tokens=[(BOS, vocabulary[BOS])],
     )
     return tokenizer
 

@@ -44,6 +44,7 @@ def make(directory: str | Path, tasks: Sequence[str], problems: int, held_out: i
         for task, data in zip(tasks, data_sets, strict=True):
             records.append(_record(data[row], task))
 
+    # The first problems are held out.
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     _write_lines(directory / "eval.jsonl", records[:held_out])

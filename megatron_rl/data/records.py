@@ -104,6 +104,7 @@ def data_files(source: DataPath, setting: str) -> tuple[Path, ...]:
             fix=f"name at least one file in {setting}",
         )
 
+    # A file that two patterns of a list match would count twice, which nobody notices in a curve.
     repeated = sorted({str(file) for file in files if files.count(file) > 1})
     if repeated:
         raise UserError(
@@ -138,6 +139,7 @@ def missing_shards(files: Iterable[Path]) -> list[str]:
             indices_of_set.setdefault(shard_set, set()).add(int(name["index"]))
 
     names = []
+    # The numbers between the first and the last shard that a set must have.
     for (_, split, count, suffix), indices in indices_of_set.items():
         # Shards are numbered from 0, or from 1: then an index equals the count, and none is 0.
         first = 0
@@ -171,6 +173,7 @@ def source_error(path: Path, setting: str) -> UserError | None:
 
     Raises OSError where the file cannot be opened.
     """
+    # What is no regular file: a directory written by `save_to_disk` is a data set, a pipe is none.
     if path.is_dir():
         is_saved_data_set = (path / "state.json").is_file()
         return None if is_saved_data_set else _splits_error(path, setting)
@@ -181,6 +184,7 @@ def source_error(path: Path, setting: str) -> UserError | None:
     if path.suffix == ".parquet":
         return None
 
+    # An unknown suffix: a compressed file, a format that people convert by hand, or a slip.
     fix = "convert the file, or correct its suffix"
     for _, suffix, _, command in _COMPRESSIONS:
         if path.suffix == suffix:
@@ -199,11 +203,12 @@ def source_error(path: Path, setting: str) -> UserError | None:
 def _first_bytes_error(path: Path, setting: str) -> UserError | None:
     """Return the error of a ``.jsonl`` file in a compression or an encoding other than UTF-8.
 
-    Read line by line, such a file would be one JSON error per line, none of which names the reason.
+    Read line by line, such a file would be a JSON error per line, without the reason.
     """
     with path.open("rb") as stream:
         first_bytes = stream.read(8)
 
+    # Another encoding.
     target = path.with_name(f"{path.stem}.utf8.jsonl")
     for mark, encoding in _ENCODINGS:
         if first_bytes.startswith(mark):
@@ -215,6 +220,7 @@ def _first_bytes_error(path: Path, setting: str) -> UserError | None:
                 fix=f"convert it: iconv -f {encoding} -t UTF-8 {path} > {target}, and set {setting}={target}",
             )
 
+    # A compression, whose suffix was left out of the name.
     target = path.with_name(f"{path.stem}.plain.jsonl")
     for mark, _, compression, command in _COMPRESSIONS:
         if first_bytes.startswith(mark):
@@ -226,6 +232,7 @@ def _first_bytes_error(path: Path, setting: str) -> UserError | None:
                 fix=f"decompress it: {command} {path} > {target}, and set {setting}={target}",
             )
 
+    # A table under the wrong name.
     if first_bytes.startswith(b"PAR1"):
         return UserError(
             f"{path} is a Parquet file",
@@ -297,6 +304,7 @@ def _expand(path: Path, setting: str) -> tuple[Path, ...]:
     else:
         files = [path]
 
+    # Each of them, whatever the pattern or the folder matched.
     for file in files:
         error = source_error(file, setting)
         if error is not None:
@@ -333,6 +341,7 @@ def _shards(folder: Path, setting: str) -> list[Path]:
             "else name the files in a list",
         )
 
+    # Training data and test data in one folder, as many repositories of the Hub have them.
     splits = sorted({_split_of(shard.name) for shard in shards} - {""})
     if len(splits) > 1:
         raise UserError(
@@ -343,6 +352,7 @@ def _shards(folder: Path, setting: str) -> list[Path]:
             fix=f"set {setting}={_split_pattern(folder, shards, _likely_split(splits, setting))}",
         )
 
+    # A download that was interrupted.
     absent_names = missing_shards(shards)
     if absent_names:
         raise UserError(
@@ -383,6 +393,7 @@ def _empty_folder_fix(folder: Path, names: Sequence[str], setting: str) -> str:
 
     A repository of the Hub has its shards in a folder below; others publish compressed files.
     """
+    # Folders below, of which one is the data set most often.
     files = sorted(item for item in folder.rglob("*") if _is_data(item.name) and item.is_file())
     folders = sorted({item.parent for item in files})
     if len(folders) == 1:
@@ -642,6 +653,7 @@ def _from_json(value: Any, kind: Any) -> Any:
         except ValueError:
             return value
 
+    # A struct has as many fields as the value has keys; a map's two fields are key and value.
     if isinstance(value, dict) and kind.num_fields == len(value):
         fields = {kind.field(index).name: kind.field(index).type for index in range(kind.num_fields)}
         return {name: _from_json(inner, fields[name]) for name, inner in value.items()}

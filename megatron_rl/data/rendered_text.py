@@ -21,7 +21,10 @@ LOOKED_AT = 200
 
 
 def rendered_prompts(
-    records: Sequence[Record], data: DataConfig, setting: str, renderer: TemplateRenderer | None
+    records: Sequence[Record],
+    data: DataConfig,
+    setting: str,
+    renderer: TemplateRenderer | None,
 ) -> list[str]:
     """Return the prompts as text, rendered by the chat template unless they bypass it.
 
@@ -42,6 +45,7 @@ def rendered_prompts(
             f"{data.setting_of('chat_template')}=false",
         )
 
+    # All renderings in one call: the process of the template gets them in batches.
     renderings = [
         Rendering(template_messages(asked_messages(records[row], data)), tools_of(records[row], data))
         for row in rows
@@ -131,6 +135,7 @@ def odd_prompts(
             "no turn needs an add_generation_prompt part",
         )
 
+    # A prompt with `<|im_start|>` in its text would be rendered into another conversation.
     rendered_before = [
         record for record, _ in rows if templated(record, data) and _has_marks(record, data, marks)
     ]
@@ -163,6 +168,7 @@ def odd_responses(
     ends: Sequence[str],
 ) -> Iterator[UserError]:
     """Yield the warnings of responses with text behind their end, and of turns that the template rewrites."""
+    # Text behind the end of a response, such as a rendered conversation of several turns.
     first_records = records[:LOOKED_AT]
     continued = [
         record
@@ -179,6 +185,7 @@ def odd_responses(
             fix="give conversations as messages, or cut the text behind its first end",
         )
 
+    # Templates that leave out the thoughts of earlier turns.
     if chat is None:
         return
     rewritten = [record for record in first_records if _is_rewritten(record, fields, data, chat)]
@@ -223,7 +230,13 @@ def _is_rewritten(record: Record, fields: Collection[str], data: DataConfig, cha
 
 
 def _warning(
-    message: str, records: Sequence[Record], total: int, setting: str, *, expected: str, fix: str
+    message: str,
+    records: Sequence[Record],
+    total: int,
+    setting: str,
+    *,
+    expected: str,
+    fix: str,
 ) -> UserError:
     """Return a warning about some of the first ``total`` records."""
     first = ", ".join(record.where for record in records[:3])

@@ -59,7 +59,13 @@ class ResponseSource:
     """
 
     def __init__(
-        self, encoded: Encoded, data: DataConfig, *, seed: int, max_tokens: int, setting: str
+        self,
+        encoded: Encoded,
+        data: DataConfig,
+        *,
+        seed: int,
+        max_tokens: int,
+        setting: str,
     ) -> None:
         self._prompts, *self._responses = encoded.tokens
         self.unit = len(self._responses)
@@ -68,6 +74,7 @@ class ResponseSource:
         self.odd: Sequence[UserError] = ()
         """Warnings about the texts of the first records."""
 
+        # A record has one row per field of responses, and its longest row decides.
         lengths = [
             [len(prompt) + len(response) for response in responses]
             for prompt, *responses in zip(self._prompts, *self._responses, strict=True)
@@ -123,11 +130,14 @@ class ResponseSource:
         rows = [row for index in indices for row in self._rows(index)]
         response_starts = [len(self._prompts[index]) for index in indices for _ in range(self.unit)]
 
+        # Tokens of the prompt are not trained on, and neither are complements in the response.
         tokens = ragged(rows)
         mask = torch.cat(
             [torch.arange(len(row)) >= start for row, start in zip(rows, response_starts, strict=True)]
         )
         mask &= tokens >= 0
+
+        # A mean over tokens for single responses; pairs have a loss per row.
         total_weight = mask.sum() if self.unit == 1 else len(rows)
         return TrainBatch(
             tokens=torch.where(tokens < 0, ~tokens, tokens),
@@ -167,10 +177,12 @@ def encode_responses(
     and for a value that is no response; see `RecordReader` for the values and `_ResponseEncoder` for the
     tokens.
     """
+    # Into one form, with conversations split into prompt and response.
     template = template_source(getattr(tokenizer, "chat_template", None))
     reader = RecordReader(data, setting, fields, every_turn, template=template)
     records = [reader.read(record) for record in records]
 
+    # Prompts first: a response is tokenised together with the text of its prompt.
     prompts = PromptEncoder(tokenizer, data, setting)
     texts, tokens = prompts.encode(records, max_tokens)
     alternative = "set sft.turns=last" if every_turn else None
@@ -199,6 +211,7 @@ class _ResponseEncoder:
         self._end_texts: list[Any] = [tokenizer.convert_ids_to_tokens(token) for token in ends]
         self._chat: ConversationText | None = None
 
+        # A template may end turns with a token that the model's files do not name.
         if prompts.renderer is not None:
             end = template_turn_end(tokenizer)
             if end is not None and end.token is not None:
@@ -290,12 +303,19 @@ def load_responses(
 ) -> ResponseSource:
     """Return the rows of the data set at ``path``, which ``setting`` names.
 
-    ``data`` has the names of its fields, by default those of the section ``data``.
+    ``data`` are the settings of its fields, by default the section ``data``.
     """
     data = data or config.data
     ends = end_token_ids(tokenizer, config.model.path)
     encode = partial(
-        encode_responses, tokenizer, data, fields, max_tokens, setting, ends, every_turn=every_turn
+        encode_responses,
+        tokenizer,
+        data,
+        fields,
+        max_tokens,
+        setting,
+        ends,
+        every_turn=every_turn,
     )
     inputs = ("responses", *data.of_prompts, *fields, data.chat_template, max_tokens, ends, every_turn)
     encoded = files.encoded(path, setting, tokenizer, inputs, encode)
@@ -322,6 +342,7 @@ def _text_warnings(
     end_texts = [tokenizer.convert_ids_to_tokens(token) for token in ends]
     chat = conversation_text(tokenizer, ends)
 
+    # The template: its end of turns, and thoughts that it opens.
     if through_template:
         problem = end_problem(tokenizer, config.model.path)
         if problem is not None:
@@ -329,6 +350,8 @@ def _text_warnings(
         unended = _unended_thoughts(chat, records, fields, data, setting)
         if unended is not None:
             yield unended
+
+    # The texts.
     yield from odd_prompts(records, encoded.texts, data, setting, end_texts, template_marks(tokenizer))
     yield from odd_responses(records, fields, data, setting, chat, end_texts)
 

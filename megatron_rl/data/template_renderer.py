@@ -82,7 +82,10 @@ class TemplateRenderer:
     """
 
     def __init__(
-        self, templates: Mapping[str, str], special: Mapping[str, str], now: datetime | None = None
+        self,
+        templates: Mapping[str, str],
+        special: Mapping[str, str],
+        now: datetime | None = None,
     ) -> None:
         self.templates = dict(templates)
         self.special = dict(special)
@@ -103,7 +106,11 @@ class TemplateRenderer:
         return any(_CLOCK in text for text in self.templates.values())
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, *, opens: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        *,
+        opens: bool = True,
     ) -> str:
         """Return messages as text; raises RenderRefused. See `Rendering` for ``opens``."""
         (text,) = self.render_all([Rendering(messages, tools, opens)])
@@ -172,6 +179,7 @@ class TemplateRenderer:
         self._process = process
         self._finalizer = weakref.finalize(self, _end_process, process)
 
+        # The first line of the protocol.
         setup = {"templates": self.templates, "special": self.special, "now": self.now.isoformat()}
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -251,7 +259,9 @@ def _template_environment(now: datetime) -> Any:
         return json.dumps(value, **{"ensure_ascii": False, **options})
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _generation_tag()]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[loopcontrols, _generation_tag()],
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
@@ -290,6 +300,7 @@ def _choose_template(templates: Mapping[str, str], tools: Any) -> str:
 
 def _render(compiled: Callable[[str], Any], setup: Mapping[str, Any], request: Sequence[Any]) -> list[Any]:
     """Return ``[text, null]`` of one rendering, or ``[null, reason]``."""
+    # transformers refuses such tools, too; a template would fail on them in ways of its own.
     messages, tools, opens = request
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         return [None, f"tools are a list of JSON schemas, not {json.dumps(tools)[:80]}"]

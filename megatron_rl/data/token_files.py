@@ -186,6 +186,7 @@ class TokenFiles:
 def _identity(path: DataPath, setting: str, tokenizer: PreTrainedTokenizerBase, inputs: Sequence[Any]) -> str:
     """Return the digest of everything that determines the tokens of a data set."""
     fast_tokenizer: Any = tokenizer.backend_tokenizer
+    # A template that writes the date makes other prompts at another time.
     renderer = renderer_of(tokenizer)
     clock = None
     if renderer is not None and renderer.has_clock:
@@ -238,11 +239,13 @@ def _write(file: Path, encoded: Encoded) -> None:
     """Write a data set and its digest; raises OSError, and _CannotStore for values that JSON cannot hold."""
     import pyarrow
 
+    # One record batch: rows are then views of the mapped file, without a copy.
     columns: dict[str, Any] = {
         "record": pyarrow.array([_as_json(record) for record in encoded.records], pyarrow.large_string()),
         "where": pyarrow.array([record.where for record in encoded.records], pyarrow.large_string()),
         "text": pyarrow.array(encoded.texts, pyarrow.large_string()),
     }
+    # Ragged rows as offsets and values, 64-bit offsets for data sets of more than 2**31 tokens.
     for number, rows in enumerate(encoded.tokens):
         ends = numpy.cumsum([0, *(len(row) for row in rows)], dtype=numpy.int64)
         values = pyarrow.array(numpy.concatenate([*rows]), pyarrow.int32())
@@ -328,6 +331,7 @@ def _read(file: Path) -> Encoded | None:
     except (pyarrow.ArrowException, ValueError):
         return None
 
+    # Records are parsed on access: a run needs those of a batch at a time.
     remarks = json.loads((batch.schema.metadata or {}).get(_REMARKS, b"[]"))
     count = batch.num_rows
     return Encoded(

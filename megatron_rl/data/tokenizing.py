@@ -83,9 +83,12 @@ def load_tokenizer(path: str | Path, now: datetime | None = None) -> PreTrainedT
 
 
 def end_token_ids(
-    tokenizer: PreTrainedTokenizerBase, model_path: str | Path | None = None, *, templated: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    model_path: str | Path | None = None,
+    *,
+    templated: bool = False,
 ) -> tuple[int, ...]:
-    """Return the ids that end a response: the tokenizer's EOS first, then those of the model's files.
+    """Return the ids that end a response: the tokenizer's EOS, then further ids of the model's files.
 
     Responses to prompts that went through the chat template (``templated``) also end with the token by which
     the template ends turns. Raises UserError for a model without such a token.
@@ -152,6 +155,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], sett
     ids: list[int] = []
     for text in stop:
         tokens = tokenizer.encode(text, add_special_tokens=False)
+        # Engines stop at token ids: a string of several tokens would need the text.
         if len(tokens) != 1 or tokens[0] == tokenizer.unk_token_id:
             names = tokenizer.convert_ids_to_tokens(tokens)
             raise stop_error(setting, text, [names] if isinstance(names, str) else names)
@@ -160,9 +164,11 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], sett
 
 
 def sampling_by_task(
-    rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
+    rollout: RolloutConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Sequence[int],
 ) -> tuple[SamplingParameters, Mapping[str, SamplingParameters]]:
-    """Return the default sampling parameters, and those of each task with a profile.
+    """Return the default sampling parameters, and the parameters of each task with a profile.
 
     A profile overrides fields of the rollout settings; its ``stop`` replaces theirs. The tokens ``ends``
     always end a response. Raises UserError for a field that does not exist or is out of range.
@@ -171,6 +177,7 @@ def sampling_by_task(
     if errors:
         raise UserErrors(errors)
 
+    # Every field of a profile is a field of the rollout settings, too.
     defaults = {name: getattr(rollout, name) for name in profile_fields()}
     default_parameters = _sampling_parameters(defaults, tokenizer, ends, "rollout")
 
@@ -183,7 +190,10 @@ def sampling_by_task(
 
 
 def _sampling_parameters(
-    values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], setting: str
+    values: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Sequence[int],
+    setting: str,
 ) -> SamplingParameters:
     stop_ids = dict.fromkeys((*ends, *stop_token_ids(tokenizer, values["stop"], f"{setting}.stop")))
     return SamplingParameters(
@@ -239,7 +249,10 @@ class PromptEncoder:
 
 
 def encode_texts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], limit: int, chunk: int = 1024
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    limit: int,
+    chunk: int = 1024,
 ) -> list[numpy.ndarray]:
     """Return the tokens (int32) of each text, without the special tokens that the tokenizer adds to a text.
 
@@ -256,11 +269,14 @@ def encode_texts(
 
 
 def encode_pieces(
-    tokenizer: Any, rows: Sequence[Sequence[str]], limit: int, chunk: int = 256
+    tokenizer: Any,
+    rows: Sequence[Sequence[str]],
+    limit: int,
+    chunk: int = 256,
 ) -> list[list[numpy.ndarray] | None]:
     """Tokenise the text of each row as one, and return the tokens (int32) of its pieces.
 
-    The result is None for a row in which a token spans two pieces, for a text that is cut (see
+    The tokens are None for a row in which a token spans two pieces, for a text that is cut (see
     `encode_texts`), and for every row of a tokenizer without offsets.
     """
     if not tokenizer.is_fast:
@@ -268,6 +284,7 @@ def encode_pieces(
 
     results: list[list[numpy.ndarray] | None] = []
     for start in range(0, len(rows), chunk):
+        # Texts that `encode_texts` would cut are left to it: offsets of a cut text do not fit the pieces.
         batch = rows[start : start + chunk]
         texts = ["".join(pieces) for pieces in batch]
         indices = [index for index, text in enumerate(texts) if len(text) <= max(_PIECE, counted(limit))]
@@ -289,13 +306,16 @@ def encode_pieces(
 
 
 def _split_tokens(
-    ids: Sequence[int], offsets: Sequence[tuple[int, int]], pieces: Sequence[str]
+    ids: Sequence[int],
+    offsets: Sequence[tuple[int, int]],
+    pieces: Sequence[str],
 ) -> list[numpy.ndarray] | None:
     """Return the tokens of each piece by their first character; None if a token spans two pieces."""
     tokens = numpy.asarray(ids, numpy.int32)
     if not len(tokens):
         return None
 
+    # A token that begins in front of an edge and ends behind it spans two pieces.
     token_starts, token_ends = numpy.asarray(offsets, numpy.int64).T
     edges = numpy.cumsum([len(piece) for piece in pieces])[:-1]
     splits = numpy.searchsorted(token_starts, edges)
@@ -374,13 +394,19 @@ def _shown_length(length: int, limit: int) -> str:
 
 
 def drop_over_long(
-    lengths: Sequence[int], records: Sequence[Record], limit: int, policy: str, setting: str, limited_by: str
+    lengths: Sequence[int],
+    records: Sequence[Record],
+    limit: int,
+    policy: str,
+    setting: str,
+    limited_by: str,
 ) -> tuple[list[int], LengthReport]:
     """Return the indices of the items within ``limit`` tokens, and a report.
 
     Raises UserError for an item over the limit under the policy ``error``, and if no item is within the limit
     under either policy. ``setting`` names the data and ``limited_by`` the limit.
     """
+    # An error by policy, or because nothing would remain to train on.
     over_long = [index for index, length in enumerate(lengths) if length > limit]
     maximum = max(lengths)
     if over_long and (policy == "error" or len(over_long) == len(lengths)):
@@ -397,6 +423,7 @@ def drop_over_long(
             fix=fix,
         )
 
+    # Under the policy `drop` the remaining items keep their order.
     dropped = set(over_long)
     remaining = [index for index in range(len(lengths)) if index not in dropped]
     examples = tuple(

@@ -1,4 +1,4 @@
-"""Rewards for arithmetic problems, such as those of the quickstart."""
+"""Rewards for arithmetic problems, such as the quickstart's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def exact_match(*, prompt: str, response: str, ground_truth: Any, metadata: Mapping[str, Any]) -> float:
+def exact_match(
+    *,
+    prompt: str,
+    response: str,
+    ground_truth: Any,
+    metadata: Mapping[str, Any],
+) -> float:
     """Return 1.0 for a response that equals the ground truth apart from outer whitespace, else 0.0."""
     return float(response.strip() == str(ground_truth).strip())
 
@@ -18,6 +24,11 @@ def match_and_length(
 
     ``length`` is 1.0 for a response with as many characters as the ground truth.
     """
-    match = exact_match(prompt=prompt, response=response, ground_truth=ground_truth, metadata=metadata)
+    match = exact_match(
+        prompt=prompt,
+        response=response,
+        ground_truth=ground_truth,
+        metadata=metadata,
+    )
     length = float(len(response.strip()) == len(str(ground_truth).strip()))
     return {"reward": match, "match": match, "length": length}

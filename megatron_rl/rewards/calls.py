@@ -57,7 +57,11 @@ class Worker:
     """
 
     def __init__(
-        self, config: RewardConfig, key: str, writes: bool = False, extra_arguments: Sequence[str] = ()
+        self,
+        config: RewardConfig,
+        key: str,
+        writes: bool = False,
+        extra_arguments: Sequence[str] = (),
     ) -> None:
         self.config = config
         self._key = key
@@ -80,7 +84,12 @@ class Worker:
         config = self.config
         function = config.function or ""
         try:
-            ready = self.process.load(function, dict(config.arguments), self._writes, config.timeout)
+            ready = self.process.load(
+                function,
+                dict(config.arguments),
+                self._writes,
+                config.timeout,
+            )
         except LoadFailed as error:
             raise error.as_error(
                 f"the reward function {config.function}",
@@ -98,6 +107,8 @@ class Worker:
         if GROUP in self.traits.takes:
             available.discard("response")
 
+        # A parameter without a default must come from a call or from `reward.arguments`; an argument that the
+        # function does not take would silently have no effect.
         arguments = set(self.config.arguments)
         unavailable = sorted(self.traits.requires - available - arguments)
         unused = [] if self.traits.takes_all else sorted(arguments - self.traits.takes)
@@ -136,6 +147,7 @@ class Worker:
         if any(call.alone for call in self.calls.values()):
             return
 
+        # Calls for one message. A call that needs the process for itself ends it, or waits for the next.
         requests: list[tuple[int, dict[str, Any]]] = []
         while waiting and len(requests) < room and not (waiting[0].alone and requests):
             call = waiting.popleft()
@@ -160,6 +172,8 @@ class Worker:
         """Store the replies that have arrived; return False for a process that ended or sent nonsense."""
         frames, is_open = self.process.frames()
         for frame in frames:
+            # User code may have written the frame: the number must be that of an open call, of a plain
+            # function that of the first.
             number = frame.get("call")
             call = None
             if isinstance(number, int) and (self.traits.concurrent or number == next(iter(self.calls), None)):
@@ -193,7 +207,10 @@ class Worker:
 
 
 def loading_errors(
-    config: RewardConfig, key: str, writes: bool, extra_arguments: Sequence[str]
+    config: RewardConfig,
+    key: str,
+    writes: bool,
+    extra_arguments: Sequence[str],
 ) -> list[UserError]:
     """Return why the function of a configuration cannot be loaded and called, in a process like a run's."""
     worker = Worker(config, key, writes, extra_arguments)

@@ -2,7 +2,7 @@
 
 The one idea: the program decides its values, and nothing about how they are compared. It runs anew for each
 test, in a process below the worker. The test runs in another process, which has the expected values and makes
-every comparison: it calls what the program defines and gets plain values back
+every comparison: it calls the program's functions and gets plain values back
 (`megatron_rl.rewards.program`). So a program that prints a verdict, ends early, defines its own ``isclose``
 or changes the interpreter has gained nothing.
 
@@ -309,6 +309,7 @@ def _apps_tests(ground_truth: Mapping[str, Any]) -> list[Test]:
         >>> read_tests({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]})[0].source
         'add(*[1, 2])'
     """
+    # A test per pair of an input and an output.
     inputs = ground_truth["inputs"]
     outputs = ground_truth["outputs"]
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs:
@@ -325,6 +326,7 @@ def _apps_tests(ground_truth: Mapping[str, Any]) -> list[Test]:
             tests.append(_output_test(test_input, output))
             continue
 
+        # JSON values have a `repr` that is Python, so that a call can be written as source.
         if not isinstance(function, str) or not function.isidentifier():
             raise ValueError(f"fn_name is the name of a function, got {function!r:.200}")
         if not isinstance(test_input, list):
@@ -360,6 +362,7 @@ def _assertion_tests(text: str) -> list[Test]:
     if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
         raise ValueError(f"an assertion is 'assert f(x) == y', got {text!r:.200}")
 
+    # Imports and helper functions in front of an assertion belong to each assertion behind them.
     preceding: list[ast.stmt] = []
     tests: list[Test] = []
     for statement in tree.body:
@@ -378,6 +381,7 @@ def _require_decidable(statement: ast.Assert, preceding: list[ast.stmt]) -> None
     while isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
         condition = condition.operand
 
+    # `assert f(2) == g(2)`: equality of two of the program's objects is the program's.
     if isinstance(condition, ast.Compare):
         sides = (condition.left, *condition.comparators)
         if all(_is_of_program(side, names) for side in sides):
@@ -406,6 +410,7 @@ def _is_of_program(node: ast.AST, names: set[str]) -> bool:
 
 def _free_names(statements: list[ast.stmt]) -> list[str]:
     """Return the names that statements use and do not bind anywhere, in order of their use."""
+    # Scopes are not told apart: a name that is bound anywhere in a test is the test's own.
     loaded_names: dict[str, None] = {}
     bound_names: set[str] = set()
     for node in (node for statement in statements for node in ast.walk(statement)):
@@ -448,6 +453,7 @@ def passes(source: str, test: Test, seconds: float) -> bool:
     if seconds <= 0:
         return False
 
+    # A folder per test: nothing that a program writes is there in the next test.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder, "program.py")
         path.write_text(source, encoding="utf-8", errors="replace")
@@ -480,7 +486,11 @@ def _prints(program: Path, test: Test, seconds: float) -> bool:
     return succeeded and _lines(text) == test.expected
 
 
-def _verdict_of_call(program: Path, test: Test, seconds: float) -> tuple[str, str]:
+def _verdict_of_call(
+    program: Path,
+    test: Test,
+    seconds: float,
+) -> tuple[str, str]:
     """Run program and test, each in a process of its own; return the verdict and its reason."""
     deadline = time.monotonic() + seconds
     with contextlib.ExitStack() as running:
@@ -533,7 +543,12 @@ def _read_until(descriptor: int, deadline: float) -> bytes:
     return b""
 
 
-def _run_test(test: Test, reads: int, writes: int, verdict_write: int) -> None:
+def _run_test(
+    test: Test,
+    reads: int,
+    writes: int,
+    verdict_write: int,
+) -> None:
     """Run a test in this process, write the verdict and exit."""
     outcome = _FAILED
     reason = ""
@@ -581,6 +596,7 @@ def _holds(test: Test, peer: Peer) -> bool:
 
 def _names_of(tree: ast.Module, peer: Peer) -> dict[str, Any]:
     """Return the values of a test's free names: of the program, and Python's own as Python has them."""
+    # The program's own names come first; its other names cannot shadow Python's.
     program_names = _program_names(tree.body)
     values: dict[str, Any] = {}
     for name in _free_names(tree.body):
@@ -594,7 +610,11 @@ def _names_of(tree: ast.Module, peer: Peer) -> dict[str, Any]:
 
 
 def _start(
-    arguments: list[str], folder: Path, stdin: int, stdout: int, descriptors: tuple[int, ...] = ()
+    arguments: list[str],
+    folder: Path,
+    stdin: int,
+    stdout: int,
+    descriptors: tuple[int, ...] = (),
 ) -> subprocess.Popen[bytes]:
     """Start Python on a program, isolated from the environment and in a session of its own."""
     return subprocess.Popen(

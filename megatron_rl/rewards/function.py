@@ -115,13 +115,18 @@ class RewardResult:
     def metrics(self, reasons: Iterable[str] = ()) -> Metrics:
         """Return ``measured``, and ``reward/invalid_<reason>``: the share of samples per reason.
 
-        ``reasons`` are those of other ranks: a mean over ranks needs the samples of all of them.
+        ``reasons`` are the reasons on other ranks: a mean over ranks needs the samples of all ranks.
         """
+        # A reason without a failure on this rank still counts its samples.
         counts = Counter(failure.reason for failure in self.failures)
         total = float(len(self.answers))
         result = self.measured
         for reason in sorted({*counts, *reasons}):
-            result += Metrics.mean(f"reward/invalid_{reason}", float(counts[reason]), total)
+            result += Metrics.mean(
+                f"reward/invalid_{reason}",
+                float(counts[reason]),
+                total,
+            )
         return result
 
 
@@ -140,7 +145,7 @@ class FunctionReward:
     ``section`` and ``name`` are the section and the key that name the function to the user; ``key`` is the
     complete key if it is in another section than the function's limits. A function that ``writes`` returns
     text or a list of messages for a sample, and no reward. ``extra_arguments`` are names that samples have
-    beside those of `Sample`.
+    beside the usual ones of `Sample`.
     """
 
     def __init__(
@@ -160,9 +165,17 @@ class FunctionReward:
         self._extra_arguments = extra_arguments
         check_spec(config.function or "", self._key)
         if config.timeout <= 0:
-            raise out_of_range(f"{section}.timeout", config.timeout, "a time limit above 0 s")
+            raise out_of_range(
+                f"{section}.timeout",
+                config.timeout,
+                "a time limit above 0 s",
+            )
         if config.workers < 1:
-            raise out_of_range(f"{section}.workers", config.workers, "at least one worker")
+            raise out_of_range(
+                f"{section}.workers",
+                config.workers,
+                "at least one worker",
+            )
 
         self._workers: list[Worker] = []
         self._start_failure = ""
@@ -216,7 +229,11 @@ class FunctionReward:
             calls_of_samples.append(Call(arguments, (row,)))
         return calls_of_samples
 
-    def _serve(self, waiting: deque[Call], outcomes: list[Answer | None]) -> None:
+    def _serve(
+        self,
+        waiting: deque[Call],
+        outcomes: list[Answer | None],
+    ) -> None:
         """Send the waiting calls to the workers and store every outcome, until none is open."""
         # At least two rounds per worker, so that a slow call does not hold up those behind it.
         share = max(1, min(CHUNK, -(-len(waiting) // (2 * len(self._workers)))))
@@ -244,7 +261,11 @@ class FunctionReward:
                     if worker.calls and now >= worker.deadline and not worker.process.wait(0):
                         self._replace(selector, worker, waiting, outcomes, TIMEOUT)
 
-    def _fail_waiting(self, waiting: deque[Call], outcomes: list[Answer | None]) -> None:
+    def _fail_waiting(
+        self,
+        waiting: deque[Call],
+        outcomes: list[Answer | None],
+    ) -> None:
         """Make the samples of the waiting calls invalid: no process could be started."""
         message = f"no process of {self._key} could be started again: {self._start_failure}"
         for call in waiting:
@@ -263,6 +284,7 @@ class FunctionReward:
         selector.unregister(worker.replies)
         status = worker.process.kill()
 
+        # The calls that may have caused it fail; the others go back to the front of the queue.
         failed_calls, retried_calls = worker.lost()
         for call in failed_calls:
             for row in call.rows:
@@ -298,7 +320,12 @@ class FunctionReward:
             time.sleep(wait)
         return None
 
-    def _failure(self, worker: Worker, reason: str, status: int) -> tuple[str, str]:
+    def _failure(
+        self,
+        worker: Worker,
+        reason: str,
+        status: int,
+    ) -> tuple[str, str]:
         """Return the reason and the message of a sample over which a worker was replaced."""
         if reason == TIMEOUT:
             return TIMEOUT, f"ran longer than {self.config.timeout:g} s"

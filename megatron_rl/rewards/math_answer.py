@@ -118,6 +118,7 @@ def without_unit(answer: str) -> str:
         >>> without_unit("18 dollars"), without_unit("x + 2"), without_unit("1 200")
         ('18', 'x + 2', '1200')
     """
+    # Separators of thousands: LaTeX's, spaces of other widths, and plain spaces.
     text = _THOUSANDS.sub("", answer.strip())
     if _SPACED_THOUSANDS.fullmatch(text):
         text = text.replace(" ", "")
@@ -137,6 +138,7 @@ def marked_answer(text: str) -> str | None:
         >>> marked_answer("#### Solution\\n2 + 3 = 5, so \\\\boxed{5}")
         '5'
     """
+    # Boxes and lines behind marks by position: the last one counts.
     answers = list(_boxes(text))
     headings: list[str] = []
     for position, line in _lines_behind_marks(text):

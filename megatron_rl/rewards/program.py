@@ -2,8 +2,8 @@
 
 A test runs in a process of its own (`megatron_rl.rewards.code`) and uses the program from there: it looks
 names up, calls them and gets values back. The one idea: plain values are carried over by their structure,
-never by ``repr`` or pickle, so that the program decides what it answers and nothing about how the answer is
-compared. Every other value stays in the program's process and is a `Remote` in the test's.
+never by ``repr`` or pickle, so that the program decides its answers and not how they are compared. Every
+other value stays in the program's process and is a `Remote` in the test's.
 
 Both ends are a `Peer` on two pipes. A message is a length and JSON: ``["ask", operation, operands]``,
 answered by ``["value", value, arguments after the call]`` or ``["error", type, message]``. Either end may ask
@@ -65,9 +65,22 @@ class Remote:
     ``mine`` is whether its class is the program's own, ``compares`` whether its class defines equality.
     """
 
-    def __init__(self, peer: Peer, number: int, kind: str, mine: bool, compares: bool) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        number: int,
+        kind: str,
+        mine: bool,
+        compares: bool,
+    ) -> None:
         # `__setattr__` would set them on the program's object.
-        self.__dict__.update(_peer=peer, _number=number, _kind=kind, _mine=mine, _compares=compares)
+        self.__dict__.update(
+            _peer=peer,
+            _number=number,
+            _kind=kind,
+            _mine=mine,
+            _compares=compares,
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__array"):  # NumPy's protocols: asked for by trusted code, not by the test
@@ -136,7 +149,12 @@ class Peer:
     with names also lets its objects be examined; objects of the other end can only be called.
     """
 
-    def __init__(self, reads: int, writes: int, names: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        reads: int,
+        writes: int,
+        names: Mapping[str, Any] | None = None,
+    ) -> None:
         self._reader = os.fdopen(reads, "rb")
         self._writer = os.fdopen(writes, "wb")
         self._names = names
@@ -160,7 +178,12 @@ class Peer:
         value, _ = self._await_value()
         return value
 
-    def call(self, function: Remote, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    def call(
+        self,
+        function: Remote,
+        arguments: Sequence[Any],
+        keywords: Mapping[str, Any],
+    ) -> Any:
         """Call an object of the other end; its changes to lists, sets and mappings are made here, too."""
         operands = [self.encode(function), self.encode(list(arguments)), self.encode(dict(keywords))]
         self._send(["ask", "call", operands])
@@ -202,10 +225,14 @@ class Peer:
             text = json.dumps(["error", type(error).__name__, str(error)[:1000]])
         self._write(text)
 
-    def _perform(self, operation: str, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def _perform(
+        self,
+        operation: str,
+        operands: Sequence[Any],
+    ) -> tuple[Any, list[Any]]:
         """Return the value of an operation, and the arguments of a call after the call.
 
-        An argument that cannot be changed in place is None there.
+        An argument of an immutable type becomes None.
         """
         if operation == "call":
             function, arguments, keywords = operands
@@ -213,6 +240,7 @@ class Peer:
             mutable = list | dict | set | bytearray
             return value, [argument if isinstance(argument, mutable) else None for argument in arguments]
 
+        # Only the program's end has names, and lets its objects be examined.
         if self._names is None:
             raise PermissionError("what a test hands over can be called, and nothing more")
         if operation == "operator":
@@ -235,12 +263,14 @@ class Peer:
         if isinstance(value, float):
             return float.__add__(value, 0.0) if value else math.copysign(0.0, value)
 
+        # Containers and views, item by item.
         for kind, tag, items in _CONTAINERS:
             if isinstance(value, kind):
                 return [tag, self._encode_all(items(value))]
         if type(value) in _VIEWS:
             return [_VIEWS[type(value)], self._encode_all(value)]
 
+        # Values of the standard library and of NumPy; every other object stays here.
         plain = _plain(value)
         if plain is not None:
             return plain
@@ -278,6 +308,7 @@ class Peer:
         if not isinstance(value, list):
             return value
 
+        # Objects: this end's own, and the other end's.
         tag, *content = value
         if tag == "yours":
             return self._objects[content[0]]
@@ -286,6 +317,8 @@ class Peer:
             if number not in self._remotes:
                 self._remotes[number] = Remote(self, *content)
             return self._remotes[number]
+
+        # Scalars that JSON does not have.
         if tag == "int":
             return int(content[0], 16)
         if tag == "complex":
@@ -296,6 +329,8 @@ class Peer:
             return {"bytes": bytes, "bytearray": bytearray}[tag].fromhex(content[0])
         if tag in _BY_TEXT:
             return _BY_TEXT[tag](content[0])
+
+        # Containers, whose items are encoded values.
         if tag == "ndarray":
             import numpy
 

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def score(*, prompt: str, response: str, ground_truth: Any, metadata: Mapping[str, Any]) -> float:
+def score(
+    *,
+    prompt: str,
+    response: str,
+    ground_truth: Any,
+    metadata: Mapping[str, Any],
+) -> float:
     """Return the task's own score of an answer, from 0 to 1, for most tasks 0 or 1.
 
     The answer is the text between ``<answer>`` and ``</answer>``, or the complete response without these

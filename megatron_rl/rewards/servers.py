@@ -81,7 +81,7 @@ EXCERPT = 200
 
 
 class Reply(NamedTuple):
-    """Reply of a server to one request, or the reason why there is none.
+    """Reply of a server to one request, or the reason of its failure.
 
     Example:
         >>> Reply(None, value={"rewards": [1.0]}).value["rewards"]
@@ -115,7 +115,12 @@ class Server:
     of the last round.
     """
 
-    def __init__(self, config: RewardServerConfig, url: str, secrets: dict[str, str]) -> None:
+    def __init__(
+        self,
+        config: RewardServerConfig,
+        url: str,
+        secrets: dict[str, str],
+    ) -> None:
         self.config = config
         self.counts: Counter[str] = Counter()
         self._url = url
@@ -155,7 +160,11 @@ class Server:
 
             return list(await asyncio.gather(*map(post, bodies)))
 
-    async def _with_retries(self, session: aiohttp.ClientSession, body: bytes) -> Reply:
+    async def _with_retries(
+        self,
+        session: aiohttp.ClientSession,
+        body: bytes,
+    ) -> Reply:
         """Send a request until it succeeds, cannot succeed, or has had all its tries."""
         config = self.config
 
@@ -220,7 +229,11 @@ class Server:
         if self.config.rate is not None:
             self._not_before = time.monotonic() + 1 / self.config.rate
 
-    async def _send(self, session: aiohttp.ClientSession, body: bytes) -> _Attempt:
+    async def _send(
+        self,
+        session: aiohttp.ClientSession,
+        body: bytes,
+    ) -> _Attempt:
         """Send a request once."""
         try:
             async with session.post(self._url, data=body, allow_redirects=False) as response:
@@ -235,10 +248,16 @@ class Server:
             message = self._without_secrets(f"{type(error).__name__}: {error}")
             return _Attempt(Reply(UNREACHABLE, message), retryable=True)
 
-    def _read(self, response: aiohttp.ClientResponse, content: bytes) -> _Attempt:
+    def _read(
+        self,
+        response: aiohttp.ClientResponse,
+        content: bytes,
+    ) -> _Attempt:
         """Return the reply in a response: its JSON, or the reason why it is a failure."""
         text = self._without_secrets(content.decode("utf-8", "replace"))
         status = response.status
+
+        # Success. A malformed reply is not retried: the same request would get the same reply.
         if 200 <= status < 300:
             try:
                 if len(content) > LARGEST_REPLY:
@@ -248,13 +267,18 @@ class Server:
                 message = f"the answer is no JSON ({error!s:.80}): {text[:EXCERPT]!r}"
                 return _Attempt(Reply(NONSENSE, message))
 
+        # Failure. Timeouts, rate limits and errors of the server may be temporary; refusals are not.
         reason = STATUS
         if status == 429:
             reason = RATE_LIMITED
             self.counts[RATE_LIMITED] += 1
         pause = self._requested_pause(response) if status in (429, 503) else 0.0
         retryable = status in (408, 429) or status >= 500
-        return _Attempt(Reply(reason, f"HTTP status {status}: {text[:EXCERPT]!r}"), retryable, pause)
+        return _Attempt(
+            Reply(reason, f"HTTP status {status}: {text[:EXCERPT]!r}"),
+            retryable,
+            pause,
+        )
 
     def _requested_pause(self, response: aiohttp.ClientResponse) -> float:
         """Return the seconds in ``Retry-After``, a number or a date; 0 for anything else."""
@@ -305,7 +329,11 @@ def measured(name: str, counts: Counter[str], samples: int) -> Metrics:
 
     metrics = Metrics()
     for count in names:
-        metrics += Metrics.mean(f"reward/{name}/{count}", float(counts[count]), float(samples))
+        metrics += Metrics.mean(
+            f"reward/{name}/{count}",
+            float(counts[count]),
+            float(samples),
+        )
     return metrics
 
 
@@ -324,6 +352,7 @@ class HttpReward:
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
         """Return rewards, validity, components and failures of B samples, in their order."""
+        # Each request has several samples, or one group.
         requests = self._rows_of_requests(samples)
         fields = [name for name in self.config.sends if name != GROUP]
         bodies = []
@@ -396,14 +425,23 @@ class JudgeReward:
         self._cache: OrderedDict[_Request, str] = OrderedDict()
         self._functions: list[FunctionReward] = []
         try:
-            self._parser = self._function(config.parser, "parser", extra_arguments=(JUDGEMENT,))
+            self._parser = self._function(
+                config.parser,
+                "parser",
+                extra_arguments=(JUDGEMENT,),
+            )
             self._template = None
             if is_function(config.template):
-                self._template = self._function(config.template, "template", writes=True)
+                self._template = self._function(
+                    config.template,
+                    "template",
+                    writes=True,
+                )
         except BaseException:
             self.close()
             raise
 
+        # Samples need what either of the two functions takes.
         self.takes = frozenset[str]().union(*(function.takes for function in self._functions))
         self.missing = self._parser.missing
         self._verdict_hint = ""
@@ -411,12 +449,21 @@ class JudgeReward:
             self._verdict_hint = " (a line that is `Score: N`, N from 0 to 1)"
 
     def _function(
-        self, spec: str, name: str, *, writes: bool = False, extra_arguments: Sequence[str] = ()
+        self,
+        spec: str,
+        name: str,
+        *,
+        writes: bool = False,
+        extra_arguments: Sequence[str] = (),
     ) -> FunctionReward:
         """Return the processes of the template or the parser; raises UserError for one of groups."""
         settings = RewardConfig(spec, limits=self.config.limits)
         function = FunctionReward(
-            settings, "reward.judge", name, writes=writes, extra_arguments=extra_arguments
+            settings,
+            "reward.judge",
+            name,
+            writes=writes,
+            extra_arguments=extra_arguments,
         )
         self._functions.append(function)
 
@@ -477,6 +524,7 @@ class JudgeReward:
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": prompt}]
 
+        # Sorted keys make equal requests equal texts; `parameters` may override the defaults.
         config = self.config
         body = {"temperature": config.temperature, "max_tokens": config.max_tokens, **config.parameters}
         body_text = json.dumps({**body, "model": config.model, "messages": messages}, sort_keys=True)
@@ -484,6 +532,7 @@ class JudgeReward:
 
     def _replies(self, requests: Sequence[_Request]) -> tuple[dict[_Request, Reply], Counter[str]]:
         """Return the reply with the judge's text for each request, and the counts of the round."""
+        # Each distinct request once: samples of a group often have equal responses.
         cached_replies = {
             request: Reply(None, value=self._cache[request]) for request in requests if request in self._cache
         }
@@ -491,6 +540,7 @@ class JudgeReward:
         bodies = [json.loads(body_text) for body_text, _ in new_requests]
         new_replies = [_completion_text(reply) for reply in self.server.ask(bodies)]
 
+        # Entries move to the end when they are used, and are dropped from the front.
         for request in cached_replies:
             self._cache.move_to_end(request)
         for request, reply in zip(new_requests, new_replies, strict=True):

@@ -90,7 +90,7 @@ _NAMES_OF_OTHERS = {
 
 
 class Answer(NamedTuple):
-    """Answer of a function for one sample: a reward with components, or the reason why there is none.
+    """Answer of a function for one sample: a reward with components, or a failure with its reason.
 
     Example:
         >>> Answer(None, reward=1.0, components={"length": 0.5}).reason is None
@@ -135,13 +135,16 @@ def answer_of(frame: Mapping[str, Any]) -> Answer | None:
             return None
         return Answer(reason, readable(str(frame.get("message", ""))))
 
+    # The transport marks frames whose text is no valid Unicode.
     if NO_TEXT in frame:
         return Answer(WRONG_TYPE, NO_TEXT_MESSAGE)
 
+    # A template for a judge, which writes a prompt.
     if frame.get("kind") == WRITTEN:
         text = frame.get("text")
         return Answer(None, text=text) if is_writing(text) else None
 
+    # A reward with its components.
     components = frame.get("components")
     reward = frame.get("reward")
     if frame.get("kind") != SCORED or not isinstance(components, dict) or "reward" in components:
@@ -162,7 +165,12 @@ def _reward_answer(numbers: dict[str, Any]) -> Answer | None:
     if len(numbers) > MOST_COMPONENTS or any(len(name) > LARGEST_NAME for name in numbers):
         message = f"more than {MOST_COMPONENTS} components, or a name of more than {LARGEST_NAME} characters"
         return Answer(WRONG_TYPE, message)
-    return Answer(None, "", reward, {readable(name): float(number) for name, number in numbers.items()})
+    return Answer(
+        None,
+        "",
+        reward,
+        {readable(name): float(number) for name, number in numbers.items()},
+    )
 
 
 def is_writing(value: Any) -> bool:
@@ -254,6 +262,7 @@ def called_by_name(function: Callable[..., Any]) -> Callable[..., Any]:
     except (ValueError, TypeError):
         return function
 
+    # Calls name every argument, so that positional-only parameters are filled from the names.
     positional = [parameter for parameter in parameters if parameter.kind == parameter.POSITIONAL_ONLY]
     if not positional:
         return function
@@ -318,6 +327,7 @@ def scored(value: Any) -> dict[str, Any]:
         >>> scored({"reward": 1, "length": 0.5})
         {'kind': 'scored', 'reward': 1.0, 'components': {'length': 0.5}}
     """
+    # A bare number is a reward without components.
     components = dict(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in components:
         return failed(WRONG_TYPE, f"a mapping without 'reward': {sorted(map(str, components))}")
@@ -361,13 +371,19 @@ def _number(value: Any) -> float:
 # The process
 
 
-def serve(requests: Requests, limits: Mapping[str, Any], unenforced_limits: list[str]) -> None:
+def serve(
+    requests: Requests,
+    limits: Mapping[str, Any],
+    unenforced_limits: list[str],
+) -> None:
     """Load the function, report its traits, and answer calls until the trainer closes the requests.
 
     ``unenforced_limits`` are the limits that the kernel does not enforce. Each reply has the number of its
     call.
     """
     search_path, spec, arguments, writes, timeout = requests.read()
+
+    # The user's module may import its neighbours.
     search(search_path)
     try:
         function = load(spec)
@@ -417,6 +433,7 @@ class _Calls:
             except EOFError:
                 return
 
+            # The limit of processor time begins again with every call.
             for number, item in calls:
                 allow_processor_seconds(self._limits["cpu_seconds"])
                 try:
@@ -439,7 +456,11 @@ class _Calls:
             task.add_done_callback(open_calls.discard)
         os._exit(0)  # nobody reads the answers of open calls any more
 
-    def _listen(self, loop: asyncio.AbstractEventLoop, arrivals: asyncio.Queue) -> None:
+    def _listen(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        arrivals: asyncio.Queue,
+    ) -> None:
         """Put every call into the queue, None at the end; runs in a thread, since reading blocks."""
         while True:
             try:
@@ -487,6 +508,10 @@ def _group_size(item: Mapping[str, Any]) -> int | None:
     return len(item[GROUP])
 
 
-def _all_failed(item: Mapping[str, Any], reason: str, message: str) -> list[dict[str, Any]]:
+def _all_failed(
+    item: Mapping[str, Any],
+    reason: str,
+    message: str,
+) -> list[dict[str, Any]]:
     """Return the same failure for each sample of a call."""
     return [failed(reason, message)] * (_group_size(item) or 1)
