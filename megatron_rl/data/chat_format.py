@@ -431,7 +431,7 @@ def turn_end_problem(end: TurnEnd | None, ends: Sequence[int], end_texts: str, p
 
     token = end.text.split("\n")[0].strip()[:40]
     return UserError(
-        f"the chat template ends turns with {token}, which is no end of responses in the model's files",
+        f"the chat template ends turns with {token}, which the model's files do not name as an end",
         where="model.path",
         expected=f"one of the tokens that end responses there: {end_texts}",
         got=f"{token} (id {end.token}); responses to prompts of the template end there, too",

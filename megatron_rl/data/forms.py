@@ -371,7 +371,7 @@ class RecordReader:
     def _message(self, original: Any, record: Record) -> dict[str, Any]:
         """Return a message with role, content and further keys; raises _MessageError."""
         if not isinstance(original, Mapping):
-            raise _MessageError("is no object", "an object with role and content", _excerpt(original))
+            raise _MessageError("is not an object", "an object with role and content", _excerpt(original))
         message = {name: value for name, value in original.items() if value is not None}
         if record.from_table:
             message = without_nulls(message)
@@ -468,7 +468,7 @@ class RecordReader:
         items = [_parsed(item) for item in parsed] if isinstance(parsed, list) else [None]
         if not all(isinstance(item, Mapping) for item in items):
             raise UserError(
-                "the tools of a record are no list of objects",
+                "the tools of a record are not a list of objects",
                 where=f"{record.where} ({self.setting})",
                 expected="a list of descriptions of functions, as transformers' apply_chat_template takes "
                 "it, or JSON text of one",
@@ -587,7 +587,7 @@ def joined_text(content: Any) -> str:
         return ""
     if not isinstance(items, list):
         raise _MessageError(
-            "has content that is no text",
+            "has content other than text",
             "text, or a list of parts of text",
             _excerpt(content),
             "write it as text, such as JSON",
@@ -610,14 +610,14 @@ def _part_text(item: Any) -> str:
     if isinstance(text, str):
         return text
 
-    problem = "has a part that is no text"
+    problem = "has a part other than text"
     if isinstance(kind, str):
         problem = f"has a part of type {kind!r}, and models are trained on text alone"
     raise _MessageError(
         problem,
         'text, or parts such as {"type": "text", "text": "..."}',
         _excerpt(item),
-        "remove the record, or its parts that are no text",
+        "remove the record, or its parts other than text",
     )
 
 
@@ -709,7 +709,7 @@ def _sharegpt_calls(content: Any, role: str) -> list[Any]:
     calls = parsed if isinstance(parsed, list) else [parsed]
     if not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
         raise _MessageError(
-            f"of the role {role} is no call of a function",
+            f"of the role {role} does not call a function",
             'JSON such as {"name": "weather", "arguments": {"city": "Oslo"}}',
             _excerpt(content),
         )

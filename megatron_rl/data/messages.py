@@ -434,7 +434,7 @@ def unended_thoughts(
         return None
 
     return UserError(
-        f"the chat template opens thoughts, and responses that do not say {end} are learned as thoughts",
+        f"the chat template opens thoughts, and responses without {end} are trained on as thoughts",
         where=setting,
         expected=f"thoughts, {end} and then the answer in each response",
         got=f"none in {len(unended)} of {len(candidates)} records; first: {', '.join(unended[:3])}",

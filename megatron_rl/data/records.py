@@ -192,7 +192,7 @@ def source_error(path: Path, setting: str) -> UserError | None:
     if path.suffix in (".json", ".csv", ".txt", ""):
         fix = "one JSON object per line in a file that ends in .jsonl"
     return UserError(
-        f"{path} is of no kind that can be read",
+        f"{path} is not in a format that can be read",
         where=setting,
         expected=KINDS,
         got=path.suffix or "a file without a suffix",

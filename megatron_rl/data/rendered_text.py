@@ -148,7 +148,7 @@ def odd_prompts(
             rendered_before,
             len(rows),
             setting,
-            expected="what the user says, without the marks that the template writes around it",
+            expected="the text of the user, without the marks that the template writes around it",
             fix=fix,
         )
 
@@ -177,7 +177,7 @@ def odd_responses(
     ]
     if continued:
         yield _warning(
-            "responses go on behind a token that ends responses: what follows is learned, and never sampled",
+            "responses continue behind an end of responses: that text is trained on, and never sampled",
             continued,
             len(first_records),
             setting,
@@ -191,14 +191,14 @@ def odd_responses(
     rewritten = [record for record in first_records if _is_rewritten(record, fields, data, chat)]
     if rewritten:
         yield _warning(
-            "the chat template writes earlier turns otherwise once others follow, such as without their "
-            "thoughts; they are learned, and read in later turns, as they were said",
+            "the chat template renders earlier turns differently once others follow, such as without their "
+            "thoughts; they are trained on, and read by later turns, as the data have them",
             rewritten,
             len(first_records),
             setting,
-            expected="turns that stay as they were, or one turn to learn in a record",
-            fix=f"set {setting.rpartition('.')[0]}.turns=last to learn the last turn alone, behind what the "
-            "template makes of the others",
+            expected="turns that are rendered alike in every position, or one trained turn per record",
+            fix=f"set {setting.rpartition('.')[0]}.turns=last to train on the last turn alone, behind the "
+            "others as the template renders them",
         )
 
 

@@ -78,7 +78,7 @@ class Encoded:
         """Return 16 hexadecimal digits that depend on the fields of the records and on their order."""
         lines = self.lines
         if lines is None:
-            lines = [_line(record) for record in self.records]
+            lines = [_record_json(record) for record in self.records]
 
         digest = hashlib.sha256()
         for line in lines:
@@ -86,7 +86,7 @@ class Encoded:
         return digest.hexdigest()[:16]
 
 
-def _line(record: Record) -> str:
+def _record_json(record: Record) -> str:
     """Return a record's fields as JSON; a value that JSON cannot hold becomes the name of its type."""
     return json.dumps(record.values, ensure_ascii=False, default=lambda value: type(value).__name__)
 
@@ -312,7 +312,7 @@ def _damage(file: Path) -> str | None:
 def _as_json(record: Record) -> str:
     """Return a record's fields as JSON that reads back equal; raises _CannotStore for other values."""
     try:
-        text = _line(record)
+        text = _record_json(record)
         if json.loads(text) == record.values:
             return text
     except ValueError:

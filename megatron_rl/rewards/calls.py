@@ -182,7 +182,7 @@ class Worker:
             if call is not None:
                 answers = answers_of(frame, len(call.rows))
             if not isinstance(number, int) or call is None or answers is None:
-                self.process.disorder = f"the worker sent what is no answer to its sample: {frame!r:.200}"
+                self.process.disorder = f"the worker sent a malformed answer: {frame!r:.200}"
                 break
 
             for row, answer in zip(call.rows, answers, strict=True):

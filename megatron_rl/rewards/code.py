@@ -595,7 +595,7 @@ def _holds(test: Test, peer: Peer) -> bool:
 
 
 def _names_of(tree: ast.Module, peer: Peer) -> dict[str, Any]:
-    """Return the values of a test's free names: of the program, and Python's own as Python has them."""
+    """Return the values of a test's free names: the program's objects, and Python's own."""
     # The program's own names come first; its other names cannot shadow Python's.
     program_names = _program_names(tree.body)
     values: dict[str, Any] = {}

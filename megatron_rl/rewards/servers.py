@@ -242,7 +242,7 @@ class Server:
             message = f"no answer within {self.config.timeout:g} s"
             return _Attempt(Reply(TIMEOUT, message), retryable=True)
         except aiohttp.ClientResponseError as error:
-            message = self._without_secrets(f"the answer is no HTTP: {error.message}")
+            message = self._without_secrets(f"the response is not HTTP: {error.message}")
             return _Attempt(Reply(NONSENSE, message), retryable=True)
         except (aiohttp.ClientError, OSError) as error:
             message = self._without_secrets(f"{type(error).__name__}: {error}")
@@ -264,7 +264,7 @@ class Server:
                     raise ValueError(f"more than {LARGEST_REPLY} bytes")
                 return _Attempt(Reply(None, value=json.loads(text)))
             except (ValueError, RecursionError) as error:
-                message = f"the answer is no JSON ({error!s:.80}): {text[:EXCERPT]!r}"
+                message = f"the response is not JSON ({error!s:.80}): {text[:EXCERPT]!r}"
                 return _Attempt(Reply(NONSENSE, message))
 
         # Failure. Timeouts, rate limits and errors of the server may be temporary; refusals are not.
@@ -321,7 +321,7 @@ def secret_headers(config: RewardServerConfig, key_from: str | None = None) -> d
     return headers
 
 
-def measured(name: str, counts: Counter[str], samples: int) -> Metrics:
+def _request_metrics(name: str, counts: Counter[str], samples: int) -> Metrics:
     """Return the numbers of requests, retries and failures of a round, per sample."""
     names = [REQUESTS, RETRIES, RATE_LIMITED, CIRCUIT_OPEN]
     if name == "judge":
@@ -362,7 +362,7 @@ class HttpReward:
         answers: dict[int, Answer] = {}
         for rows, reply in zip(requests, self.server.ask(bodies), strict=True):
             answers.update(zip(rows, _rewards(reply, len(rows)), strict=True))
-        metrics = measured("http", self.server.counts, len(samples))
+        metrics = _request_metrics("http", self.server.counts, len(samples))
         return RewardResult([answers[row] for row in range(len(samples))], metrics)
 
     def _rows_of_requests(self, samples: Sequence[Sample]) -> list[Sequence[int]]:
@@ -509,7 +509,7 @@ class JudgeReward:
                 self._cache.pop(requests[row], None)
             answers[row] = verdict
 
-        metrics = measured("judge", counts, len(samples))
+        metrics = _request_metrics("judge", counts, len(samples))
         return RewardResult([answers[row] for row in range(len(samples))], metrics)
 
     def _judge_prompts(self, samples: Sequence[Sample]) -> list[Answer]:
