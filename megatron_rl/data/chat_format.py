@@ -159,7 +159,7 @@ class ConversationText:
         if self._has_steady_tails:
             return
 
-        # A system message, and an earlier exchange: the two histories in which known templates differ.
+        # Other histories than the question alone: a system message, and an earlier exchange.
         histories = (
             [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}],
             [

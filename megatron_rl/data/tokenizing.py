@@ -37,6 +37,7 @@ from megatron_rl.data.template_renderer import (
     TemplateRenderer,
     renderer_of,
 )
+from megatron_rl.error_forms import missing_file
 from megatron_rl.errors import UserError, UserErrors, first_line
 from megatron_rl.progress import advance
 from megatron_rl.types import SamplingParameters
@@ -60,11 +61,10 @@ def load_tokenizer(path: str | Path, now: datetime | None = None) -> PreTrainedT
 
     # transformers would take the path for a name on the Hub.
     if not Path(path).is_dir():
-        raise UserError(
-            f"the model directory {path} does not exist",
+        raise missing_file(
+            Path(path),
             where="model.path",
             expected="a directory with config.json, safetensors and tokenizer files",
-            got="no such directory",
             fix="set model.path to a downloaded or exported checkpoint",
         )
     try:
@@ -364,7 +364,7 @@ class LengthReport:
 def counted(limit: int) -> int:
     """Return the number of tokens up to which a text with a limit of ``limit`` is counted.
 
-    Twice the limit tells a user how far to raise it; the constant is for small limits.
+    Lengths up to it are exact in messages, so that a user sees how far to raise the limit.
     """
     return 2 * limit + 1024
 
@@ -381,7 +381,7 @@ def _cut(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> str:
     for start in range(0, len(text), _PIECE):
         end = start + _PIECE
         tokens += len(tokenizer.encode(text[start:end], add_special_tokens=False))
-        # Tokens that span two pieces are counted twice: leave room for them.
+        # A token that spans two pieces is counted in parts, as two or more: leave room for them.
         if tokens > 2 * counted(limit):
             return text[:end]
     return text

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 SECONDS = 3
-"""Time that parsing or comparing an answer may take: math-verify needs milliseconds for ordinary ones."""
+"""Time that parsing or comparing an answer may take."""
 _MARK = re.compile(r"#{4,}[ \t]*")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _ONE_TOKEN = re.compile(r"-?\d[\d,]*(?:\.\d+)?|\\?[A-Za-z]+|\S")
