@@ -148,7 +148,7 @@ def test_values_arguments_and_components(file: str) -> None:
     assert result.valid.all() and not result.failures
     assert result.components["format"].isnan().tolist() == [True, True, False]
     assert result.components["length"][2] == 2.0
-    with make(file, "numpy_scalar") as reward:
+    with make(file, "numpy_scalar", timeout=60.0) as reward:  # it imports NumPy in the call
         assert score(reward, ["x"]).rewards.tolist() == [0.25]
 
 
