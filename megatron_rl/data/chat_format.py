@@ -1,23 +1,27 @@
-"""What a chat template writes of conversations: prompts, the turns that are learned, and what stands between.
+"""Text and tokens that a chat template makes of conversations, turn by turn.
 
-A chat template renders whole conversations, and may render an old turn otherwise than the policy wrote it.
-What stands between a turn and the next one is therefore taken from a conversation made up for the purpose:
-``[…, assistant(SENTINEL), *new]`` is rendered, and what follows the sentinel is the *tail*: the close of the
-turn, the new messages, and the opening of the next turn. A turn that is learned is what the template writes
-behind the opening of the turn, up to the first token that ends a response.
+A chat template renders complete conversations only, and may render an old turn differently from the sampled
+one. The one idea: the text between two turns is taken from a conversation made up for the purpose.
+``[…, assistant(SENTINEL), *new]`` is rendered, and everything behind the sentinel is the *tail*: the close of
+the turn, the new messages, and the opening of the next turn. A turn that is trained on is the text that the
+template writes behind the opening of the turn, up to the first token that ends a response. So sampled turns
+are never tokenised again.
+
+The module also decides which tokens of a response people and rewards see (`VisibleText`). It imports neither
+torch nor transformers: `check` reads the same texts as a run.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_rl.data.template_renderer import Rendering, RenderRefused, TemplateRenderer, renderer_of
-from megatron_rl.data.visible_text import VisibleText
 from megatron_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,33 +29,54 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 SENTINEL = "⸢turn⸣"
-_WHERE = "the chat template of model.path"
-_ASKED = ({"role": "user", "content": "a"},)
-_NEXT = ({"role": "user", "content": "Go on."},)
-_TURN = {"role": "assistant", "content": SENTINEL}
+"""Content of a made-up turn: two rare brackets, so that no template and no message holds the same text."""
+_QUESTION = ({"role": "user", "content": "a"},)
+_FOLLOW_UP = ({"role": "user", "content": "Go on."},)
+_SENTINEL_TURN = {"role": "assistant", "content": SENTINEL}
+_CONVERSATION = (
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+)
+_NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+"""Attributes of tokenizers that name a special token by its purpose."""
+
+
+# Messages and the ends of turns, as text
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as chat templates take them, without what is null, and with arguments as objects.
+    """Return messages in the form that chat templates take: no null fields, arguments of calls as objects.
 
-    Tables hold null where a message lacks a field, and OpenAI's format has the arguments of a call as JSON.
+    Tables have null in a message that lacks a field, and OpenAI's format has the arguments of a call as JSON
+    text.
     """
-    result = []
+    cleaned_messages = []
     for message in messages:
         fields = {name: value for name, value in message.items() if value is not None}
         if "content" in message:
             fields.setdefault("content", "")
         if "tool_calls" in fields:
             fields["tool_calls"] = [_with_arguments(call) for call in fields["tool_calls"]]
-        result.append(fields)
-    return result
+        cleaned_messages.append(fields)
+    return cleaned_messages
 
 
 def _with_arguments(call: Any) -> Any:
-    """Return a call of a tool with its arguments as an object, where they are one."""
+    """Return a tool call with the JSON text of its arguments parsed; other calls unchanged."""
+    # Text that is no JSON is left for the template: it may print it.
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
+
     with suppress(ValueError):
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
     return call
@@ -62,57 +87,79 @@ def _has_thoughts(message: Message) -> bool:
 
 
 def cut_at_end(text: str, ends: Sequence[str]) -> str | None:
-    """Return ``text`` up to the first of the end tokens that it ends with; None where it ends with none.
+    """Return ``text`` up to the first of its trailing end tokens; None for a text without one.
 
-    Whitespace behind and between these tokens is no part of a response: ``4<end>\\n<eos>`` is ``4<end>``.
+    Whitespace behind and between these tokens does not belong to a response.
+
+    Example:
+        >>> cut_at_end("4<end>\\n<eos>", ["<end>", "<eos>"])
+        '4<end>'
     """
-    rest, length = text.rstrip(), None
-    while end := next((end for end in ends if rest.endswith(end)), None):
-        length = len(rest)
-        rest = rest[: -len(end)].rstrip()
-    return None if length is None else text[:length]
+    # Remove end tokens from the back; the last length is that of the text with its first end.
+    remainder = text.rstrip()
+    length = None
+    while end := next((end for end in ends if remainder.endswith(end)), None):
+        length = len(remainder)
+        remainder = remainder[: -len(end)].rstrip()
+
+    if length is None:
+        return None
+    return text[:length]
 
 
 def leading_end(text: str, ends: Sequence[str]) -> str:
-    """Return the end token that ``text`` begins with, and the whitespace before it; empty without one."""
+    """Return the whitespace and the end token that ``text`` begins with; empty without an end token."""
     stripped = text.lstrip()
     end = next((end for end in ends if stripped.startswith(end)), None)
-    return "" if end is None else text[: len(text) - len(stripped) + len(end)]
+    if end is None:
+        return ""
+    return text[: len(text) - len(stripped) + len(end)]
 
 
 @dataclass(frozen=True)
-class Learned:
-    """A conversation from its first learned turn on: ``prompt``, then what is said, read, said …, as text.
+class TrainedConversation:
+    """Conversation from its first trained turn on, as text.
 
-    ``as_written`` is false where the template writes the whole conversation otherwise: the thoughts of
-    earlier turns left out, tools moved to a later message.
+    Example:
+        >>> TrainedConversation("Q: 1+1 A:", ["2<end>", " Q: and 1? A:", "3<end>"], True).pieces[::2]
+        ['2<end>', '3<end>']
     """
 
     prompt: str
+    """Rendered messages in front of the first trained turn, with the opening of that turn."""
     pieces: list[str]
+    """Turns of the assistant (even indices) and the texts between them (odd indices)."""
     as_written: bool
+    """Whether the template renders the complete conversation to the same text.
+
+    False for a template that leaves out the thoughts of earlier turns or moves tools to a later message.
+    """
 
 
 class ConversationText:
-    """A chat template and the texts of the tokens that end responses.
+    """Texts of conversations under a chat template.
 
-    Methods raise UserError where the template refuses messages, or leaves out what they say.
+    ``ends`` are the texts of the tokens that end responses. Methods raise UserError where the template
+    refuses messages or leaves out their content.
     """
 
     def __init__(self, renderer: TemplateRenderer, ends: Sequence[str] = ()) -> None:
         self._renderer = renderer
         self._has_steady_tails = False
+        # Longest first: one end may be the beginning of another.
         self.ends = sorted(ends, key=len, reverse=True)
 
     def prompt(self, messages: Sequence[Message], tools: Any = None) -> str:
-        """Return messages with the opening of the assistant's turn behind them."""
+        """Return messages followed by the opening of the assistant's turn."""
         (text,) = self._render(Rendering(messages, tools))
         return text
 
     def require_steady_tails(self) -> None:
-        """Raise UserError where what follows a turn depends on what was said before it."""
+        """Raise UserError if the text behind a turn depends on the messages before the turn."""
         if self._has_steady_tails:
             return
+
+        # Other histories than the question alone: a system message, and an earlier exchange.
         histories = (
             [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}],
             [
@@ -121,264 +168,428 @@ class ConversationText:
                 {"role": "user", "content": "e"},
             ],
         )
-        tails = {self.tail(_NEXT)}
+        tails = {self.tail(_FOLLOW_UP)}
         for history in histories:
             with suppress(UserError):  # a template may refuse some roles
-                tails.add(self.tail(_NEXT, history))
+                tails.add(self.tail(_FOLLOW_UP, history))
         if len(tails) > 1:
-            raise _refused("what follows a turn depends on what was said before", sorted(tails))
+            raise _template_error("what follows a turn depends on what was said before", sorted(tails))
         self._has_steady_tails = True
 
-    def tail(self, new: Sequence[Message], history: Sequence[Message] = _ASKED) -> str:
-        """Return the text between a turn that follows ``history`` and the next, ``new`` in between.
+    def tail(self, new: Sequence[Message], history: Sequence[Message] = _QUESTION) -> str:
+        """Return the text between a turn behind ``history`` and the next turn, with ``new`` in between.
 
-        Raises UserError where the template leaves out what a message says.
+        Raises UserError if the template leaves out the content of a message.
         """
-        tail = self._behind([*history, _TURN, *new])
-        for at, message in enumerate(new):
-            if str(message.get("content") or "").strip() not in tail:  # it may be written otherwise, or not
-                changed = [*new[:at], {**message, "content": "?"}, *new[at + 1 :]]
-                if self._behind([*history, _TURN, *changed]) == tail:
-                    raise _refused(f"it leaves out what a message of {message.get('role')} says", [tail])
+        tail = self._behind_sentinel([*history, _SENTINEL_TURN, *new])
+        for index, message in enumerate(new):
+            if str(message.get("content") or "").strip() in tail:
+                continue
+
+            # The template may write the content differently, such as escaped. It leaves the content out if
+            # another content makes no difference.
+            changed = [*new[:index], {**message, "content": "?"}, *new[index + 1 :]]
+            if self._behind_sentinel([*history, _SENTINEL_TURN, *changed]) == tail:
+                raise _template_error(f"it leaves out what a message of {message.get('role')} says", [tail])
         return tail
 
     @cached_property
     def behind_turn(self) -> str | None:
-        """Return what the template writes behind a turn; None where it makes no conversation of two.
+        """Text that the template writes behind a turn; None if it renders no question with an answer.
 
-        Some write nothing there, and end a turn by opening the next: then it is what a message of the user
-        makes of it.
+        Some templates write nothing there and end a turn by opening the next one: then it is the text between
+        the turn and the next question.
         """
         with suppress(UserError):
-            close = self._behind([*_ASKED, _TURN], opens=False)
-            return close if close.strip() else self._behind([*_ASKED, _TURN, *_NEXT])
+            close = self._behind_sentinel([*_QUESTION, _SENTINEL_TURN], opens=False)
+            if close.strip():
+                return close
+            return self._behind_sentinel([*_QUESTION, _SENTINEL_TURN, *_FOLLOW_UP])
         return None
 
     @cached_property
     def lead(self) -> str:
-        """Return the whitespace that the template writes between the opening of a turn and its text."""
+        """Whitespace that the template writes between the opening of a turn and its text."""
         with suppress(UserError):
-            opening, turn = self._render(Rendering(_ASKED), Rendering([*_ASKED, _TURN], None, False))
-            before = turn.partition(SENTINEL)[0]
-            lead = before[len(opening) :] if before.startswith(opening) else ""
+            opening, conversation = self._render(
+                Rendering(_QUESTION),
+                Rendering([*_QUESTION, _SENTINEL_TURN], None, False),
+            )
+            before_turn = conversation.partition(SENTINEL)[0]
+            if not before_turn.startswith(opening):
+                return ""
+
+            lead = before_turn[len(opening) :]
             return "" if lead.strip() else lead
         return ""
 
     @cached_property
     def opening(self) -> str:
-        """Return the text that opens the assistant's turn; empty where the template writes none."""
+        """Text that opens the assistant's turn; empty for a template that writes none."""
         with suppress(UserError):
-            closed, opened = self._render(Rendering(_ASKED, None, False), Rendering(_ASKED))
-            return opened[len(closed) :] if opened.startswith(closed) else ""
+            closed, opened = self._render(Rendering(_QUESTION, None, False), Rendering(_QUESTION))
+            if opened.startswith(closed):
+                return opened[len(closed) :]
         return ""
 
     def response(self, text: str) -> str:
-        """Return a response that is given as text, as it stands behind a prompt of the template.
+        """Return a response that is given as text in the form that it has behind a prompt of the template.
 
-        What opens a turn is left out where it is repeated, whitespace is written as the template writes it,
-        and a response has one end.
+        A repeated opening of the turn and a repeated BOS are removed, leading whitespace is the template's,
+        and the response has exactly one end.
         """
+        # Data sets that were rendered before often repeat the opening and the BOS.
         opening = self.opening.strip()
         if opening and text.lstrip().startswith(opening):
             text = text.lstrip()[len(opening) :].lstrip("\n")
         bos = self._renderer.special.get("bos_token")
-        if bos:  # the prompt has it
-            text = text.removeprefix(bos)
+        if bos:
+            text = text.removeprefix(bos)  # the prompt begins with it
 
         if text and not text[0].isspace():
             text = self.lead + text
         return cut_at_end(text, self.ends) or text + self._turn_end
 
-    def learned(self, asked: Sequence[Message], answered: Sequence[Message], tools: Any) -> Learned:
-        """Return the conversation in which the assistant's messages of ``answered`` are learned.
+    def trained_conversation(
+        self,
+        prompt_messages: Sequence[Message],
+        response_messages: Sequence[Message],
+        tools: Any,
+    ) -> TrainedConversation:
+        """Return the conversation in which the assistant's messages of ``response_messages`` are trained on.
 
-        ``answered`` begins and ends with one of them.
+        ``response_messages`` begins and ends with a turn of the assistant.
         """
-        said = [at for at, message in enumerate(answered) if message["role"] == "assistant"]
-        if len(said) > 1:
+        turn_indices = [
+            index for index, message in enumerate(response_messages) if message["role"] == "assistant"
+        ]
+        if len(turn_indices) > 1:
             self.require_steady_tails()
 
-        prompt, pieces, whole = "", list[str](), ""
-        for number, at in enumerate(said):
-            history = [*asked, *answered[:at]]
-            opening, whole = self._render(
-                Rendering(history, tools), Rendering([*history, answered[at]], tools, False)
+        prompt = ""
+        conversation = ""
+        pieces: list[str] = []
+        for number, index in enumerate(turn_indices):
+            message = response_messages[index]
+            history = [*prompt_messages, *response_messages[:index]]
+            opening, conversation = self._render(
+                Rendering(history, tools),
+                Rendering([*history, message], tools, False),
             )
             prompt = prompt or opening
-            turn = self._turn(answered[at], history, tools, opening, whole)
+            turn = self._turn(message, history, tools, opening, conversation)
 
-            following = said[number + 1] if number + 1 < len(said) else None
-            if following is None:
-                turn = turn if cut_at_end(turn, self.ends) else turn + self._turn_end
-                pieces.append(turn)
+            if number + 1 == len(turn_indices):
+                has_end = cut_at_end(turn, self.ends) is not None
+                pieces.append(turn if has_end else turn + self._turn_end)
                 continue
 
-            # A turn without thoughts is written as it is read later: some templates write empty thoughts in
-            # the last turn alone. Thoughts that are said are learned, though later turns do not show them.
-            tail = self.tail(answered[at + 1 : following], history)
-            (later,) = self._render(Rendering([*asked, *answered[:following]], tools))
-            steady = later.startswith(opening) and later.endswith(tail)
-            if steady and not _has_thoughts(answered[at]):
+            # A turn without thoughts is trained on as later turns show it: some templates write empty
+            # thoughts into the last turn only. A turn with thoughts keeps them, though later turns lack them.
+            next_index = turn_indices[number + 1]
+            tail = self.tail(response_messages[index + 1 : next_index], history)
+            (later,) = self._render(Rendering([*prompt_messages, *response_messages[:next_index]], tools))
+            is_steady = later.startswith(opening) and later.endswith(tail)
+            if is_steady and not _has_thoughts(message):
                 turn = later[len(opening) : len(later) - len(tail)]
 
-            # An end that is the first token of the next message belongs to the turn: the policy samples it.
+            # An end token in front of the next message belongs to the turn: the policy samples it.
             end = leading_end(tail, self.ends)
-            pieces += [turn if cut_at_end(turn, self.ends) else turn + end, tail[len(end) :]]
+            has_end = cut_at_end(turn, self.ends) is not None
+            pieces.append(turn if has_end else turn + end)
+            pieces.append(tail[len(end) :])
 
-        row, written = "".join([prompt, *pieces]).rstrip(), whole.rstrip()
-        as_written = row.startswith(written) or written.startswith(row) or len(said) == 1
-        return Learned(prompt, pieces, as_written)
+        text = "".join([prompt, *pieces]).rstrip()
+        rendered_text = conversation.rstrip()
+        is_same = text.startswith(rendered_text) or rendered_text.startswith(text)
+        return TrainedConversation(prompt, pieces, as_written=is_same or len(turn_indices) == 1)
 
     @cached_property
     def _turn_end(self) -> str:
         return leading_end(self.behind_turn or "", self.ends)
 
     def _turn(
-        self, message: Message, history: Sequence[Message], tools: Any, opening: str, whole: str
+        self,
+        message: Message,
+        history: Sequence[Message],
+        tools: Any,
+        opening: str,
+        conversation: str,
     ) -> str:
-        """Return what the template writes of a message, with the end of the turn where that is a token."""
+        """Return the text of a turn in a rendered ``conversation``, with the end token that closes it.
+
+        ``opening`` is ``history`` with the turn opened. Raises UserError for a template that leaves out calls
+        or thoughts, or that does not write the turn behind its opening.
+        """
         content = str(message.get("content") or "")
-        unsaid = [name for name in ("tool_calls", "reasoning_content") if message.get(name)]
-        if unsaid:
-            plain = {"role": "assistant", "content": content}
-            (without,) = self._render(Rendering([*history, plain], tools, False))
-            if without == whole:
-                raise _refused(f"it leaves out the {unsaid[0]} of a message", [whole])
+        # Calls and thoughts that a template does not write would silently be missing from the training data.
+        further_fields = [name for name in ("tool_calls", "reasoning_content") if message.get(name)]
+        if further_fields:
+            content_alone = {"role": "assistant", "content": content}
+            (without_fields,) = self._render(Rendering([*history, content_alone], tools, False))
+            if without_fields == conversation:
+                raise _template_error(f"it leaves out the {further_fields[0]} of a message", [conversation])
 
-        if whole.startswith(opening):
-            written = whole[len(opening) :]
-            if cut := cut_at_end(written, self.ends):
+        # The usual case: the turn is the text behind its opening, up to an end token or to the turn's close.
+        if conversation.startswith(opening):
+            turn = conversation[len(opening) :]
+            if cut := cut_at_end(turn, self.ends):
                 return cut
-            close = self._behind([*history, _TURN], tools, opens=False)
-            if written.endswith(close):
-                return written[: len(written) - len(close)]
+            close = self._behind_sentinel([*history, _SENTINEL_TURN], tools, opens=False)
+            if turn.endswith(close):
+                return turn[: len(turn) - len(close)]
 
-        # A template that opens thoughts which it writes of no message: the text follows the opening.
-        elif not unsaid:
+        # The opening has a mark of thoughts that the template writes of no message: the content follows it.
+        elif not further_fields:
             return cut_at_end(content, self.ends) or content
-        raise _refused("a turn does not stand between what opens and what ends one", [whole])
+        raise _template_error("a turn does not stand between what opens and what ends one", [conversation])
 
-    def _behind(self, messages: Sequence[Message], tools: Any = None, opens: bool = True) -> str:
-        """Return what is rendered behind the sentinel of ``messages``."""
+    def _behind_sentinel(self, messages: Sequence[Message], tools: Any = None, opens: bool = True) -> str:
+        """Return the text behind the sentinel turn of ``messages``; raises UserError if it is not unique."""
         (text,) = self._render(Rendering(messages, tools, opens))
         before, sentinel, tail = text.rpartition(SENTINEL)
         if not sentinel or SENTINEL in before:
-            raise _refused("it does not show a turn exactly once", [text])
+            raise _template_error("it does not show a turn exactly once", [text])
         return tail
 
     def _render(self, *renderings: Rendering) -> list[str]:
-        cleaned = [one._replace(messages=template_messages(one.messages)) for one in renderings]
+        """Return the text of each rendering; raises UserError for messages that the template refuses."""
+        cleaned = [
+            rendering._replace(messages=template_messages(rendering.messages)) for rendering in renderings
+        ]
         texts = []
         for text in self._renderer.render_all(cleaned):
             if isinstance(text, RenderRefused):
-                raise _refused("it refuses the messages", [str(text)])
+                raise _template_error("it refuses the messages", [str(text)])
             texts.append(text)
         return texts
 
 
+def _template_error(reason: str, excerpts: Sequence[str]) -> UserError:
+    return UserError(
+        f"conversations cannot be made with this chat template: {reason}",
+        where="the chat template of model.path",
+        expected="a template that renders each message behind those before",
+        got=" and ".join(repr(text[:80]) for text in excerpts[:2]),
+        fix="give the tokenizer another chat_template, or use strings as prompts (data.chat_template=false)",
+    )
+
+
 @dataclass(frozen=True)
 class TurnEnd:
-    """What a chat template ends turns with: ``text``, and the added ``token`` that it begins with.
+    """Text with which a chat template ends turns, and its first token.
 
-    ``token`` is None where the text does not begin with an added token.
+    Example:
+        >>> TurnEnd("<|im_end|>\\n", 151645).token
+        151645
     """
 
     text: str
     token: int | None
+    """Id of the added token that the text begins with, None for ordinary text."""
 
 
 def find_turn_end(
     text: ConversationText,
     encode: Callable[[str], Sequence[int]],
-    added: Mapping[int, str],
+    added_texts: Mapping[int, str],
     bos: str | None,
 ) -> TurnEnd | None:
-    """Return what the template ends turns with; None where it makes no conversation of two.
+    """Return the end of turns under a template; None if it renders no question with an answer.
 
-    ``added`` are the texts of added tokens, special or not: `<|im_end|>` is in some models no special one. A
-    BOS behind a turn begins the next one and ends none.
+    ``added_texts`` are the texts of added tokens by id, special or not: some models add ``<|im_end|>`` as an
+    ordinary token. A BOS behind a turn begins the next turn and ends none.
     """
     if text.behind_turn is None:
         return None
+
+    # 200 characters hold the longest end token, and encoding them is cheap.
     behind = text.behind_turn.lstrip()
     ids = list(encode(behind[:200]))
-
-    if not ids or ids[0] not in added or added[ids[0]] == bos:
+    if not ids or ids[0] not in added_texts or added_texts[ids[0]] == bos:
         return TurnEnd(behind, None)
     return TurnEnd(behind, int(ids[0]))
 
 
-def turn_end_problem(end: TurnEnd | None, ends: Sequence[int], shown: str, path: str) -> UserError | None:
-    """Return the warning of a template that ends turns with a token that the model's files do not name.
+def turn_end_problem(end: TurnEnd | None, ends: Sequence[int], end_texts: str, path: str) -> UserError | None:
+    """Return the warning of a template whose end of turns the model's files do not name.
 
-    ``ends`` are the tokens that the files name, and ``shown`` their texts.
+    ``ends`` are the tokens that the files name as ends of responses, and ``end_texts`` their texts.
     """
     if end is None or end.token in ends:
         return None
+
     if end.token is None:
         return UserError(
             "the chat template ends turns with no token of its own",
             where="model.path",
-            expected=f"one of the tokens that end responses ({shown}) behind each turn of the assistant",
+            expected=f"one of the tokens that end responses ({end_texts}) behind each turn of the assistant",
             got=repr(end.text[:40]) if end.text else "nothing",
-            fix=f"none is needed for a model that learned to write {shown} there; for another one give the "
-            "tokenizer a chat_template whose turns end with such a token",
+            fix=f"none is needed for a model that learned to write {end_texts} there; for another one give "
+            "the tokenizer a chat_template whose turns end with such a token",
         )
+
     token = end.text.split("\n")[0].strip()[:40]
     return UserError(
-        f"the end of a turn in the chat template, {token}, is no end of responses in the model's files",
+        f"the chat template ends turns with {token}, which the model's files do not name as an end",
         where="model.path",
-        expected=f"one of the tokens that end responses there: {shown}",
+        expected=f"one of the tokens that end responses there: {end_texts}",
         got=f"{token} (id {end.token}); responses to prompts of the template end there, too",
         fix=f"add {end.token} to eos_token_id in {path}/generation_config.json, for whoever uses the model "
         "after the run",
     )
 
 
-def text_prefix(tokenizer: Any) -> list[int]:
-    """Return the tokens that the tokenizer puts before a text, such as a BOS.
+# Special tokens, and the text of a response without them
 
-    Some put an EOS behind it, too: a prompt ends where the response begins, so that is left out.
+
+def added_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return the texts of a tokenizer's special and other added tokens by id."""
+    special_tokens = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+    texts = dict(special_tokens)
+    for number, token in tokenizer.added_tokens_decoder.items():
+        texts[number] = token.content
+    return texts
+
+
+def named_end_ids(tokenizer: Any, model_path: str | Path | None) -> tuple[int, ...]:
+    """Return the token ids that a model's files name as ends of responses, the tokenizer's EOS first.
+
+    As in transformers, config.json counts only if generation_config.json names none. It often has a default
+    that nobody chose, so that only added tokens count there.
     """
-    texts = ("a", "1", " ")  # a tokenizer may have no token for some of them
-    text = next((text for text in texts if tokenizer.encode(text, add_special_tokens=False)), "")
-    plain = tokenizer.encode(text, add_special_tokens=False)
-    around = tokenizer.encode(text)
-    starts = (at for at in range(len(around)) if around[at : at + len(plain)] == plain)
-    return around[: next(starts, 0)]
+    ids: list[int] = []
+    if tokenizer.eos_token_id is not None:
+        ids.append(int(tokenizer.eos_token_id))
+
+    if model_path:
+        ids.extend(listed_end_ids(Path(model_path), added_tokens(tokenizer)))
+    return tuple(dict.fromkeys(ids))
+
+
+def listed_end_ids(model: Path, added_ids: Collection[int]) -> list[int]:
+    """Return the ids of ``eos_token_id`` in a model's folder; ``added_ids`` are the ids of added tokens."""
+    ids = _eos_token_ids(model / "generation_config.json")
+    if ids:
+        return ids
+    return [number for number in _eos_token_ids(model / "config.json") if number in added_ids]
+
+
+def _eos_token_ids(file: Path) -> list[int]:
+    """Return the ids in a file's ``eos_token_id``, none for a file that is absent or malformed."""
+    values: Any = None
+    with suppress(OSError, ValueError, RecursionError):
+        values = json.loads(file.read_text(encoding="utf-8"))
+
+    value = values.get("eos_token_id") if isinstance(values, Mapping) else None
+    items = value if isinstance(value, list) else [value]
+    return [number for number in items if type(number) is int]
+
+
+def framing_marks(renderer: TemplateRenderer | None, added_texts: Iterable[str]) -> set[str]:
+    """Return the added tokens that a chat template writes around messages."""
+    if renderer is None:
+        return set()
+
+    try:
+        text = renderer.render(_CONVERSATION, opens=False)
+    except RenderRefused:
+        return set()
+    return {token for token in added_texts if token and token in text}
+
+
+class VisibleText:
+    """Decoder of responses for rewards, environments and stored samples.
+
+    Special tokens that a user added to write with, such as ``<answer>``, are part of the text. Tokens that
+    only frame a turn are not: the ends of responses, the tokenizer's BOS, EOS, padding and the like, and the
+    marks that the chat template writes around messages.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer: Any = tokenizer
+
+    @cached_property
+    def hidden(self) -> frozenset[int]:
+        """Ids of the tokens that only frame a turn."""
+        # Ends of responses, tokens that are named by their purpose, and marks around messages.
+        tokenizer = self._tokenizer
+        ids = set(named_end_ids(tokenizer, tokenizer.name_or_path))
+        for name in _NAMED_TOKENS:
+            number = getattr(tokenizer, f"{name}_id", None)
+            if number is not None:
+                ids.add(number)
+
+        added_texts = added_tokens(tokenizer)
+        marks = framing_marks(renderer_of(tokenizer), added_texts.values())
+        ids.update(number for number, text in added_texts.items() if text in marks)
+        return frozenset(ids)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of one response."""
+        return self._tokenizer.decode([token for token in tokens if token not in self.hidden])
+
+    def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Return the texts of responses."""
+        if not rows:
+            return []
+        hidden = self.hidden
+        return self._tokenizer.batch_decode([[token for token in row if token not in hidden] for row in rows])
+
+
+# Tokens
+
+
+def text_prefix(tokenizer: Any) -> list[int]:
+    """Return the tokens that the tokenizer puts in front of a text, such as a BOS.
+
+    Some tokenizers also put an EOS behind a text. It is left out: a prompt ends where the response begins.
+    """
+    # A tokenizer with a small vocabulary may have no token for some of these texts.
+    samples = ("a", "1", " ")
+    sample = next((text for text in samples if tokenizer.encode(text, add_special_tokens=False)), "")
+
+    tokens = tokenizer.encode(sample, add_special_tokens=False)
+    framed_tokens = tokenizer.encode(sample)
+    for start in range(len(framed_tokens)):
+        if framed_tokens[start : start + len(tokens)] == tokens:
+            return framed_tokens[:start]
+    return []
 
 
 def with_prefix(prefix: list[int], tokens: list[int]) -> list[int]:
-    """Return tokens behind a prefix, which is not repeated where a text begins with it.
+    """Return tokens behind a prefix, which may overlap with their beginning.
 
-    Prompts that were rendered before and stored as text begin with the text of the BOS.
+    Prompts that were rendered and stored as text begin with the text of the BOS.
     """
-    starts = (at for at in range(len(prefix)) if tokens[: len(prefix) - at] == prefix[at:])
-    return prefix[: next(starts, len(prefix))] + tokens
+    for start in range(len(prefix)):
+        if tokens[: len(prefix) - start] == prefix[start:]:
+            return prefix[:start] + tokens
+    return prefix + tokens
 
 
 class ChatFormat(Protocol):
-    """The tokens of prompts, and those that follow a turn of the policy."""
+    """Tokens of prompts, and of the text between a turn of the policy and the next."""
 
     def start(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
         """Return the tokens of a prompt of ``messages``, with ``tools``; raises UserError."""
         ...
 
     def extend(self, last: int | None, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens between a turn and the next, in which ``messages`` are observed.
+        """Return the tokens between a turn and the next one, with the observed ``messages`` in between.
 
-        ``last`` is the stop token that ended the turn, which the tail does not repeat; None where a limit
-        ended it.
+        ``last`` is the stop token that ended the turn, which is not repeated; None for a turn that reached a
+        limit.
         """
         ...
 
     def text(self, tokens: Sequence[int], special: bool = False) -> str:
-        """Return what the policy wrote, see `VisibleText`; with ``special`` every token of it."""
+        """Return the text of a response, see `VisibleText`; with ``special`` every token of it."""
         ...
 
 
 class PlainText:
-    """Put what is observed behind the turn, as it is: for prompts without a chat template."""
+    """Chat format without a template: messages are joined as they are."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer: Any = tokenizer
@@ -387,7 +598,7 @@ class PlainText:
     def start(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
         """See `ChatFormat.start`."""
         if tools:
-            raise _refused("it has no place for tools", ["prompts without a chat template"])
+            raise _template_error("it has no place for tools", ["prompts without a chat template"])
         text = "".join(message["content"] for message in messages)
         tokens = self._tokenizer.encode(text, add_special_tokens=False)
         return with_prefix(text_prefix(self._tokenizer), tokens)
@@ -399,54 +610,50 @@ class PlainText:
 
     def text(self, tokens: Sequence[int], special: bool = False) -> str:
         """See `ChatFormat.text`."""
-        return self._tokenizer.decode(list(tokens)) if special else self._visible.text(tokens)
+        if special:
+            return self._tokenizer.decode(list(tokens))
+        return self._visible.text(tokens)
 
 
 class ChatTemplate(PlainText):
-    """Put the tail that the tokenizer's chat template makes behind the turn.
+    """Chat format of the tokenizer's chat template.
 
-    The constructor raises UserError for a template whose tail depends on what was said before, or that has
-    none.
+    The constructor raises UserError for a tokenizer without a template, and for a template whose tails depend
+    on earlier messages.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(tokenizer)
         renderer = renderer_of(tokenizer)
         if renderer is None:
-            raise _refused("there is none", ["a tokenizer without a chat template"])
-        self._written = ConversationText(renderer)
-        self._written.require_steady_tails()
+            raise _template_error("there is none", ["a tokenizer without a chat template"])
+        self._conversation_text = ConversationText(renderer)
+        self._conversation_text.require_steady_tails()
 
     def start(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
         """See `ChatFormat.start`."""
-        return self._tokenizer.encode(self._written.prompt(messages, tools), add_special_tokens=False)
+        text = self._conversation_text.prompt(messages, tools)
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def extend(self, last: int | None, messages: Sequence[Message]) -> list[int]:
         """See `ChatFormat.extend`."""
-        tail = self._written.tail(messages)
+        tail = self._conversation_text.tail(messages)
         tokens = self._tokenizer.encode(tail, add_special_tokens=False)
+        if last not in tokens:
+            return tokens
 
-        # The end of the turn may stand behind whitespace, which the policy has not written.
-        end = tokens.index(last) if last in tokens else -1
-        if self._tokenizer.decode(tokens[: max(end, 0)]).strip():
-            end = -1
+        # Only whitespace may precede the end of the turn. Behind other text it is the end of a later
+        # message, and the policy has ended its turn with another token.
+        end = tokens.index(last)
+        if self._tokenizer.decode(tokens[:end]).strip():
+            return tokens
         return tokens[end + 1 :]
 
 
-def _refused(why: str, got: Sequence[str]) -> UserError:
-    return UserError(
-        f"conversations cannot be made with this chat template: {why}",
-        where=_WHERE,
-        expected="a template that renders each message behind those before",
-        got=" and ".join(repr(text[:80]) for text in got[:2]),
-        fix="give the tokenizer another chat_template, or use strings as prompts (data.chat_template=false)",
-    )
-
-
 class ChatFormats:
-    """The format of the data's ``prompts``, and of conversations that an environment ``opened``.
+    """Chat formats of a run: of the data's prompts, and of conversations that an environment opens.
 
-    ``templated`` says whether the prompts went through the tokenizer's chat template.
+    ``templated`` is whether the prompts of the data went through the tokenizer's chat template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, templated: bool = False) -> None:
@@ -455,6 +662,10 @@ class ChatFormats:
 
     @cached_property
     def opened(self) -> ChatFormat:
-        """Put messages through the template where there is one, also beside prompts that are text."""
-        has = getattr(self._tokenizer, "chat_template", None)
-        return ChatTemplate(self._tokenizer) if has else PlainText(self._tokenizer)
+        """Format of the conversations that an environment opens: the template, if there is one.
+
+        It applies even if the prompts of the data are text: an environment opens with messages.
+        """
+        if getattr(self._tokenizer, "chat_template", None):
+            return ChatTemplate(self._tokenizer)
+        return PlainText(self._tokenizer)

@@ -1,137 +1,450 @@
-"""What a prompt may be beside what a response may be: text, or messages for the chat template."""
+"""Fields of a record: its prompt, its tools and its responses, as text or as messages.
+
+The functions here check and split the values that `megatron_rl.data.forms` has normalised. The one idea: a
+conversation is cut once, into the messages of the prompt and the messages of the response, at the first turn
+of the assistant that is trained on. Nothing here needs torch or a tokenizer.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data.records import Record
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, nearest
+
+_USUAL_FIELDS = {
+    "prompt_field": (
+        "messages",
+        "conversations",
+        "conversation",
+        "question",
+        "problem",
+        "instruction",
+        "query",
+    ),
+    "ground_truth_field": ("answer", "label", "solution", "target", "reference_answer"),
+    "response_field": ("completion", "output", "answer"),
+}
+"""Names that public data sets have for a field, by the last part of the setting that names the field."""
+_THOUGHTS_OPENED = re.compile(r"<(think|thinking|thought|thoughts|reasoning)>\s*\Z")
+
+
+# Fields
+
+
+def with_inner(record: Record, names: Iterable[str | None]) -> Record:
+    """Return a record with the nested fields of dotted ``names`` at the top level.
+
+    ``reward_model.ground_truth`` is ``ground_truth`` in the mapping ``reward_model``, unless the record has a
+    field of the complete name.
+    """
+    # Names without a dot, and complete names that the record has, are read as they are.
+    nested = {}
+    for name in names:
+        if name is None or name in record.values or "." not in name:
+            continue
+
+        # Down the mappings; a value that is no mapping on the way has no such field.
+        value: Any = record.values
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value is not None:
+            nested[name] = value
+
+    if not nested:
+        return record
+    return replace(record, values={**record.values, **nested})
+
+
+def require_fields(
+    record: Record,
+    fields: Mapping[str, str],
+    setting: str,
+    read_elsewhere: Collection[str | None] = (),
+) -> None:
+    """Raise UserError for the first of ``fields`` that a record lacks or has as null.
+
+    ``fields`` maps names to the settings that name them. Names in ``read_elsewhere`` have another meaning,
+    so that they are no suggestion for an absent field.
+    """
+    for name, key in fields.items():
+        if record.values.get(name) is not None:
+            continue
+
+        # Fields within mappings are candidates, too: verl has `reward_model.ground_truth`.
+        nested = [
+            f"{outer}.{inner}"
+            for outer, mapping in record.values.items()
+            if isinstance(mapping, Mapping)
+            for inner in mapping
+        ]
+        if name in record.values:
+            message = f"`{name}` is null in a record"
+            fix = "fill it in, or remove the record"
+        else:
+            message = f"a record has no `{name}`"
+            fix = _absent_field_fix(record, name, key, nested, {*fields, *read_elsewhere})
+        raise UserError(
+            message,
+            where=f"{record.where} ({setting})",
+            expected=f"a value in the field `{name}`",
+            got=f"fields {', '.join([*record.values, *nested]) or '(none)'}",
+            fix=fix,
+        )
+
+
+def _absent_field_fix(
+    record: Record,
+    name: str,
+    key: str,
+    nested: Sequence[str],
+    occupied: Collection[str | None],
+) -> str:
+    """Return how to name the field that a record has instead of ``name``.
+
+    The candidates, in this order: a nested field of that name, a name that differs by a slip, the name that
+    public data sets use, the only field that nothing else reads.
+    """
+    filled_fields = [field for field, value in record.values.items() if value is not None]
+    free = [field for field in filled_fields if field not in occupied]
+
+    candidate = next((path for path in nested if path.endswith(f".{name}")), None)
+    if candidate is None:
+        candidate = nearest(name, [field for field in (*filled_fields, *nested) if field not in occupied])
+    if candidate is None:
+        usual = _USUAL_FIELDS.get(key.rpartition(".")[2], ())
+        candidate = next((field for field in usual if field in free), None)
+    if candidate is None and len(free) == 1:
+        candidate = free[0]
+
+    if candidate is not None:
+        return f"set {key}={candidate}"
+    if free:
+        return f"set {key} to the field that holds it"
+    return f"give every record a field `{name}`, or set {key} to one that every record has"
+
+
+# Prompts
 
 
 def templated(record: Record, data: DataConfig) -> bool:
-    """Say whether a record's prompt goes through the chat template."""
+    """Return whether a record's prompt goes through the chat template."""
     return bool(data.chat_template) or not isinstance(record.values[data.prompt_field], str)
 
 
+def tools_of(record: Record, data: DataConfig) -> list[Any] | None:
+    """Return the tools of a record that `RecordReader` has read, None for a record without tools."""
+    if data.tools_field is None:
+        return None
+    return record.values.get(data.tools_field)
+
+
+def asked_messages(record: Record, data: DataConfig) -> Sequence[Mapping[str, Any]]:
+    """Return the messages of a prompt that goes through the chat template."""
+    prompt = record.values[data.prompt_field]
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return prompt
+
+
+def said_texts(value: Any) -> list[str]:
+    """Return the texts of a prompt or response, without the markup of a chat template."""
+    if isinstance(value, str):
+        return [value]
+    return [str(message.get("content") or "") for message in value]
+
+
 def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
-    """Raise UserError where a record's prompt or its tools are none; ``setting`` names the data set."""
-    prompt, where = record.values[data.prompt_field], f"{record.where} ({setting})"
+    """Raise UserError unless a record's prompt and tools fit the settings of the data set ``setting``."""
+    prompt = record.values[data.prompt_field]
+    location = f"{record.where} ({setting})"
     template = data.setting_of("chat_template")
+
+    # Messages need the template.
     if data.chat_template is False and _is_messages(prompt):
         raise UserError(
             "prompts are lists of messages, and the chat template is switched off",
-            where=f"{where}: {template}",
+            where=f"{location}: {template}",
             expected="true, or prompts that are text",
             got=f"false, and a list in `{data.prompt_field}`",
             fix=f"remove {template}=false, or set {template}=true for this data",
         )
+
+    # Neither text nor messages: a wrong field, most often.
     if not isinstance(prompt, str) and not _is_messages(prompt):
+        expected = "a string"
+        if data.chat_template is not False:
+            expected += " or a list of messages with role and content"
         raise UserError(
             f"the field {data.prompt_field!r} is not a prompt",
-            where=where,
-            expected="a string"
-            + ("" if data.chat_template is False else " or a list of messages with role and content"),
+            where=location,
+            expected=expected,
             got=f"{type(prompt).__name__}: {str(prompt)[:80]}",
             fix=f"correct the record, or {data.setting_of('prompt_field')}",
         )
+
+    # Only the template can write tools into the prompt.
     if tools_of(record, data) and not templated(record, data):
         raise UserError(
             "a record has tools, and its prompt does not go through the chat template",
-            where=where,
+            where=location,
             expected=f"a list of messages, or {template}=true",
             got=f"text, and tools in {data.tools_field!r}",
             fix=f"set {template}=true, or remove {data.setting_of('tools_field')}",
         )
 
 
-def tools_of(record: Record, data: DataConfig) -> list[Any] | None:
-    """Return the tools of a record that `RecordReader` read, None where it has none."""
-    return None if data.tools_field is None else record.values.get(data.tools_field)
-
-
 def require_template_for(record: Record, responses: Collection[str], data: DataConfig, setting: str) -> None:
-    """Raise UserError where a response of messages stands behind a prompt without the chat template."""
-    messages = [value for field in responses if not isinstance(value := record.values[field], str)]
-    if messages and not templated(record, data):
-        template = data.setting_of("chat_template")
-        raise UserError(
-            "a response of messages follows a prompt that does not go through the chat template",
-            where=f"{record.where} ({setting})",
-            expected=f"a prompt of messages, or {template}=true",
-            got=f"text, and {len(messages[0])} messages behind it",
-            fix=f"set {template}=true, or give responses as text",
-        )
+    """Raise UserError for a response of messages behind a prompt that bypasses the chat template."""
+    conversations = [record.values[field] for field in responses if not isinstance(record.values[field], str)]
+    if not conversations or templated(record, data):
+        return
 
-
-def asked_messages(record: Record, data: DataConfig) -> Sequence[Mapping[str, Any]]:
-    """Return the messages of a prompt that goes through the chat template."""
-    prompt = record.values[data.prompt_field]
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-
-
-def _is_messages(prompt: Any) -> bool:
-    return (
-        isinstance(prompt, Sequence)
-        and not isinstance(prompt, str | bytes)
-        and len(prompt) > 0
-        and all(
-            isinstance(item, Mapping) and "role" in item and {"content", "tool_calls"} & item.keys()
-            for item in prompt
-        )
+    template = data.setting_of("chat_template")
+    raise UserError(
+        "a response of messages follows a prompt that does not go through the chat template",
+        where=f"{record.where} ({setting})",
+        expected=f"a prompt of messages, or {template}=true",
+        got=f"text, and {len(conversations[0])} messages behind it",
+        fix=f"set {template}=true, or give responses as text",
     )
 
 
-def no_tokens_error(prompt: str, where: str) -> UserError:
-    """Return the error of a prompt that the tokenizer makes no tokens of."""
+def no_tokens_error(prompt: str, location: str) -> UserError:
+    """Return the error of a prompt for which the tokenizer returns no token."""
     return UserError(
         "a prompt has no tokens",
-        where=where,
+        where=location,
         expected="at least one token",
         got=repr(prompt),
         fix="correct or remove the record",
     )
 
 
-def said_texts(value: Any) -> list[str]:
-    """Return the texts of a prompt or a response without what a chat template puts around them."""
-    return [value] if isinstance(value, str) else [str(message.get("content") or "") for message in value]
+def _is_messages(prompt: Any) -> bool:
+    """Return whether a value is a non-empty sequence of messages with a role and a content or calls."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes) or not prompt:
+        return False
+    return all(
+        isinstance(item, Mapping) and "role" in item and {"content", "tool_calls"} & item.keys()
+        for item in prompt
+    )
 
 
-_OPENED = re.compile(r"<(think|thinking|thought|thoughts|reasoning)>\s*\Z")
+# Responses
+
+
+def read_responses(
+    record: Record,
+    prompt_field: str,
+    fields: Collection[str],
+    every_turn: bool = False,
+    setting: str = "sft.data",
+) -> Record:
+    """Return a record whose conversations are split into the prompt and the responses in ``fields``.
+
+    A single response may be the end of the prompt's messages, in a record without a field for it: the last
+    turn that is trained on, or with ``every_turn`` all from the first such turn. Messages behind the last
+    turn that is trained on are left out. Several responses may be complete conversations: the messages that
+    they share are the prompt. Behind a prompt of text, a message with text alone becomes text; behind
+    messages the chat template writes it. Raises UserError for a response without a turn to train on.
+    """
+    values = dict(record.values)
+    field, *further_fields = fields
+
+    # A pair of complete conversations: the prompt is their common beginning.
+    if further_fields and all(_begins_with_prompt(values.get(name)) for name in fields):
+        conversations = [values[name] for name in fields]
+        length = _shared_length(conversations)
+        values[prompt_field] = conversations[0][:length]
+        for name, conversation in zip(fields, conversations, strict=True):
+            values[name] = conversation[length:]
+
+    # One conversation in the prompt's field: the response is its end.
+    messages = values.get(prompt_field)
+    has_response = bool(further_fields) or values.get(field) is not None
+    if not has_response and isinstance(messages, list) and _ends_with_turn(messages):
+        start = _response_start(messages, every_turn)
+        values[prompt_field] = messages[:start]
+        values[field] = messages[start:]
+
+    # Responses end with their last trained turn, and are text behind a prompt of text.
+    prompt_is_text = isinstance(values.get(prompt_field), str)
+    for name in fields:
+        response = values.get(name)
+        if isinstance(response, list) and _are_turns(response):
+            response = _up_to_last_trained(response, name, record, setting)
+        if prompt_is_text and isinstance(response, list) and _is_text_turn(response):
+            response = response[0]["content"]
+        if response is not None:
+            values[name] = response
+    return replace(record, values=values)
+
+
+def require_responses(record: Record, fields: Mapping[str, str], setting: str) -> None:
+    """Raise UserError for the first of ``fields`` whose value is not a response.
+
+    A response is text, or messages that begin and end with the assistant's. ``fields`` maps names to the
+    settings that name them.
+    """
+    for name, key in fields.items():
+        value = record.values[name]
+        if isinstance(value, str) or _are_turns(value):
+            continue
+        raise UserError(
+            f"the field `{name}` is not a response",
+            where=f"{record.where} ({setting})",
+            expected="text, or messages, all with text, that begin and end with the assistant's",
+            got=f"{type(value).__name__}: {str(value)[:80]}",
+            fix=f"correct the record, or {key}",
+        )
+
+
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Return whether a turn of the assistant is trained on: ``weight: 0`` marks one that is only read."""
+    return message.get("weight") != 0
+
+
+def _response_start(messages: Sequence[Mapping[str, Any]], every_turn: bool) -> int:
+    """Return the index of the first message of the response in a complete conversation.
+
+    A conversation whose turns all have the weight 0 is split all the same; `_up_to_last_trained` names it.
+    """
+    # The first message is never a response: there would be no prompt.
+    turns = [index for index in range(1, len(messages)) if _ends_with_turn(messages[index : index + 1])]
+    trained_turns = [index for index in turns if is_learned(messages[index])]
+    candidates = trained_turns or turns or [0]
+    if every_turn:
+        return candidates[0]
+    return candidates[-1]
+
+
+def _up_to_last_trained(messages: list[Any], field: str, record: Record, setting: str) -> list[Any]:
+    """Return the messages of a response up to its last trained turn; raises UserError without one."""
+    trained_turns = [
+        index for index, message in enumerate(messages) if _ends_with_turn([message]) and is_learned(message)
+    ]
+    if not trained_turns:
+        raise UserError(
+            "a record has no turn that is learned: each has the weight 0",
+            where=f"{record.where} ({setting})",
+            expected="at least one message of the assistant with a weight other than 0",
+            got=f"{len(messages)} messages in `{field}`",
+            fix="remove the record, or correct its weights",
+        )
+    return messages[: trained_turns[-1] + 1]
+
+
+def _begins_with_prompt(messages: Any) -> bool:
+    """Return whether a value is a conversation whose first message is not the assistant's."""
+    return isinstance(messages, list) and bool(messages) and not _ends_with_turn(messages[:1])
+
+
+def _shared_length(conversations: Sequence[Sequence[Any]]) -> int:
+    """Return the number of leading messages that conversations share.
+
+    The last message of the shortest conversation does not count, so that every response has a message.
+    """
+    longest_possible = min(map(len, conversations)) - 1
+    for index, (first, *counterparts) in enumerate(zip(*conversations, strict=False)):
+        if index == longest_possible or any(message != first for message in counterparts):
+            return index
+    return longest_possible
+
+
+def _ends_with_turn(messages: Sequence[Any]) -> bool:
+    """Return whether the last of ``messages`` is the assistant's."""
+    return bool(messages) and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"
+
+
+def _is_text_turn(messages: Sequence[Any]) -> bool:
+    """Return whether messages are a single turn of the assistant that has text and nothing else."""
+    if len(messages) != 1 or not _ends_with_turn(messages):
+        return False
+    message = messages[0]
+    return all(message[name] is None for name in message.keys() - {"role", "content"})
+
+
+def _are_turns(messages: Any) -> bool:
+    """Return whether a value is messages, all with text or calls, between two turns of the assistant."""
+    if not isinstance(messages, list) or not _ends_with_turn(messages[:1]) or not _ends_with_turn(messages):
+        return False
+    return all(
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and (isinstance(message.get("content"), str) or bool(message.get("tool_calls")))
+        for message in messages
+    )
+
+
+# Warnings about responses
+
+
+def teaches_nothing(response: object, *alternatives: object) -> bool:
+    """Return whether a single response is empty, or the responses of a pair are equal.
+
+    Texts and tokens can be compared.
+    """
+    if alternatives:
+        return response in alternatives
+    return not response
+
+
+def nothing_taught(wheres: Sequence[str], total: int, pairs: bool) -> str:
+    """Return the warning about the records, of ``total``, for which `teaches_nothing` is true."""
+    count = f"{len(wheres)} of {total}"
+    first = f"first: {', '.join(wheres[:3])}"
+    if pairs:
+        return f"{count} pairs prefer a response to itself and teach nothing; {first}"
+    return f"{count} responses are empty and teach to say nothing; {first}"
 
 
 def end_of_thoughts(opening: str) -> str | None:
-    """Return the mark that ends the thoughts which a rendered prompt opens; None where it opens none."""
-    found = _OPENED.search(opening)
-    return found and f"</{found[1]}>"
+    """Return the closing tag of the thoughts that a rendered prompt opens, None for other prompts.
+
+    Example:
+        >>> end_of_thoughts("<|assistant|><think>")
+        '</think>'
+    """
+    match = _THOUGHTS_OPENED.search(opening)
+    if match is None:
+        return None
+    return f"</{match[1]}>"
 
 
 def unended_thoughts(
-    records: Sequence[Record], responses: Collection[str], data: DataConfig, end: str, setting: str
+    records: Sequence[Record],
+    responses: Collection[str],
+    data: DataConfig,
+    end: str,
+    setting: str,
 ) -> UserError | None:
-    """Return the warning of responses without the ``end`` of the thoughts that their prompts open."""
-    asked = [record for record in records if templated(record, data)]
-    found = [
+    """Return the warning of responses without the closing tag ``end`` of the thoughts their prompts open."""
+    candidates = [record for record in records if templated(record, data)]
+    unended = [
         record.where
-        for record in asked
+        for record in candidates
         if not all(_ends_thoughts(record.values[field], end) for field in responses)
     ]
-    if not found:
+    if not unended:
         return None
+
     return UserError(
-        f"the chat template opens thoughts, and responses that do not say {end} are learned as thoughts",
+        f"the chat template opens thoughts, and responses without {end} are trained on as thoughts",
         where=setting,
         expected=f"thoughts, {end} and then the answer in each response",
-        got=f"none in {len(found)} of {len(asked)} records; first: {', '.join(found[:3])}",
+        got=f"none in {len(unended)} of {len(candidates)} records; first: {', '.join(unended[:3])}",
         fix=f"write {end} before an answer without thoughts, or give the model a template that opens none",
     )
 
 
 def _ends_thoughts(response: Any, end: str) -> bool:
+    """Return whether a response closes its thoughts in every turn of the assistant."""
     if isinstance(response, str):
         return end in response
-    said = [message for message in response if message["role"] == "assistant"]
-    return all(message.get("reasoning_content") or end in (message.get("content") or "") for message in said)
+    turns = [message for message in response if message["role"] == "assistant"]
+    return all(turn.get("reasoning_content") or end in (turn.get("content") or "") for turn in turns)

@@ -1,4 +1,4 @@
-"""Make the quickstart's material: a tiny Qwen2-shaped checkpoint with its tokenizer, and addition problems.
+"""Write the quickstart's inputs: a tiny Qwen2-shaped checkpoint with its tokenizer, and addition problems.
 
 ``python -m megatron_rl.data.quickstart DIRECTORY`` writes ``model/``, ``train.jsonl``, ``eval.jsonl``,
 ``sft.jsonl``, ``sft_eval.jsonl`` and ``pairs.jsonl``. The same arguments write the same bytes.
@@ -16,20 +16,29 @@ from typing import Any
 
 from megatron_rl.durable import seal
 
-SPECIAL = PAD, EOS, BOS, UNKNOWN = "<pad>", "<eos>", "<bos>", "<unk>"
+PAD = "<pad>"
+EOS = "<eos>"
+BOS = "<bos>"
+UNKNOWN = "<unk>"
+SPECIAL = (PAD, EOS, BOS, UNKNOWN)
 CHARACTERS = "0123456789+-*/=,."
-"""With the four special tokens 21 in all: a vocabulary that no tensor-parallel size divides."""
+"""A token each: with the special ones 21, an odd number, which tensor parallelism of 2 has to pad."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Set the model's shape; every head has at least 32 dimensions, which vLLM's CPU attention needs."""
+    """Shape of the model; every head has at least 32 dimensions, which vLLM's CPU attention needs."""
 
     hidden: int
+    """Hidden size."""
     layers: int
+    """Transformer layers."""
     heads: int
+    """Attention heads."""
     kv_heads: int
+    """Key and value heads."""
     intermediate: int
+    """Hidden size of the MLPs."""
 
 
 SIZES: Mapping[str, Size] = {
@@ -38,10 +47,11 @@ SIZES: Mapping[str, Size] = {
     "medium": Size(hidden=512, layers=8, heads=8, kv_heads=4, intermediate=1408),
 }
 HELD_OUT = 500
+"""Problems of ``eval.jsonl``, half of them with a carry."""
 CARELESS = 0.65
-"""How often a demonstration drops the carry. The rewards know the right sums; demonstrations do not."""
+"""Share of demonstrations that drop the carry, so that reinforcement learning has something to improve."""
 DEMONSTRATIONS = 8
-"""How many a problem has, each careless or not by itself, so that none is worth learning by heart."""
+"""Demonstrations of a problem, careless or not independently, so that memorising one does not help."""
 
 
 def make(directory: str | Path, size: str = "small", seed: int = 1) -> Path:
@@ -49,33 +59,41 @@ def make(directory: str | Path, size: str = "small", seed: int = 1) -> Path:
 
     The problems are two-digit numbers whose sum is below 100, half of them with a carry: 500 are held out in
     ``eval.jsonl``, 2020 are in ``train.jsonl``. Demonstrations and preferences are of all problems that are
-    not held out, ``sft_eval.jsonl`` has demonstrations of those that are.
+    not held out; ``sft_eval.jsonl`` has demonstrations of the held-out ones.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    random_ = random.Random(seed)
-    pairs = [(left, right) for left in range(10, 90) for right in range(10, 100 - left)]
-    random_.shuffle(pairs)
-    carrying, plain = (
-        [pair for pair in pairs if _carries(pair)],
-        [pair for pair in pairs if not _carries(pair)],
-    )
-    half, both = HELD_OUT // 2, len(carrying)
-    held_out, others = carrying[:half] + plain[:half], carrying[half:] + plain[half:]
-    train = carrying[half:] + plain[half:both]
+
+    # Every random number of the problems comes from this generator: the order of the draws is part of the
+    # data.
+    generator = random.Random(seed)
+    pairs = [(first, second) for first in range(10, 90) for second in range(10, 100 - first)]
+    generator.shuffle(pairs)
+    carrying = [pair for pair in pairs if _carries(pair)]
+    plain = [pair for pair in pairs if not _carries(pair)]
+
+    # More pairs have no carry: train on as many as have one.
+    half = HELD_OUT // 2
+    eval_pairs = carrying[:half] + plain[:half]
+    train_pairs = carrying[half:] + plain[half : len(carrying)]
+    sft_pairs = carrying[half:] + plain[half:]
+
     demonstrations = [
-        _demonstration(pair, _carries(pair) and random_.random() < CARELESS)
+        _demonstration(pair, _carries(pair) and generator.random() < CARELESS)
         for _ in range(DEMONSTRATIONS)
-        for pair in others
+        for pair in sft_pairs
     ]
-    # Exactly the usual share of those that carry, so that no seed's least loss is another's.
-    careless = round(CARELESS * half)
-    unseen = [_demonstration(pair, index < careless) for index, pair in enumerate(held_out)]
-    _write_lines(directory / "eval.jsonl", (_problem(pair) for pair in held_out))
-    _write_lines(directory / "train.jsonl", (_problem(pair) for pair in train))
+    # Exactly the usual share of careless ones, so that the least possible loss is the same for every seed.
+    careless_count = round(CARELESS * half)
+    eval_demonstrations = [
+        _demonstration(pair, index < careless_count) for index, pair in enumerate(eval_pairs)
+    ]
+
+    _write_lines(directory / "eval.jsonl", (_problem(pair) for pair in eval_pairs))
+    _write_lines(directory / "train.jsonl", (_problem(pair) for pair in train_pairs))
     _write_lines(directory / "sft.jsonl", demonstrations)
-    _write_lines(directory / "sft_eval.jsonl", unseen)
-    _write_lines(directory / "pairs.jsonl", (_preference(pair, random_) for pair in others))
+    _write_lines(directory / "sft_eval.jsonl", eval_demonstrations)
+    _write_lines(directory / "pairs.jsonl", (_preference(pair, generator) for pair in sft_pairs))
     save_model(directory / "model", SIZES[size], seed)
     return directory
 
@@ -85,21 +103,23 @@ def _carries(pair: tuple[int, int]) -> bool:
 
 
 def _problem(pair: tuple[int, int]) -> dict[str, str]:
-    left, right = pair
-    return {"prompt": f"{left}+{right}=", "ground_truth": str(left + right), "task": "addition"}
+    first, second = pair
+    return {"prompt": f"{first}+{second}=", "ground_truth": str(first + second), "task": "addition"}
 
 
 def _demonstration(pair: tuple[int, int], careless: bool) -> dict[str, str]:
-    left, right = pair
-    return {"prompt": f"{left}+{right}=", "response": str(left + right - 10 * careless)}
+    first, second = pair
+    return {"prompt": f"{first}+{second}=", "response": str(first + second - 10 * careless)}
 
 
-def _preference(pair: tuple[int, int], random_: random.Random) -> dict[str, str]:
-    """Prefer the right sum to one of the mistakes that a careless model makes."""
-    right = sum(pair)
-    careless = _carries(pair) and random_.random() < 0.5
-    wrong = right + (-10 if careless else random_.choice((-10, -2, -1, 1, 2, 10)))
-    return {"prompt": f"{pair[0]}+{pair[1]}=", "chosen": str(right), "rejected": str(wrong)}
+def _preference(pair: tuple[int, int], generator: random.Random) -> dict[str, str]:
+    """Return a preference of the sum over a mistake that a careless model makes."""
+    total = sum(pair)
+    if _carries(pair) and generator.random() < 0.5:
+        mistake = -10
+    else:
+        mistake = generator.choice((-10, -2, -1, 1, 2, 10))
+    return {"prompt": f"{pair[0]}+{pair[1]}=", "chosen": str(total), "rejected": str(total + mistake)}
 
 
 def _write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
@@ -107,11 +127,11 @@ def _write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def build_tokenizer():
-    """Return a Qwen2 tokenizer with one token per character; it puts <bos> before a text."""
+    """Return a Qwen2 tokenizer with one token per character; it puts <bos> in front of a text."""
     from tokenizers import processors
     from transformers import Qwen2Tokenizer
 
-    # A Qwen2Tokenizer, because AutoTokenizer makes one for every Qwen2 model whatever the files say.
+    # A Qwen2Tokenizer, because AutoTokenizer makes one for every Qwen2 model, whatever class the files name.
     vocabulary = {token: number for number, token in enumerate((*SPECIAL, *CHARACTERS))}
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary,
@@ -123,7 +143,8 @@ def build_tokenizer():
         model_max_length=256,
     )
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
+        single=f"{BOS} $A",
+        special_tokens=[(BOS, vocabulary[BOS])],
     )
     return tokenizer
 
@@ -159,7 +180,7 @@ def save_model(path: str | Path, size: Size, seed: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the command line and write the material."""
+    """Parse the command line and write the files."""
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.data.quickstart", description=__doc__)
     parser.add_argument("directory", help="where to write the model and the data")
     parser.add_argument("--size", choices=sorted(SIZES), default="small", help="shape of the model")

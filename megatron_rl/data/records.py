@@ -1,46 +1,281 @@
-"""Records of a data set, read from JSONL, Parquet or a directory saved by HF ``datasets``."""
+"""Records of a data set: from a setting's paths to files, and from files to records.
+
+A setting names one file, a directory saved by HF ``datasets``, a folder of shards, a pattern, or a list of
+these. The one idea: each form resolves to a sequence of files whose records follow one another
+(`data_files`). The reader of a run, the digest of token files and the rules of `check` all use that sequence,
+so they read the same records in the same order.
+"""
 
 from __future__ import annotations
 
+import glob
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.data.shards import DataPath, data_files, source_text
-from megatron_rl.errors import UserError, nearest
+from megatron_rl.error_forms import unreadable_file
+from megatron_rl.errors import UserError, neighbours, some_of
 
-_ROWS = 1000
-"""Rows of a Parquet file that are in memory as Python's values beside the records."""
+DataPath = str | Path | Sequence[str]
+"""Value of a setting that names a data set: a path, a pattern, or a list of both."""
+SUFFIXES = (".jsonl", ".parquet")
+KINDS = (
+    "a .jsonl or .parquet file, a directory saved by HF datasets, a folder of shards, "
+    "a pattern such as data/train-*.parquet, or a list of these"
+)
+_SHARD = re.compile(r"(?P<split>.+)-(?P<index>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]+)?\.(?P<suffix>\w+)")
+"""Name of a shard on the Hub: train-00000-of-00002.parquet, in older data sets with a digest behind it."""
+_HUB_NAME = re.compile(r"[\w-]+/[\w.-]+(?<!\.jsonl)(?<!\.parquet)")
+_DOWNLOAD = "; a data set of the Hub is downloaded first: hf download --repo-type dataset {0} --local-dir {0}"
+_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "held_out")
+_TABLE_BATCH = 1000
+"""Rows of a table that are in memory as Arrow and as Python values at the same time."""
+
+_ENCODINGS = (
+    (b"\xff\xfe\x00\x00", "UTF-32"),
+    (b"\x00\x00\xfe\xff", "UTF-32"),
+    (b"\xff\xfe", "UTF-16"),
+    (b"\xfe\xff", "UTF-16"),
+    (b"{\x00\x00\x00", "UTF-32LE"),
+    (b"\x00\x00\x00{", "UTF-32BE"),
+    (b"{\x00", "UTF-16LE"),
+    (b"\x00{", "UTF-16BE"),
+)
+"""First bytes of a JSONL file in another encoding than UTF-8: a byte order mark, or the first brace.
+
+UTF-32 is in front, since its little-endian mark begins with that of UTF-16.
+"""
+_COMPRESSIONS = (
+    (b"\x1f\x8b", ".gz", "gzip", "gzip -dc"),
+    (b"\x28\xb5\x2f\xfd", ".zst", "Zstandard", "zstd -dc"),
+    (b"\xfd7zXZ\x00", ".xz", "xz", "xz -dc"),
+    (b"BZh", ".bz2", "bzip2", "bzip2 -dc"),
+    (b"PK\x03\x04", ".zip", "zip", "unzip -p"),
+)
+"""First bytes, suffix, name and command of each compression that files of records come in."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One record's fields and the line or row they came from, such as ``train.jsonl:12``.
+    """One record of a data set, with its origin.
 
-    ``from_table`` marks values that Arrow made: every mapping of a column has the same keys there, and null
-    stands for a key that the record never had.
+    Example:
+        >>> Record({"prompt": "1+1=", "ground_truth": "2"}, "train.jsonl:12").values["prompt"]
+        '1+1='
     """
 
     values: Mapping[str, Any]
+    """Fields by name, as JSON or Arrow has them."""
     where: str
+    """File and line (``train.jsonl:12``) or row (``train.parquet, row 11``), for messages."""
     from_table: bool = False
+    """Whether Arrow made the values: every mapping of a column then has the same keys, null for absent."""
 
 
-def load_records(source: DataPath, setting: str = "data.train") -> tuple[Record, ...]:
-    """Read every record of a data set: a file, a saved directory, or shards that follow one another.
+# Paths to files
 
-    ``setting`` is the configuration path that errors name. A missing path, an unknown kind of file, a line
-    that is not a JSON object and an empty data set each raise a UserError.
+
+def data_files(source: DataPath, setting: str) -> tuple[Path, ...]:
+    """Return the files and saved directories of a data set, in the order in which they are read.
+
+    The files of a folder or of a pattern are sorted by name; a list keeps its order. ``setting`` is the
+    configuration key that errors name. Raises UserError for a path that does not exist or that is in no
+    readable format, for several splits, for a missing shard and for a file that is listed twice.
     """
-    records: list[Record] = []
-    for path in data_files(source, setting):
-        jsonl = path.is_file() and path.suffix == ".jsonl"
-        records.extend(_read_jsonl(path, setting) if jsonl else read_table(path))
-    if not records:
-        raise empty_error(source, setting)
-    return tuple(records)
+    if isinstance(source, str | Path):
+        return _expand(Path(source), setting)
+
+    files: list[Path] = []
+    for item in source:
+        # Path("") is the current folder, which nobody means by an empty entry.
+        if not str(item).strip():
+            raise missing_error(Path(item), setting)
+        files.extend(_expand(Path(item), setting))
+
+    if not files:
+        raise UserError(
+            "the list of data files is empty",
+            where=setting,
+            expected=KINDS,
+            got="an empty list",
+            fix=f"name at least one file in {setting}",
+        )
+
+    # A file that two patterns of a list match would count twice, which nobody notices in a curve.
+    repeated = sorted({str(file) for file in files if files.count(file) > 1})
+    if repeated:
+        raise UserError(
+            f"{setting} names a file twice",
+            where=setting,
+            expected="each file once",
+            got=", ".join(repeated[:3]),
+            fix="remove the repetition, or copy the file where its records are to count twice",
+        )
+    return tuple(files)
+
+
+def source_text(source: DataPath) -> str:
+    """Return a data set's paths as one text for messages."""
+    if isinstance(source, str | Path):
+        return str(source)
+    return ", ".join(map(str, source))
+
+
+def missing_shards(files: Iterable[Path]) -> list[str]:
+    """Return the names of the shards that complete the shard sets of ``files``.
+
+    Example:
+        >>> missing_shards([Path("a/train-00000-of-00002.parquet")])
+        ['train-00001-of-00002.parquet']
+    """
+    indices_of_set: dict[tuple[Path, str, str, str], set[int]] = {}
+    for file in files:
+        name = _SHARD.fullmatch(file.name)
+        if name is not None:
+            shard_set = (file.parent, name["split"], name["count"], name["suffix"])
+            indices_of_set.setdefault(shard_set, set()).add(int(name["index"]))
+
+    names = []
+    # The numbers between the first and the last shard that a set must have.
+    for (_, split, count, suffix), indices in indices_of_set.items():
+        # Shards are numbered from 0, or from 1: then an index equals the count, and none is 0.
+        first = 0
+        if int(count) in indices and 0 not in indices:
+            first = 1
+
+        # A name may claim any count; 100,000 names are more than a message or a download needs.
+        for index in range(first, first + min(int(count), 100_000)):
+            if index not in indices:
+                names.append(f"{split}-{index:0{len(count)}d}-of-{count}.{suffix}")
+    return names
+
+
+def partial_warning(source: DataPath, files: Sequence[Path], setting: str) -> UserError | None:
+    """Return the warning of a setting that names some shards of a set; None for complete sets."""
+    names = missing_shards(files)
+    if not names:
+        return None
+
+    return UserError(
+        f"{setting} names only some of the shards of a data set",
+        where=setting,
+        expected="every shard of the set, or a single file that is no shard",
+        got=f"{source_text(source)}; not read: {some_of(names, 3)}",
+        fix=f"set {setting} to the folder of the shards, if all of them are to be read",
+    )
+
+
+def source_error(path: Path, setting: str) -> UserError | None:
+    """Return the error of a path that holds no records by its kind, suffix or first bytes.
+
+    Raises OSError where the file cannot be opened.
+    """
+    # What is no regular file: a directory written by `save_to_disk` is a data set, a pipe is none.
+    if path.is_dir():
+        is_saved_data_set = (path / "state.json").is_file()
+        return None if is_saved_data_set else _splits_error(path, setting)
+    if not path.is_file():
+        return unreadable_error(path, setting, "a pipe, a socket or a device", "name a file of records")
+    if path.suffix == ".jsonl":
+        return _first_bytes_error(path, setting)
+    if path.suffix == ".parquet":
+        return None
+
+    # An unknown suffix: a compressed file, a format that people convert by hand, or a slip.
+    fix = "convert the file, or correct its suffix"
+    for _, suffix, _, command in _COMPRESSIONS:
+        if path.suffix == suffix:
+            fix = f"decompress it: {command} {path} > {path.with_suffix('')}"
+    if path.suffix in (".json", ".csv", ".txt", ""):
+        fix = "one JSON object per line in a file that ends in .jsonl"
+    return UserError(
+        f"{path} is not in a format that can be read",
+        where=setting,
+        expected=KINDS,
+        got=path.suffix or "a file without a suffix",
+        fix=fix,
+    )
+
+
+def _first_bytes_error(path: Path, setting: str) -> UserError | None:
+    """Return the error of a ``.jsonl`` file in a compression or an encoding other than UTF-8.
+
+    Read line by line, such a file would be a JSON error per line, without the reason.
+    """
+    with path.open("rb") as stream:
+        first_bytes = stream.read(8)
+
+    # Another encoding.
+    target = path.with_name(f"{path.stem}.utf8.jsonl")
+    for mark, encoding in _ENCODINGS:
+        if first_bytes.startswith(mark):
+            return UserError(
+                f"{path} is encoded in {encoding}",
+                where=setting,
+                expected="one JSON object per line, encoded in UTF-8",
+                got=f"{encoding}: the file begins with the bytes {first_bytes[:4].hex(' ')}",
+                fix=f"convert it: iconv -f {encoding} -t UTF-8 {path} > {target}, and set {setting}={target}",
+            )
+
+    # A compression, whose suffix was left out of the name.
+    target = path.with_name(f"{path.stem}.plain.jsonl")
+    for mark, _, compression, command in _COMPRESSIONS:
+        if first_bytes.startswith(mark):
+            return UserError(
+                f"{path} is compressed with {compression}",
+                where=setting,
+                expected="one JSON object per line, not compressed",
+                got=f"{compression}: the file begins with the bytes {first_bytes[:4].hex(' ')}",
+                fix=f"decompress it: {command} {path} > {target}, and set {setting}={target}",
+            )
+
+    # A table under the wrong name.
+    if first_bytes.startswith(b"PAR1"):
+        return UserError(
+            f"{path} is a Parquet file",
+            where=setting,
+            expected="one JSON object per line in a file that ends in .jsonl",
+            got="the first bytes of a Parquet file, PAR1",
+            fix=f"rename it: mv {path} {path.with_suffix('.parquet')}",
+        )
+    return None
+
+
+def missing_error(path: Path, setting: str) -> UserError:
+    """Return the error of a data set that does not exist."""
+    if glob.has_magic(str(path)):
+        return UserError(
+            f"no file matches the pattern {path}",
+            where=setting,
+            expected=KINDS,
+            got="no match",
+            fix="correct the pattern; * stands for any part of a name, ** for any folders",
+        )
+
+    fix = "correct the path"
+    if _HUB_NAME.fullmatch(str(path)):
+        fix += _DOWNLOAD.format(path)
+    return UserError(
+        f"the data set {path} does not exist",
+        where=setting,
+        expected=KINDS,
+        got=neighbours(path),
+        fix=fix,
+    )
+
+
+def unreadable_error(path: Path, setting: str, problem: str, fix: str) -> UserError:
+    """Return the error of a data set whose bytes cannot be read."""
+    return UserError(
+        f"{path} cannot be read",
+        where=setting,
+        expected="a file that can be read again and again, with a record a line",
+        got=problem,
+        fix=fix,
+    )
 
 
 def empty_error(source: DataPath, setting: str) -> UserError:
@@ -54,236 +289,224 @@ def empty_error(source: DataPath, setting: str) -> UserError:
     )
 
 
-def with_inner(record: Record, names: Iterable[str | None]) -> Record:
-    """Return a record that also holds, by each of ``names``, what lies within another field.
+def _expand(path: Path, setting: str) -> tuple[Path, ...]:
+    """Return the files of one entry: a file, a saved directory, a folder of shards or a pattern."""
+    if not path.exists():
+        # Only now is it a pattern: the name of an existing file may hold [ or * literally.
+        matches = []
+        if glob.has_magic(str(path)):
+            matches = sorted(glob.glob(str(path), recursive=True))
+        if not matches:
+            raise missing_error(path, setting)
+        files = [Path(name) for name in matches]
+    elif path.is_dir() and not (path / "state.json").is_file():
+        files = _shards(path, setting)
+    else:
+        files = [path]
 
-    ``reward_model.ground_truth`` is ``ground_truth`` in the mapping ``reward_model``, where the record has no
-    field of the whole name.
-    """
-    inner = {}
-    for name in names:
-        if name is None or name in record.values or "." not in name:
-            continue
-        value: Any = record.values
-        for part in name.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if value is not None:
-            inner[name] = value
-    return replace(record, values={**record.values, **inner}) if inner else record
+    # Each of them, whatever the pattern or the folder matched.
+    for file in files:
+        error = source_error(file, setting)
+        if error is not None:
+            raise error
+    return tuple(files)
 
 
-def require_fields(
-    record: Record, fields: Mapping[str, str], setting: str, others: Collection[str | None] = ()
-) -> None:
-    """Raise a UserError that names the first of ``fields`` that ``record`` lacks or holds as null.
+def _shards(folder: Path, setting: str) -> list[Path]:
+    """Return the shards of a folder; raises UserError unless they are one complete data set."""
+    error = _splits_error(folder, setting)
+    if error is not None:
+        raise error
 
-    ``fields`` are names with the settings that name them; ``others`` are names that are read as something
-    else.
-    """
-    for name, named_by in fields.items():
-        if record.values.get(name) is not None:
-            continue
-        present = [key for key, value in record.values.items() if value is not None]
-        outer = [(key, value) for key, value in record.values.items() if isinstance(value, Mapping)]
-        inner = [f"{key}.{part}" for key, value in outer for part in value]
-        close = next((path for path in inner if path.endswith(f".{name}")), None)
-        close = close or nearest(name, [key for key in (*present, *inner) if key not in others])
-        free = [key for key in present if key not in fields and key not in others]
-        close = close or _usual_field(named_by, free) or (free[0] if len(free) == 1 else None)
-        fix = f"set {named_by}={close}" if close else f"set {named_by} to the field that holds it"
-        if not free and not close:
-            fix = f"give every record a field `{name}`, or set {named_by} to one that every record has"
-        if name in record.values:
-            fix = "fill it in, or remove the record"
+    names = sorted(item.name for item in folder.iterdir())
+    shards = [folder / name for name in names if _is_data(name)]
+    if not shards:
         raise UserError(
-            f"`{name}` is null in a record" if name in record.values else f"a record has no `{name}`",
-            where=f"{record.where} ({setting})",
-            expected=f"a value in the field `{name}`",
-            got=f"fields {', '.join([*record.values, *inner]) or '(none)'}",
-            fix=fix,
+            f"the directory {folder} holds no data set",
+            where=setting,
+            expected=KINDS,
+            got=f"the files {', '.join(names[:8]) or '(none)'}",
+            fix=_empty_folder_fix(folder, names, setting),
         )
 
-
-_USUAL_FIELDS = {
-    "prompt_field": (
-        "messages",
-        "conversations",
-        "conversation",
-        "question",
-        "problem",
-        "instruction",
-        "query",
-    ),
-    "ground_truth_field": ("answer", "label", "solution", "target", "reference_answer"),
-    "response_field": ("completion", "output", "answer"),
-}
-"""Names that public data sets have for a field, by the last name of its setting."""
-
-
-def _usual_field(named_by: str, present: Sequence[str]) -> str | None:
-    """Return the field that public data sets use for what a setting names, None where it is not present."""
-    usual = _USUAL_FIELDS.get(named_by.rpartition(".")[2], ())
-    return next((name for name in usual if name in present), None)
-
-
-def require_responses(record: Record, fields: Mapping[str, str], setting: str) -> None:
-    """Raise a UserError that names the first of ``fields`` in which ``record`` holds no response.
-
-    A response is text, or messages that begin and end with the assistant's. ``fields`` are names with the
-    settings that name them.
-    """
-    for name, named_by in fields.items():
-        value = record.values[name]
-        if not isinstance(value, str) and not _are_turns(value):
-            raise UserError(
-                f"the field `{name}` is not a response",
-                where=f"{record.where} ({setting})",
-                expected="text, or messages, all with text, that begin and end with the assistant's",
-                got=f"{type(value).__name__}: {str(value)[:80]}",
-                fix=f"correct the record, or {named_by}",
-            )
-
-
-def read_responses(
-    record: Record,
-    prompt_field: str,
-    fields: Collection[str],
-    every_turn: bool = False,
-    setting: str = "sft.data",
-) -> Record:
-    """Return a record with the responses in its ``fields``, where they may stand as messages.
-
-    A single response may be the end of the prompt's messages, where the record has no field of its own for
-    it: the last message that is learned, or with ``every_turn`` all from the first. Messages behind the last
-    that is learned are left out. Several may be whole conversations: the messages that they share are the
-    prompt. Behind a prompt of text a message that has text alone is read as text; the chat template writes it
-    behind others. Raises UserError where no message is learned.
-    """
-    values = dict(record.values)
-    (field, *others), messages = fields, values.get(prompt_field)
-    if others and all(_is_asked(values.get(field)) for field in fields):
-        shared = _shared([values[field] for field in fields])
-        values[prompt_field] = values[field][:shared]
-        values |= {field: values[field][shared:] for field in fields}
-    if not others and values.get(field) is None and isinstance(messages, list) and _is_said(messages[-1:]):
-        answers = [at for at, message in enumerate(messages) if at and _is_said([message])]
-        learned = [at for at in answers if is_learned(messages[at])]
-        start = (learned or answers or [0])[0 if every_turn else -1]
-        values[prompt_field], values[field] = messages[:start], messages[start:]
-    for field in fields:
-        messages = values.get(field)
-        if isinstance(messages, list) and _are_turns(messages):
-            values[field] = messages = _until_learned(messages, field, record, setting)
-        of_text = isinstance(values.get(prompt_field), str)
-        if of_text and isinstance(messages, list) and len(messages) == 1 and _is_said(messages):
-            (message,) = messages
-            if not any(message[name] is not None for name in message.keys() - {"role", "content"}):
-                values[field] = message["content"]
-    return replace(record, values=values)
-
-
-def is_learned(message: Mapping[str, Any]) -> bool:
-    """Say whether a turn of the assistant is learned: ``weight: 0`` marks one that is only read."""
-    return message.get("weight") != 0
-
-
-def _until_learned(messages: list[Any], field: str, record: Record, setting: str) -> list[Any]:
-    """Return the messages of a response up to the last that is learned; raises UserError without one."""
-    learned = [at for at, message in enumerate(messages) if _is_said([message]) and is_learned(message)]
-    if not learned:
+    # A folder with the same data in two formats would be read twice.
+    suffixes = {shard.suffix for shard in shards}
+    if len(suffixes) > 1:
         raise UserError(
-            "a record has no turn that is learned: each has the weight 0",
-            where=f"{record.where} ({setting})",
-            expected="at least one message of the assistant with a weight other than 0",
-            got=f"{len(messages)} messages in `{field}`",
-            fix="remove the record, or correct its weights",
+            f"the folder {folder} holds files of two kinds",
+            where=setting,
+            expected="shards of one kind",
+            got=", ".join(shard.name for shard in shards[:8]),
+            fix=f"set {setting}={folder}/*.parquet or {setting}={folder}/*.jsonl, if one of them is a copy; "
+            "else name the files in a list",
         )
-    return messages[: learned[-1] + 1]
+
+    # Training data and test data in one folder, as many repositories of the Hub have them.
+    splits = sorted({_split_of(shard.name) for shard in shards} - {""})
+    if len(splits) > 1:
+        raise UserError(
+            f"the folder {folder} holds several splits",
+            where=setting,
+            expected="the shards of one split",
+            got=f"the splits {', '.join(splits)}",
+            fix=f"set {setting}={_split_pattern(folder, shards, _likely_split(splits, setting))}",
+        )
+
+    # A download that was interrupted.
+    absent_names = missing_shards(shards)
+    if absent_names:
+        raise UserError(
+            f"the folder {folder} lacks shards of its data set",
+            where=setting,
+            expected="every shard that the names count",
+            got=f"{len(shards)} files, without {', '.join(absent_names[:3])}",
+            fix="download the missing shards, or list the files that are to be read",
+        )
+    return shards
 
 
-def _is_asked(messages: Any) -> bool:
-    """Say whether these are messages whose first is not the assistant's."""
-    return isinstance(messages, list) and bool(messages) and not _is_said(messages[:1])
+def _split_pattern(folder: Path, shards: Sequence[Path], split: str) -> str:
+    """Return the path that names the shards of one split: the file, or a pattern for several."""
+    files = [shard for shard in shards if _split_of(shard.name) == split]
+    if len(files) == 1:
+        return str(files[0])
+    return f"{folder}/{split}-*{files[0].suffix}"
 
 
-def _shared(conversations: Sequence[Sequence[Any]]) -> int:
-    """Return with how many equal messages conversations begin, the last of the shortest left out."""
-    most = min(map(len, conversations)) - 1
-    equal = (
-        all(message == first for message in others) for first, *others in zip(*conversations, strict=False)
-    )
-    return next((at for at, same in enumerate(equal) if not same or at == most), most)
+def _splits_error(folder: Path, setting: str) -> UserError | None:
+    """Return the error of a folder written by ``DatasetDict.save_to_disk``, which has a folder per split."""
+    splits = sorted(item.name for item in folder.iterdir() if (item / "state.json").is_file())
+    if not splits:
+        return None
 
-
-def _is_said(messages: Sequence[Any]) -> bool:
-    """Say whether the last of ``messages`` is the assistant's."""
-    return bool(messages) and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"
-
-
-def _are_turns(messages: Any) -> bool:
-    """Say whether these are messages that begin and end with the assistant's."""
-    if not isinstance(messages, list) or not _is_said(messages[:1]) or not _is_said(messages):
-        return False
-    return all(
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and (isinstance(message.get("content"), str) or bool(message.get("tool_calls")))
-        for message in messages
+    return UserError(
+        f"{folder} holds several splits",
+        where=setting,
+        expected="the directory of one split",
+        got=f"the splits {', '.join(splits)}",
+        fix=f"set {setting}={folder / _likely_split(splits, setting)}",
     )
 
 
-def teaches_nothing(response: object, *others: object) -> bool:
-    """Say whether a record's response is empty, or those of a pair are equal, as they stand or as tokens."""
-    return response in others if others else not response
+def _empty_folder_fix(folder: Path, names: Sequence[str], setting: str) -> str:
+    """Return how to get records from a folder without shards.
+
+    A repository of the Hub has its shards in a folder below; others publish compressed files.
+    """
+    # Folders below, of which one is the data set most often.
+    files = sorted(item for item in folder.rglob("*") if _is_data(item.name) and item.is_file())
+    folders = sorted({item.parent for item in files})
+    if len(folders) == 1:
+        return f"set {setting}={folders[0]}"
+    if folders:
+        return f"set {setting} to one of the folders {', '.join(map(str, folders[:5]))}"
+
+    for _, suffix, _, command in _COMPRESSIONS:
+        name = next((name for name in names if name.endswith(f".jsonl{suffix}")), None)
+        if name is not None:
+            file = folder / name
+            return f"decompress the files, each as in: {command} {file} > {file.with_suffix('')}"
+    return "write the data set with save_to_disk, or name a file"
 
 
-def nothing_taught(wheres: Sequence[str], total: int, pairs: bool) -> str:
-    """Return a sentence on the records, of ``total``, for which `teaches_nothing` is true."""
-    many = f"{len(wheres)} of {total}"
-    first = f"first: {', '.join(wheres[:3])}"
-    if pairs:
-        return f"{many} pairs prefer a response to itself and teach nothing; {first}"
-    return f"{many} responses are empty and teach to say nothing; {first}"
+def _is_data(name: str) -> bool:
+    """Return whether a name is that of a file of records; tools begin their names with a dot or _."""
+    return name.endswith(SUFFIXES) and not name.startswith((".", "_"))
 
 
-def values_of(line: bytes, where: str) -> dict[str, Any]:
-    """Return the fields of a line of JSONL; raises UserError for a line that is no record."""
-    shown = line[:80].decode("utf-8", "replace").strip()
+def _split_of(name: str) -> str:
+    """Return the split in a shard's name, empty for a name without one.
+
+    Example:
+        >>> _split_of("train-00000-of-00002.parquet"), _split_of("test.jsonl"), _split_of("part-0.jsonl")
+        ('train', 'test', '')
+    """
+    shard = _SHARD.fullmatch(name)
+    if shard is not None:
+        return shard["split"]
+
+    stem = name.rpartition(".")[0]
+    return next((split for split in _SPLITS if re.match(rf"{split}(?![a-z])", stem)), "")
+
+
+def _likely_split(splits: Sequence[str], setting: str) -> str:
+    """Return the split that a setting most likely means: training data, or data to evaluate on."""
+    is_training_data = not (setting.startswith("evaluation.") or setting.endswith(".held_out"))
+    return next((name for name in splits if name.startswith("train") is is_training_data), splits[0])
+
+
+# Files to records
+
+
+def load_records(source: DataPath, setting: str = "data.train") -> tuple[Record, ...]:
+    """Read every record of a data set.
+
+    ``setting`` is the configuration key that errors name. Raises UserError as `data_files` does, for a line
+    that is not a JSON object, and for a data set without records.
+    """
+    records: list[Record] = []
+    for path in data_files(source, setting):
+        if path.is_file() and path.suffix == ".jsonl":
+            records.extend(_read_jsonl(path, setting))
+        else:
+            records.extend(read_table(path))
+
+    if not records:
+        raise empty_error(source, setting)
+    return tuple(records)
+
+
+def _read_jsonl(path: Path, setting: str) -> Iterator[Record]:
+    """Yield the records of a JSONL file; blank lines count for the numbers and hold no record."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                location = f"{path}:{number}"
+                yield Record(values_of(line, f"{location} ({setting})"), location)
+
+
+def values_of(line: bytes, location: str) -> dict[str, Any]:
+    """Return the fields of a line of JSONL; raises UserError for a line that is not a JSON object."""
+    excerpt = line[:80].decode("utf-8", "replace").strip()
     try:
         values = json.loads(line, object_pairs_hook=_without_repeated_keys)
     except _RepeatedKey as error:
         raise UserError(
             f"a JSON object has the key `{error}` twice",
-            where=where,
+            where=location,
             expected="each key once: of two values, one would be lost",
-            got=shown,
+            got=excerpt,
             fix="remove or rename one of them",
         ) from None
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one too
+    except (ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
         raise UserError(
             "a line is not JSON",
-            where=where,
+            where=location,
             expected="one JSON object per line",
-            got=f"{shown!r}: {error}",
+            got=f"{excerpt!r}: {error}",
             fix="correct or remove it",
         ) from None
+
     if not isinstance(values, dict):
+        fix = "correct or remove it"
+        if isinstance(values, list):
+            fix = "write each object of the list on a line of its own"
         raise UserError(
             "a line is not a JSON object",
-            where=where,
+            where=location,
             expected='an object such as {"prompt": "...", "ground_truth": "..."}',
-            got=f"{type(values).__name__}: {shown}",
-            fix="write each object of the list on a line of its own"
-            if isinstance(values, list)
-            else "correct or remove it",
+            got=f"{type(values).__name__}: {excerpt}",
+            fix=fix,
         )
+
+    # Only an escape can be half of a character: bytes of UTF-8 have been decoded above.
     if b"\\u" in line:
-        require_characters(values, where)
+        require_characters(values, location)
     return values
 
 
 class _RepeatedKey(Exception):
-    """The key that a JSON object has twice."""
+    """Second occurrence of a key in a JSON object; the argument is the key."""
 
 
 def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -295,34 +518,32 @@ def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _read_jsonl(path: Path, setting: str) -> Iterator[Record]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                where = f"{path}:{number}"
-                yield Record(values_of(line, f"{where} ({setting})"), where)
-
-
-def require_characters(values: Mapping[str, Any], where: str) -> None:
-    """Raise UserError where an escape is half of a character, which no tokenizer and no file takes."""
+def require_characters(values: Mapping[str, Any], location: str) -> None:
+    """Raise UserError for half of a surrogate pair, which no tokenizer takes and no file can hold."""
     try:
         json.dumps(values, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         raise UserError(
             "a record holds half of a character",
-            where=where,
+            where=location,
             expected="text that UTF-8 can hold: \\ud800 to \\udbff are followed by \\udc00 to \\udfff",
             got=repr(error.object[max(0, error.start - 20) : error.end + 20]),
             fix="correct or remove the record",
         ) from None
 
 
+# Tables
+
+
 def read_table(path: Path) -> Iterator[Record]:
-    """Yield the records of a Parquet file or of a directory saved by HF ``datasets``, as they are read."""
-    return _read_dataset(path) if path.is_dir() else _read_parquet(path)
+    """Yield the records of a Parquet file or of a directory saved by HF ``datasets``."""
+    if path.is_dir():
+        return _read_dataset(path)
+    return _read_parquet(path)
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:
+    """Yield the records of a Parquet file in batches; raises UserError for a damaged one."""
     import pyarrow
     import pyarrow.parquet
 
@@ -330,24 +551,38 @@ def _read_parquet(path: Path) -> Iterator[Record]:
         file = pyarrow.parquet.ParquetFile(path)
         _require_single_names(file.schema_arrow, path)
 
-        yield from _table_records(file.iter_batches(_ROWS), path)
+        yield from _table_records(file.iter_batches(_TABLE_BATCH), path)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path} cannot be read as Parquet",
-            where=str(path),
-            expected="a complete Parquet file",
-            got=str(error).splitlines()[0],
-            fix="write the file again",
+        raise unreadable_file(
+            "a Parquet file", path, error, expected="a complete Parquet file", fix="write the file again"
+        ) from None
+
+
+def _read_dataset(path: Path) -> Iterator[Record]:
+    """Yield the records of a directory saved by ``Dataset.save_to_disk``; raises UserError."""
+    from datasets import Dataset
+
+    try:
+        # Arrow's values, whatever format the data set was saved with: images and sounds stay bytes. Decoding
+        # them takes packages and time, and no prompt holds them.
+        dataset: Any = Dataset.load_from_disk(str(path)).with_format("arrow")
+        yield from _table_records(dataset.iter(_TABLE_BATCH), path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        expected = "a directory written by Dataset.save_to_disk"
+        raise unreadable_file(
+            "a saved data set", path, error, expected=expected, fix="save the data set again"
         ) from None
 
 
 def _table_records(batches: Iterable[Any], path: Path) -> Iterator[Record]:
-    """Yield the records of Arrow batches or tables that follow one another."""
+    """Yield the records of consecutive Arrow batches or tables."""
     row = 0
     for batch in batches:
-        names = batch.schema.names
+        # Columns by position: a name is no key where two columns share it (see `_require_single_names`).
         try:
-            columns = {name: _python_values(batch.column(index)) for index, name in enumerate(names)}
+            columns = {
+                name: _python_values(batch.column(index)) for index, name in enumerate(batch.schema.names)
+            }
         except KeyError as error:
             raise UserError(
                 f"a map of {path} has a key twice",
@@ -356,6 +591,7 @@ def _table_records(batches: Iterable[Any], path: Path) -> Iterator[Record]:
                 got=str(error.args[0]),
                 fix="remove one of the two, and write the data again",
             ) from None
+
         for index in range(batch.num_rows):
             values = {name: column[index] for name, column in columns.items()}
             yield Record(values, f"{path}, row {row}", from_table=True)
@@ -363,37 +599,40 @@ def _table_records(batches: Iterable[Any], path: Path) -> Iterator[Record]:
 
 
 def _require_single_names(schema: Any, path: Path) -> None:
-    """Raise UserError where two columns, or two fields of a struct, have one name: one would be lost."""
+    """Raise UserError for two columns, or two fields of a struct, of one name: one would be lost."""
     pending = [("", list(schema))]
     while pending:
-        outer, children = pending.pop()
-        names = [child.name for child in children]
+        prefix, fields = pending.pop()
+        names = [field.name for field in fields]
         repeated = next((name for name in names if names.count(name) > 1), None)
         if repeated is not None:
             raise UserError(
-                f"a Parquet file has two columns named `{outer}{repeated}`",
+                f"a Parquet file has two columns named `{prefix}{repeated}`",
                 where=str(path),
                 expected="one column of each name",
-                got=f"the columns {', '.join(f'{outer}{name}' for name in names)}",
+                got=f"the columns {', '.join(f'{prefix}{name}' for name in names)}",
                 fix="rename or drop one of them, and write the file again",
             )
-        for child in children:
-            # Maps repeat no names, and their keys are data.
-            below = [child.type.field(index) for index in range(child.type.num_fields)]
-            pending.append((f"{outer}{child.name}.", below))
+
+        # Structs nest. A map's fields are key and value; its keys are data and are checked as they are read.
+        for field in fields:
+            children = [field.type.field(index) for index in range(field.type.num_fields)]
+            pending.append((f"{prefix}{field.name}.", children))
 
 
 def _python_values(column: Any) -> list[Any]:
-    """Return an Arrow column as Python's values: maps as dictionaries, and JSON text of Arrow's JSON type.
+    """Return an Arrow column as Python values: maps as dictionaries, Arrow's JSON type parsed.
 
     ``datasets`` writes columns of mixed types as ``arrow.json``, whose own ``to_pylist`` leaves text.
     """
     values = column.to_pylist(maps_as_pydicts="strict")
-    return [_from_json(value, column.type) for value in values] if _holds_json(column.type) else values
+    if not _holds_json(column.type):
+        return values
+    return [_from_json(value, column.type) for value in values]
 
 
 def _holds_json(kind: Any) -> bool:
-    """Return whether an Arrow type is, or holds, Arrow's JSON type."""
+    """Return whether an Arrow type is Arrow's JSON type or has a field of it."""
     if _is_json(kind):
         return True
     return any(_holds_json(kind.field(index).type) for index in range(kind.num_fields))
@@ -404,35 +643,20 @@ def _is_json(kind: Any) -> bool:
 
 
 def _from_json(value: Any, kind: Any) -> Any:
-    """Return a value whose parts of Arrow's JSON type are parsed."""
+    """Return a value of an Arrow type with its JSON texts parsed, at any depth."""
     if value is None:
         return None
+
     if _is_json(kind):
         try:
             return json.loads(value)
         except ValueError:
             return value
+
+    # A struct has as many fields as the value has keys; a map's two fields are key and value.
     if isinstance(value, dict) and kind.num_fields == len(value):
         fields = {kind.field(index).name: kind.field(index).type for index in range(kind.num_fields)}
         return {name: _from_json(inner, fields[name]) for name, inner in value.items()}
     if isinstance(value, list) and kind.num_fields == 1:
         return [_from_json(inner, kind.field(0).type) for inner in value]
     return value
-
-
-def _read_dataset(path: Path) -> Iterator[Record]:
-    from datasets import Dataset
-
-    try:
-        # As Arrow's values, whatever format a data set was saved with: images and sounds stay bytes, whose
-        # decoding takes packages and time, and which no prompt holds.
-        dataset: Any = Dataset.load_from_disk(str(path)).with_format("arrow")
-        yield from _table_records(dataset.iter(_ROWS), path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} cannot be read as a saved data set",
-            where=str(path),
-            expected="a directory written by Dataset.save_to_disk",
-            got=f"{type(error).__name__}: {error}",
-            fix="save the data set again",
-        ) from None

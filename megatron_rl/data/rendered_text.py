@@ -1,6 +1,7 @@
-"""Prompts and responses as text, as `check` and the run both read them, and what is odd about them.
+"""Prompts and responses as rendered text, and the warnings about unusual texts.
 
-Needs neither torch nor transformers.
+`check` and a run render through the same functions, so that they accept the same records. Nothing here needs
+torch or transformers.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ from megatron_rl.data.template_renderer import Rendering, RenderRefused, Templat
 from megatron_rl.errors import UserError
 
 LOOKED_AT = 200
-"""Records at the start of a data set whose texts are looked at for what is odd."""
+"""Records at the start of a data set whose texts are examined: mistakes of this kind are in every record."""
 
 
 def rendered_prompts(
-    records: Sequence[Record], data: DataConfig, setting: str, renderer: TemplateRenderer | None
+    records: Sequence[Record],
+    data: DataConfig,
+    setting: str,
+    renderer: TemplateRenderer | None,
 ) -> list[str]:
-    """Return the prompts as text, rendered by the chat template where they go through it.
+    """Return the prompts as text, rendered by the chat template unless they bypass it.
 
-    Raises UserError for messages that the template does not render, and where there is no template.
+    Raises UserError for messages that the template does not render, and for a tokenizer without a template.
     """
     texts = [record.values[data.prompt_field] for record in records]
     rows = [row for row, record in enumerate(records) if templated(record, data)]
@@ -41,6 +45,7 @@ def rendered_prompts(
             f"{data.setting_of('chat_template')}=false",
         )
 
+    # All renderings in one call: the process of the template gets them in batches.
     renderings = [
         Rendering(template_messages(asked_messages(records[row], data)), tools_of(records[row], data))
         for row in rows
@@ -75,10 +80,11 @@ def response_pieces(
     ends: Sequence[str],
     otherwise: str | None = None,
 ) -> list[str]:
-    """Return what is said, read, said … in a response, as text: it begins and ends with what is said.
+    """Return a response as text in pieces: turns at even indices, the text between turns at odd ones.
 
-    ``ends`` are the texts of the tokens that end responses to prompts of plain text, and ``otherwise`` is a
-    way out where the template makes no conversations. Raises UserError there.
+    ``chat`` is the chat template, None for a model without one. ``ends`` are the texts of the tokens that end
+    responses to prompts of plain text. ``otherwise`` is an alternative to name in the UserError for a
+    template that renders no conversations.
     """
     response: Any = record.values[field]
     if chat is None or not templated(record, data):
@@ -88,8 +94,10 @@ def response_pieces(
     try:
         if isinstance(response, str):
             return [chat.response(response)]
-        return chat.learned(asked_messages(record, data), response, tools_of(record, data)).pieces
+        tools = tools_of(record, data)
+        return chat.trained_conversation(asked_messages(record, data), response, tools).pieces
     except UserError as error:
+        # The template does not know the record: name it, too.
         raise UserError(
             error.message,
             where=f"{record.where} ({setting})",
@@ -107,18 +115,19 @@ def odd_prompts(
     ends: Sequence[str],
     marks: Collection[str],
 ) -> Iterator[UserError]:
-    """Yield warnings of prompts that leave nothing to say, and of prompts that are rendered twice.
+    """Yield the warnings of prompts without an opened turn, and of prompts that are rendered twice.
 
     ``texts`` are the rendered prompts, ``ends`` the texts of the tokens that end responses, and ``marks`` the
     special tokens that the chat template writes around messages.
     """
     rows = list(zip(records, texts, strict=False))[:LOOKED_AT]
 
-    found = [record for record, text in rows if text and cut_at_end(text, ends) is not None]
-    if found:
-        yield _remark(
+    # The policy would continue behind the end of a turn, which no model was trained for.
+    closed = [record for record, text in rows if text and cut_at_end(text, ends) is not None]
+    if closed:
+        yield _warning(
             "prompts end with a token that ends responses: nothing opens the turn of the assistant",
-            found,
+            closed,
             len(rows),
             setting,
             expected="prompts that end where the response begins",
@@ -126,25 +135,28 @@ def odd_prompts(
             "no turn needs an add_generation_prompt part",
         )
 
-    twice = [
-        record
-        for record, _ in rows
-        if templated(record, data)
-        and any(mark in text for text in said_texts(asked_messages(record, data)) for mark in marks)
+    # A prompt with `<|im_start|>` in its text would be rendered into another conversation.
+    rendered_before = [
+        record for record, _ in rows if templated(record, data) and _has_marks(record, data, marks)
     ]
-    if twice:
-        template = data.setting_of("chat_template")
-        text_alone = isinstance(twice[0].values[data.prompt_field], str)
-        yield _remark(
+    if rendered_before:
+        fix = "give the messages as they were before they were rendered"
+        if isinstance(rendered_before[0].values[data.prompt_field], str):
+            fix = f"set {data.setting_of('chat_template')}=false for prompts that are rendered already"
+        yield _warning(
             "messages hold marks of the chat template: they seem to be rendered already, and are again",
-            twice,
+            rendered_before,
             len(rows),
             setting,
-            expected="what the user says, without the marks that the template writes around it",
-            fix=f"set {template}=false for prompts that are rendered already"
-            if text_alone
-            else "give the messages as they were before they were rendered",
+            expected="the text of the user, without the marks that the template writes around it",
+            fix=fix,
         )
+
+
+def _has_marks(record: Record, data: DataConfig, marks: Collection[str]) -> bool:
+    """Return whether a message of the prompt contains one of the template's special tokens."""
+    texts = said_texts(asked_messages(record, data))
+    return any(mark in text for text in texts for mark in marks)
 
 
 def odd_responses(
@@ -155,67 +167,83 @@ def odd_responses(
     chat: ConversationText | None,
     ends: Sequence[str],
 ) -> Iterator[UserError]:
-    """Yield warnings of responses that hold more than a turn, and of turns that are written otherwise."""
-    looked = records[:LOOKED_AT]
-
-    def goes_on(record: Record, field: str) -> bool:
-        text = record.values[field]
-        if not isinstance(text, str):
-            return False
-        said = cut_at_end(text, ends) or text
-        return any(end in said[: -len(end)] for end in ends)
-
-    found = [record for record in looked if any(goes_on(record, field) for field in fields)]
-    if found:
-        yield _remark(
-            "responses go on behind a token that ends responses: what follows is learned, and never sampled",
-            found,
-            len(looked),
+    """Yield the warnings of responses with text behind their end, and of turns that the template rewrites."""
+    # Text behind the end of a response, such as a rendered conversation of several turns.
+    first_records = records[:LOOKED_AT]
+    continued = [
+        record
+        for record in first_records
+        if any(_continues_behind_end(record.values[field], ends) for field in fields)
+    ]
+    if continued:
+        yield _warning(
+            "responses continue behind an end of responses: that text is trained on, and never sampled",
+            continued,
+            len(first_records),
             setting,
             expected="one turn of the assistant as text, or its turns as messages",
             fix="give conversations as messages, or cut the text behind its first end",
         )
 
+    # Templates that leave out the thoughts of earlier turns.
     if chat is None:
         return
-    rewritten = [record for record in looked if _is_rewritten(record, fields, data, setting, chat)]
+    rewritten = [record for record in first_records if _is_rewritten(record, fields, data, chat)]
     if rewritten:
-        yield _remark(
-            "the chat template writes earlier turns otherwise once others follow, such as without their "
-            "thoughts; they are learned, and read in later turns, as they were said",
+        yield _warning(
+            "the chat template renders earlier turns differently once others follow, such as without their "
+            "thoughts; they are trained on, and read by later turns, as the data have them",
             rewritten,
-            len(looked),
+            len(first_records),
             setting,
-            expected="turns that stay as they were, or one turn to learn in a record",
-            fix=f"set {setting.rpartition('.')[0]}.turns=last to learn the last turn alone, behind what the "
-            "template makes of the others",
+            expected="turns that are rendered alike in every position, or one trained turn per record",
+            fix=f"set {setting.rpartition('.')[0]}.turns=last to train on the last turn alone, behind the "
+            "others as the template renders them",
         )
 
 
-def _is_rewritten(
-    record: Record, fields: Collection[str], data: DataConfig, setting: str, chat: ConversationText
-) -> bool:
-    answered: list[Sequence[Mapping[str, Any]]] = [
-        record.values[field] for field in fields if not isinstance(record.values[field], str)
-    ]
+def _continues_behind_end(response: Any, ends: Sequence[str]) -> bool:
+    """Return whether a response of text has an end token in front of its last one."""
+    if not isinstance(response, str):
+        return False
+    text = cut_at_end(response, ends) or response
+    return any(end in text[: -len(end)] for end in ends)
+
+
+def _is_rewritten(record: Record, fields: Collection[str], data: DataConfig, chat: ConversationText) -> bool:
+    """Return whether the template renders a conversation differently from its turns one by one."""
     if not templated(record, data):
         return False
+
+    conversations: list[Sequence[Mapping[str, Any]]] = [
+        record.values[field] for field in fields if not isinstance(record.values[field], str)
+    ]
+    tools = tools_of(record, data)
+    prompt_messages = asked_messages(record, data)
     try:
-        tools = tools_of(record, data)
-        asked = asked_messages(record, data)
-        return not all(chat.learned(asked, one, tools).as_written for one in answered)
+        return not all(
+            chat.trained_conversation(prompt_messages, messages, tools).as_written
+            for messages in conversations
+        )
     except UserError:
-        return False  # an error of its own
+        return False  # `response_pieces` raises it
 
 
-def _remark(
-    message: str, found: Sequence[Record], total: int, setting: str, *, expected: str, fix: str
+def _warning(
+    message: str,
+    records: Sequence[Record],
+    total: int,
+    setting: str,
+    *,
+    expected: str,
+    fix: str,
 ) -> UserError:
-    first = ", ".join(record.where for record in found[:3])
+    """Return a warning about some of the first ``total`` records."""
+    first = ", ".join(record.where for record in records[:3])
     return UserError(
         message,
         where=setting,
         expected=expected,
-        got=f"{len(found)} of the first {total} records; first: {first}",
+        got=f"{len(records)} of the first {total} records; first: {first}",
         fix=fix,
     )

@@ -1,4 +1,9 @@
-"""The source of rows with given responses: one to a prompt for supervised training, pairs for preferences."""
+"""Source of rows with given responses: one per prompt for supervised training, pairs for preferences.
+
+The one idea: a row has the tokens that the policy would have sampled. A token that is read and not trained
+on, such as one of a message of the user, is stored as its complement (``~token``, a negative number), so that
+a row and its loss mask are one array.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +21,15 @@ from megatron_rl.data.chat_format import ConversationText
 from megatron_rl.data.forms import RecordReader, template_source
 from megatron_rl.data.messages import (
     end_of_thoughts,
+    is_learned,
+    nothing_taught,
+    teaches_nothing,
     templated,
     unended_thoughts,
 )
-from megatron_rl.data.order import ShuffledOrder
-from megatron_rl.data.prompts import fingerprint, ragged
-from megatron_rl.data.records import Record, is_learned, nothing_taught, teaches_nothing
+from megatron_rl.data.order import ShuffledOrder, fingerprint, ragged
+from megatron_rl.data.records import DataPath, Record
 from megatron_rl.data.rendered_text import LOOKED_AT, odd_prompts, odd_responses, response_pieces
-from megatron_rl.data.shards import DataPath
 from megatron_rl.data.token_files import Encoded, TokenFiles
 from megatron_rl.data.tokenizing import (
     PromptEncoder,
@@ -45,94 +51,113 @@ if TYPE_CHECKING:
 
 
 class ResponseSource:
-    """Give the rows of records in an order known from the seed, epoch after epoch.
+    """Batches of rows in an order that the seed determines, epoch after epoch.
 
-    ``encoded`` is what `encode_responses` gives; a record has a row for each field of responses, in that
+    ``encoded`` is the result of `encode_responses`; a record has a row for each field of responses, in that
     order. A record with a row over ``max_tokens`` is dropped and counted in ``length_report``, or raises a
-    UserError under ``data.over_long: error``. ``setting`` is the configuration path of the data.
+    UserError under ``data.over_long: error``. ``setting`` is the configuration key of the data.
     """
 
     def __init__(
-        self, encoded: Encoded, data: DataConfig, *, seed: int, max_tokens: int, setting: str
+        self,
+        encoded: Encoded,
+        data: DataConfig,
+        *,
+        seed: int,
+        max_tokens: int,
+        setting: str,
     ) -> None:
-        prompts, *responses = encoded.tokens
-        self._prompts, self._responses = prompts, responses
+        self._prompts, *self._responses = encoded.tokens
+        self.unit = len(self._responses)
+        """Number of rows of a record."""
+        self._record_warnings = encoded.remarks
+        self.odd: Sequence[UserError] = ()
+        """Warnings about the texts of the first records."""
+
+        # A record has one row per field of responses, and its longest row decides.
         lengths = [
-            [len(prompt) + len(response) for response in given]
-            for prompt, *given in zip(prompts, *responses, strict=True)
+            [len(prompt) + len(response) for response in responses]
+            for prompt, *responses in zip(self._prompts, *self._responses, strict=True)
         ]
-        limited_by = f"{setting.rpartition('.')[0]}.max_row_tokens"
-        self._kept, self.length_report = drop_over_long(
-            [max(sizes) for sizes in lengths],
+        self._indices, self.length_report = drop_over_long(
+            [max(row_lengths) for row_lengths in lengths],
             encoded.records,
             max_tokens,
             data.over_long,
             setting,
-            limited_by,
+            f"{setting.rpartition('.')[0]}.max_row_tokens",
         )
-        self.unit = len(responses)
-        self._remarks = encoded.remarks
+
+        # Without the last token, the end of the response, which is in empty responses as well.
         self._uninstructive = [
             encoded.records[index].where
-            for index in self._kept
-            if teaches_nothing(*(rows[index][:-1].tobytes() for rows in responses))  # without their ends
+            for index in self._indices
+            if teaches_nothing(*(responses[index][:-1].tobytes() for responses in self._responses))
         ]
-        sizes = [size for index in self._kept for size in lengths[index]]
-        rows = (row for index in self._kept for row in self._rows(index))
-        self._order = ShuffledOrder(len(self), seed, data.shuffle, fingerprint(sizes, rows))
-        self.odd: Sequence[UserError] = ()
-        """Warnings of the texts of the first records."""
+
+        row_lengths = [length for index in self._indices for length in lengths[index]]
+        rows = (row for index in self._indices for row in self._rows(index))
+        self._order = ShuffledOrder(len(self), seed, data.shuffle, fingerprint(row_lengths, rows))
 
     def __len__(self) -> int:
         """Return the number of records."""
-        return len(self._kept)
+        return len(self._indices)
 
     def remarks(self) -> Iterator[str]:
-        """Yield sentences for the console: on long records, what nothing reads, and what teaches nothing."""
+        """Yield sentences for the console: about long records, unread fields and useless responses."""
         yield self.length_report.line("records")
-        yield from self._remarks
+        yield from self._record_warnings
         if self._uninstructive:
             yield f"warning: {nothing_taught(self._uninstructive, len(self), self.unit > 1)}"
         for problem in self.odd:
             yield as_warning(problem)
 
     def next(self, count: int) -> TrainBatch:
-        """Return the rows of the next ``count`` records, those of one record after one another.
+        """Return the rows of the next ``count`` records, record by record.
 
-        Where a record has one row, every response token weighs the same; where it has more, every row does.
-        The weights of the tokens, or of the rows' tokens at one position, add up to 1.
+        Every response token weighs the same for records with one row, every row for records with more. The
+        weights of the tokens, or of the rows' tokens at one position, add up to 1.
         """
         return self._batch(self._order.next(count))
 
     def everything(self) -> TrainBatch:
-        """Return all rows in the order of the data, weighed as `next` does."""
+        """Return all rows in the order of the data, with the weights of `next`."""
         return self._batch(range(len(self)))
 
-    def _batch(self, chosen: Sequence[int]) -> TrainBatch:
-        rows = [row for item in chosen for row in self._rows(self._kept[item])]
-        starts = [len(self._prompts[self._kept[item]]) for item in chosen for _ in range(self.unit)]
+    def _batch(self, items: Sequence[int]) -> TrainBatch:
+        """Return the rows of the records at positions ``items`` of the source."""
+        indices = [self._indices[item] for item in items]
+        rows = [row for index in indices for row in self._rows(index)]
+        response_starts = [len(self._prompts[index]) for index in indices for _ in range(self.unit)]
+
+        # Tokens of the prompt are not trained on, and neither are complements in the response.
         tokens = ragged(rows)
-        mask = torch.cat([torch.arange(len(row)) >= start for row, start in zip(rows, starts, strict=True)])
+        mask = torch.cat(
+            [torch.arange(len(row)) >= start for row, start in zip(rows, response_starts, strict=True)]
+        )
         mask &= tokens >= 0
+
+        # A mean over tokens for single responses; pairs have a loss per row.
+        total_weight = mask.sum() if self.unit == 1 else len(rows)
         return TrainBatch(
             tokens=torch.where(tokens < 0, ~tokens, tokens),
             lengths=torch.tensor([len(row) for row in rows], dtype=torch.long),
             response_mask=mask,
-            loss_weights=mask.float() / (mask.sum() if self.unit == 1 else len(rows)),
+            loss_weights=mask.float() / total_weight,
             temperature=torch.ones(len(rows)),
         )
 
     def _rows(self, index: int) -> list[numpy.ndarray]:
-        """Return the rows of a record by its place in the data."""
-        given = (responses[index] for responses in self._responses)
-        return [numpy.concatenate((self._prompts[index], response)) for response in given]
+        """Return the rows of the record at ``index`` of the data."""
+        prompt = self._prompts[index]
+        return [numpy.concatenate((prompt, responses[index])) for responses in self._responses]
 
     def state_dict(self) -> dict[str, int | str | bool]:
         """Return the position in the data."""
         return self._order.state_dict()
 
     def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
-        """Continue from ``state`` with exactly the rows that followed it; UserError for other data."""
+        """Continue from ``state`` with exactly the rows that followed it; raises UserError for other data."""
         self._order.load_state_dict(state)
 
 
@@ -146,47 +171,54 @@ def encode_responses(
     records: Sequence[Record],
     every_turn: bool = False,
 ) -> Encoded:
-    """Return records with the tokens of their prompts and of each field that holds a response.
+    """Return records with the tokens of their prompts and of each field of responses.
 
-    ``fields`` maps those fields to the settings that name them. A record that lacks one, or holds no response
-    there, raises a UserError; `RecordReader` says what is one, and `_Turns` what its tokens are.
+    ``fields`` maps those fields to the settings that name them. Raises UserError for a record that lacks one,
+    and for a value that is no response; see `RecordReader` for the values and `_ResponseEncoder` for the
+    tokens.
     """
+    # Into one form, with conversations split into prompt and response.
     template = template_source(getattr(tokenizer, "chat_template", None))
     reader = RecordReader(data, setting, fields, every_turn, template=template)
     records = [reader.read(record) for record in records]
 
+    # Prompts first: a response is tokenised together with the text of its prompt.
     prompts = PromptEncoder(tokenizer, data, setting)
     texts, tokens = prompts.encode(records, max_tokens)
-    turns = _Turns(prompts, ends, "set sft.turns=last" if every_turn else None)
-    columns = [turns.encode(records, texts, tokens, field, max_tokens) for field in fields]
+    alternative = "set sft.turns=last" if every_turn else None
+    responses = _ResponseEncoder(prompts, ends, alternative)
+    columns = [responses.encode(records, texts, tokens, field, max_tokens) for field in fields]
     return Encoded(records, texts, (tokens, *columns), remarks=reader.remark_lines())
 
 
-class _Turns:
-    """Responses as tokens, as they would stand in a conversation that was sampled.
+class _ResponseEncoder:
+    """Encoder of responses, with the tokens that they would have in a sampled conversation.
 
-    The text of a row is tokenised as a whole, so that it has the tokens of what the chat template writes, and
-    in pieces where a token would reach from one piece into the next: the policy samples behind the tokens of
-    the prompt alone. A turn that does not end with one of ``ends``, the tokens that end responses, gets one:
-    that by which the chat template ends a turn, or else the first. ``otherwise`` is a way out where the
-    template makes no conversations.
+    The text of a row is tokenised as one, so that it has the tokens of the template's own text. A row in
+    which a token would span two pieces is tokenised piece by piece: the policy samples behind the tokens of
+    the prompt alone. A turn that does not end with one of ``ends`` gets the token by which the chat template
+    ends turns, or else the first of ``ends``. ``alternative`` is a way out to name in the error of a template
+    that renders no conversations.
     """
 
-    def __init__(self, prompts: PromptEncoder, ends: Sequence[int], otherwise: str | None) -> None:
+    def __init__(self, prompts: PromptEncoder, ends: Sequence[int], alternative: str | None) -> None:
         self._prompts = prompts
-        self._otherwise = otherwise
-        self._end = {False: ends[0], True: ends[0]}
+        self._alternative = alternative
+        self._plain_end = ends[0]
+        self._template_end = ends[0]
         self._ends = frozenset(ends)
-        self._texts: list[Any] = [prompts.tokenizer.convert_ids_to_tokens(token) for token in ends]
+        tokenizer = prompts.tokenizer
+        self._end_texts: list[Any] = [tokenizer.convert_ids_to_tokens(token) for token in ends]
         self._chat: ConversationText | None = None
 
+        # A template may end turns with a token that the model's files do not name.
         if prompts.renderer is not None:
-            end = template_turn_end(prompts.tokenizer)
+            end = template_turn_end(tokenizer)
             if end is not None and end.token is not None:
-                self._end[True] = end.token
+                self._template_end = end.token
                 self._ends |= {end.token}
-                self._texts.append(prompts.tokenizer.convert_ids_to_tokens(end.token))
-            self._chat = ConversationText(prompts.renderer, self._texts)
+                self._end_texts.append(tokenizer.convert_ids_to_tokens(end.token))
+            self._chat = ConversationText(prompts.renderer, self._end_texts)
 
     def encode(
         self,
@@ -196,58 +228,63 @@ class _Turns:
         field: str,
         limit: int,
     ) -> list[numpy.ndarray]:
-        """Return the tokens (int32) of each record's response; ~token is one that is read, not learned."""
-        data, setting = self._prompts.data, self._prompts.setting
+        """Return the tokens (int32) of each record's response; ~token is one that is not trained on."""
+        data = self._prompts.data
+        setting = self._prompts.setting
+        tokenizer = self._prompts.tokenizer
         pieces = [
-            response_pieces(record, field, data, setting, self._chat, self._texts, self._otherwise)
+            response_pieces(record, field, data, setting, self._chat, self._end_texts, self._alternative)
             for record in records
         ]
-        rows = encode_pieces(
-            self._prompts.tokenizer, [[p, *rest] for p, rest in zip(prompts, pieces, strict=True)], limit
-        )
-        apart = [
-            row
-            for row, (tokens, alone) in enumerate(zip(rows, prompt_tokens, strict=True))
-            if tokens is None or not _ends_with(alone, tokens[0])
-        ]
-        texts = [text for row in apart for text in pieces[row]]
-        alone = iter(encode_texts(self._prompts.tokenizer, texts, limit))
-        for row in apart:
-            rows[row] = [numpy.empty(0, numpy.int32), *(next(alone) for _ in pieces[row])]
 
-        return [
-            self._row(
-                (tokens or [])[1:],
-                self._end[templated(record, self._prompts.data)],
-                _learned(record.values[field]),
-            )
-            for record, tokens in zip(records, rows, strict=True)
-        ]
+        # Each row as one text: prompt and pieces.
+        texts = [[prompt, *row] for prompt, row in zip(prompts, pieces, strict=True)]
+        rows = encode_pieces(tokenizer, texts, limit)
 
-    def _row(self, pieces: Sequence[numpy.ndarray], end: int, learned: Sequence[bool]) -> numpy.ndarray:
-        """Return one row of the pieces; ``learned`` holds for each turn whether its tokens are learned."""
-        row: list[numpy.ndarray] = []
-        last = None
-        for number, tokens in enumerate(pieces):
-            if number % 2:
-                repeats_end = len(tokens) > 0 and tokens[0] == last
-                row.append(~tokens[1 if repeats_end else 0 :])
+        # Rows whose tokens span pieces, or whose prompt has other tokens alone: piece by piece.
+        separate_rows = [
+            index
+            for index, (row, prompt) in enumerate(zip(rows, prompt_tokens, strict=True))
+            if row is None or not _ends_with(prompt, row[0])
+        ]
+        separate_texts = [text for index in separate_rows for text in pieces[index]]
+        separate_tokens = iter(encode_texts(tokenizer, separate_texts, limit))
+        no_prompt = numpy.empty(0, numpy.int32)
+        for index in separate_rows:
+            rows[index] = [no_prompt, *(next(separate_tokens) for _ in pieces[index])]
+
+        responses = []
+        for record, row in zip(records, rows, strict=True):
+            end = self._template_end if templated(record, data) else self._plain_end
+            trained = _trained_turns(record.values[field])
+            responses.append(self._response((row or [])[1:], end, trained))
+        return responses
+
+    def _response(self, pieces: Sequence[numpy.ndarray], end: int, trained: Sequence[bool]) -> numpy.ndarray:
+        """Return the tokens of one response; ``trained`` has a value per turn."""
+        response: list[numpy.ndarray] = []
+        last_token = None
+        for index, tokens in enumerate(pieces):
+            # Text between turns: the end token of the turn may be its first token, too.
+            if index % 2:
+                repeats_end = len(tokens) > 0 and tokens[0] == last_token
+                response.append(~tokens[1 if repeats_end else 0 :])
                 continue
 
             if not len(tokens) or int(tokens[-1]) not in self._ends:
                 tokens = numpy.append(tokens, numpy.int32(end))
-            last = tokens[-1]
-            row.append(tokens if learned[number // 2] else ~tokens)
-        return numpy.concatenate(row)
+            last_token = tokens[-1]
+            response.append(tokens if trained[index // 2] else ~tokens)
+        return numpy.concatenate(response)
 
 
 def _ends_with(tokens: numpy.ndarray, end: numpy.ndarray) -> bool:
-    """Return whether the tokens of a prompt are these, what the tokenizer puts before them aside."""
+    """Return whether tokens end with others: a prompt's tokens may have the tokenizer's prefix in front."""
     return len(tokens) >= len(end) and numpy.array_equal(tokens[len(tokens) - len(end) :], end)
 
 
-def _learned(response: str | Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Return for each turn of the assistant in a response whether it is learned."""
+def _trained_turns(response: str | Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Return for each turn of the assistant in a response whether it is trained on."""
     if isinstance(response, str):
         return [True]
     return [is_learned(message) for message in response if message["role"] == "assistant"]
@@ -264,20 +301,33 @@ def load_responses(
     every_turn: bool = False,
     data: DataConfig | None = None,
 ) -> ResponseSource:
-    """Return the rows of the data set at ``path``, which ``setting`` names; ``data`` are its own fields."""
-    data, ends = data or config.data, end_token_ids(tokenizer, config.model.path)
+    """Return the rows of the data set at ``path``, which ``setting`` names.
+
+    ``data`` are the settings of its fields, by default the section ``data``.
+    """
+    data = data or config.data
+    ends = end_token_ids(tokenizer, config.model.path)
     encode = partial(
-        encode_responses, tokenizer, data, fields, max_tokens, setting, ends, every_turn=every_turn
+        encode_responses,
+        tokenizer,
+        data,
+        fields,
+        max_tokens,
+        setting,
+        ends,
+        every_turn=every_turn,
     )
-    how = ("responses", *data.of_prompts, *fields, data.chat_template, max_tokens, ends, every_turn)
-    encoded = files.encoded(path, setting, tokenizer, how, encode)
+    inputs = ("responses", *data.of_prompts, *fields, data.chat_template, max_tokens, ends, every_turn)
+    encoded = files.encoded(path, setting, tokenizer, inputs, encode)
+
     source = ResponseSource(encoded, data, seed=config.seed, max_tokens=max_tokens, setting=setting)
+    # Held-out data come from the same place as the training data, whose warnings are enough.
     if not setting.endswith(".held_out"):
-        source.odd = list(_odd_texts(config, tokenizer, encoded, fields, data, setting))
+        source.odd = list(_text_warnings(config, tokenizer, encoded, fields, data, setting))
     return source
 
 
-def _odd_texts(
+def _text_warnings(
     config: RunConfig,
     tokenizer: Any,
     encoded: Encoded,
@@ -285,33 +335,40 @@ def _odd_texts(
     data: DataConfig,
     setting: str,
 ) -> Iterator[UserError]:
-    """Yield the warnings of the first records' texts, and of the template that makes them."""
+    """Yield the warnings about the first records' texts, and about the template that renders them."""
     records = encoded.records[:LOOKED_AT]
     through_template = any(templated(record, data) for record in records)
     ends = end_token_ids(tokenizer, config.model.path, templated=through_template)
-    texts = [tokenizer.convert_ids_to_tokens(token) for token in ends]
+    end_texts = [tokenizer.convert_ids_to_tokens(token) for token in ends]
     chat = conversation_text(tokenizer, ends)
 
+    # The template: its end of turns, and thoughts that it opens.
     if through_template:
         problem = end_problem(tokenizer, config.model.path)
         if problem is not None:
             yield problem
-        unended = _unended(chat, records, fields, data, setting)
+        unended = _unended_thoughts(chat, records, fields, data, setting)
         if unended is not None:
             yield unended
-    yield from odd_prompts(records, encoded.texts, data, setting, texts, template_marks(tokenizer))
-    yield from odd_responses(records, fields, data, setting, chat, texts)
+
+    # The texts.
+    yield from odd_prompts(records, encoded.texts, data, setting, end_texts, template_marks(tokenizer))
+    yield from odd_responses(records, fields, data, setting, chat, end_texts)
 
 
-def _unended(
+def _unended_thoughts(
     chat: ConversationText | None,
     records: Sequence[Record],
     fields: Collection[str],
     data: DataConfig,
     setting: str,
 ) -> UserError | None:
-    """Return the warning of `unended_thoughts` where the chat template opens thoughts."""
+    """Return the warning of `unended_thoughts` for a chat template that opens thoughts."""
+    if chat is None:
+        return None
+
     with suppress(UserError):  # a template may refuse this conversation
-        end = end_of_thoughts(chat.opening if chat is not None else "")
-        return unended_thoughts(records, fields, data, end, setting) if end else None
+        end = end_of_thoughts(chat.opening)
+        if end is not None:
+            return unended_thoughts(records, fields, data, end, setting)
     return None

@@ -1,6 +1,13 @@
-"""A model's chat template, rendered the same way by `check` and by the run, in a process with limits.
+"""Renderer of a model's chat templates, in a process with limits.
 
-The language is that of transformers' ``apply_chat_template``; rendering needs neither transformers nor torch.
+The one idea: templates never run in the trainer. jinja2's sandbox keeps a template from files and attributes,
+not from ``'a' * 10**10`` or ``9**9**9``, and such an operation cannot be interrupted from inside the
+interpreter. So `TemplateRenderer` starts a process with a limit of memory, and with a limit of processor time
+that begins again with every rendering. `check` and a run render in the same way.
+
+Both ends speak JSON, one value per line. The first line has the templates by name, the special tokens and the
+time that the templates take for now. Each later line is a list of renderings, answered by a list as long. The
+language is that of transformers' ``apply_chat_template``; rendering needs neither transformers nor torch.
 """
 
 from __future__ import annotations
@@ -8,29 +15,44 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rl.data.template_process import CPU_SECONDS, DEFAULT
-
 TIME_ATTRIBUTE = "chat_template_time"
 """Attribute of a run's tokenizer: the time that its chat template takes for now."""
+DEFAULT = "default"
+"""Name of the template that transformers takes when there are several."""
+WITH_TOOLS = "tool_use"
+"""Name of the template that transformers takes for messages with tools."""
+
+CPU_SECONDS = 2
+"""Processor time of one rendering: the templates of published models take less than a millisecond."""
+MEMORY_BYTES = 1 << 30
+"""Address space of the process, of which Python and jinja2 take some 50 MiB."""
+LONGEST_TEXT = 64 << 20
+"""Characters of a rendered text: far more than any context, and few enough to send as one line."""
+_BATCH = 64
+"""Renderings per line: enough to hide the pipe's latency, few enough to repeat when the process ends."""
+_CLOCK = "strftime_now"
+"""Function by which a template writes the time, in transformers' language."""
 _START = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
-    "from megatron_rl.data.template_process import main; main()"
+    "from megatron_rl.data.template_renderer import main; main()"
 )
+"""Program of the process. The path is an argument, since the interpreter starts without one (``-P``)."""
 _PACKAGES = str(Path(__file__).resolve().parents[2])
-_BATCH = 64
-"""Renderings of one message to the process."""
-_CLOCK = "strftime_now"
+
+
+# The trainer's side
 
 
 class RenderRefused(Exception):
@@ -38,32 +60,44 @@ class RenderRefused(Exception):
 
 
 class Rendering(NamedTuple):
-    """Messages to render, the tools beside them, and whether the assistant's turn is opened behind them."""
+    """One conversation to render.
+
+    Example:
+        >>> Rendering([{"role": "user", "content": "1+1"}]).opens
+        True
+    """
 
     messages: Sequence[Mapping[str, Any]]
+    """Messages with a role and a content, as `template_messages` returns them."""
     tools: Sequence[Any] | None = None
+    """JSON schemas of the available functions, None for a conversation without tools."""
     opens: bool = True
+    """Whether the template opens the assistant's turn behind the messages."""
 
 
 class TemplateRenderer:
-    """Chat templates by name, with the special tokens that they may write and the time they take for now.
+    """Chat templates by name, with their special tokens and the time that they take for now.
 
     The process starts with the first rendering and ends with `close`, or with this object.
     """
 
     def __init__(
-        self, templates: Mapping[str, str], special: Mapping[str, str], now: datetime | None = None
+        self,
+        templates: Mapping[str, str],
+        special: Mapping[str, str],
+        now: datetime | None = None,
     ) -> None:
         self.templates = dict(templates)
         self.special = dict(special)
         self.now = now or datetime.now()
         self._process: subprocess.Popen[str] | None = None
-        self._end: Any = None
+        self._finalizer: Any = None
         self._exhausted: str | None = None
+        """Reason for which the process ended over a single rendering; none is tried after that."""
         self._lock = threading.Lock()
 
     def is_for(self, templates: Mapping[str, str], special: Mapping[str, str], now: datetime | None) -> bool:
-        """Return whether these are what it renders with."""
+        """Return whether the renderer has these templates, special tokens and time."""
         return (self.templates, self.special) == (templates, special) and now in (None, self.now)
 
     @property
@@ -72,16 +106,20 @@ class TemplateRenderer:
         return any(_CLOCK in text for text in self.templates.values())
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, *, opens: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        *,
+        opens: bool = True,
     ) -> str:
-        """Return messages as text; raises RenderRefused. ``opens`` has the assistant's turn opened."""
+        """Return messages as text; raises RenderRefused. See `Rendering` for ``opens``."""
         (text,) = self.render_all([Rendering(messages, tools, opens)])
         if isinstance(text, RenderRefused):
             raise text
         return text
 
     def render_all(self, renderings: Sequence[Rendering]) -> list[str | RenderRefused]:
-        """Return each text, or why the template does not render it."""
+        """Return each text, or the reason why the template does not render it."""
         results: list[str | RenderRefused] = []
         for start in range(0, len(renderings), _BATCH):
             with self._lock:  # rewards may be computed in a thread of their own
@@ -89,21 +127,24 @@ class TemplateRenderer:
         return results
 
     def _render_batch(self, batch: Sequence[Rendering]) -> list[str | RenderRefused]:
-        answers = self._ask(batch)
+        answers = self._request(batch)
         if answers is not None:
             return answers
         if len(batch) == 1:
             return [RenderRefused(self._exhausted or "")]
 
-        # A rendering that ends the process takes its whole batch along: find which one it is.
-        return [answer for one in batch for answer in self._render_batch([one])]
+        # A rendering that ends the process takes its whole batch along: repeat them singly to find it.
+        results: list[str | RenderRefused] = []
+        for rendering in batch:
+            results += self._render_batch([rendering])
+        return results
 
-    def _ask(self, batch: Sequence[Rendering]) -> list[str | RenderRefused] | None:
-        """Return the answers of the process, None where it has ended over them."""
+    def _request(self, batch: Sequence[Rendering]) -> list[str | RenderRefused] | None:
+        """Return the answers of the process, None if it ended while rendering."""
         if self._exhausted is not None and len(batch) == 1:
             return [RenderRefused(self._exhausted)]
 
-        process = self._running()
+        process = self._running_process()
         assert process.stdin is not None and process.stdout is not None
         line = ""
         with contextlib.suppress(BrokenPipeError):
@@ -111,37 +152,44 @@ class TemplateRenderer:
             process.stdin.flush()
             line = process.stdout.readline()
 
+        # A line without its end was cut by the end of the process.
         if line.endswith("\n"):
             return [RenderRefused(reason) if text is None else text for text, reason in json.loads(line)]
 
         status = process.wait()
         self.close()
         if len(batch) == 1:
-            self._exhausted = _ending(status)
+            self._exhausted = _exit_reason(status)
         return None
 
-    def _running(self) -> subprocess.Popen[str]:
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-W", "ignore", "-c", _START, _PACKAGES],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                encoding="utf-8",
-                env={**os.environ, "PYTHONIOENCODING": "utf-8"},
-            )
-            self._end = weakref.finalize(self, _end_process, self._process)
-            setup = {"templates": self.templates, "special": self.special, "now": self.now.isoformat()}
-            assert self._process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.write(json.dumps(setup) + "\n")
-        return self._process
+    def _running_process(self) -> subprocess.Popen[str]:
+        """Return the running process; start one and send it the templates if needed."""
+        if self._process is not None:
+            return self._process
+
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-W", "ignore", "-c", _START, _PACKAGES],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+        )
+        self._process = process
+        self._finalizer = weakref.finalize(self, _end_process, process)
+
+        # The first line of the protocol.
+        setup = {"templates": self.templates, "special": self.special, "now": self.now.isoformat()}
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(setup) + "\n")
+        return process
 
     def close(self) -> None:
         """End the process; a later rendering starts another."""
         if self._process is not None:
-            self._end()
+            self._finalizer()
             self._process = None
 
 
@@ -154,8 +202,8 @@ def _end_process(process: subprocess.Popen[str]) -> None:
             stream.close()
 
 
-def _ending(status: int) -> str:
-    """Return why the process of a template ended."""
+def _exit_reason(status: int) -> str:
+    """Return the reason of a template's process for ending with ``status``, as Popen has it."""
     if -status == signal.SIGXCPU:
         return f"it takes more than {CPU_SECONDS} s of processor time"
     if status < 0:
@@ -168,22 +216,143 @@ _RENDERERS: weakref.WeakKeyDictionary[Any, TemplateRenderer] = weakref.WeakKeyDi
 
 
 def renderer_of(tokenizer: Any) -> TemplateRenderer | None:
-    """Return the renderer of a tokenizer's chat templates, None where it has none."""
+    """Return the renderer of a tokenizer's chat templates, None for a tokenizer without one."""
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         return None
 
     templates = dict(template) if isinstance(template, Mapping) else {DEFAULT: template}
-    names = tokenizer.special_tokens_map.items()
-    special = {name: str(text) for name, text in names if isinstance(text, str)}
+    special_tokens = tokenizer.special_tokens_map.items()
+    special = {name: str(text) for name, text in special_tokens if isinstance(text, str)}
     now = getattr(tokenizer, TIME_ATTRIBUTE, None)
 
+    # A tokenizer may get another template, or another time, after its first rendering.
     renderer = _RENDERERS.get(tokenizer)
     if renderer is None or not renderer.is_for(templates, special, now):
-        renderer = _RENDERERS[tokenizer] = TemplateRenderer(templates, special, now)
+        renderer = TemplateRenderer(templates, special, now)
+        _RENDERERS[tokenizer] = renderer
     return renderer
 
 
 def can_render() -> bool:
     """Return whether this machine has the library that renders templates."""
     return find_spec("jinja2") is not None
+
+
+# The side of the process with limits
+
+
+class _Refused(Exception):
+    """Message of a template that called ``raise_exception``."""
+
+
+def _template_environment(now: datetime) -> Any:
+    """Return the jinja2 environment of chat templates, as in transformers' ``apply_chat_template``."""
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise _Refused(message)
+
+    # jinja2's own tojson escapes HTML and non-ASCII characters.
+    def to_json(value: Any, **options: Any) -> str:
+        return json.dumps(value, **{"ensure_ascii": False, **options})
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[loopcontrols, _generation_tag()],
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals[_CLOCK] = now.strftime
+    return environment
+
+
+def _generation_tag() -> type:
+    """Return the extension that reads ``{% generation %}``, which marks trained text and writes nothing."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            # A scope of its own, like the call block that transformers makes of it: a variable that is set
+            # inside is not visible outside.
+            return nodes.Scope(body).set_lineno(line)
+
+    return Generation
+
+
+def _choose_template(templates: Mapping[str, str], tools: Any) -> str:
+    """Return the text of the template that transformers takes; raises _Refused without a default."""
+    if tools is not None and WITH_TOOLS in templates:
+        return templates[WITH_TOOLS]
+
+    if DEFAULT not in templates:
+        names = ", ".join(sorted(templates))
+        raise _Refused(f"the tokenizer has several chat templates and no default: {names}")
+    return templates[DEFAULT]
+
+
+def _render(compiled: Callable[[str], Any], setup: Mapping[str, Any], request: Sequence[Any]) -> list[Any]:
+    """Return ``[text, null]`` of one rendering, or ``[null, reason]``."""
+    # transformers refuses such tools, too; a template would fail on them in ways of its own.
+    messages, tools, opens = request
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        return [None, f"tools are a list of JSON schemas, not {json.dumps(tools)[:80]}"]
+
+    values = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": opens}
+    try:
+        template = compiled(_choose_template(setup["templates"], tools))
+        text = template.render(**{**setup["special"], **values})
+    except _Refused as error:
+        return [None, str(error)]
+    except MemoryError:
+        return [None, f"it asks for more than {MEMORY_BYTES >> 30} GiB of memory"]
+    except Exception as error:  # a template can raise anything: it computes with values of the data
+        return [None, f"{type(error).__name__}: {error}"[:2000]]
+
+    if len(text) > LONGEST_TEXT:
+        return [None, f"it writes a text of more than {LONGEST_TEXT >> 20} Mi characters"]
+    return [text, None]
+
+
+def _lower_limit(kind: int, limit: int) -> None:
+    """Lower a soft limit of this process to ``limit``, or to the hard limit if that is lower."""
+    hard_limit = resource.getrlimit(kind)[1]
+    if hard_limit != resource.RLIM_INFINITY:
+        limit = min(limit, hard_limit)
+    resource.setrlimit(kind, (limit, hard_limit))
+
+
+def main() -> None:
+    """Answer the renderings on standard input until it ends."""
+    import jinja2  # noqa: F401 - before the limit of memory, which is for the templates
+
+    _lower_limit(resource.RLIMIT_CORE, 0)
+    _lower_limit(resource.RLIMIT_AS, MEMORY_BYTES)
+    setup = json.loads(sys.stdin.readline())
+    environment = _template_environment(datetime.fromisoformat(setup["now"]))
+    templates: dict[str, Any] = {}
+
+    def compiled(text: str) -> Any:
+        if text not in templates:
+            templates[text] = environment.from_string(text)
+        return templates[text]
+
+    for line in sys.stdin:
+        answers = []
+        for request in json.loads(line):
+            # The kernel counts processor time over the life of the process, in whole seconds: raise the limit
+            # before each rendering.
+            usage = resource.getrusage(resource.RUSAGE_SELF)
+            used_seconds = int(usage.ru_utime + usage.ru_stime)
+            _lower_limit(resource.RLIMIT_CPU, used_seconds + 1 + CPU_SECONDS)
+            answers.append(_render(compiled, setup, request))
+
+        sys.stdout.write(json.dumps(answers) + "\n")
+        sys.stdout.flush()

@@ -1,9 +1,20 @@
 """Data sets as tokens, made by one process of a node and mapped into the memory of all.
 
-The file lies in the run folder and is named by a digest of all that decides its content. Processes that see
-one file system meet in its lock: the first makes the file, the others wait and find it there. Where it cannot
-be written, each process keeps tokens of its own. Beside the file lies its digest: whoever opens it first
-compares the two, and makes a damaged file anew.
+The one idea: a file of tokens lies in the run folder and is named by a digest of everything that determines
+its content, so that a file with the right name has the right tokens. Processes that share a file system meet
+in the file's lock: the first makes the file, the others wait and map it. If it cannot be written, each
+process keeps tokens of its own. The digest of the content lies beside the file; the first process of a node
+compares the two and makes a damaged file anew.
+
+Why not the cached ``map`` of HF ``datasets``? Tried with 5.2.0 on these four points:
+
+- Two jobs on one file: ``map`` takes no lock. Both tokenise every record, and so would every rank of a node.
+- Damage: a cached file has no digest. 32 changed bytes were read back as tokens without an error, and a
+  truncated file was a pyarrow error at every start until somebody deleted it.
+- ``kill -9``: the file gets its name only when it is complete, which is right; but it is renamed without
+  fsync, and the temporary file of the killed process remains for good.
+- Identity: the cache is keyed by a pickle of the function, and not by the versions of transformers and
+  tokenizers, which decide the tokens, too.
 """
 
 from __future__ import annotations
@@ -25,53 +36,67 @@ import numpy
 import psutil
 
 from megatron_rl import durable
-from megatron_rl.data.records import Record, load_records
-from megatron_rl.data.shards import DataPath, data_files
+from megatron_rl.data.records import DataPath, Record, data_files, load_records
 from megatron_rl.data.template_renderer import renderer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _FORMAT = 4
-"""Changes whenever equal settings give files of other content."""
+"""Raise it whenever equal settings give files of other content: forms of records, tokens, columns."""
 _REMARKS = b"remarks"
-"""Key of the file's metadata that holds warnings about the records."""
+"""Key of the file's metadata that holds the warnings about the records."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of a file system without locks."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Hold a data set: its records, their prompts as rendered text, and their tokens.
+    """Data set of N records with its tokens.
 
-    ``tokens`` are columns of int32 rows: the prompts, then each field of responses, where ~token is one that
-    is read between turns and not said. All are as long as the records, as are ``lines``, the records as JSON
-    where a file has them. ``remarks`` are warnings about the records.
+    Example:
+        >>> row = numpy.array([5, 6], numpy.int32)
+        >>> Encoded([Record({"prompt": "1+1="}, "a.jsonl:1")], ["1+1="], ([row],)).digest()
+        '90b0b6267a070b41'
     """
 
     records: Sequence[Record]
+    """N records in the one form of `RecordReader`."""
     texts: Sequence[str]
+    """N prompts as rendered text."""
     tokens: tuple[Sequence[numpy.ndarray], ...]
+    """Columns of N int32 rows: the prompts, then each field of responses.
+
+    In a response, ~token (a negative number) is a token that is read between turns and not trained on.
+    """
     lines: Sequence[str] | None = None
+    """N records as JSON, None for a data set that is not in a file."""
     remarks: Sequence[str] = ()
+    """Warnings about the records, for the console."""
 
     def digest(self) -> str:
-        """Return 16 hexadecimal digits that differ where the fields of records or their order do."""
+        """Return 16 hexadecimal digits that depend on the fields of the records and on their order."""
+        lines = self.lines
+        if lines is None:
+            lines = [_record_json(record) for record in self.records]
+
         digest = hashlib.sha256()
-        for line in map(_line, self.records) if self.lines is None else self.lines:
+        for line in lines:
             digest.update(line.encode() + b"\n")
         return digest.hexdigest()[:16]
 
 
-def _line(record: Record) -> str:
-    """Return a record's fields as JSON, where a value that JSON has not is the name of its type."""
+def _record_json(record: Record) -> str:
+    """Return a record's fields as JSON; a value that JSON cannot hold becomes the name of its type."""
     return json.dumps(record.values, ensure_ascii=False, default=lambda value: type(value).__name__)
 
 
-class _Rows(Sequence[Any]):
-    """Rows that are read when they are asked for."""
+class _LazyRows(Sequence[Any]):
+    """Sequence of rows that are read on access."""
 
     def __init__(self, count: int, read: Callable[[int], Any]) -> None:
-        self._count, self._read = count, read
+        self._count = count
+        self._read = read
 
     def __len__(self) -> int:
         return self._count
@@ -84,12 +109,18 @@ class _Rows(Sequence[Any]):
         return self._read(row % self._count)
 
 
+class _CannotStore(Exception):
+    """Reason why a data set cannot be stored in a file."""
+
+
 @dataclass(frozen=True)
 class TokenFiles:
-    """Keep data sets as tokens in ``folder``; None keeps none. ``say`` takes why one could not be kept."""
+    """Files of tokens in a folder."""
 
     folder: Path | None
+    """Folder of the files, None to store none."""
     say: Callable[[str], None]
+    """Function that gets the warning about a file that could not be stored or was damaged."""
 
     def encoded(
         self,
@@ -99,66 +130,82 @@ class TokenFiles:
         how: Sequence[Any],
         encode: Callable[[Sequence[Record]], Encoded],
     ) -> Encoded:
-        """Return the data set at ``path`` as ``encode`` gives it, from the file where there is one.
+        """Return the data set at ``path`` as ``encode`` returns it, from its file if there is one.
 
-        ``how`` is what decides the answer beside the records and the tokenizer; ``setting`` names the path in
-        errors. Waits for a process of this node that makes the file. Raises what ``encode`` does.
+        ``how`` are the inputs of ``encode`` other than records and tokenizer; ``setting`` names the path in
+        errors. Waits for another process that is making the file. Raises what ``encode`` raises.
         """
-
-        def own() -> Encoded:
+        fast_tokenizer = getattr(tokenizer, "backend_tokenizer", None)
+        if self.folder is None or fast_tokenizer is None:
             return encode(load_records(path, setting=setting))
 
-        fast = getattr(tokenizer, "backend_tokenizer", None)
-        if self.folder is None or fast is None:
-            return own()
-        template = getattr(tokenizer, "chat_template", None)
-        versions = [version(name) for name in ("transformers", "tokenizers")]
-        renderer = renderer_of(tokenizer)
-        clock = renderer.now.isoformat() if renderer is not None and renderer.has_clock else None
-        parts = (
-            _FORMAT,
-            versions,
-            _state(data_files(path, setting)),
-            fast.to_str(),
-            repr(tokenizer),
-            template,
-            clock,
-        )
-        digest = hashlib.sha256(json.dumps([*parts, *how], default=str).encode()).hexdigest()
-        file = self.folder / f"{digest[:32]}.arrow"
-        made, why = None, f"the first that came to {file} has not written it"
+        file = self.folder / f"{_identity(path, setting, tokenizer, how)[:32]}.arrow"
+        encoded = None
+        reason = f"the first that came to {file} has not written it"
         try:
             self.folder.mkdir(exist_ok=True)
-            with _alone(file.with_suffix(".lock")) as waited:
-                # A list of the folder is fresh where a network file system remembers that a name was absent.
-                kept = None
-                if file.name in os.listdir(self.folder):
-                    # Whoever held the lock a moment ago has compared the digest: one pass for a node.
-                    damage = None if waited else _damage(file)
-                    kept = _read(file) if damage is None else None
-                    if kept is None:
-                        reason = damage or "cannot be read"
-                        self.say(f"warning: {setting}: {file} {reason}; its tokens are made anew")
-                        file.unlink()  # whoever waits reads what is there without another look
-                if kept is None and not waited:
-                    made = own()
-                    _write(file, made)
-                    kept = _read(file)
-            if kept is not None:
-                return kept
-        except (OSError, _Unfit) as error:
-            why = str(error)
-        made = own() if made is None else made  # all at once: whoever waits does not try in turn
-        self.say(f"warning: {setting}: every process keeps tokens of its own: {why}")
-        return made
+            with _exclusive(file.with_suffix(".lock")) as was_locked:
+                stored = self._stored(file, setting, was_locked)
+                if stored is None and not was_locked:
+                    encoded = encode(load_records(path, setting=setting))
+                    _write(file, encoded)
+                    stored = _read(file)
+            if stored is not None:
+                return stored
+        except (OSError, _CannotStore) as error:
+            reason = str(error)
+
+        # Outside the lock: processes that waited in vain tokenise at the same time, not one after another.
+        if encoded is None:
+            encoded = encode(load_records(path, setting=setting))
+        self.say(f"warning: {setting}: every process keeps tokens of its own: {reason}")
+        return encoded
+
+    def _stored(self, file: Path, setting: str, was_locked: bool) -> Encoded | None:
+        """Return the content of a file, None for an absent or damaged file; remove a damaged one.
+
+        ``was_locked`` is whether another process held the lock. It has written the file or compared its
+        digest, so that the bytes are read once per node.
+        """
+        # The list of a folder is fresh where a network file system remembers that a name was absent.
+        if file.name not in os.listdir(file.parent):
+            return None
+
+        damage = None if was_locked else _damage(file)
+        if damage is None:
+            stored = _read(file)
+            if stored is not None:
+                return stored
+            damage = "cannot be read"
+
+        self.say(f"warning: {setting}: {file} {damage}; its tokens are made anew")
+        file.unlink()  # processes that wait would read it
+        return None
 
 
-class _Unfit(Exception):
-    """Say why a data set cannot be kept in a file."""
+def _identity(path: DataPath, setting: str, tokenizer: PreTrainedTokenizerBase, inputs: Sequence[Any]) -> str:
+    """Return the digest of everything that determines the tokens of a data set."""
+    fast_tokenizer: Any = tokenizer.backend_tokenizer
+    # A template that writes the date makes other prompts at another time.
+    renderer = renderer_of(tokenizer)
+    clock = None
+    if renderer is not None and renderer.has_clock:
+        clock = renderer.now.isoformat()
+
+    content = (
+        _FORMAT,
+        [version(name) for name in ("transformers", "tokenizers")],
+        _file_states(data_files(path, setting)),
+        fast_tokenizer.to_str(),
+        repr(tokenizer),
+        getattr(tokenizer, "chat_template", None),
+        clock,
+    )
+    return hashlib.sha256(json.dumps([*content, *inputs], default=str).encode()).hexdigest()
 
 
-def _state(paths: Sequence[Path]) -> list[Any]:
-    """Return what changes when a data set does: names, sizes and times of its files, in reading order."""
+def _file_states(paths: Sequence[Path]) -> list[Any]:
+    """Return names, sizes and times of a data set's files, in reading order: any change changes them."""
     files: list[Path] = []
     for path in paths:
         files.extend(sorted(path.rglob("*")) if path.is_dir() else [path])
@@ -166,33 +213,39 @@ def _state(paths: Sequence[Path]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[bool]:
-    """Keep other processes that see the file out of the block, where the file system has locks.
+def _exclusive(path: Path) -> Iterator[bool]:
+    """Exclude other processes that see the file from the block, if the file system has locks.
 
-    Gives whether it waited for one.
+    Yields whether the lock was held by another process. The kernel releases the lock of a killed process.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        waited = False
+        was_locked = False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            waited = error.errno not in _NO_LOCKS
-            if waited:
+            was_locked = error.errno not in _NO_LOCKS
+            if was_locked:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield waited
+        yield was_locked
     finally:
         os.close(descriptor)
 
 
+# Files
+
+
 def _write(file: Path, encoded: Encoded) -> None:
+    """Write a data set and its digest; raises OSError, and _CannotStore for values that JSON cannot hold."""
     import pyarrow
 
+    # One record batch: rows are then views of the mapped file, without a copy.
     columns: dict[str, Any] = {
         "record": pyarrow.array([_as_json(record) for record in encoded.records], pyarrow.large_string()),
         "where": pyarrow.array([record.where for record in encoded.records], pyarrow.large_string()),
         "text": pyarrow.array(encoded.texts, pyarrow.large_string()),
     }
+    # Ragged rows as offsets and values, 64-bit offsets for data sets of more than 2**31 tokens.
     for number, rows in enumerate(encoded.tokens):
         ends = numpy.cumsum([0, *(len(row) for row in rows)], dtype=numpy.int64)
         values = pyarrow.array(numpy.concatenate([*rows]), pyarrow.int32())
@@ -200,28 +253,41 @@ def _write(file: Path, encoded: Encoded) -> None:
     batch = pyarrow.RecordBatch.from_pydict(columns)
     batch = batch.replace_schema_metadata({_REMARKS: json.dumps([*encoded.remarks])})
 
-    def write(aside: Path) -> None:
-        with pyarrow.OSFile(str(aside), "wb") as sink, pyarrow.ipc.new_file(sink, batch.schema) as writer:
+    def write_batch(path: Path) -> None:
+        with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_file(sink, batch.schema) as writer:
             writer.write_batch(batch)
 
-    # Where there are no locks, or they do not reach from host to host, several may write the same at once.
-    of_host = f"{file.name}.{socket.gethostname()}."
-    for unfinished in file.parent.glob(f"{of_host}[0-9]*"):
-        process = unfinished.name.removeprefix(of_host).partition(".")[0]
-        if not (process.isdigit() and psutil.pid_exists(int(process))):
-            unfinished.unlink(missing_ok=True)  # of a job that was killed
-    temporary = file.with_name(f"{of_host}{os.getpid()}")
+    # Without locks, or with locks that do not reach from host to host, several processes may write the same
+    # file: each has a temporary name of its own.
+    _remove_unfinished(file)
+    temporary = file.with_name(f"{_host_prefix(file)}{os.getpid()}")
     try:
-        durable.replace_file(temporary, write)
+        durable.replace_file(temporary, write_batch)
         digest = durable.digests(temporary.parent, [temporary.name])[temporary.name]
-        # First the digest: a kill before the second rename leaves a file that is made anew.
-        named = temporary.with_name(f"{temporary.name}.digest")
-        durable.write_text(named, f"{file.name} {digest}\n")
-        os.replace(named, _digest_file(file))
+
+        # First the digest: a kill between the two renames leaves a file without its digest, or with that of
+        # another file, which is made anew.
+        digest_file = temporary.with_name(f"{temporary.name}.digest")
+        durable.write_text(digest_file, f"{file.name} {digest}\n")
+        os.replace(digest_file, _digest_file(file))
         os.replace(temporary, file)
     except OSError:
         temporary.with_name(temporary.name + ".part").unlink(missing_ok=True)
         raise
+
+
+def _host_prefix(file: Path) -> str:
+    return f"{file.name}.{socket.gethostname()}."
+
+
+def _remove_unfinished(file: Path) -> None:
+    """Remove the temporary files of processes of this host that were killed while they wrote."""
+    prefix = _host_prefix(file)
+    for temporary in file.parent.glob(f"{prefix}[0-9]*"):
+        process_id = temporary.name.removeprefix(prefix).partition(".")[0]
+        is_alive = process_id.isdigit() and psutil.pid_exists(int(process_id))
+        if not is_alive:
+            temporary.unlink(missing_ok=True)
 
 
 def _digest_file(file: Path) -> Path:
@@ -229,50 +295,56 @@ def _digest_file(file: Path) -> Path:
 
 
 def _damage(file: Path) -> str | None:
-    """Return how a file differs from what was written under its name, None where it does not."""
+    """Return how a file differs from its digest, None for an intact file."""
     try:
         name, digest = _digest_file(file).read_text(encoding="utf-8").split()
     except (OSError, ValueError):
         return f"has no digest in {_digest_file(file).name}"
     if name != file.name:
         return f"has the digest of {name}"
+
     lines = durable.damages(file.parent, {file.name: digest}, [file.name])
-    return lines[0].removeprefix(f"{file.name} ") if lines else None
+    if not lines:
+        return None
+    return lines[0].removeprefix(f"{file.name} ")
 
 
 def _as_json(record: Record) -> str:
-    """Return a record's fields as text that gives them back; raises _Unfit where there is none."""
+    """Return a record's fields as JSON that reads back equal; raises _CannotStore for other values."""
     try:
-        text = _line(record)
+        text = _record_json(record)
         if json.loads(text) == record.values:
             return text
     except ValueError:
         pass
-    raise _Unfit(f"{record.where} holds values that JSON has not")
+    raise _CannotStore(f"{record.where} holds values that JSON has not")
 
 
 def _read(file: Path) -> Encoded | None:
-    """Return what a file holds, None where it is no such file."""
+    """Return the content of a file, mapped into memory; None for a file in another format."""
     import pyarrow
 
     try:
         batch = pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).get_batch(0)
-        count = batch.num_rows
-        record, where, text, *lists = batch.columns
-        tokens = [_rows_of(column) for column in lists]
+        lines, wheres, texts, *columns = batch.columns
+        tokens = tuple(_token_rows(column) for column in columns)
     except (pyarrow.ArrowException, ValueError):
         return None
+
+    # Records are parsed on access: a run needs those of a batch at a time.
     remarks = json.loads((batch.schema.metadata or {}).get(_REMARKS, b"[]"))
+    count = batch.num_rows
     return Encoded(
-        _Rows(count, lambda row: Record(json.loads(record[row].as_py()), where[row].as_py())),
-        _Rows(count, lambda row: text[row].as_py()),
-        tuple(tokens),
-        _Rows(count, lambda row: record[row].as_py()),
+        _LazyRows(count, lambda row: Record(json.loads(lines[row].as_py()), wheres[row].as_py())),
+        _LazyRows(count, lambda row: texts[row].as_py()),
+        tokens,
+        _LazyRows(count, lambda row: lines[row].as_py()),
         remarks,
     )
 
 
-def _rows_of(column: Any) -> _Rows:
+def _token_rows(column: Any) -> _LazyRows:
+    """Return the rows of a column of tokens as views of the mapped file."""
     values = column.values.to_numpy(zero_copy_only=True)
-    ends = column.offsets.to_numpy(zero_copy_only=True)
-    return _Rows(len(column), lambda row: values[ends[row] : ends[row + 1]])
+    offsets = column.offsets.to_numpy(zero_copy_only=True)
+    return _LazyRows(len(column), lambda row: values[offsets[row] : offsets[row + 1]])

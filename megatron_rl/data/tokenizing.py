@@ -1,4 +1,8 @@
-"""Prompts and responses as tokens: the model's tokenizer, chat templates, stop tokens, length limits."""
+"""Tokens of prompts and responses: the model's tokenizer, stop tokens, sampling parameters, length limits.
+
+The one idea: a text is tokenised once, in large batches, and a text far over the limit only as far as its
+length matters. Everything behind this module handles rows of int32 token ids.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,10 @@ from megatron_rl.config.sections.rollout import RolloutConfig, profile_errors, p
 from megatron_rl.data.chat_format import (
     ConversationText,
     TurnEnd,
+    added_tokens,
     find_turn_end,
+    framing_marks,
+    named_end_ids,
     text_prefix,
     turn_end_problem,
     with_prefix,
@@ -29,57 +36,34 @@ from megatron_rl.data.template_renderer import (
     TemplateRenderer,
     renderer_of,
 )
-from megatron_rl.data.visible_text import added_tokens, framing_marks, named_end_ids
-from megatron_rl.errors import UserError, UserErrors
+from megatron_rl.error_forms import missing_file
+from megatron_rl.errors import UserError, UserErrors, first_line
 from megatron_rl.progress import advance
 from megatron_rl.types import SamplingParameters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 _PIECE = 1 << 16
-"""Characters after which a long text's tokens are counted."""
+"""Characters after which the tokens of a long text are counted: most rows are shorter."""
 
 
-@dataclass(frozen=True)
-class LengthReport:
-    """Say how many of ``total`` items were longer than ``limit`` tokens, and which were the first.
-
-    ``longest`` is the length in tokens of the longest item, dropped or not, as far as it was counted.
-    """
-
-    total: int
-    over_long: int
-    limit: int
-    longest: int
-    examples: tuple[str, ...]
-
-    def line(self, kind: str = "prompts") -> str:
-        """Return one sentence for the console and the log."""
-        longest = _shown_length(self.longest, self.limit)
-        if not self.over_long:
-            return f"{self.total} {kind}, none over the limit of {self.limit} tokens (longest {longest})"
-        first = ", ".join(self.examples)
-        return (
-            f"dropped {self.over_long} of {self.total} {kind}: longer than {self.limit} tokens "
-            f"(longest {longest}); first: {first}"
-        )
+# The tokenizer and its special tokens
 
 
 def load_tokenizer(path: str | Path, now: datetime | None = None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the HF checkpoint at ``path``; raise a UserError when there is none.
+    """Load the tokenizer of the HF checkpoint at ``path``; raises UserError without one.
 
-    ``now`` is the time that its chat template may write, the present one if None.
+    ``now`` is the time that its chat template may write, by default the present one.
     """
     from transformers import AutoTokenizer
 
+    # transformers would take the path for a name on the Hub.
     if not Path(path).is_dir():
-        raise UserError(
-            f"the model directory {path} does not exist",
+        raise missing_file(
+            Path(path),
             where="model.path",
             expected="a directory with config.json, safetensors and tokenizer files",
-            got="no such directory",
             fix="set model.path to a downloaded or exported checkpoint",
         )
     try:
@@ -89,27 +73,31 @@ def load_tokenizer(path: str | Path, now: datetime | None = None) -> PreTrainedT
             f"the tokenizer of {path} cannot be loaded",
             where="model.path",
             expected="tokenizer files that transformers' AutoTokenizer reads",
-            got=str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            got=first_line(error),
             fix="copy tokenizer.json and tokenizer_config.json of the model into the directory",
         ) from None
+
     setattr(tokenizer, TIME_ATTRIBUTE, now)
     return tokenizer
 
 
 def end_token_ids(
-    tokenizer: PreTrainedTokenizerBase, model_path: str | Path | None = None, *, templated: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    model_path: str | Path | None = None,
+    *,
+    templated: bool = False,
 ) -> tuple[int, ...]:
-    """Return the ids that end a response: the tokenizer's eos first, then those that the model's files name.
+    """Return the ids that end a response: the tokenizer's EOS, then further ids of the model's files.
 
-    Responses to prompts that went through the chat template, ``templated``, also end with the token by which
-    the template ends turns.
+    Responses to prompts that went through the chat template (``templated``) also end with the token by which
+    the template ends turns. Raises UserError for a model without such a token.
     """
-    tokens = named_end_ids(tokenizer, model_path)
+    ids = named_end_ids(tokenizer, model_path)
     end = template_turn_end(tokenizer) if templated else None
     if end is not None and end.token is not None:
-        tokens = tuple(dict.fromkeys((*tokens, end.token)))
+        ids = tuple(dict.fromkeys((*ids, end.token)))
 
-    if not tokens:
+    if not ids:
         raise UserError(
             "the model names no token that ends a response",
             where="model.path",
@@ -118,11 +106,11 @@ def end_token_ids(
             got="neither",
             fix="set eos_token in tokenizer_config.json",
         )
-    return tokens
+    return ids
 
 
 def conversation_text(tokenizer: Any, ends: Sequence[int] = ()) -> ConversationText | None:
-    """Return what the tokenizer's chat template writes of conversations, None where it has no template."""
+    """Return the texts of conversations under the tokenizer's chat template, None without a template."""
     renderer = renderer_of(tokenizer)
     if renderer is None:
         return None
@@ -130,7 +118,7 @@ def conversation_text(tokenizer: Any, ends: Sequence[int] = ()) -> ConversationT
 
 
 def template_turn_end(tokenizer: Any) -> TurnEnd | None:
-    """Return what the chat template ends turns with; None without a template."""
+    """Return the end of turns under the chat template, None without a template."""
     text = conversation_text(tokenizer)
     if text is None:
         return None
@@ -139,10 +127,10 @@ def template_turn_end(tokenizer: Any) -> TurnEnd | None:
 
 
 def end_problem(tokenizer: Any, model_path: str | Path) -> UserError | None:
-    """Return the warning of a chat template whose end of a turn the model's files do not name."""
+    """Return the warning of a chat template whose end of turns the model's files do not name."""
     ends = named_end_ids(tokenizer, model_path)
-    shown = ", ".join(tokenizer.convert_ids_to_tokens(list(ends)))
-    return turn_end_problem(template_turn_end(tokenizer), ends, shown, str(model_path))
+    texts = ", ".join(tokenizer.convert_ids_to_tokens(list(ends)))
+    return turn_end_problem(template_turn_end(tokenizer), ends, texts, str(model_path))
 
 
 def template_marks(tokenizer: Any) -> set[str]:
@@ -152,15 +140,21 @@ def template_marks(tokenizer: Any) -> set[str]:
 
 def as_warning(problem: UserError) -> str:
     """Return a warning as a line for the console."""
-    details = "" if problem.got is None else f" ({problem.got})"
+    details = ""
+    if problem.got is not None:
+        details = f" ({problem.got})"
     return f"warning: {problem.message}{details}; {problem.fix}"
 
 
+# Sampling parameters
+
+
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], setting: str) -> tuple[int, ...]:
-    """Return the id of each stop string; raise a UserError for one that is not exactly one token."""
+    """Return the id of each stop string; raises UserError for one that is not exactly one token."""
     ids: list[int] = []
     for text in stop:
         tokens = tokenizer.encode(text, add_special_tokens=False)
+        # Engines stop at token ids: a string of several tokens would need the text.
         if len(tokens) != 1 or tokens[0] == tokenizer.unk_token_id:
             names = tokenizer.convert_ids_to_tokens(tokens)
             raise stop_error(setting, text, [names] if isinstance(names, str) else names)
@@ -169,67 +163,82 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], sett
 
 
 def sampling_by_task(
-    rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]
+    rollout: RolloutConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Sequence[int],
 ) -> tuple[SamplingParameters, Mapping[str, SamplingParameters]]:
-    """Return the default sampling parameters and those of each task that has a profile of its own.
+    """Return the default sampling parameters, and the parameters of each task with a profile.
 
-    A profile overrides fields of the rollout settings; its ``stop`` replaces theirs. ``ends`` always end
-    a response. A field that does not exist or is out of range raises a UserError.
+    A profile overrides fields of the rollout settings; its ``stop`` replaces theirs. The tokens ``ends``
+    always end a response. Raises UserError for a field that does not exist or is out of range.
     """
     errors = profile_errors(rollout)
     if errors:
         raise UserErrors(errors)
-    base = {name: getattr(rollout, name) for name in profile_fields()}
-    default = _parameters(base, tokenizer, ends, "rollout")
-    tasks: dict[str, SamplingParameters] = {}
+
+    # Every field of a profile is a field of the rollout settings, too.
+    defaults = {name: getattr(rollout, name) for name in profile_fields()}
+    default_parameters = _sampling_parameters(defaults, tokenizer, ends, "rollout")
+
+    parameters_by_task: dict[str, SamplingParameters] = {}
     for task, profile in rollout.sampling_profiles.items():
         setting = f"rollout.sampling_profiles.{task}"
-        tasks[task] = _parameters({**base, **profile}, tokenizer, ends, setting)
-    return default, tasks
+        values = {**defaults, **profile}
+        parameters_by_task[task] = _sampling_parameters(values, tokenizer, ends, setting)
+    return default_parameters, parameters_by_task
 
 
-def _parameters(
-    values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], setting: str
+def _sampling_parameters(
+    values: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Sequence[int],
+    setting: str,
 ) -> SamplingParameters:
-    ids = dict.fromkeys((*ends, *stop_token_ids(tokenizer, values["stop"], f"{setting}.stop")))
+    stop_ids = dict.fromkeys((*ends, *stop_token_ids(tokenizer, values["stop"], f"{setting}.stop")))
     return SamplingParameters(
         float(values["temperature"]),
         float(values["top_p"]),
         int(values["top_k"]),
         int(values["max_response_tokens"]),
-        tuple(ids),
+        tuple(stop_ids),
         float(values["min_p"]),
     )
 
 
-class PromptEncoder:
-    """Turn the prompt field of a record into tokens, through the chat template where one applies.
+# Prompts and texts as tokens
 
-    A list of messages goes through the template; a string does when ``data.chat_template`` is true, as one
-    user message. ``data.chat_template`` false forbids lists of messages.
+
+class PromptEncoder:
+    """Encoder of the prompts of one data set, through the chat template unless they bypass it.
+
+    A list of messages goes through the template; a string does with ``data.chat_template: true``, as one
+    message of the user. ``data.chat_template: false`` forbids lists of messages.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, setting: str) -> None:
-        self.tokenizer, self.data, self.setting = tokenizer, data, setting
+        self.tokenizer = tokenizer
+        self.data = data
+        self.setting = setting
 
     @cached_property
     def renderer(self) -> TemplateRenderer | None:
-        """Return the renderer of the tokenizer's chat template, None without one."""
+        """Renderer of the tokenizer's chat template, None for a tokenizer without one."""
         return renderer_of(self.tokenizer)
 
     def texts(self, records: Sequence[Record]) -> list[str]:
-        """Return the prompts as text, rendered by the chat template where they go through it."""
+        """Return the prompts as text; raises UserError as `rendered_prompts` does."""
         for record in records:
             require_prompt(record, self.data, self.setting)
 
         return rendered_prompts(records, self.data, self.setting, self.renderer)
 
     def encode(self, records: Sequence[Record], limit: int) -> tuple[list[str], list[numpy.ndarray]]:
-        """Return every record's prompt text and its tokens (int32), in order; see `encode_texts`."""
+        """Return the text and the tokens (int32) of each record's prompt, in order; see `encode_texts`."""
         texts = self.texts(records)
         tokens = encode_texts(self.tokenizer, texts, limit)
         prefix = text_prefix(self.tokenizer)
         for row, record in enumerate(records):
+            # A template writes its own BOS.
             if not templated(record, self.data):
                 tokens[row] = numpy.asarray(with_prefix(prefix, tokens[row].tolist()), numpy.int32)
 
@@ -239,117 +248,184 @@ class PromptEncoder:
 
 
 def encode_texts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], limit: int, chunk: int = 1024
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    limit: int,
+    chunk: int = 1024,
 ) -> list[numpy.ndarray]:
-    """Return the tokens (int32) of each text, without what the tokenizer puts around a text.
+    """Return the tokens (int32) of each text, without the special tokens that the tokenizer adds to a text.
 
-    A text that is far longer than ``limit`` tokens, and so of no use, is not tokenised to its end: it has the
-    tokens of a beginning that has more than `counted`.
+    A text far over ``limit`` tokens will be dropped, so that only its beginning is tokenised, one of more
+    than `counted` tokens.
     """
-    result: list[numpy.ndarray] = []
+    rows: list[numpy.ndarray] = []
     for start in range(0, len(texts), chunk):
-        part = [_cut(tokenizer, text, limit) for text in texts[start : start + chunk]]
-        encoded = tokenizer(part, add_special_tokens=False, return_attention_mask=False)
-        result.extend(numpy.asarray(ids, numpy.int32) for ids in encoded["input_ids"])  # pyright: ignore
+        batch = [_cut(tokenizer, text, limit) for text in texts[start : start + chunk]]
+        encoded = tokenizer(batch, add_special_tokens=False, return_attention_mask=False)
+        rows.extend(numpy.asarray(ids, numpy.int32) for ids in encoded["input_ids"])  # pyright: ignore
         advance("pieces of data")
-    return result
+    return rows
 
 
 def encode_pieces(
-    tokenizer: Any, rows: Sequence[Sequence[str]], limit: int, chunk: int = 256
+    tokenizer: Any,
+    rows: Sequence[Sequence[str]],
+    limit: int,
+    chunk: int = 256,
 ) -> list[list[numpy.ndarray] | None]:
-    """Return the tokens (int32) of the pieces of each row, whose text is tokenised as a whole.
+    """Tokenise the text of each row as one, and return the tokens (int32) of its pieces.
 
-    None for a row in which a token reaches from one piece into the next, and for texts that are cut, see
-    `encode_texts`.
+    The tokens are None for a row in which a token spans two pieces, for a text that is cut (see
+    `encode_texts`), and for every row of a tokenizer without offsets.
     """
     if not tokenizer.is_fast:
         return [None] * len(rows)
 
     results: list[list[numpy.ndarray] | None] = []
     for start in range(0, len(rows), chunk):
-        part = rows[start : start + chunk]
-        texts = ["".join(pieces) for pieces in part]
-        short = [row for row, text in enumerate(texts) if len(text) <= max(_PIECE, counted(limit))]
-        found: list[list[numpy.ndarray] | None] = [None] * len(part)
-        if short:
+        # Texts that `encode_texts` would cut are left to it: offsets of a cut text do not fit the pieces.
+        batch = rows[start : start + chunk]
+        texts = ["".join(pieces) for pieces in batch]
+        indices = [index for index, text in enumerate(texts) if len(text) <= max(_PIECE, counted(limit))]
+        tokens_of_rows: list[list[numpy.ndarray] | None] = [None] * len(batch)
+        if indices:
             encoded = tokenizer(
-                [texts[row] for row in short],
+                [texts[index] for index in indices],
                 add_special_tokens=False,
                 return_attention_mask=False,
                 return_offsets_mapping=True,
             )
-            for row, ids, offsets in zip(short, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-                found[row] = _split_tokens(ids, offsets, part[row])
-        results += found
+            encoded_rows = zip(indices, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+            for index, ids, offsets in encoded_rows:
+                tokens_of_rows[index] = _split_tokens(ids, offsets, batch[index])
+
+        results += tokens_of_rows
         advance("pieces of data")
     return results
 
 
 def _split_tokens(
-    ids: Sequence[int], offsets: Sequence[tuple[int, int]], pieces: Sequence[str]
+    ids: Sequence[int],
+    offsets: Sequence[tuple[int, int]],
+    pieces: Sequence[str],
 ) -> list[numpy.ndarray] | None:
-    """Return the tokens of each piece by where they start; None where one reaches over an edge."""
+    """Return the tokens of each piece by their first character; None if a token spans two pieces."""
     tokens = numpy.asarray(ids, numpy.int32)
     if not len(tokens):
         return None
 
-    starts, ends = numpy.asarray(offsets, numpy.int64).T
+    # A token that begins in front of an edge and ends behind it spans two pieces.
+    token_starts, token_ends = numpy.asarray(offsets, numpy.int64).T
     edges = numpy.cumsum([len(piece) for piece in pieces])[:-1]
-    places = numpy.searchsorted(starts, edges)
-    for edge, place in zip(edges, places, strict=True):
-        if place and ends[place - 1] > edge:
+    splits = numpy.searchsorted(token_starts, edges)
+    for edge, split in zip(edges, splits, strict=True):
+        if split and token_ends[split - 1] > edge:
             return None
-    return numpy.split(tokens, places)
+    return numpy.split(tokens, splits)
+
+
+# Limits of length
+
+
+@dataclass(frozen=True)
+class LengthReport:
+    """Numbers of items over a limit of length.
+
+    Example:
+        >>> LengthReport(100, 0, 512, 300, ()).line()
+        '100 prompts, none over the limit of 512 tokens (longest 300)'
+    """
+
+    total: int
+    """Number of items."""
+    over_long: int
+    """Number of items with more than ``limit`` tokens."""
+    limit: int
+    """Largest number of tokens of an item."""
+    longest: int
+    """Tokens of the longest item, dropped or not, as far as they were counted."""
+    examples: tuple[str, ...]
+    """Origin and length of the first items over the limit."""
+
+    def line(self, kind: str = "prompts") -> str:
+        """Return one sentence for the console and the log."""
+        maximum = _shown_length(self.longest, self.limit)
+        if not self.over_long:
+            return f"{self.total} {kind}, none over the limit of {self.limit} tokens (longest {maximum})"
+
+        first = ", ".join(self.examples)
+        return (
+            f"dropped {self.over_long} of {self.total} {kind}: longer than {self.limit} tokens "
+            f"(longest {maximum}); first: {first}"
+        )
 
 
 def counted(limit: int) -> int:
-    """Return how many tokens are counted of a text that may have ``limit``."""
+    """Return the number of tokens up to which a text with a limit of ``limit`` is counted.
+
+    Lengths up to it are exact in messages, so that a user sees how far to raise the limit.
+    """
     return 2 * limit + 1024
 
 
 def _cut(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> str:
-    """Return the text, or of one that is far longer than ``limit`` tokens a beginning that is so, too.
+    """Return the text, or the beginning of a text far over ``limit`` tokens that is over it as well.
 
-    Its pieces are counted, not its characters: a tokenizer may take any number of them for one token.
+    Tokens of its pieces are counted, not characters: a token may stand for any number of characters.
     """
+    if len(text) <= _PIECE:
+        return text
+
     tokens = 0
-    for start in range(0, len(text) if len(text) > _PIECE else 0, _PIECE):
+    for start in range(0, len(text), _PIECE):
         end = start + _PIECE
         tokens += len(tokenizer.encode(text[start:end], add_special_tokens=False))
+        # A token that spans two pieces is counted in parts, as two or more: leave room for them.
         if tokens > 2 * counted(limit):
             return text[:end]
     return text
 
 
 def _shown_length(length: int, limit: int) -> str:
-    return f"{length}" if length <= counted(limit) else f"{counted(limit)} or more"
+    if length > counted(limit):
+        return f"{counted(limit)} or more"
+    return str(length)
 
 
 def drop_over_long(
-    lengths: Sequence[int], records: Sequence[Record], limit: int, policy: str, setting: str, limited_by: str
+    lengths: Sequence[int],
+    records: Sequence[Record],
+    limit: int,
+    policy: str,
+    setting: str,
+    limited_by: str,
 ) -> tuple[list[int], LengthReport]:
-    """Return the rows within ``limit`` tokens and a report; with policy ``error`` the first longer raises.
+    """Return the indices of the items within ``limit`` tokens, and a report.
 
-    No row within the limit raises a UserError under either policy. ``setting`` names the data and
-    ``limited_by`` the limit.
+    Raises UserError for an item over the limit under the policy ``error``, and if no item is within the limit
+    under either policy. ``setting`` names the data and ``limited_by`` the limit.
     """
-    long = [row for row, length in enumerate(lengths) if length > limit]
-    longest = max(lengths)
-    if long and (policy == "error" or len(long) == len(lengths)):
-        row = long[0]
-        count = f"{len(long)} of {len(lengths)}"
+    # An error by policy, or because nothing would remain to train on.
+    over_long = [index for index, length in enumerate(lengths) if length > limit]
+    maximum = max(lengths)
+    if over_long and (policy == "error" or len(over_long) == len(lengths)):
+        first = over_long[0]
+        fix = f"raise {limited_by}"
+        if policy == "error":
+            fix += ", or set data.over_long=drop"
         raise UserError(
-            f"{count} items of {setting} are longer than the limit",
-            where=f"{records[row].where} ({setting})",
+            f"{len(over_long)} of {len(lengths)} items of {setting} are longer than the limit",
+            where=f"{records[first].where} ({setting})",
             expected=f"at most {limit} tokens",
-            got=f"{_shown_length(lengths[row], limit)} tokens there; "
-            f"the longest has {_shown_length(longest, limit)}",
-            fix=f"raise {limited_by}" + (", or set data.over_long=drop" if policy == "error" else ""),
+            got=f"{_shown_length(lengths[first], limit)} tokens there; "
+            f"the longest has {_shown_length(maximum, limit)}",
+            fix=fix,
         )
-    dropped = set(long)
-    keep = [row for row in range(len(lengths)) if row not in dropped]
+
+    # Under the policy `drop` the remaining items keep their order.
+    dropped = set(over_long)
+    remaining = [index for index in range(len(lengths)) if index not in dropped]
     examples = tuple(
-        f"{records[row].where} ({_shown_length(lengths[row], limit)} tokens)" for row in long[:3]
+        f"{records[index].where} ({_shown_length(lengths[index], limit)} tokens)" for index in over_long[:3]
     )
-    return keep, LengthReport(len(lengths), len(long), limit, longest, examples)
+    return remaining, LengthReport(len(lengths), len(over_long), limit, maximum, examples)

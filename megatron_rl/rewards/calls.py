@@ -1,6 +1,7 @@
-"""Processes that run a function of the user's: what they are asked, and what it may be called with.
+"""The trainer's side of a worker process: calls of a reward function, sent and answered.
 
-Importable without torch, so that `check` starts the same processes as a run.
+The one idea: a worker has numbered calls, and each of them is answered, lost with the process, or tried
+alone. Importable without torch, so that `check` starts the same processes as a run.
 """
 
 from __future__ import annotations
@@ -15,135 +16,189 @@ from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.contained.process import ContainedProcess, LoadFailed
 from megatron_rl.errors import UserError
 from megatron_rl.progress import advance
-from megatron_rl.rewards.worker import ARGUMENTS, GROUP, TOKENS, TURNS, Answer, Traits, answers_of
+from megatron_rl.rewards.worker import (
+    ARGUMENTS,
+    GROUP,
+    TOKENS,
+    TURNS,
+    Answer,
+    Traits,
+    answers_of,
+    parameter_hints,
+)
 
 RESTART_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds between the tries to start a process again."""
+"""Seconds between the tries to start a process again: memory that others hold is often free soon."""
 RESTART_SECONDS = 60.0
 """Time after which no further try begins."""
 GRACE_SECONDS = 2.0
-"""Time beyond its limit that a coroutine has to end where it is cancelled; then its process is replaced."""
+"""Time that a coroutine has to end after it was cancelled at its limit; then its process is replaced."""
 
 
 @dataclass
 class Call:
-    """One call of the function: of a sample, or of all samples of a group; ``rows`` says which they are."""
+    """One call of the function, for a sample or for all samples of a group."""
 
     item: dict[str, Any]
+    """Arguments by name."""
     rows: tuple[int, ...]
+    """Indices of the samples."""
     alone: bool = False
-    """It may have ended a process: it gets one for itself until it is known."""
+    """Whether it needs a process for itself: it was open when a process ended, and may be the cause."""
     since: float = 0.0
+    """Time (monotonic) at which its clock started."""
 
 
 class Worker:
-    """One worker process, and the calls that it still has to answer.
+    """Worker process, with the calls that it has not answered yet.
 
     Calls are numbered over the worker's life. A plain function answers them in that order, and the clock of
-    one starts when the one before it has ended; the calls of a coroutine function are open together.
+    one starts when the previous one has ended. The calls of a coroutine function are open at the same time.
     """
 
     def __init__(
-        self, config: RewardConfig, where: str, writes: bool = False, further: Sequence[str] = ()
+        self,
+        config: RewardConfig,
+        key: str,
+        writes: bool = False,
+        extra_arguments: Sequence[str] = (),
     ) -> None:
-        self.config, self._where, self._writes, self._further = config, where, writes, further
+        self.config = config
+        self._key = key
+        self._writes = writes
+        self._extra_arguments = extra_arguments
         self.calls: dict[int, Call] = {}
+        """Open calls by number, in the order in which they were sent."""
         self.traits = Traits()
-        self._asked = 0
+        self._next_number = 0
         self.process = ContainedProcess(
             "megatron_rl.rewards.worker:serve", asdict(config.limits), config.function or ""
         )
         self.replies = self.process.replies
 
     def await_ready(self) -> list[str]:
-        """Wait until the function is loaded, and return what is not enforced; raise UserError if it fails."""
+        """Wait until the function is loaded and return the limits that are not enforced, as texts.
+
+        Raises UserError for a function that cannot be loaded or called.
+        """
         config = self.config
+        function = config.function or ""
         try:
             ready = self.process.load(
-                config.function or "", dict(config.arguments), self._writes, config.timeout
+                function,
+                dict(config.arguments),
+                self._writes,
+                config.timeout,
             )
         except LoadFailed as error:
             raise error.as_error(
                 f"the reward function {config.function}",
-                self._where,
+                self._key,
                 "module:function or path/to/file.py:function that can be imported and called",
             ) from None
+
         self.traits = Traits.read(ready)
-        self._refuse_parameters()
+        self._require_parameters()
         return [str(item) for item in ready.get("missing", ())]
 
-    def _refuse_parameters(self) -> None:
-        """Raise UserError where the function needs what no call has, or does not take what is set for it."""
-        given = {*ARGUMENTS, TURNS, TOKENS, GROUP, *self._further}
+    def _require_parameters(self) -> None:
+        """Raise UserError for parameters that no call has, and for arguments that are not parameters."""
+        available = {*ARGUMENTS, TURNS, TOKENS, GROUP, *self._extra_arguments}
         if GROUP in self.traits.takes:
-            given.discard("response")
-        needed = sorted(self.traits.requires - given - set(self.config.arguments))
-        idle = [] if self.traits.takes_all else sorted(set(self.config.arguments) - self.traits.takes)
-        if not needed and not idle:
+            available.discard("response")
+
+        # A parameter without a default must come from a call or from `reward.arguments`; an argument that the
+        # function does not take would silently have no effect.
+        arguments = set(self.config.arguments)
+        unavailable = sorted(self.traits.requires - available - arguments)
+        unused = [] if self.traits.takes_all else sorted(arguments - self.traits.takes)
+        if not unavailable and not unused:
             return
+
         self.process.kill()
-        problems = [f"it requires {', '.join(needed)}"] if needed else []
-        problems += [f"it does not take {', '.join(idle)}, of reward.arguments"] if idle else []
+        problems = []
+        fix = "add parameters of these names, or remove the arguments"
+        if unused:
+            problems.append(f"it does not take {', '.join(unused)}, of reward.arguments")
+        if unavailable:
+            problems.insert(0, f"it requires {', '.join(unavailable)}")
+            fix = parameter_hints(unavailable) or "rename its parameters, or give them a default"
         raise UserError(
             f"the function {self.config.function} cannot be called as it will be",
-            where=self._where,
-            expected=f"parameters among {', '.join(sorted(given))}, and the names of reward.arguments",
+            where=self._key,
+            expected=f"parameters among {', '.join(sorted(available))}, and the names of reward.arguments",
             got=" and ".join(problems),
-            fix="rename its parameters, or give them a default"
-            if needed
-            else "add parameters of these names, or remove the arguments",
+            fix=fix,
         )
 
     def take(self, waiting: deque[Call], share: int) -> None:
-        """Ask for as many of the waiting calls as the worker has room for."""
-        room = self.config.concurrency - len(self.calls) if self.traits.concurrent else share
+        """Send as many of the waiting calls as the worker has room for.
+
+        ``share`` is the number for a plain function. A call that needs a process for itself is sent alone.
+        """
+        room = share
+        if self.traits.concurrent:
+            room = self.config.concurrency - len(self.calls)
+
+        # A plain function has its next calls only when it has answered the last: another worker may be
+        # quicker.
         if not waiting or (self.calls and (waiting[0].alone or not self.traits.concurrent)):
             return
         if any(call.alone for call in self.calls.values()):
             return
-        asked: list[tuple[int, dict[str, Any]]] = []
-        while waiting and len(asked) < room and not (waiting[0].alone and asked):
+
+        # Calls for one message. A call that needs the process for itself ends it, or waits for the next.
+        requests: list[tuple[int, dict[str, Any]]] = []
+        while waiting and len(requests) < room and not (waiting[0].alone and requests):
             call = waiting.popleft()
             call.since = time.monotonic()
-            self.calls[self._asked] = call
-            asked.append((self._asked, call.item))
-            self._asked += 1
+            self.calls[self._next_number] = call
+            requests.append((self._next_number, call.item))
+            self._next_number += 1
             if call.alone:
                 break
-        if asked:
-            self.process.ask(asked)
+        if requests:
+            self.process.ask(requests)
 
     @property
     def deadline(self) -> float:
-        """Return when the first of the open calls must have been answered."""
+        """Return the time (monotonic) by which the first of the open calls must have been answered."""
         if not self.traits.concurrent:
             return next(iter(self.calls.values())).since + self.config.timeout
-        # The worker itself ends a call that waits too long, if its event loop runs.
+        # The worker itself cancels a call at its limit, if its event loop runs.
         return min(call.since for call in self.calls.values()) + self.config.timeout + GRACE_SECONDS
 
     def receive(self, outcomes: list[Answer | None]) -> bool:
-        """Store the replies that have arrived; return False when the process has ended or is in disorder."""
-        frames, open_ = self.process.frames()
+        """Store the replies that have arrived; return False for a process that ended or sent nonsense."""
+        frames, is_open = self.process.frames()
         for frame in frames:
+            # User code may have written the frame: the number must be that of an open call, of a plain
+            # function that of the first.
             number = frame.get("call")
-            expected = self.traits.concurrent or number == next(iter(self.calls), None)
-            call = self.calls.get(number) if isinstance(number, int) and expected else None
-            answers = None if call is None else answers_of(frame, len(call.rows))
+            call = None
+            if isinstance(number, int) and (self.traits.concurrent or number == next(iter(self.calls), None)):
+                call = self.calls.get(number)
+            answers = None
+            if call is not None:
+                answers = answers_of(frame, len(call.rows))
             if not isinstance(number, int) or call is None or answers is None:
-                self.process.disorder = f"the worker sent what is no answer to its sample: {frame!r:.200}"
+                self.process.disorder = f"the worker sent a malformed answer: {frame!r:.200}"
                 break
+
             for row, answer in zip(call.rows, answers, strict=True):
                 outcomes[row] = answer
                 advance("rewards")
             del self.calls[number]
+
+            # The clock of the next call of a plain function starts now.
             if not self.traits.concurrent and self.calls:
                 next(iter(self.calls.values())).since = time.monotonic()
-        return open_ and self.process.disorder is None
+        return is_open and self.process.disorder is None
 
     def lost(self) -> tuple[list[Call], list[Call]]:
-        """Return the calls that ended the process, and those to be asked again, some of them alone.
+        """Return the calls that ended the process, and the calls to send again.
 
-        Which of several open calls it was, is not known: then each is tried alone.
+        Any of several open calls may be the cause: then each is tried alone.
         """
         calls = list(self.calls.values())
         if not self.traits.concurrent or len(calls) == 1:
@@ -151,9 +206,14 @@ class Worker:
         return [], [replace(call, alone=True) for call in calls]
 
 
-def loading_errors(config: RewardConfig, where: str, writes: bool, further: Sequence[str]) -> list[UserError]:
-    """Return why the function of a configuration cannot be loaded and called, by a process like a run's."""
-    worker = Worker(config, where, writes, further)
+def loading_errors(
+    config: RewardConfig,
+    key: str,
+    writes: bool,
+    extra_arguments: Sequence[str],
+) -> list[UserError]:
+    """Return why the function of a configuration cannot be loaded and called, in a process like a run's."""
+    worker = Worker(config, key, writes, extra_arguments)
     try:
         worker.await_ready()
     except UserError as error:

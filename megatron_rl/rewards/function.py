@@ -1,4 +1,9 @@
-"""Rewards from a Python function, run in worker processes with a time limit per sample."""
+"""Rewards from a Python function, run in worker processes with a time limit per sample.
+
+The one idea: a call that fails makes its sample *invalid*, with a reason, and never becomes a number. A
+worker that overruns its time, dies or sends something malformed is killed with everything it started and
+replaced; the calls that it had not answered go to the others.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,7 @@ from torch import Tensor
 from megatron_rl.config.sections.rewards import CodeConfig, RewardConfig
 from megatron_rl.contained.confinement import limit_of
 from megatron_rl.contained.process import kill_all
+from megatron_rl.error_forms import out_of_range
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.rewards import calls
@@ -23,37 +29,59 @@ from megatron_rl.rewards.calls import Call, Worker
 from megatron_rl.rewards.worker import CRASHED, GROUP, TIMEOUT, TOKENS, TURNS, Answer
 from megatron_rl.user_code import require_file
 
-LIMIT, DISORDER = "limit", "disorder"
+LIMIT = "limit"
+"""Reason of a sample: the worker went over one of its limits."""
+DISORDER = "disorder"
+"""Reason of a sample: the worker sent a malformed reply."""
 CHUNK = 64
+"""Largest number of calls that a plain function gets at once: it hides the pipe's latency."""
 Sample = Mapping[str, Any]
-"""The arguments ``prompt``, ``response``, ``ground_truth`` and ``metadata`` of a call, with those that the
+"""Arguments of a call: ``prompt``, ``response``, ``ground_truth`` and ``metadata``, with those that the
 function asks for; ``group`` is the number of the sample's group."""
-
-
 NO_METRICS = Metrics()
 
 
+# Results
+
+
 class Failure(NamedTuple):
-    """Say why the reward of ``row`` is invalid; ``reason`` is one word, such as ``timeout``."""
+    """Reason why a sample has no reward.
+
+    Example:
+        >>> Failure(3, "timeout", "ran longer than 10 s").reason
+        'timeout'
+    """
 
     row: int
+    """Index of the sample."""
     reason: str
+    """One word, for metrics."""
     message: str
+    """Details, such as the function's traceback."""
 
 
-def ending(message: str, most: int) -> str:
-    """Return the last whole lines of a message that ``most`` characters hold, or the end of its last one."""
+def ending(message: str, limit: int) -> str:
+    """Return the last complete lines of a message in ``limit`` characters, or the end of its last line."""
     text = message.strip()
-    end = text[-most:]
-    return end if len(text) <= most else end.partition("\n")[2] or end
+    if len(text) <= limit:
+        return text
+    end = text[-limit:]
+    return end.partition("\n")[2] or end
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Hold what is said of B samples, as ``answers`` and as tensors; ``measured`` is what judging took."""
+    """Rewards of B samples, with the reasons of failures.
+
+    Example:
+        >>> RewardResult([Answer(None, reward=1.0), Answer("timeout")]).valid.tolist()
+        [True, False]
+    """
 
     answers: Sequence[Answer]
+    """B answers."""
     measured: Metrics = NO_METRICS
+    """What computing the rewards took, such as requests."""
 
     @property
     def valid(self) -> Tensor:
@@ -62,13 +90,13 @@ class RewardResult:
 
     @property
     def rewards(self) -> Tensor:
-        """Return the rewards, [B] float32, NaN where the reward failed."""
+        """Return the rewards, [B] float32, NaN for invalid samples."""
         nan = float("nan")
         return torch.tensor([nan if answer.reason else answer.reward for answer in self.answers])
 
     @property
     def components(self) -> dict[str, Tensor]:
-        """Return the values of each named component, [B] float32, NaN where a sample has none."""
+        """Return the values of each named component, [B] float32, NaN for a sample without it."""
         values: dict[str, Tensor] = {}
         for row, answer in enumerate(self.answers):
             for name, value in answer.components.items():
@@ -77,7 +105,7 @@ class RewardResult:
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """Return why samples have no reward, one entry for each that has none."""
+        """Return the failure of each invalid sample."""
         return tuple(
             Failure(row, answer.reason, answer.message)
             for row, answer in enumerate(self.answers)
@@ -85,122 +113,164 @@ class RewardResult:
         )
 
     def metrics(self, reasons: Iterable[str] = ()) -> Metrics:
-        """Return what judging took, and ``reward/invalid_<reason>``: the shares of samples that failed so.
+        """Return ``measured``, and ``reward/invalid_<reason>``: the share of samples per reason.
 
-        ``reasons`` are those that other ranks know, whose samples count too.
+        ``reasons`` are the reasons on other ranks: a mean over ranks needs the samples of all ranks.
         """
+        # A reason without a failure on this rank still counts its samples.
         counts = Counter(failure.reason for failure in self.failures)
         total = float(len(self.answers))
         result = self.measured
         for reason in sorted({*counts, *reasons}):
-            result += Metrics.mean(f"reward/invalid_{reason}", float(counts[reason]), total)
+            result += Metrics.mean(
+                f"reward/invalid_{reason}",
+                float(counts[reason]),
+                total,
+            )
         return result
 
 
+# The function and its workers
+
+
 class FunctionReward:
-    """Score responses with the function that ``config.function`` names, in ``config.workers`` processes.
+    """Reward from the function that ``config.function`` names, in ``config.workers`` processes.
 
-    A sample whose call raises, returns something other than finite numbers, runs longer than
-    ``config.timeout`` seconds, goes over one of ``config.limits`` or ends its process is invalid; its reward
-    never becomes a number. A worker that overran its time or died is killed with everything it started, and
-    replaced. The constructor loads the function in every worker and raises a UserError when that fails;
-    ``missing`` then says in words what of the limits this machine's kernel does not enforce, and ``takes``
-    what samples must have beside the usual: `TURNS`, `TOKENS`, and whether they come by `GROUP`.
+    A sample is invalid if its call raises, returns something other than finite numbers, runs longer than
+    ``config.timeout`` seconds, goes over one of ``config.limits`` or ends its process. The constructor loads
+    the function in every worker and raises UserError if that fails. Then ``missing`` are the limits that this
+    machine's kernel does not enforce, as texts, and ``takes`` are the further names that samples must have:
+    `TURNS`, `TOKENS`, and `GROUP` for a function that is called once per group.
 
-    ``where`` and ``name`` are the section and the key that name the function to the user; ``key`` is where it
-    stands apart from its limits. One that ``writes`` returns text for a sample, or a list of messages, and no
-    reward. Samples have the ``further`` names beside the usual ones.
+    ``section`` and ``name`` are the section and the key that name the function to the user; ``key`` is the
+    complete key if it is in another section than the function's limits. A function that ``writes`` returns
+    text or a list of messages for a sample, and no reward. ``extra_arguments`` are names that samples have
+    beside the usual ones of `Sample`.
     """
 
     def __init__(
         self,
         config: RewardConfig,
-        where: str = "reward",
+        section: str = "reward",
         name: str = "function",
         *,
         key: str = "",
         writes: bool = False,
-        further: Sequence[str] = (),
+        extra_arguments: Sequence[str] = (),
     ) -> None:
-        self.config, self._where, self._name, self._writes = config, where, key or f"{where}.{name}", writes
-        self._further = further
-        check_spec(config.function or "", self._name)
-        if config.timeout <= 0 or config.workers < 1:
-            raise UserError(
-                "the reward settings are out of range",
-                where=f"{where}.timeout" if config.timeout <= 0 else f"{where}.workers",
-                expected="a time limit above 0 s and at least one worker",
-                got=f"timeout {config.timeout}, workers {config.workers}",
+        self.config = config
+        self._section = section
+        self._key = key or f"{section}.{name}"
+        self._writes = writes
+        self._extra_arguments = extra_arguments
+        check_spec(config.function or "", self._key)
+        if config.timeout <= 0:
+            raise out_of_range(
+                f"{section}.timeout",
+                config.timeout,
+                "a time limit above 0 s",
             )
+        if config.workers < 1:
+            raise out_of_range(
+                f"{section}.workers",
+                config.workers,
+                "at least one worker",
+            )
+
         self._workers: list[Worker] = []
-        self._no_worker = ""
+        self._start_failure = ""
+        """Reason why the last attempt to replace a worker failed."""
         self._finalizer = weakref.finalize(self, kill_all, self._workers)
         try:
+            # All processes start before the first is waited for: they import at the same time.
             for _ in range(config.workers):
-                self._workers.append(self._begin())
-            missing = [worker.await_ready() for worker in self._workers]
+                self._workers.append(self._new_worker())
+            unenforced_limits = [worker.await_ready() for worker in self._workers]
         except BaseException:
             self.close()
             raise
-        self.missing: tuple[str, ...] = tuple(missing[0])
+        self.missing: tuple[str, ...] = tuple(unenforced_limits[0])
         self.takes = self._workers[0].traits.takes & {TURNS, TOKENS, GROUP}
 
-    def _begin(self) -> Worker:
-        return Worker(self.config, self._name, self._writes, self._further)
+    def _new_worker(self) -> Worker:
+        return Worker(self.config, self._key, self._writes, self._extra_arguments)
 
     def score(self, samples: Sequence[Sample]) -> RewardResult:
         """Return rewards, validity, components and failures of B samples, in their order."""
         return RewardResult(self.answers(samples))
 
     def answers(self, samples: Sequence[Sample]) -> list[Answer]:
-        """Return what the function says of B samples, in their order."""
+        """Return the function's answers for B samples, in their order."""
         if not self._finalizer.alive:
             raise RuntimeError("the reward workers are closed")
+
         outcomes: list[Answer | None] = [None] * len(samples)
         waiting = deque(self._calls(samples))
         try:
-            while samples and len(self._workers) < self.config.workers and self._begin_again() is not None:
-                pass  # one could not be started when it was to be replaced
+            # A worker that could not be replaced in an earlier round.
+            while samples and len(self._workers) < self.config.workers:
+                if self._restart() is None:
+                    break
             self._serve(waiting, outcomes)
-        except BaseException:  # an interrupted worker may still hold half its calls
+        except BaseException:  # an interrupted worker may still have half its calls
             self.close()
             raise
         return [answer for answer in outcomes if answer is not None]
 
     def _calls(self, samples: Sequence[Sample]) -> list[Call]:
-        if GROUP not in self.takes:
-            alone = [{name: value for name, value in one.items() if name != GROUP} for one in samples]
-            return [Call(item, (row,)) for row, item in enumerate(alone)]
-        groups = rows_by_group(samples)
-        return [Call(_of_group([samples[row] for row in rows]), tuple(rows)) for rows in groups]
+        """Return the calls for the samples: one per sample, or one per group."""
+        if GROUP in self.takes:
+            groups = rows_by_group(samples)
+            return [Call(_group_arguments([samples[row] for row in rows]), tuple(rows)) for rows in groups]
 
-    def _serve(self, waiting: deque[Call], outcomes: list[Answer | None]) -> None:
+        calls_of_samples = []
+        for row, sample in enumerate(samples):
+            arguments = {name: value for name, value in sample.items() if name != GROUP}
+            calls_of_samples.append(Call(arguments, (row,)))
+        return calls_of_samples
+
+    def _serve(
+        self,
+        waiting: deque[Call],
+        outcomes: list[Answer | None],
+    ) -> None:
+        """Send the waiting calls to the workers and store every outcome, until none is open."""
+        # At least two rounds per worker, so that a slow call does not hold up those behind it.
         share = max(1, min(CHUNK, -(-len(waiting) // (2 * len(self._workers)))))
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(worker.replies, selectors.EVENT_READ, worker)
+
             while True:
                 for worker in self._workers:
                     worker.take(waiting, share)
-                busy = [worker for worker in self._workers if worker.calls]
-                if not busy and waiting and not self._workers:
-                    self._give_up(waiting, outcomes)
-                if not busy:
+                busy_workers = [worker for worker in self._workers if worker.calls]
+                if not busy_workers and waiting and not self._workers:
+                    self._fail_waiting(waiting, outcomes)
+                if not busy_workers:
                     return
-                soonest = min(worker.deadline for worker in busy)
-                for key, _ in selector.select(max(0.0, soonest - time.monotonic())):
+
+                deadline = min(worker.deadline for worker in busy_workers)
+                for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
                     if not key.data.receive(outcomes):
                         self._replace(selector, key.data, waiting, outcomes, CRASHED)
+
+                # A worker that has just ended is a crash, which the next `select` reports.
                 now = time.monotonic()
                 for worker in list(self._workers):
                     if worker.calls and now >= worker.deadline and not worker.process.wait(0):
                         self._replace(selector, worker, waiting, outcomes, TIMEOUT)
 
-    def _give_up(self, waiting: deque[Call], outcomes: list[Answer | None]) -> None:
-        """Make the samples invalid for which no process could be started."""
-        message = f"no process of {self._name} could be started again: {self._no_worker}"
-        for row in (row for call in waiting for row in call.rows):
-            outcomes[row] = Answer(CRASHED, message)
+    def _fail_waiting(
+        self,
+        waiting: deque[Call],
+        outcomes: list[Answer | None],
+    ) -> None:
+        """Make the samples of the waiting calls invalid: no process could be started."""
+        message = f"no process of {self._key} could be started again: {self._start_failure}"
+        for call in waiting:
+            for row in call.rows:
+                outcomes[row] = Answer(CRASHED, message)
 
     def _replace(
         self,
@@ -210,52 +280,63 @@ class FunctionReward:
         outcomes: list[Answer | None],
         reason: str,
     ) -> None:
+        """Kill a worker, settle its calls and start another in its place."""
         selector.unregister(worker.replies)
         status = worker.process.kill()
-        guilty, again = worker.lost()
-        for row in (row for call in guilty for row in call.rows):
-            outcomes[row] = Answer(*self._why(worker, reason, status))
-        waiting.extendleft(reversed(again))
+
+        # The calls that may have caused it fail; the others go back to the front of the queue.
+        failed_calls, retried_calls = worker.lost()
+        for call in failed_calls:
+            for row in call.rows:
+                outcomes[row] = Answer(*self._failure(worker, reason, status))
+        waiting.extendleft(reversed(retried_calls))
+
         self._workers.remove(worker)
-        fresh = self._begin_again()
-        if fresh is not None:
-            selector.register(fresh.replies, selectors.EVENT_READ, fresh)
+        replacement = self._restart()
+        if replacement is not None:
+            selector.register(replacement.replies, selectors.EVENT_READ, replacement)
 
-    def _begin_again(self) -> Worker | None:
-        """Start a worker in the place of one that is gone, with some tries; None where all of them fail.
+    def _restart(self) -> Worker | None:
+        """Start a worker in the place of a lost one, with some tries; None if all of them fail.
 
-        The function loaded before, so a failure is that of the moment: the process was killed, or the
-        machine is out of memory.
+        The function loaded before, so that a failure is temporary: the process was killed, or the machine is
+        out of memory.
         """
-        begun = time.monotonic()
+        started = time.monotonic()
         for wait in (*calls.RESTART_WAITS, None):
-            worker = self._begin()
-            self._workers.append(worker)  # so that a closed reward ends it, too
+            worker = self._new_worker()
+            self._workers.append(worker)  # `close` from another thread ends it, too
             try:
                 worker.await_ready()
             except UserError as error:
                 self._workers.remove(worker)
                 worker.process.kill()
-                self._no_worker = str(error.got)
+                self._start_failure = str(error.got)
             else:
                 return worker
-            if wait is None or time.monotonic() - begun > calls.RESTART_SECONDS:
+
+            if wait is None or time.monotonic() - started > calls.RESTART_SECONDS:
                 break
             time.sleep(wait)
         return None
 
-    def _why(self, worker: Worker, reason: str, status: int) -> tuple[str, str]:
-        """Return the reason and the message of a sample on which a worker had to be replaced."""
+    def _failure(
+        self,
+        worker: Worker,
+        reason: str,
+        status: int,
+    ) -> tuple[str, str]:
+        """Return the reason and the message of a sample over which a worker was replaced."""
         if reason == TIMEOUT:
             return TIMEOUT, f"ran longer than {self.config.timeout:g} s"
         if worker.process.disorder is not None:
             return DISORDER, worker.process.disorder
-        if words := limit_of(status, asdict(self.config.limits), f"{self._where}.limits"):
-            return LIMIT, words
+        if message := limit_of(status, asdict(self.config.limits), f"{self._section}.limits"):
+            return LIMIT, message
         return CRASHED, f"the worker process ended with status {status}"
 
     def close(self) -> None:
-        """Kill the workers; scoring afterwards raises RuntimeError."""
+        """Kill the workers; `score` raises RuntimeError from then on."""
         self._finalizer()
 
     def __enter__(self) -> FunctionReward:
@@ -266,26 +347,30 @@ class FunctionReward:
 
 
 def rows_by_group(samples: Sequence[Sample]) -> list[list[int]]:
-    """Return the rows of each group of samples; one that names no group is a group of its own."""
+    """Return the rows of each group of samples; a sample without a group is a group of its own."""
     groups: dict[Any, list[int]] = {}
     for row, sample in enumerate(samples):
         groups.setdefault(sample.get(GROUP, row), []).append(row)
     return list(groups.values())
 
 
-def _of_group(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the arguments of a call for a group: what its samples share, and lists of what they do not."""
-    lists = {name: [sample[name] for sample in samples] for name in (TURNS, TOKENS) if name in samples[0]}
-    group = {GROUP: [sample["response"] for sample in samples]}
-    return {name: value for name, value in samples[0].items() if name != "response"} | lists | group
+def _group_arguments(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return the arguments of a call for a group: shared values, and lists of those per sample."""
+    arguments = {name: value for name, value in samples[0].items() if name != "response"}
+    for name in (TURNS, TOKENS):
+        if name in samples[0]:
+            arguments[name] = [sample[name] for sample in samples]
+    arguments[GROUP] = [sample["response"] for sample in samples]
+    return arguments
 
 
 def code_reward(config: CodeConfig) -> FunctionReward:
-    """Return what judges programs by tests, see `run_tests`."""
+    """Return the reward of programs by their tests, see `run_tests`."""
     arguments = {name: getattr(config, name) for name in ("scoring", "test_timeout", "timeout")}
     settings = RewardConfig(
         "megatron_rl.rewards.code:run_tests",
         arguments,
+        # The function ends by itself within `timeout`; a test that has just begun may take its own time.
         timeout=config.timeout + config.test_timeout,
         workers=config.workers,
         limits=config.limits,
@@ -293,15 +378,15 @@ def code_reward(config: CodeConfig) -> FunctionReward:
     return FunctionReward(settings, "reward.code")
 
 
-def check_spec(spec: str, where: str = "reward.function") -> None:
-    """Raise a UserError unless ``spec`` has the form ``module:function`` or names an existing file."""
-    place, separator, name = spec.rpartition(":")
-    if not separator or not place or not name:
+def check_spec(spec: str, key: str = "reward.function") -> None:
+    """Raise UserError unless ``spec`` has the form ``module:function`` and its file, if any, exists."""
+    module, separator, name = spec.rpartition(":")
+    if not separator or not module or not name:
         raise UserError(
             "the reward function's name is incomplete",
-            where=where,
+            where=key,
             expected="module:function or path/to/file.py:function",
             got=repr(spec),
             fix="add ':' and the function's name",
         )
-    require_file(place, where, "reward file")
+    require_file(module, key, "reward file")

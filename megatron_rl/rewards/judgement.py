@@ -1,4 +1,4 @@
-"""What a judge is asked, and what its answer means; importable without torch."""
+"""Prompt for a language model as a judge, and the verdict in its text; importable without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 JUDGEMENT = "judgement"
+"""Argument of a parser: the judge's text."""
 PLACEHOLDERS = ("prompt", "response", "ground_truth")
+"""Names in braces that a template may have."""
 _PLACEHOLDER = re.compile(r"\{(" + "|".join(PLACEHOLDERS) + r")\}")
 _SCORE = re.compile(
     r"^[ \t*#>]*score[ \t*]*[:=][ \t*]*(\d+(?:\.\d+)?|\.\d+)[ \t*.]*\r?$", re.IGNORECASE | re.MULTILINE
@@ -15,7 +17,7 @@ _SCORE = re.compile(
 
 
 def filled(template: str, sample: Mapping[str, Any]) -> str:
-    """Return ``template`` with its placeholders replaced, once: what a response says is not looked at.
+    """Return ``template`` with its placeholders replaced in one pass: a response cannot add placeholders.
 
     Example:
         >>> filled("{prompt} {response} {n}", {"prompt": "{response}", "response": "4", "ground_truth": 4})
@@ -25,17 +27,22 @@ def filled(template: str, sample: Mapping[str, Any]) -> str:
 
 
 def is_function(template: str) -> bool:
-    """Say whether a template is the name of a function, and not the text itself."""
+    """Return whether a template is the name of a function, and not the text itself."""
     return ":" in template and not any(mark in template for mark in "{ \n")
 
 
 def score_line(*, judgement: str, **_: Any) -> float | None:
-    """Return the number of the last line ``Score: N``, None where there is none from 0 to 1.
+    """Return the number of the last line ``Score: N``; None without such a line and for a number above 1.
 
     Example:
         >>> score_line(judgement="Right but for the unit.\\n**Score: 0.5**")
         0.5
     """
     scores = _SCORE.findall(judgement)
-    score = float(scores[-1]) if scores else None
-    return score if score is not None and score <= 1 else None
+    if not scores:
+        return None
+
+    score = float(scores[-1])
+    if score > 1:
+        return None
+    return score

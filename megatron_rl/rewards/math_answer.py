@@ -1,8 +1,8 @@
 """Rewards for word problems whose response ends in a marked answer: ``#### 18`` or ``\\boxed{18}``.
 
-``####`` is also Markdown's heading of level four. So a line behind it is an answer where it begins with a
-number, but for words such as "The answer is"; any other is a heading, and counts only where a response has no
-other mark.
+``####`` is also Markdown's heading of level four. So a line behind it is an answer if it begins with a
+number, apart from words such as "The answer is". Any other line is a heading, which counts only in a response
+without another mark.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from fractions import Fraction
 from typing import Any
 
 SECONDS = 3
-"""Time that reading or comparing an answer may take."""
+"""Time that parsing or comparing an answer may take."""
 _MARK = re.compile(r"#{4,}[ \t]*")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _ONE_TOKEN = re.compile(r"-?\d[\d,]*(?:\.\d+)?|\\?[A-Za-z]+|\S")
-"""What an unbraced ``\\boxed`` holds: a number, a command, or one character."""
+"""Content of an unbraced ``\\boxed``: a number, a command, or one character."""
 _EMPHASIS = "*_` \t"
+"""Characters of Markdown around an answer."""
 _LEAD_IN = re.compile(
     r"(?:(?:so|thus|hence|therefore|the|final|correct|answer|result|solution|total|is|are|equals?|of)\b"
     r"[ \t,:*_]*)+",
@@ -32,7 +33,7 @@ _UNIT = (
     r"(?:[kcm]?m|k?g|mg|m?[lL]|ft|in|mi|lbs?|oz|hrs?|[sh]|mph"
     r"|(?!sqrt|sin|cos|tan|log|exp|mod|theta|alpha|beta|gamma|lambda|infinity)[^\W\d_]{3,})"
 )
-"""A word behind a number that is no part of an expression, as ``pi`` and ``xy`` may be."""
+"""Word behind a number that is a unit, unlike functions, Greek letters and products such as ``xy``."""
 _WITH_UNIT = re.compile(rf"({_NUMBER}\s*%?)(?:\s+\(?{_UNIT}(?![^\W_])[.)]?)+\W*")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;! ]|[\u00a0\u2009\u202f]|\{,\})(?=\d{3}(?!\d))")
 _PLAIN_NUMBER = re.compile(r"[-+]?[\d.]{1,100}(?:[eE][-+]?\d{1,2}|/\d{1,100})?", re.ASCII)
@@ -49,7 +50,9 @@ def _boxes(text: str) -> Iterator[tuple[int, str]]:
                 yield match.start(), token[0]
             continue
 
-        depth, position = 0, begin
+        # The box ends at the brace that closes its first one.
+        depth = 0
+        position = begin
         while position < len(text):
             if text[position] == "\\":
                 position += 2  # an escaped brace encloses nothing
@@ -64,7 +67,7 @@ def _boxes(text: str) -> Iterator[tuple[int, str]]:
 
 
 def last_boxed(text: str) -> str | None:
-    """Return what the last closed ``\\boxed{…}`` or ``\\fbox{…}`` holds; None without one.
+    """Return the content of the last closed ``\\boxed{…}`` or ``\\fbox{…}``; None without one.
 
     Example:
         >>> last_boxed("so \\\\boxed{\\\\frac{1}{2}}, or \\\\boxed{")
@@ -74,12 +77,14 @@ def last_boxed(text: str) -> str | None:
 
 
 def _lines_behind_marks(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the position of each ``####`` and its line; the next one where it only announces an answer."""
+    """Yield the position of each ``####`` with its line, or the next line if it only announces an answer."""
     for match in _MARK.finditer(text):
-        line, _, rest = text[match.end() :].partition("\n")
-        if not _LEAD_IN.sub("", line.strip(_EMPHASIS + ":"), count=1).strip(_EMPHASIS + ":"):
-            following = rest.strip().partition("\n")[0]
-            line = following if _BEGINS_WITH_NUMBER.match(bare(following)) or not line.strip() else line
+        line, _, text_below = text[match.end() :].partition("\n")
+        announcement = _LEAD_IN.sub("", line.strip(_EMPHASIS + ":"), count=1)
+        if not announcement.strip(_EMPHASIS + ":"):
+            next_line = text_below.strip().partition("\n")[0]
+            if _BEGINS_WITH_NUMBER.match(bare(next_line)) or not line.strip():
+                line = next_line
         yield match.start(), line
 
 
@@ -91,40 +96,49 @@ def bare(line: str) -> str:
         '1,200'
     """
     text = line.strip(_EMPHASIS)
-    text = _LEAD_IN.sub("", text, count=1) if _LEAD_IN.match(text) else text
+    if _LEAD_IN.match(text):
+        text = _LEAD_IN.sub("", text, count=1)
     text = text.strip(_EMPHASIS + ":=")
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip(_EMPHASIS)
+
+    # Delimiters of LaTeX's inline formulas.
     if text.startswith("\\(") and text.endswith("\\)"):
         text = text[2:-2].strip()
     if len(text) > 1 and text.startswith("$") and text.endswith("$"):
         text = text[1:-1].strip()
+
     return _CURRENCY.sub("", text, count=1)
 
 
 def without_unit(answer: str) -> str:
-    """Return a number without the words behind it and without marks of thousands, other answers as they are.
+    """Return a number without its unit and without separators of thousands; other answers unchanged.
 
     Example:
         >>> without_unit("18 dollars"), without_unit("x + 2"), without_unit("1 200")
         ('18', 'x + 2', '1200')
     """
+    # Separators of thousands: LaTeX's, spaces of other widths, and plain spaces.
     text = _THOUSANDS.sub("", answer.strip())
     if _SPACED_THOUSANDS.fullmatch(text):
         text = text.replace(" ", "")
+
     match = _WITH_UNIT.fullmatch(text)
-    return match[1].strip() if match is not None else text
+    if match is None:
+        return text
+    return match[1].strip()
 
 
 def marked_answer(text: str) -> str | None:
     """Return the last answer that a text marks with ``####`` or a box, without its unit; None without one.
 
-    A line behind ``####`` that begins with no number counts where there is no other mark.
+    A line behind ``####`` that does not begin with a number counts only in a text without another mark.
 
     Example:
         >>> marked_answer("#### Solution\\n2 + 3 = 5, so \\\\boxed{5}")
         '5'
     """
+    # Boxes and lines behind marks by position: the last one counts.
     answers = list(_boxes(text))
     headings: list[str] = []
     for position, line in _lines_behind_marks(text):
@@ -133,13 +147,16 @@ def marked_answer(text: str) -> str | None:
             answers.append((position, answer.rpartition("=")[2].strip() or answer))
         elif answer and not _BOX.search(line):
             headings.append(answer)
+
     if answers:
         return without_unit(max(answers)[1])
-    return headings[-1] if headings else None
+    if headings:
+        return headings[-1]
+    return None
 
 
 def _number(text: str) -> Fraction | None:
-    """Return a plain number's value; None for anything else."""
+    """Return the value of a plain number, None for any other text."""
     plain = text.replace(",", "").replace(" ", "").replace("\u2212", "-")
     if not _PLAIN_NUMBER.fullmatch(plain):
         return None
@@ -150,33 +167,40 @@ def _number(text: str) -> Fraction | None:
 
 
 def equal(answer: str, expected: str) -> bool:
-    """Return whether two mathematical expressions are the same, by math-verify: ``0.5`` and ``\\frac{1}{2}``.
+    """Return whether two mathematical expressions are equal, such as ``0.5`` and ``\\frac{1}{2}``.
 
-    A comparison that takes longer than `SECONDS` is no. Call it in the main thread.
+    A comparison by math-verify that takes longer than `SECONDS` counts as unequal. Call it in the main
+    thread: math-verify limits its time with a signal.
     """
     from math_verify import parse, verify
 
     if answer == expected:
         return True
-    given_number, expected_number = _number(answer), _number(expected)
-    if given_number is not None and given_number == expected_number:
+
+    # Plain numbers need no parser, and most answers are plain numbers.
+    number = _number(answer)
+    if number is not None and number == _number(expected):
         return True
-    gold, given = (parse(f"\\boxed{{{text}}}", parsing_timeout=SECONDS) for text in (expected, answer))
-    return verify(gold, given, timeout_seconds=SECONDS)
+
+    expected_expressions = parse(f"\\boxed{{{expected}}}", parsing_timeout=SECONDS)
+    expressions = parse(f"\\boxed{{{answer}}}", parsing_timeout=SECONDS)
+    return verify(expected_expressions, expressions, timeout_seconds=SECONDS)
 
 
 def marked_number(
     *, prompt: str, response: str, ground_truth: Any, metadata: Mapping[str, Any], format_reward: float = 0.0
 ) -> dict[str, float]:
-    """Return reward 1 for an answer equal to the ground truth, plus the parts it is made of.
+    """Return reward 1 for a marked answer that is equal to the ground truth, with its components.
 
-    The ground truth may be a plain answer or a whole solution with a marked answer (GSM8K); see `equal`.
-    ``format_reward`` is what a marked but wrong answer earns.
+    The ground truth is a plain answer, or a complete solution with a marked answer as in GSM8K; see `equal`.
+    ``format_reward`` is the reward of a marked answer that is wrong.
     """
     truth = str(ground_truth)
     expected = marked_answer(truth) or without_unit(truth)
     answer = marked_answer(response)
     if answer is None:
         return {"reward": 0.0, "correct": 0.0, "formatted": 0.0}
-    same = equal(answer, expected)
-    return {"reward": 1.0 if same else format_reward, "correct": float(same), "formatted": 1.0}
+
+    is_correct = equal(answer, expected)
+    reward = 1.0 if is_correct else format_reward
+    return {"reward": reward, "correct": float(is_correct), "formatted": 1.0}

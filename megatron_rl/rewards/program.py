@@ -1,9 +1,13 @@
 """The process of a program under test, and the values that cross between it and its test.
 
 A test runs in a process of its own (`megatron_rl.rewards.code`) and uses the program from there: it looks
-names up, calls what they name and gets values back. Plain values are carried over by their structure, never
-by ``repr`` or pickle, so that the program decides what it answers and nothing about how the answer is
-compared. Everything else stays in the program's process and is a `Remote` in the test's.
+names up, calls them and gets values back. The one idea: plain values are carried over by their structure,
+never by ``repr`` or pickle, so that the program decides its answers and not how they are compared. Every
+other value stays in the program's process and is a `Remote` in the test's.
+
+Both ends are a `Peer` on two pipes. A message is a length and JSON: ``["ask", operation, operands]``,
+answered by ``["value", value, arguments after the call]`` or ``["error", type, message]``. Either end may ask
+while it waits for an answer, as in a test that hands over a function.
 
 This file is also the main module of a program: ``python program.py SOURCE READS WRITES``. It needs the
 standard library alone.
@@ -32,7 +36,7 @@ LARGEST_VALUE = 2**20
 """Bytes of a value that crosses; a larger one is an error."""
 _HEADER = struct.Struct("<Q")
 _EXACT_INTEGER = 2**53
-"""Integers beyond it are written in hexadecimal, which has no limit of digits."""
+"""Integers beyond it are written in hexadecimal: Python limits the digits of decimal ones."""
 _VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
 _BY_TEXT = {
     "Decimal": decimal.Decimal,
@@ -41,6 +45,7 @@ _BY_TEXT = {
     "date": datetime.date.fromisoformat,
     "time": datetime.time.fromisoformat,
 }
+"""Functions that read a value from its text, by tag."""
 _LOOKUPS = ("getitem", "setitem", "neg", "pos", "abs")
 _COMPARISONS = ("contains", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 """Operators by which an object of the program could answer to an expected value: ``abs(f(2) - 4) < 1e-6``."""
@@ -51,17 +56,31 @@ class CannotCompare(Exception):
 
 
 class ProgramEnded(Exception):
-    """The other process has ended, or sent what is no message."""
+    """The other process has ended, or sent a malformed message."""
 
 
 class Remote:
-    """An object that stays in the program's process, used from the test's.
+    """Object in the program's process, used from the test's.
 
     ``mine`` is whether its class is the program's own, ``compares`` whether its class defines equality.
     """
 
-    def __init__(self, peer: Peer, number: int, kind: str, mine: bool, compares: bool) -> None:
-        self.__dict__.update(_peer=peer, _number=number, _kind=kind, _mine=mine, _compares=compares)
+    def __init__(
+        self,
+        peer: Peer,
+        number: int,
+        kind: str,
+        mine: bool,
+        compares: bool,
+    ) -> None:
+        # `__setattr__` would set them on the program's object.
+        self.__dict__.update(
+            _peer=peer,
+            _number=number,
+            _kind=kind,
+            _mine=mine,
+            _compares=compares,
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__array"):  # NumPy's protocols: asked for by trusted code, not by the test
@@ -71,13 +90,14 @@ class Remote:
     def __setattr__(self, name: str, value: Any) -> None:
         self._peer.ask("set_attribute", self, name, value)
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._peer.call(self, arguments, named)
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._peer.call(self, arguments, keywords)
 
-    def __eq__(self, other: object) -> bool:
-        if other is self:
+    def __eq__(self, value: object) -> bool:
+        if value is self:
             return True
-        if not self._compares or (self._mine and not isinstance(other, Remote)):
+        # Equality that the program defines is no equality, and no plain value equals an object of its class.
+        if not self._compares or (self._mine and not isinstance(value, Remote)):
             return False
         raise self._peer.cannot_compare(f"a value of type {self._kind} cannot be carried over to its test")
 
@@ -108,10 +128,12 @@ class Remote:
 
 
 def _operation(name: str) -> Callable[..., Any]:
-    def operate(self: Remote, *others: Any) -> Any:
-        if name in _COMPARISONS and not all(isinstance(other, Remote) for other in others):
+    """Return the method of `Remote` for one of Python's operators."""
+
+    def operate(self: Remote, *operands: Any) -> Any:
+        if name in _COMPARISONS and not all(isinstance(operand, Remote) for operand in operands):
             raise self._peer.cannot_compare(f"only the program knows `{name}` of its {self._kind}")
-        return self._peer.ask("operator", name, self, *others)
+        return self._peer.ask("operator", name, self, *operands)
 
     return operate
 
@@ -123,36 +145,51 @@ for _name in (*_LOOKUPS, *_COMPARISONS):
 class Peer:
     """One end of the conversation between a program and its test.
 
-    ``names`` are those that the other end may look up: the program's, and none of the test's. An end with
-    names also lets its objects be looked into; of the other end the objects can be called, and nothing more.
+    ``names`` are the names that the other end may look up: the program's, and None at the test's end. An end
+    with names also lets its objects be examined; objects of the other end can only be called.
     """
 
-    def __init__(self, reads: int, writes: int, names: Mapping[str, Any] | None = None) -> None:
-        self._reads, self._writes = os.fdopen(reads, "rb"), os.fdopen(writes, "wb")
+    def __init__(
+        self,
+        reads: int,
+        writes: int,
+        names: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._reader = os.fdopen(reads, "rb")
+        self._writer = os.fdopen(writes, "wb")
         self._names = names
         self._objects: list[Any] = []
+        """Objects of this end that the other end refers to, by number."""
         self._numbers: dict[int, int] = {}
+        """Numbers of these objects by ``id``."""
         self._remotes: dict[int, Remote] = {}
+        """Objects of the other end by number."""
         self.reason: str | None = None
+        """Reason why the test has no outcome, None while it has one."""
 
     def cannot_compare(self, reason: str) -> CannotCompare:
-        """Note that the test has no outcome, whatever catches the error, and return the error."""
+        """Note that the test has no outcome, even if the test catches the error, and return the error."""
         self.reason = self.reason or reason
         return CannotCompare(reason)
 
     def ask(self, operation: str, *operands: Any) -> Any:
-        """Have the other end do something and return the result; raises what it raised there."""
+        """Return the result of an operation at the other end, or raise its error."""
         self._send(["ask", operation, [self.encode(operand) for operand in operands]])
-        return self._await()[0]
+        value, _ = self._await_value()
+        return value
 
-    def call(self, function: Remote, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Call an object of the other end; what it changes in lists, sets and mappings is changed here."""
-        self._send(
-            ["ask", "call", [self.encode(function), self.encode(list(arguments)), self.encode(dict(named))]]
-        )
-        value, after = self._await()
-        for before, now in zip(arguments, after, strict=True):
-            _become(before, now)
+    def call(
+        self,
+        function: Remote,
+        arguments: Sequence[Any],
+        keywords: Mapping[str, Any],
+    ) -> Any:
+        """Call an object of the other end; its changes to lists, sets and mappings are made here, too."""
+        operands = [self.encode(function), self.encode(list(arguments)), self.encode(dict(keywords))]
+        self._send(["ask", "call", operands])
+        value, changed_arguments = self._await_value()
+        for before, after in zip(arguments, changed_arguments, strict=True):
+            _copy_into(before, after)
         return value
 
     def serve(self) -> None:
@@ -164,7 +201,8 @@ class Peer:
                 return
             self._answer(operation, operands)
 
-    def _await(self) -> tuple[Any, Any]:
+    def _await_value(self) -> tuple[Any, Any]:
+        """Return the other end's value and arguments after the call; answer its requests meanwhile."""
         while True:
             kind, *content = self._receive()
             if kind == "ask":
@@ -175,10 +213,10 @@ class Peer:
                 raise _error(*content)
 
     def _answer(self, operation: str, operands: Sequence[Any]) -> None:
+        """Perform an operation for the other end and send its value or error."""
         try:
-            value, after = self._do(operation, [self.decode(operand) for operand in operands])
-            answer = ["value", self.encode(value), self.encode(after)]
-            text = json.dumps(answer)
+            value, arguments = self._perform(operation, [self.decode(operand) for operand in operands])
+            text = json.dumps(["value", self.encode(value), self.encode(arguments)])
             if len(text) > LARGEST_VALUE:
                 raise ValueError(f"a value of more than {LARGEST_VALUE} bytes")
         except ProgramEnded:
@@ -187,21 +225,34 @@ class Peer:
             text = json.dumps(["error", type(error).__name__, str(error)[:1000]])
         self._write(text)
 
-    def _do(self, operation: str, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def _perform(
+        self,
+        operation: str,
+        operands: Sequence[Any],
+    ) -> tuple[Any, list[Any]]:
+        """Return the value of an operation, and the arguments of a call after the call.
+
+        An argument of an immutable type becomes None.
+        """
         if operation == "call":
-            function, arguments, named = operands
-            value = function(*arguments, **named)
-            kept = [one if isinstance(one, list | dict | set | bytearray) else None for one in arguments]
-            return value, kept
+            function, arguments, keywords = operands
+            value = function(*arguments, **keywords)
+            mutable = list | dict | set | bytearray
+            return value, [argument if isinstance(argument, mutable) else None for argument in arguments]
+
+        # Only the program's end has names, and lets its objects be examined.
         if self._names is None:
             raise PermissionError("what a test hands over can be called, and nothing more")
         if operation == "operator":
             name, *values = operands
             return getattr(operator, name)(*values), []
-        return _LOOKS[operation](self._names, *operands), []
+        return _OPERATIONS[operation](self._names, *operands), []
+
+    # Values. Methods of the base types are called by their full names: a subclass of the program's may have
+    # overridden them.
 
     def encode(self, value: Any) -> Any:
-        """Return a value as JSON takes it: scalars as they are, all others as a list of a tag and content."""
+        """Return a value as JSON takes it: scalars unchanged, all others as a list of a tag and content."""
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):
@@ -211,11 +262,15 @@ class Peer:
             return number if abs(number) < _EXACT_INTEGER else ["int", hex(number)]
         if isinstance(value, float):
             return float.__add__(value, 0.0) if value else math.copysign(0.0, value)
-        for kind, tag, content in _CONTAINERS:
+
+        # Containers and views, item by item.
+        for kind, tag, items in _CONTAINERS:
             if isinstance(value, kind):
-                return [tag, self._encode_all(content(value))]
+                return [tag, self._encode_all(items(value))]
         if type(value) in _VIEWS:
             return [_VIEWS[type(value)], self._encode_all(value)]
+
+        # Values of the standard library and of NumPy; every other object stays here.
         plain = _plain(value)
         if plain is not None:
             return plain
@@ -223,6 +278,7 @@ class Peer:
             if isinstance(value, sys.modules["numpy"].ndarray):
                 return ["ndarray", value.dtype.str, self.encode(value.tolist())]
             if hasattr(value, "item"):
+                # A longdouble's item is itself.
                 item = value.item()
                 return self.encode(float(value) if item is value else item)
         return self._reference(value)
@@ -231,28 +287,28 @@ class Peer:
         return [self.encode(value) for value in values]
 
     def _reference(self, value: Any) -> list[Any]:
+        """Return the reference to an object that does not cross: the other end's own, or this end's."""
         if isinstance(value, Remote):
             return ["yours", value._number]
         if self._names is None and not callable(value):
             raise self.cannot_compare(f"a test hands over a value of type {type(value).__name__}")
+
         number = self._numbers.get(id(value))
         if number is None:
-            number = self._numbers[id(value)] = len(self._objects)
-            self._objects.append(value)  # which keeps its id from being another's
+            number = len(self._objects)
+            self._numbers[id(value)] = number
+            self._objects.append(value)  # alive, so that no other object gets its id
+
         kind = type(value)
-        compares = kind.__eq__ is not object.__eq__
-        return [
-            "mine",
-            number,
-            f"{kind.__module__}.{kind.__qualname__}",
-            kind.__module__ == PROGRAM,
-            compares,
-        ]
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        return ["mine", number, name, kind.__module__ == PROGRAM, kind.__eq__ is not object.__eq__]
 
     def decode(self, value: Any) -> Any:
-        """Return what `encode` of the other end was given."""
+        """Return the value that the other end encoded."""
         if not isinstance(value, list):
             return value
+
+        # Objects: this end's own, and the other end's.
         tag, *content = value
         if tag == "yours":
             return self._objects[content[0]]
@@ -261,6 +317,8 @@ class Peer:
             if number not in self._remotes:
                 self._remotes[number] = Remote(self, *content)
             return self._remotes[number]
+
+        # Scalars that JSON does not have.
         if tag == "int":
             return int(content[0], 16)
         if tag == "complex":
@@ -271,11 +329,15 @@ class Peer:
             return {"bytes": bytes, "bytearray": bytearray}[tag].fromhex(content[0])
         if tag in _BY_TEXT:
             return _BY_TEXT[tag](content[0])
+
+        # Containers, whose items are encoded values.
         if tag == "ndarray":
             import numpy
 
             return numpy.array(self.decode(content[1]), dtype=content[0])
-        return _BUILD[tag]([self.decode(item) for item in content[0]])
+        return _BUILDERS[tag]([self.decode(item) for item in content[0]])
+
+    # Messages
 
     def _send(self, message: Any) -> None:
         self._write(json.dumps(message))
@@ -283,17 +345,20 @@ class Peer:
     def _write(self, text: str) -> None:
         data = text.encode()
         try:
-            self._writes.write(_HEADER.pack(len(data)) + data)
-            self._writes.flush()
+            self._writer.write(_HEADER.pack(len(data)) + data)
+            self._writer.flush()
         except OSError:
             raise ProgramEnded from None
 
     def _receive(self) -> list[Any]:
-        header = self._reads.read(_HEADER.size)
+        """Return the next message; raises ProgramEnded for the end of the pipe and for malformed bytes."""
+        header = self._reader.read(_HEADER.size)
         if len(header) < _HEADER.size:
             raise ProgramEnded
+
+        # A program may write any size: nothing is allocated for one that no value has.
         (size,) = _HEADER.unpack(header)
-        data = self._reads.read(size) if size <= 2 * LARGEST_VALUE else b""
+        data = self._reader.read(size) if size <= 2 * LARGEST_VALUE else b""
         if len(data) < size:
             raise ProgramEnded
         try:
@@ -320,8 +385,8 @@ _CONTAINERS: tuple[tuple[type, str, Callable[[Any], Any]], ...] = (
     (collections.deque, "deque", list),
     (range, "range", lambda value: (value.start, value.stop, value.step)),
 )
-"""Types that are carried over item by item; a subclass crosses as the first of them that it is of."""
-_BUILD: dict[str, Callable[[list[Any]], Any]] = {
+"""Types that cross item by item, with tag and items; a subclass crosses as the first of its bases here."""
+_BUILDERS: dict[str, Callable[[list[Any]], Any]] = {
     "list": list,
     "tuple": tuple,
     "set": set,
@@ -335,7 +400,8 @@ _BUILD: dict[str, Callable[[list[Any]], Any]] = {
     "values": lambda values: dict(enumerate(values)).values(),
     "items": lambda pairs: dict(pairs).items(),
 }
-_LOOKS: dict[str, Callable[..., Any]] = {
+"""Functions that build a value from its decoded items, by tag."""
+_OPERATIONS: dict[str, Callable[..., Any]] = {
     "name": lambda names, name: names[name],
     "defines": lambda names, name: name in names,
     "attribute": lambda _, value, name: getattr(value, name),
@@ -347,11 +413,11 @@ _LOOKS: dict[str, Callable[..., Any]] = {
     "iterator": lambda _, value: iter(value),
     "next": lambda _, value: next(value),
 }
-"""What a test may do with the program's names and objects, beside calling them."""
+"""Operations of a test on the program's names and objects, beside calls."""
 
 
 def _plain(value: Any) -> list[Any] | None:
-    """Return the form of a value of the standard library that has no items; None for any other."""
+    """Return tag and content of a value of the standard library without items; None for any other."""
     if isinstance(value, complex):
         return ["complex", value.real, value.imag]
     if isinstance(value, bytes | bytearray):
@@ -360,27 +426,29 @@ def _plain(value: Any) -> list[Any] | None:
         return ["timedelta", value.days, value.seconds, value.microseconds]
     if isinstance(value, decimal.Decimal | fractions.Fraction):
         return ["Decimal" if isinstance(value, decimal.Decimal) else "Fraction", str(value)]
-    for kind in (datetime.datetime, datetime.date, datetime.time):  # a datetime is a date, too
+
+    # A datetime is a date, too.
+    for kind in (datetime.datetime, datetime.date, datetime.time):
         if isinstance(value, kind):
             return [kind.__name__, value.isoformat()]
     return None
 
 
-def _become(before: Any, now: Any) -> None:
-    """Change a mutable value to what the program made of it."""
-    if isinstance(before, list | bytearray) and isinstance(now, list | bytearray):
-        before[:] = now
-    elif isinstance(before, dict | set) and isinstance(now, dict | set):
+def _copy_into(before: Any, after: Any) -> None:
+    """Copy the content that the program left in an argument into the test's own argument."""
+    if isinstance(before, list | bytearray) and isinstance(after, list | bytearray):
+        before[:] = after
+    elif isinstance(before, dict | set) and isinstance(after, dict | set):
         before.clear()
-        before.update(now)  # type: ignore[arg-type]
+        before.update(after)  # type: ignore[arg-type]
 
 
 def _error(kind: str, message: str) -> BaseException:
-    """Return an error that the other end raised: a test may expect one of Python's own."""
-    known = getattr(builtins, str(kind), None)
-    if isinstance(known, type) and issubclass(known, Exception):
+    """Return an error that the other end raised, as one of Python's own if it is: a test may expect it."""
+    error_class = getattr(builtins, str(kind), None)
+    if isinstance(error_class, type) and issubclass(error_class, Exception):
         try:
-            return known(message)
+            return error_class(message)
         except TypeError:  # a UnicodeDecodeError, which has other arguments
             pass
     return RuntimeError(f"{kind}: {message}")
@@ -388,8 +456,11 @@ def _error(kind: str, message: str) -> BaseException:
 
 def main() -> None:
     """Run the program that the first argument names, then answer its test on the other two."""
-    source, reads, writes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    source = sys.argv[1]
+    reads = int(sys.argv[2])
+    writes = int(sys.argv[3])
     sys.argv = [source]
+
     module = types.ModuleType(PROGRAM)
     sys.modules[PROGRAM] = module  # dataclasses and enumerations look their module up
     with open(source, encoding="utf-8") as file:

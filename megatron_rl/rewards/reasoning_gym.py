@@ -7,11 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def score(*, prompt: str, response: str, ground_truth: Any, metadata: Mapping[str, Any]) -> float:
-    """Return what the task itself gives an answer, from 0 to 1, most often 0 or 1.
+def score(
+    *,
+    prompt: str,
+    response: str,
+    ground_truth: Any,
+    metadata: Mapping[str, Any],
+) -> float:
+    """Return the task's own score of an answer, from 0 to 1, for most tasks 0 or 1.
 
-    The answer is what stands between ``<answer>`` and ``</answer>``, or else the whole response.
-    ``metadata`` is of a record that `megatron_rl.data.reasoning_gym` wrote; raises ValueError of another.
+    The answer is the text between ``<answer>`` and ``</answer>``, or the complete response without these
+    tags. ``metadata`` is of a record that `megatron_rl.data.reasoning_gym` wrote; raises ValueError for
+    another.
     """
     from reasoning_gym import get_score_answer_fn
     from reasoning_gym.utils import extract_answer
@@ -20,11 +27,12 @@ def score(*, prompt: str, response: str, ground_truth: Any, metadata: Mapping[st
         raise ValueError("a record without an entry: python -m megatron_rl.data.reasoning_gym writes them")
     entry = json.loads(metadata["entry"])
     answer = extract_answer(response)
-    judge: Any = get_score_answer_fn(entry["metadata"]["source_dataset"])
+
+    score_answer: Any = get_score_answer_fn(entry["metadata"]["source_dataset"])
     try:
-        return float(judge(answer or response.strip(), entry))
+        return float(score_answer(answer or response.strip(), entry))
     except Exception:
-        # The rules of some tasks raise for an answer that they cannot read; those that fail for the right
-        # answer, too, have failed.
-        judge(entry["answer"], entry)
+        # The rules of some tasks raise for an answer that they cannot read: its score is 0. Rules that raise
+        # for the right answer as well are broken, and the sample is invalid.
+        score_answer(entry["answer"], entry)
         return 0.0

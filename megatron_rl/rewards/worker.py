@@ -1,4 +1,9 @@
-"""The process in which a reward function runs, started by `megatron_rl.rewards.function`, and its answers."""
+"""The process in which a reward function runs, and the answers that it sends.
+
+The one idea: user code can only produce frames of JSON, which the trainer reads with `answer_of`; a frame
+that this function does not understand ends the process. `megatron_rl.rewards.function` starts `serve`
+contained.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ import inspect
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from megatron_rl.contained.confinement import allow_processor_seconds
@@ -23,150 +28,153 @@ from megatron_rl.contained.process import (
     told,
 )
 
-SCORED, FAILED, WRITTEN = "scored", "failed", "written"
-EXCEPTION, NOT_FINITE, WRONG_TYPE = "exception", "not_finite", "wrong_type"
-TIMEOUT, CRASHED = "timeout", "crashed"
-"""What the trainer says of a process that does not answer; the first also a worker of a coroutine."""
+SCORED = "scored"
+"""Kind of a frame: a reward with components."""
+FAILED = "failed"
+"""Kind of a frame: the reason why there is no reward."""
+WRITTEN = "written"
+"""Kind of a frame: text or messages of a function that writes."""
+EXCEPTION = "exception"
+"""Reason of a sample: the function raised."""
+NOT_FINITE = "not_finite"
+"""Reason of a sample: NaN, infinite, or beyond float32."""
+WRONG_TYPE = "wrong_type"
+"""Reason of a sample: the function returned something other than a reward."""
+TIMEOUT = "timeout"
+"""Reason of a sample: the call ran too long. The trainer finds it, or the worker of a coroutine function."""
+CRASHED = "crashed"
+"""Reason of a sample: the process ended."""
+
 LARGEST = (2 - 2**-23) * 2.0**127
 """The largest number that float32 holds."""
-LARGEST_NAME, MOST_COMPONENTS = 100, 64
+LARGEST_NAME = 100
+"""Characters of a component's name, which becomes the name of a metric."""
+MOST_COMPONENTS = 64
+"""Components of a reward, each of which is a metric."""
 ARGUMENTS = ("prompt", "response", "ground_truth", "metadata")
-"""What every call has, but that a group takes the place of the response."""
-TURNS, TOKENS, GROUP = "turns", "tokens", "group"
-"""What a function is given beside the rest if it has a parameter of that name."""
+"""Arguments of every call; for a group, `GROUP` takes the place of the response."""
+TURNS = "turns"
+"""Argument for a function with a parameter of that name: the turns of a conversation."""
+TOKENS = "tokens"
+"""Argument for a function with a parameter of that name: the tokens of the response."""
+GROUP = "group"
+"""Argument for a function with a parameter of that name: the responses of a group."""
+
+_SINGLE = "`response`, one text (or `group`, the texts of all responses to a prompt)"
+_NAMES_OF_OTHERS = {
+    # verl's custom_reward_function, and its batched form.
+    "data_source": "`metadata`, whose key `data_source` has it",
+    "solution_str": "`response`",
+    "extra_info": "`metadata`, whose key `extra_info` has it",
+    "data_sources": "`metadata`, whose key `data_source` has it",
+    "solution_strs": _SINGLE,
+    "ground_truths": "`ground_truth`, of one prompt",
+    "extra_infos": "`metadata`, whose key `extra_info` has it",
+    # TRL's reward_funcs, whose columns come as further parameters.
+    "prompts": "`prompt`, one text",
+    "completions": _SINGLE,
+    "completion": "`response`",
+    "completion_ids": "`tokens`",
+    # OpenRLHF's reward_func.
+    "queries": "`prompt` and `response`",
+    "labels": "`ground_truth`, of one prompt",
+    # Columns that data sets have for the ground truth.
+    "label": "`ground_truth`",
+    "answer": "`ground_truth`",
+    "solution": "`ground_truth`",
+}
+"""Parameters of other projects' reward functions, with the parameters to use instead."""
+
+
+# Answers
 
 
 class Answer(NamedTuple):
-    """Hold what is known of one sample: a reward with components, or the reason why there is none.
+    """Answer of a function for one sample: a reward with components, or a failure with its reason.
 
-    ``text`` is what a function that writes has written: text, or a list of messages.
+    Example:
+        >>> Answer(None, reward=1.0, components={"length": 0.5}).reason is None
+        True
     """
 
     reason: str | None
+    """One of the reasons above, None for an answer."""
     message: str = ""
+    """Details of a failure."""
     reward: float = math.nan
+    """Finite reward, NaN for a failure."""
     components: Mapping[str, float] = {}
+    """Parts of the reward by name, for metrics."""
     text: Any = None
-
-
-class Traits(NamedTuple):
-    """How a function wants to be called.
-
-    ``takes`` are the names of its parameters, ``requires`` those without a default; with ``takes_all`` it
-    takes every other name, too. ``concurrent`` is whether it is a coroutine function, of which many calls may
-    be open at once.
-    """
-
-    takes: frozenset[str] = frozenset()
-    requires: frozenset[str] = frozenset()
-    takes_all: bool = True
-    concurrent: bool = False
-
-    @classmethod
-    def of(cls, function: Callable[..., Any]) -> Traits:
-        """Return the traits of a function; one without a signature takes everything."""
-        concurrent = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004
-        )
-        try:
-            parameters = inspect.signature(function).parameters.values()
-        except (ValueError, TypeError):
-            return cls(concurrent=concurrent)
-        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        named = [one for one in parameters if one.kind not in variadic]
-        return cls(
-            frozenset(one.name for one in named),
-            frozenset(one.name for one in named if one.default is one.empty),
-            any(one.kind == one.VAR_KEYWORD for one in parameters),
-            concurrent,
-        )
-
-    def write(self) -> dict[str, Any]:
-        """Return the traits as `read` takes them."""
-        return {**self._asdict(), "takes": sorted(self.takes), "requires": sorted(self.requires)}
-
-    @classmethod
-    def read(cls, frame: Mapping[str, Any]) -> Traits:
-        """Return the traits in what a process says of its function."""
-        return cls(
-            frozenset(map(str, frame.get("takes", ()))),
-            frozenset(readable(str(name)) for name in frame.get("requires", ())),
-            frame.get("takes_all") is True,
-            frame.get("concurrent") is True,
-        )
-
-    def chosen(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of the values that the function takes."""
-        return {name: value for name, value in values.items() if self.takes_all or name in self.takes}
-
-
-def called_by_name(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with its parameters that are taken by position alone taken by name, too."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):
-        return function
-    positional = [one for one in parameters if one.kind == one.POSITIONAL_ONLY]
-    if not positional:
-        return function
-
-    def call(**values: Any) -> Any:
-        by_position = [values.pop(one.name, one.default) for one in positional]
-        return function(*by_position, **values)
-
-    return call
-
-
-def require_returns(function: Callable[..., Any]) -> None:
-    """Raise TypeError for a generator function: a call of it makes a generator, whatever it yields."""
-    for called in (function, getattr(function, "__call__", None)):  # noqa: B004
-        if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
-            raise TypeError(
-                f"{getattr(function, '__name__', type(function).__name__)} yields its values; "
-                "a function that is called for a sample returns one"
-            )
+    """Text or list of messages, of a function that writes."""
 
 
 def answers_of(frame: Mapping[str, Any], count: int) -> list[Answer] | None:
-    """Return what a worker says of the ``count`` samples of a call, None where it is not in its language."""
+    """Return the answers in a worker's frame for ``count`` samples, None for a malformed frame."""
     frames = frame.get("answers")
     if not isinstance(frames, list) or len(frames) != count:
         return None
-    answers = [answer_of(one) if isinstance(one, dict) else None for one in frames]
-    known = [answer for answer in answers if answer is not None]
-    return known if len(known) == count else None
+
+    answers = []
+    for sample_frame in frames:
+        answer = answer_of(sample_frame) if isinstance(sample_frame, dict) else None
+        if answer is None:
+            return None
+        answers.append(answer)
+    return answers
 
 
 def answer_of(frame: Mapping[str, Any]) -> Answer | None:
-    """Return what user code says of a sample, None where it is not in a worker's language."""
+    """Return the answer in a frame about one sample, None for a malformed frame.
+
+    User code may have written the frame itself, so that every value is checked.
+    """
     if frame.get("kind") == FAILED:
         reason = frame.get("reason")
         if reason not in (EXCEPTION, NOT_FINITE, WRONG_TYPE, TIMEOUT):
             return None
         return Answer(reason, readable(str(frame.get("message", ""))))
+
+    # The transport marks frames whose text is no valid Unicode.
     if NO_TEXT in frame:
         return Answer(WRONG_TYPE, NO_TEXT_MESSAGE)
+
+    # A template for a judge, which writes a prompt.
     if frame.get("kind") == WRITTEN:
         text = frame.get("text")
         return Answer(None, text=text) if is_writing(text) else None
-    components, reward = frame.get("components"), frame.get("reward")
+
+    # A reward with its components.
+    components = frame.get("components")
+    reward = frame.get("reward")
     if frame.get("kind") != SCORED or not isinstance(components, dict) or "reward" in components:
         return None
-    numbers = {"reward": reward, **components}
+    return _reward_answer({"reward": reward, **components})
+
+
+def _reward_answer(numbers: dict[str, Any]) -> Answer | None:
+    """Return the answer with a reward and its components, None for values that are no numbers."""
     if not all(isinstance(number, int | float) for number in numbers.values()):
         return None
+
     for name, number in numbers.items():
-        if not abs(number) <= LARGEST:
+        if not abs(number) <= LARGEST:  # true for NaN, too
             return Answer(NOT_FINITE, f"{readable(name)} is {number}, beyond what float32 holds")
-    if len(components) > MOST_COMPONENTS or any(len(name) > LARGEST_NAME for name in components):
-        words = f"more than {MOST_COMPONENTS} components, or a name of more than {LARGEST_NAME} characters"
-        return Answer(WRONG_TYPE, words)
-    named = {readable(name): float(number) for name, number in components.items()}
-    return Answer(None, "", float(numbers["reward"]), named)
+
+    reward = float(numbers.pop("reward"))
+    if len(numbers) > MOST_COMPONENTS or any(len(name) > LARGEST_NAME for name in numbers):
+        message = f"more than {MOST_COMPONENTS} components, or a name of more than {LARGEST_NAME} characters"
+        return Answer(WRONG_TYPE, message)
+    return Answer(
+        None,
+        "",
+        reward,
+        {readable(name): float(number) for name, number in numbers.items()},
+    )
 
 
 def is_writing(value: Any) -> bool:
-    """Say whether a value is text, or a list of messages with ``role`` and ``content``."""
+    """Return whether a value is text, or a list of messages with ``role`` and ``content``."""
     if isinstance(value, str):
         return True
     return isinstance(value, list) and bool(value) and all(map(_is_message, value))
@@ -180,38 +188,157 @@ def _is_message(value: Any) -> bool:
     )
 
 
+# Parameters
+
+
+class Traits(NamedTuple):
+    """Parameters of a function, and whether it is a coroutine function."""
+
+    takes: frozenset[str] = frozenset()
+    """Names of its parameters."""
+    requires: frozenset[str] = frozenset()
+    """Names of the parameters without a default."""
+    takes_all: bool = True
+    """Whether it takes every other name, too (``**kwargs``)."""
+    concurrent: bool = False
+    """Whether it is a coroutine function, of which many calls may be open at the same time."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Traits:
+        """Return the traits of a function; one without a signature takes everything."""
+        concurrent = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004
+        )
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (ValueError, TypeError):
+            return cls(concurrent=concurrent)
+
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        by_name = [parameter for parameter in parameters if parameter.kind not in variadic]
+        return cls(
+            frozenset(parameter.name for parameter in by_name),
+            frozenset(parameter.name for parameter in by_name if parameter.default is parameter.empty),
+            any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters),
+            concurrent,
+        )
+
+    def write(self) -> dict[str, Any]:
+        """Return the traits as a frame that `read` takes."""
+        return {**self._asdict(), "takes": sorted(self.takes), "requires": sorted(self.requires)}
+
+    @classmethod
+    def read(cls, frame: Mapping[str, Any]) -> Traits:
+        """Return the traits in a worker's frame."""
+        return cls(
+            frozenset(map(str, frame.get("takes", ()))),
+            frozenset(readable(str(name)) for name in frame.get("requires", ())),
+            frame.get("takes_all") is True,
+            frame.get("concurrent") is True,
+        )
+
+    def chosen(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values whose names the function takes."""
+        return {name: value for name, value in values.items() if self.takes_all or name in self.takes}
+
+
+def parameter_hints(names: Iterable[str]) -> str:
+    """Return what to write for parameters of other projects' reward functions; empty for other names.
+
+    Example:
+        >>> parameter_hints(["solution_str", "style"])
+        'write `response` for `solution_str`'
+    """
+    hints = [f"{_NAMES_OF_OTHERS[name]} for `{name}`" for name in names if name in _NAMES_OF_OTHERS]
+    if not hints:
+        return ""
+    return f"write {'; '.join(hints)}"
+
+
+def called_by_name(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` with its positional-only parameters taken by name, too."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):
+        return function
+
+    # Calls name every argument, so that positional-only parameters are filled from the names.
+    positional = [parameter for parameter in parameters if parameter.kind == parameter.POSITIONAL_ONLY]
+    if not positional:
+        return function
+
+    def call(**values: Any) -> Any:
+        arguments = [values.pop(parameter.name, parameter.default) for parameter in positional]
+        return function(*arguments, **values)
+
+    return call
+
+
+def require_returns(function: Callable[..., Any]) -> None:
+    """Raise TypeError for a generator function: its call returns a generator, whatever it yields."""
+    for candidate in (function, getattr(function, "__call__", None)):  # noqa: B004
+        if inspect.isgeneratorfunction(candidate) or inspect.isasyncgenfunction(candidate):
+            raise TypeError(
+                f"{getattr(function, '__name__', type(function).__name__)} yields its values; "
+                "a function that is called for a sample returns one"
+            )
+
+
+# Frames about the values that user code returns
+
+
 def answered(value: Any, count: int | None) -> list[dict[str, Any]]:
-    """Return what a function returned for a sample, or for each of the ``count`` samples of a group."""
+    """Return the frames of a reward function's value.
+
+    ``count`` is the number of samples of a group, None for a call for one sample.
+    """
     if count is None:
         return [scored(value)]
-    if hasattr(value, "tolist"):  # numpy and torch arrays
+
+    if hasattr(value, "tolist"):  # NumPy and torch arrays
         value = value.tolist()
     if not isinstance(value, list | tuple) or len(value) != count:
         size = f" of {len(value)}" if isinstance(value, list | tuple) else f": {value!r:.80}"
         message = f"expected a reward for each of {count} responses, got {type(value).__name__}{size}"
         return [failed(WRONG_TYPE, message)] * count
-    return [failed(EXCEPTION, told(one)) if isinstance(one, BaseException) else scored(one) for one in value]
+
+    # A function of a group may return an exception for a single sample.
+    frames = []
+    for sample_value in value:
+        if isinstance(sample_value, BaseException):
+            frames.append(failed(EXCEPTION, told(sample_value)))
+        else:
+            frames.append(scored(sample_value))
+    return frames
 
 
 def written(value: Any, _: int | None) -> list[dict[str, Any]]:
-    """Return what a function wrote of a sample."""
+    """Return the frame of a value of a function that writes."""
     if is_writing(value):
         return [{"kind": WRITTEN, "text": value}]
-    words = f"expected text, or messages of role and content, got {type(value).__name__}: {value!r:.80}"
-    return [failed(WRONG_TYPE, words)]
+    message = f"expected text, or messages of role and content, got {type(value).__name__}: {value!r:.80}"
+    return [failed(WRONG_TYPE, message)]
 
 
 def scored(value: Any) -> dict[str, Any]:
-    """Return reward and components of what user code returned, or the reason why there are none."""
+    """Return the frame of a reward with components, or of the failure of any other value.
+
+    Example:
+        >>> scored({"reward": 1, "length": 0.5})
+        {'kind': 'scored', 'reward': 1.0, 'components': {'length': 0.5}}
+    """
+    # A bare number is a reward without components.
     components = dict(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in components:
         return failed(WRONG_TYPE, f"a mapping without 'reward': {sorted(map(str, components))}")
+
     try:
         numbers = {str(name): _number(component) for name, component in components.items()}
-        if len(numbers) < len(components):
-            return failed(WRONG_TYPE, f"two components of one name: {sorted(map(repr, components))}")
     except WrongType as error:
         return failed(WRONG_TYPE, str(error))
+    if len(numbers) < len(components):  # 1 and "1" are different keys, and one name
+        return failed(WRONG_TYPE, f"two components of one name: {sorted(map(repr, components))}")
+
     for name, number in numbers.items():
         if not math.isfinite(number):
             return failed(NOT_FINITE, f"{name} is {number}")
@@ -219,7 +346,7 @@ def scored(value: Any) -> dict[str, Any]:
 
 
 def failed(reason: str, message: str) -> dict[str, Any]:
-    """Return the answer that there is no reward."""
+    """Return the frame of a failure."""
     return {"kind": FAILED, "reason": reason, "message": message[-LARGEST_MESSAGE:]}
 
 
@@ -228,7 +355,8 @@ class WrongType(Exception):
 
 
 def _number(value: Any) -> float:
-    if hasattr(value, "item"):  # numpy and torch scalars
+    """Return a number as a float; raises WrongType for anything else."""
+    if hasattr(value, "item"):  # NumPy and torch scalars
         value = value.item()
     if isinstance(value, int | float):
         try:
@@ -240,24 +368,35 @@ def _number(value: Any) -> float:
     )
 
 
-def serve(requests: Requests, limits: Mapping[str, Any], missing: list[str]) -> None:
-    """Load the function, say so, and answer calls until the trainer closes the requests.
+# The process
 
-    ``missing`` is what the kernel did not allow. Each answer bears the number of its call.
+
+def serve(
+    requests: Requests,
+    limits: Mapping[str, Any],
+    unenforced_limits: list[str],
+) -> None:
+    """Load the function, report its traits, and answer calls until the trainer closes the requests.
+
+    ``unenforced_limits`` are the limits that the kernel does not enforce. Each reply has the number of its
+    call.
     """
-    place, spec, arguments, writes, timeout = requests.read()
-    search(place)
+    search_path, spec, arguments, writes, timeout = requests.read()
+
+    # The user's module may import its neighbours.
+    search(search_path)
     try:
         function = load(spec)
         require_returns(function)
-    except BaseException as error:
+    except BaseException as error:  # the import of the user's module may even exit
         requests.refuse(error)
         return
+
     traits = Traits.of(function)
     function = called_by_name(function)
-    ready = {"kind": READY, "missing": missing, **traits.write()}
-    calls = _Calls(requests, limits, function, traits, arguments, written if writes else answered, timeout)
-    requests.reply(ready)
+    frames_of = written if writes else answered
+    calls = _Calls(requests, limits, function, traits, arguments, frames_of, timeout)
+    requests.reply({"kind": READY, "missing": unenforced_limits, **traits.write()})
     if traits.concurrent:
         asyncio.run(calls.serve_together())
     else:
@@ -265,7 +404,7 @@ def serve(requests: Requests, limits: Mapping[str, Any], missing: list[str]) -> 
 
 
 class _Calls:
-    """The calls of one function, one after another or many at a time."""
+    """Calls of one function, one after another or many at the same time."""
 
     def __init__(
         self,
@@ -274,12 +413,17 @@ class _Calls:
         function: Callable[..., Any],
         traits: Traits,
         arguments: Mapping[str, Any],
-        say: Callable[[Any, int | None], list[dict[str, Any]]],
+        frames_of: Callable[[Any, int | None], list[dict[str, Any]]],
         timeout: float,
     ) -> None:
-        self._requests, self._limits, self._say, self._timeout = requests, limits, say, timeout
-        self._function, self._traits, self._arguments = function, traits, arguments
-        self._process = os.getpid()
+        self._requests = requests
+        self._limits = limits
+        self._function = function
+        self._traits = traits
+        self._arguments = arguments
+        self._frames_of = frames_of
+        self._timeout = timeout
+        self._process_id = os.getpid()
 
     def serve(self) -> None:
         """Make one call after another."""
@@ -288,70 +432,86 @@ class _Calls:
                 calls = self._requests.read()
             except EOFError:
                 return
+
+            # The limit of processor time begins again with every call.
             for number, item in calls:
                 allow_processor_seconds(self._limits["cpu_seconds"])
                 try:
-                    answers = self._say(self._function(**self._named(item)), _size(item))
-                except (
-                    BaseException
-                ) as error:  # a reward function that calls sys.exit must not end the worker
-                    answers = _all_failed(item, EXCEPTION, told(error))
-                self._reply(number, answers)
+                    frames = self._frames_of(self._function(**self._named(item)), _group_size(item))
+                except BaseException as error:  # sys.exit in a reward function must not end the worker
+                    frames = _all_failed(item, EXCEPTION, told(error))
+                self._reply(number, frames)
 
     async def serve_together(self) -> None:
-        """Make every call as soon as it arrives: the trainer bounds how many are open."""
-        loop, arrived = asyncio.get_running_loop(), asyncio.Queue()
-        threading.Thread(target=self._listen, args=(loop, arrived), daemon=True).start()
+        """Make every call as soon as it arrives: the trainer limits how many are open."""
+        loop = asyncio.get_running_loop()
+        arrivals = asyncio.Queue()
+        threading.Thread(target=self._listen, args=(loop, arrivals), daemon=True).start()
+
+        # The event loop itself holds only weak references to tasks.
         open_calls: set[asyncio.Task] = set()
-        while (call := await arrived.get()) is not None:
+        while (call := await arrivals.get()) is not None:
             task = asyncio.create_task(self._call(*call))
             open_calls.add(task)
             task.add_done_callback(open_calls.discard)
-        os._exit(0)  # calls that are open are of no use any more
+        os._exit(0)  # nobody reads the answers of open calls any more
 
-    def _listen(self, loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue) -> None:
+    def _listen(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        arrivals: asyncio.Queue,
+    ) -> None:
+        """Put every call into the queue, None at the end; runs in a thread, since reading blocks."""
         while True:
             try:
                 calls = self._requests.read()
             except EOFError:
                 calls = [None]
             for call in calls:
-                loop.call_soon_threadsafe(arrived.put_nowait, call)
+                loop.call_soon_threadsafe(arrivals.put_nowait, call)
             if calls == [None]:
                 return
 
     async def _call(self, number: int, item: Mapping[str, Any]) -> None:
+        """Make one call of a coroutine function and send its answer."""
         allow_processor_seconds(self._limits["cpu_seconds"])
         try:
-            answers = await asyncio.wait_for(self._answers(item), self._timeout)
+            frames = await asyncio.wait_for(self._await_frames(item), self._timeout)
         except TimeoutError:
-            answers = _all_failed(item, TIMEOUT, f"ran longer than {self._timeout:g} s")
+            frames = _all_failed(item, TIMEOUT, f"ran longer than {self._timeout:g} s")
         except asyncio.CancelledError:  # nobody but the function itself cancels it
-            answers = _all_failed(item, EXCEPTION, "the function cancelled itself")
-        self._reply(number, answers)
+            frames = _all_failed(item, EXCEPTION, "the function cancelled itself")
+        self._reply(number, frames)
 
-    async def _answers(self, item: Mapping[str, Any]) -> list[dict[str, Any]]:
+    async def _await_frames(self, item: Mapping[str, Any]) -> list[dict[str, Any]]:
         try:
-            return self._say(await self._function(**self._named(item)), _size(item))
+            return self._frames_of(await self._function(**self._named(item)), _group_size(item))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # sys.exit would end the loop, and every call with it
             return _all_failed(item, EXCEPTION, told(error))
 
     def _named(self, item: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the function is called with: of what a call has, the names that it takes."""
+        """Return the arguments of a call whose names the function takes."""
         return self._traits.chosen({**item, **self._arguments})
 
-    def _reply(self, number: int, answers: list[dict[str, Any]]) -> None:
-        if os.getpid() != self._process:
-            os._exit(0)  # a child that the function forked and that came back
-        self._requests.reply({"call": number, "answers": answers})
+    def _reply(self, number: int, frames: list[dict[str, Any]]) -> None:
+        if os.getpid() != self._process_id:
+            os._exit(0)  # a child that the function forked, and that returned into this code
+        self._requests.reply({"call": number, "answers": frames})
 
 
-def _size(item: Mapping[str, Any]) -> int | None:
-    """Return how many responses a call is about, None where it is about one that is no group."""
-    return len(item[GROUP]) if GROUP in item else None
+def _group_size(item: Mapping[str, Any]) -> int | None:
+    """Return the number of responses of a call for a group, None for a call for one response."""
+    if GROUP not in item:
+        return None
+    return len(item[GROUP])
 
 
-def _all_failed(item: Mapping[str, Any], reason: str, message: str) -> list[dict[str, Any]]:
-    return [failed(reason, message)] * (_size(item) or 1)
+def _all_failed(
+    item: Mapping[str, Any],
+    reason: str,
+    message: str,
+) -> list[dict[str, Any]]:
+    """Return the same failure for each sample of a call."""
+    return [failed(reason, message)] * (_group_size(item) or 1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.sections.rewards import FUNCTION, RewardConfig
-from megatron_rl.data.visible_text import VisibleText
+from megatron_rl.data.chat_format import VisibleText
 from megatron_rl.distributed.exchange import ReplicaGroup, RowShard
 from megatron_rl.metrics import Metrics
 from megatron_rl.rewards.function import (
@@ -29,7 +29,7 @@ from megatron_rl.rewards.function import (
     code_reward,
     ending,
 )
-from megatron_rl.rewards.network import HttpReward, JudgeReward
+from megatron_rl.rewards.servers import HttpReward, JudgeReward
 from megatron_rl.rewards.worker import GROUP, TOKENS, TURNS, Answer
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.rollout.collate import to_rollouts

@@ -25,7 +25,7 @@ from megatron_rl.config.stage_plan import (
     stage_plans,
 )
 from megatron_rl.data.prompts import PromptSource, load_prompts
-from megatron_rl.data.shards import DataPath
+from megatron_rl.data.records import DataPath
 from megatron_rl.data.tokenizing import as_warning, load_tokenizer
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import (

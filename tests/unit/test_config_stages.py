@@ -96,7 +96,7 @@ def test_responses_are_looked_at_before_anything_is_built() -> None:
     (error,) = found(
         "sft", "sft", {"prompt": [*messages[:1], {"role": "assistant", "content": 2}, *messages]}
     ).errors
-    assert "content that is no text" in error.message and "message 2" in str(error.where)
+    assert "content other than text" in error.message and "message 2" in str(error.where)
     assert found("prefer", "pairs", {"chosen": [said], "rejected": "3"}).errors == ()
     whole = {"chosen": messages, "rejected": [messages[0], {"role": "assistant", "content": "3"}]}
     assert found("prefer", "pairs", whole).errors == ()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import json
+import lzma
+import subprocess
 from pathlib import Path
 
 import pyarrow
@@ -9,7 +14,8 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict
 
-from megatron_rl.data.records import load_records, require_fields
+from megatron_rl.data.messages import require_fields
+from megatron_rl.data.records import load_records
 from megatron_rl.errors import UserError
 
 ROWS = [{"prompt": f"{n}+1=", "ground_truth": str(n + 1), "level": n} for n in range(5)]
@@ -68,7 +74,7 @@ def test_broken_files_say_where(tmp_path: Path) -> None:
 
 def test_a_broken_parquet_file_and_unknown_kinds(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and then nothing")
-    assert "cannot be read as Parquet" in error_of(tmp_path / "a.parquet")
+    assert "a Parquet file cannot be read" in error_of(tmp_path / "a.parquet")
     (tmp_path / "a.csv").write_text("prompt\n")
     text = error_of(tmp_path / "a.csv")
     assert "got:      .csv" in text and ".jsonl or .parquet file" in text
@@ -122,3 +128,62 @@ def test_half_of_a_character_is_named_by_its_line(tmp_path) -> None:
     with pytest.raises(UserError, match="half of a character") as caught:
         load_records(path, "data.train")
     assert f"{path}:2" in str(caught.value) and r"'1+1 \ud800'" in str(caught.value).replace('"', "'")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "name", "first_bytes"),
+    [
+        ("utf-16", "UTF-16", "ff fe"),
+        ("utf-16-le", "UTF-16LE", "7b 00"),
+        ("utf-16-be", "UTF-16BE", "00 7b"),
+        ("utf-32", "UTF-32", "ff fe 00 00"),
+    ],
+)
+def test_a_file_in_another_encoding_is_one_error_with_the_command_that_converts_it(
+    tmp_path: Path, encoding: str, name: str, first_bytes: str
+) -> None:
+    path = tmp_path / "train.jsonl"
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    path.write_bytes(lines.encode(encoding))
+    text = error_of(path)
+    assert f"{path} is encoded in {name}" in text and first_bytes in text
+
+    command = text.partition("fix:")[2].partition(", and set")[0].partition("convert it: ")[2]
+    subprocess.run(command, shell=True, check=True)
+    converted = tmp_path / "train.utf8.jsonl"
+    assert f"set data.train={converted}" in text
+    assert [dict(record.values) for record in load_records(converted)] == ROWS
+
+
+def test_utf_8_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps(ROWS[0]) + "\n", encoding="utf-8-sig")
+    assert [dict(record.values) for record in load_records(path)] == ROWS[:1]
+
+
+def test_a_compressed_file_is_one_error_with_the_command_that_decompresses_it(tmp_path: Path) -> None:
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    path = tmp_path / "train.jsonl"
+    for module, name in ((gzip, "gzip"), (bz2, "bzip2"), (lzma, "xz")):
+        path.write_bytes(module.compress(lines))
+        text = error_of(path)
+        assert f"{path} is compressed with {name}" in text and f"{name} -dc {path} > " in text
+
+    path.write_bytes(gzip.compress(lines))
+    command = error_of(path).partition("decompress it: ")[2].partition(", and set")[0]
+    subprocess.run(command, shell=True, check=True)
+    assert len(load_records(tmp_path / "train.plain.jsonl")) == len(ROWS)
+
+    # By its suffix, in a setting and in a folder that has nothing else.
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    shard = path.rename(shards / "train.jsonl.gz")
+    for source in (shard, shards):
+        assert f"gzip -dc {shard} > {shards / 'train.jsonl'}" in error_of(source)
+
+
+def test_a_parquet_file_that_is_named_jsonl_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    text = error_of(path)
+    assert f"{path} is a Parquet file" in text and f"mv {path} {tmp_path / 'train.parquet'}" in text

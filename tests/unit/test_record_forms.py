@@ -135,14 +135,14 @@ def test_parts_of_text_are_joined_by_line() -> None:
     [
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}, "image_url"),
         ({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}, "type 'image'"),
-        ({"role": "user", "content": {"question": "?"}}, "content that is no text"),
-        ({"role": "user", "content": 5}, "content that is no text"),
+        ({"role": "user", "content": {"question": "?"}}, "content other than text"),
+        ({"role": "user", "content": 5}, "content other than text"),
         ({"role": "user", "content": None}, "has no content"),
         ({"role": "usr", "content": "?"}, "role 'usr'"),
         ({"role": None, "from": None, "content": "?"}, "has no role"),
         ({"role": "assistant", "content": "", "tool_calls": 5}, "without a name"),
-        ({"from": "function_call", "value": "add(1, 2)"}, "no call of a function"),
-        ("?", "is no object"),
+        ({"from": "function_call", "value": "add(1, 2)"}, "does not call a function"),
+        ("?", "is not an object"),
     ],
 )
 def test_a_message_that_cannot_be_read_is_named_with_its_record(message: Any, words: str) -> None:
@@ -196,14 +196,38 @@ def test_tools_are_a_list_or_json_text_of_one() -> None:
     for tools in ([described], json.dumps([described]), [json.dumps(described)]):
         values = read({"prompt": [ASKS], "tools": tools, "ground_truth": 1}, tools_field="tools")
         assert values["tools"] == [described]
-    for nothing in ([], "[]"):
+    for nothing in ([], "[]", "", " \n", "null"):
         assert (
             read({"prompt": [ASKS], "tools": nothing, "ground_truth": 1}, tools_field="tools")["tools"]
             is None
         )
     for wrong in (described, "add(n)", ["add"], 5):
         error = refused({"prompt": [ASKS], "tools": wrong, "ground_truth": 1}, tools_field="tools")
-        assert "no list of objects" in error.message
+        assert "not a list of objects" in error.message
+
+
+def test_a_table_may_have_tools_in_some_rows_and_an_empty_text_in_others() -> None:
+    described = tool("add", "n", "integer")
+    table = pyarrow.Table.from_pylist(
+        [
+            {"prompt": [ASKS], "tools": json.dumps([described]), "ground_truth": 1},
+            {"prompt": [ASKS], "tools": "", "ground_truth": 1},
+        ]
+    )
+    tools = [read(row, from_table=True, tools_field="tools")["tools"] for row in table.to_pylist()]
+    assert tools == [[described], None]
+
+
+def test_check_says_once_that_a_file_is_in_another_encoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_workspace(tmp_path)
+    line = json.dumps({"prompt": "1+1=", "ground_truth": "2"}) + "\n"
+    Path("train.jsonl").write_text(line * 20, encoding="utf-16")
+    errors = check_config(load_text(CONFIG), training=False, patience=0).errors
+    assert [error.message for error in errors] == ["train.jsonl is encoded in UTF-16"]
+    assert "iconv -f UTF-16 -t UTF-8 train.jsonl > train.utf8.jsonl" in (errors[0].fix or "")
 
 
 @pytest.mark.parametrize(

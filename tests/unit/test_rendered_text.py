@@ -16,11 +16,10 @@ from megatron_rl.config.load import load_text
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.data.chat_format import ChatTemplate
+from megatron_rl.data.chat_format import ChatTemplate, VisibleText
 from megatron_rl.data.prompts import PromptSource, encode_prompts
 from megatron_rl.data.records import Record
 from megatron_rl.data.tokenizing import end_token_ids, load_tokenizer
-from megatron_rl.data.visible_text import VisibleText
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import copy_tokenizer
 from tests.unit.chat_templates import FORMS, LLAMA_2, QWEN_2, ChatForm, tokenizer_of
@@ -59,7 +58,7 @@ def test_an_end_of_turns_that_the_models_files_do_not_name_is_told_and_used() ->
     write("train.jsonl", {"prompt": ASKED, "ground_truth": "2"})
     form = replace(QWEN_2, ends=("<|endoftext|>",))
     model(form, generation_config={})
-    (warning,) = found(check(), "is no end of responses")
+    (warning,) = found(check(), "do not name as an end")
     assert "<|im_end|>" in warning.message and "<|endoftext|>" in str(warning.expected)
 
     tokenizer = load_tokenizer("model")
@@ -67,10 +66,10 @@ def test_an_end_of_turns_that_the_models_files_do_not_name_is_told_and_used() ->
     assert ends[True] == (*ends[False], tokenizer.convert_tokens_to_ids("<|im_end|>"))
 
     model(form, generation_config={"eos_token_id": ends[True][-1]})
-    assert not found(check(), "is no end of responses")
+    assert not found(check(), "do not name as an end")
     write("train.jsonl", {"prompt": "1+1=", "ground_truth": "2"})
     model(form, generation_config={})
-    assert not found(check(), "is no end of responses"), "no prompt goes through the template"
+    assert not found(check(), "do not name as an end"), "no prompt goes through the template"
 
 
 def test_ends_of_config_json_count_where_the_generation_config_names_none(tmp_path: Path) -> None:
@@ -108,12 +107,12 @@ def test_responses_that_go_on_behind_their_end_are_told_with_the_record() -> Non
     model(QWEN_2)
     write("sft.jsonl", {"prompt": ASKED, "response": "2<|im_end|>\n<|im_start|>user\n3"})
     section = "sft={data: sft.jsonl, steps: 1, max_row_tokens: 64}"
-    (warning,) = found(check(section), "go on behind a token that ends responses")
+    (warning,) = found(check(section), "continue behind an end of responses")
     assert "sft.jsonl:1" in str(warning.got)
     thought = {"role": "assistant", "content": "2", "reasoning_content": "hm"}
     write("sft.jsonl", {"prompt": [*ASKED, thought, *ASKED, thought]})
     model(FORMS["qwen_3"])
-    assert len(found(check(section), "writes earlier turns otherwise")) == 1
+    assert len(found(check(section), "renders earlier turns differently")) == 1
 
 
 @pytest.mark.usefixtures("workspace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import psutil
@@ -310,3 +311,34 @@ def test_lines_of_input_and_output_may_be_lists() -> None:
     program = "print(int(input()) + int(input()))\nprint('end')"
     tests = [{"stdin": ["1", "2"], "stdout": ["3", "end"]}]
     assert judged([program], tests).rewards.tolist() == [1.0]
+
+
+def test_tests_in_the_form_of_apps_call_a_function_or_a_method_of_solution() -> None:
+    tests = {"fn_name": "add", "inputs": [[1, 2], ["a", "b"]], "outputs": [3, ["ab"]]}
+    solution = "class Solution:\n    def add(self, a, b):\n        return a + b\n"
+    programs = [ADD, solution, SUBTRACT, solution.replace("+", "-"), "def plus(a, b):\n    return a + b\n"]
+    for ground_truth in (tests, json.dumps(tests)):
+        assert judged(programs, ground_truth).rewards.tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+    # An output may stand in a list of its own, and may be a list.
+    lists = {"fn_name": "add", "inputs": [[[1], [2]], [[1], [2]]], "outputs": [[1, 2], [[1, 2]]]}
+    assert judged([ADD], lists).rewards.tolist() == [1.0]
+    assert judged([ADD], {**lists, "outputs": [[1, 2], [1]]}, scoring="share").rewards.tolist() == [0.5]
+
+
+def test_tests_in_the_form_of_apps_without_a_function_compare_the_output() -> None:
+    tests = {"inputs": ["1\n2\n", "5\n6\n"], "outputs": ["3\n", "11"]}
+    program = "print(int(input()) + int(input()))"
+    assert judged([program, "print(3)"], tests).rewards.tolist() == [1.0, 0.0]
+
+
+def test_lists_of_apps_that_do_not_fit_together_are_refused() -> None:
+    for wrong, message in (
+        ({"inputs": [[1]], "outputs": []}, "an output for each input, got 1 and 0"),
+        ({"inputs": [], "outputs": []}, "lists of inputs and outputs"),
+        ({"inputs": ["1"], "outputs": [1]}, "an output without fn_name is text"),
+        ({"inputs": ["1"], "outputs": [1], "fn_name": "f"}, "is the list of its arguments"),
+        ({"inputs": [[1]], "outputs": [1], "fn_name": "f()"}, "the name of a function"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            read_tests(wrong)

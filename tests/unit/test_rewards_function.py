@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 
+from megatron_rl.check.rewards.function import check_reward
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rewards import calls
@@ -147,7 +148,7 @@ def test_values_arguments_and_components(file: str) -> None:
     assert result.valid.all() and not result.failures
     assert result.components["format"].isnan().tolist() == [True, True, False]
     assert result.components["length"][2] == 2.0
-    with make(file, "numpy_scalar") as reward:
+    with make(file, "numpy_scalar", timeout=60.0) as reward:  # it imports NumPy in the call
         assert score(reward, ["x"]).rewards.tolist() == [0.25]
 
 
@@ -407,6 +408,28 @@ def test_a_function_is_given_what_it_names_and_nothing_else(tmp_path: Path) -> N
         with pytest.raises(UserError, match="cannot be called") as caught:
             make(str(path), name, arguments=arguments)
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "hints"),
+    [
+        (
+            "data_source, solution_str, ground_truth, extra_info=None",
+            ["`metadata`, whose key `data_source` has it for `data_source`", "`response` for `solution_str`"],
+        ),
+        ("prompts, completions, **kwargs", ["`prompt`, one text for `prompts`", "(or `group`, "]),
+    ],
+)
+def test_parameters_of_other_projects_are_answered_with_ours(
+    tmp_path: Path, parameters: str, hints: list[str]
+) -> None:
+    path = tmp_path / "ported.py"
+    path.write_text(f"def score({parameters}):\n    return 1.0\n")
+    with pytest.raises(UserError, match="cannot be called") as caught:
+        make(str(path), "score")
+    (checked,) = check_reward(RewardConfig(f"{path}:score"))
+    for fix in (caught.value.fix, checked.fix):
+        assert all(hint in (fix or "") for hint in hints), fix
 
 
 def test_a_function_that_yields_is_refused_before_the_run(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from megatron_rl.config.sections.rewards import HttpRewardConfig, JudgeConfig, R
 from megatron_rl.errors import UserError
 from megatron_rl.progress import done
 from megatron_rl.rewards.function import RewardResult
-from megatron_rl.rewards.network import HttpReward, JudgeReward
+from megatron_rl.rewards.servers import HttpReward, JudgeReward
 
 SECRET = "s3cret-of-the-server"
 

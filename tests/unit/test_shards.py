@@ -8,8 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_rl.data.records import load_records
-from megatron_rl.data.shards import data_files, partial_warning
+from megatron_rl.data.records import data_files, load_records, partial_warning
 from megatron_rl.errors import UserError
 
 

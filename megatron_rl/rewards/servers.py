@@ -1,0 +1,572 @@
+"""Rewards from HTTP servers: a server of the user's own, and a language model as a judge.
+
+The one idea: `Server` sends many requests at once, retries, pauses when it is asked to, and stops asking a
+server that is gone (a circuit breaker). Each of the two rewards writes requests and reads replies.
+
+This is the project's own code, so that it runs in the trainer, where the network is. Code of a user that
+reads replies or writes requests runs contained, without network and without the secrets that headers hold. A
+server is not trusted: the size and the time of its replies are limited, redirections are not followed, and no
+text of it that reaches a message holds a secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from contextlib import closing
+from email.utils import parsedate_to_datetime
+from typing import Any, NamedTuple
+
+import aiohttp
+
+from megatron_rl.config.sections.rewards import (
+    HttpRewardConfig,
+    JudgeConfig,
+    RewardConfig,
+    RewardServerConfig,
+)
+from megatron_rl.contained.process import encodable, readable
+from megatron_rl.errors import UserError
+from megatron_rl.metrics import Metrics
+from megatron_rl.progress import advance
+from megatron_rl.redaction import HIDDEN
+from megatron_rl.rewards.function import FunctionReward, RewardResult, Sample, rows_by_group
+from megatron_rl.rewards.judgement import JUDGEMENT, filled, is_function
+from megatron_rl.rewards.worker import (
+    GROUP,
+    TIMEOUT,
+    TOKENS,
+    TURNS,
+    WRONG_TYPE,
+    Answer,
+    answer_of,
+    scored,
+)
+
+UNREACHABLE = "unreachable"
+"""Reason of a reply: no connection, or one that broke."""
+STATUS = "status"
+"""Reason of a reply: an HTTP status other than success and 429."""
+RATE_LIMITED = "rate_limited"
+"""Reason of a reply: HTTP status 429 after the last try. Also the name of the count of such statuses."""
+NONSENSE = "nonsense"
+"""Reason of a reply: a malformed response."""
+CIRCUIT_OPEN = "circuit_open"
+"""Reason of a reply, and count: a request that was not sent, since the last ones had failed."""
+REPORTED = "reported"
+"""Reason of a sample: the server reported an error for it."""
+UNREADABLE = "unreadable"
+"""Reason of a sample: the parser finds no verdict in the judge's text."""
+REQUESTS = "requests"
+RETRIES = "retries"
+CACHE_HITS = "cache_hits"
+
+LARGEST_REPLY = 2**22
+"""Bytes of a reply above which it is malformed: thousands of rewards, or a long verdict, are far smaller."""
+SHORTEST_SECRET = 6
+"""Characters of a word of a header, such as the key behind ``Bearer``, that is kept out of messages.
+
+Shorter words are ordinary ones, and would be replaced all over a message.
+"""
+EXCERPT = 200
+"""Characters of a reply that a message shows."""
+
+
+# Requests
+
+
+class Reply(NamedTuple):
+    """Reply of a server to one request, or the reason of its failure.
+
+    Example:
+        >>> Reply(None, value={"rewards": [1.0]}).value["rewards"]
+        [1.0]
+    """
+
+    reason: str | None
+    """One of the reasons above, None for a reply."""
+    message: str = ""
+    """Details of a failure, for the sample's log."""
+    value: Any = None
+    """JSON value of the reply."""
+
+
+class _Attempt(NamedTuple):
+    """Outcome of sending a request once."""
+
+    reply: Reply
+    retryable: bool = False
+    """Whether another try may succeed; if all fail, the server counts as gone."""
+    pause: float = 0.0
+    """Seconds that the server asks everyone to wait."""
+
+
+class Server:
+    """Client of one server, which is asked in rounds.
+
+    The pause that a server asks for, and the circuit breaker, carry over from round to round.
+
+    ``secrets`` maps headers to their values. ``counts`` has the requests, retries, rate limits and refusals
+    of the last round.
+    """
+
+    def __init__(
+        self,
+        config: RewardServerConfig,
+        url: str,
+        secrets: dict[str, str],
+    ) -> None:
+        self.config = config
+        self.counts: Counter[str] = Counter()
+        self._url = url
+        self._secrets = secrets
+        self._jitter = random.Random()
+        self._not_before = 0.0
+        """Time (monotonic) before which no request is sent."""
+        self._failures = 0
+        """Number of requests that have failed one after another."""
+        self._opened: float | None = None
+        """Time (monotonic) at which the circuit opened, None for a closed circuit."""
+        self._probing = False
+        """Whether one request is testing whether the server is back."""
+
+    def ask(self, bodies: Sequence[Any]) -> list[Reply]:
+        """Post each of the ``bodies`` as JSON and return the replies, in their order."""
+        self.counts = Counter()
+        if not bodies:
+            return []
+        with closing(asyncio.new_event_loop()) as loop:
+            return loop.run_until_complete(self._post_all(bodies))
+
+    async def _post_all(self, bodies: Sequence[Any]) -> list[Reply]:
+        slots = asyncio.Semaphore(self.config.concurrency)
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=self.config.concurrency),
+            timeout=aiohttp.ClientTimeout(total=self.config.timeout),
+            headers={"Content-Type": "application/json", "Accept-Encoding": "identity", **self._secrets},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            # A small compressed reply could expand to any size.
+            auto_decompress=False,
+        ) as session:
+
+            async def post(body: Any) -> Reply:
+                async with slots:
+                    return await self._with_retries(session, json.dumps(body, default=str).encode())
+
+            return list(await asyncio.gather(*map(post, bodies)))
+
+    async def _with_retries(
+        self,
+        session: aiohttp.ClientSession,
+        body: bytes,
+    ) -> Reply:
+        """Send a request until it succeeds, cannot succeed, or has had all its tries."""
+        config = self.config
+
+        # An open circuit lets one request through after a while, to probe the server.
+        is_probe = False
+        if self._opened is not None:
+            if self._probing or time.monotonic() < self._opened + config.open_seconds:
+                return self._circuit_open_reply()
+            self._probing = True
+            is_probe = True
+
+        attempt = _Attempt(Reply(None))
+        for number in range(1 + config.retries):
+            if number:
+                self.counts[RETRIES] += 1
+                # The exponent is bounded: 2**60 s is beyond every limit, and a float holds it.
+                backoff = min(config.backoff * 2 ** min(number - 1, 60), config.longest_wait)
+                await asyncio.sleep(max(attempt.pause, backoff * self._jitter.uniform(0.5, 1.0)))
+                # Other requests may have opened the circuit meanwhile.
+                if self._opened is not None and not is_probe:
+                    return self._circuit_open_reply()
+
+            await self._wait_for_turn()
+            self.counts[REQUESTS] += 1
+            attempt = await self._send(session, body)
+            # Progress even for a failure: a server that never answers is given up after its own limits, and
+            # not by the hang detector.
+            advance("requests to servers that judge")
+            if attempt.pause:
+                self._not_before = max(self._not_before, time.monotonic() + attempt.pause)
+            if not attempt.retryable:
+                break
+
+        self._update_circuit(attempt)
+        return attempt.reply
+
+    def _update_circuit(self, attempt: _Attempt) -> None:
+        """Open the circuit after ``open_after`` failures in a row; close it after a reply of any kind."""
+        self._probing = False
+        advance("requests to reward servers")
+
+        # A server that limits the rate, or refuses a request, is alive.
+        if not attempt.retryable or attempt.reply.reason == RATE_LIMITED:
+            self._failures = 0
+            self._opened = None
+            return
+        self._failures += 1
+        if self._failures >= self.config.open_after:
+            self._opened = time.monotonic()
+
+    def _circuit_open_reply(self) -> Reply:
+        self.counts[CIRCUIT_OPEN] += 1
+        message = (
+            f"the last {self._failures} requests to the server failed; nothing is sent to it for a while"
+        )
+        return Reply(CIRCUIT_OPEN, message)
+
+    async def _wait_for_turn(self) -> None:
+        """Wait for the end of a pause that the server asked for, and for the configured rate."""
+        while (wait := self._not_before - time.monotonic()) > 0:
+            await asyncio.sleep(wait)
+        if self.config.rate is not None:
+            self._not_before = time.monotonic() + 1 / self.config.rate
+
+    async def _send(
+        self,
+        session: aiohttp.ClientSession,
+        body: bytes,
+    ) -> _Attempt:
+        """Send a request once."""
+        try:
+            async with session.post(self._url, data=body, allow_redirects=False) as response:
+                return self._read(response, await _content(response))
+        except TimeoutError:
+            message = f"no answer within {self.config.timeout:g} s"
+            return _Attempt(Reply(TIMEOUT, message), retryable=True)
+        except aiohttp.ClientResponseError as error:
+            message = self._without_secrets(f"the response is not HTTP: {error.message}")
+            return _Attempt(Reply(NONSENSE, message), retryable=True)
+        except (aiohttp.ClientError, OSError) as error:
+            message = self._without_secrets(f"{type(error).__name__}: {error}")
+            return _Attempt(Reply(UNREACHABLE, message), retryable=True)
+
+    def _read(
+        self,
+        response: aiohttp.ClientResponse,
+        content: bytes,
+    ) -> _Attempt:
+        """Return the reply in a response: its JSON, or the reason why it is a failure."""
+        text = self._without_secrets(content.decode("utf-8", "replace"))
+        status = response.status
+
+        # Success. A malformed reply is not retried: the same request would get the same reply.
+        if 200 <= status < 300:
+            try:
+                if len(content) > LARGEST_REPLY:
+                    raise ValueError(f"more than {LARGEST_REPLY} bytes")
+                return _Attempt(Reply(None, value=json.loads(text)))
+            except (ValueError, RecursionError) as error:
+                message = f"the response is not JSON ({error!s:.80}): {text[:EXCERPT]!r}"
+                return _Attempt(Reply(NONSENSE, message))
+
+        # Failure. Timeouts, rate limits and errors of the server may be temporary; refusals are not.
+        reason = STATUS
+        if status == 429:
+            reason = RATE_LIMITED
+            self.counts[RATE_LIMITED] += 1
+        pause = self._requested_pause(response) if status in (429, 503) else 0.0
+        retryable = status in (408, 429) or status >= 500
+        return _Attempt(
+            Reply(reason, f"HTTP status {status}: {text[:EXCERPT]!r}"),
+            retryable,
+            pause,
+        )
+
+    def _requested_pause(self, response: aiohttp.ClientResponse) -> float:
+        """Return the seconds in ``Retry-After``, a number or a date; 0 for anything else."""
+        text = response.headers.get("Retry-After", "").strip()
+        try:
+            if text[:1].isdigit():
+                seconds = float(text)
+            else:
+                seconds = parsedate_to_datetime(text).timestamp() - time.time()
+        except (ValueError, TypeError, OverflowError):
+            return 0.0
+        return min(max(seconds, 0.0), self.config.longest_wait)
+
+    def _without_secrets(self, text: str) -> str:
+        """Return text that may be logged: header values hidden, characters that UTF-8 can hold."""
+        for secret in self._secrets.values():
+            # The key behind `Bearer` may appear without the word in front of it.
+            for fragment in (secret, *secret.split()):
+                if len(fragment) >= SHORTEST_SECRET:
+                    text = text.replace(fragment, HIDDEN)
+        return encodable(text)
+
+
+async def _content(response: aiohttp.ClientResponse) -> bytes:
+    """Return the body of a response, cut somewhere above the largest size."""
+    content = bytearray()
+    async for data in response.content.iter_any():
+        content.extend(data)
+        if len(content) > LARGEST_REPLY:
+            response.close()
+            break
+    return bytes(content)
+
+
+def secret_headers(config: RewardServerConfig, key_from: str | None = None) -> dict[str, str]:
+    """Return the headers whose values are in environment variables; ``key_from`` names that of an API key."""
+    headers = {header: os.environ[name] for header, name in config.headers.items()}
+    if key_from is not None:
+        headers["Authorization"] = f"Bearer {os.environ[key_from]}"
+    return headers
+
+
+def _request_metrics(name: str, counts: Counter[str], samples: int) -> Metrics:
+    """Return the numbers of requests, retries and failures of a round, per sample."""
+    names = [REQUESTS, RETRIES, RATE_LIMITED, CIRCUIT_OPEN]
+    if name == "judge":
+        names.append(CACHE_HITS)
+
+    metrics = Metrics()
+    for count in names:
+        metrics += Metrics.mean(
+            f"reward/{name}/{count}",
+            float(counts[count]),
+            float(samples),
+        )
+    return metrics
+
+
+# A server of the user's
+
+
+class HttpReward:
+    """Reward from a server of the user's; `HttpRewardConfig` describes requests and replies."""
+
+    missing: tuple[str, ...] = ()
+
+    def __init__(self, config: HttpRewardConfig) -> None:
+        self.config = config
+        self.takes = frozenset({TURNS, TOKENS, GROUP}.intersection(config.sends))
+        self.server = Server(config, config.url, secret_headers(config))
+
+    def score(self, samples: Sequence[Sample]) -> RewardResult:
+        """Return rewards, validity, components and failures of B samples, in their order."""
+        # Each request has several samples, or one group.
+        requests = self._rows_of_requests(samples)
+        fields = [name for name in self.config.sends if name != GROUP]
+        bodies = []
+        for rows in requests:
+            bodies.append({"samples": [{name: samples[row][name] for name in fields} for row in rows]})
+
+        answers: dict[int, Answer] = {}
+        for rows, reply in zip(requests, self.server.ask(bodies), strict=True):
+            answers.update(zip(rows, _rewards(reply, len(rows)), strict=True))
+        metrics = _request_metrics("http", self.server.counts, len(samples))
+        return RewardResult([answers[row] for row in range(len(samples))], metrics)
+
+    def _rows_of_requests(self, samples: Sequence[Sample]) -> list[Sequence[int]]:
+        """Return the rows of each request: a group, or a fixed number of samples."""
+        if GROUP in self.takes:
+            return [*rows_by_group(samples)]
+        rows = range(len(samples))
+        size = self.config.samples_per_request
+        return [rows[start : start + size] for start in rows[::size]]
+
+    def close(self) -> None:
+        """Do nothing: no connection outlives a step."""
+
+
+def _rewards(reply: Reply, count: int) -> list[Answer]:
+    """Return the answers of a reply about ``count`` samples."""
+    if reply.reason is not None:
+        return [Answer(reply.reason, reply.message)] * count
+
+    rewards = None
+    if isinstance(reply.value, dict):
+        rewards = reply.value.get("rewards")
+    if isinstance(rewards, list) and len(rewards) == count:
+        return [_reward(value) for value in rewards]
+
+    got = f"{reply.value!r:.200}"
+    if isinstance(rewards, list):
+        got = f"{len(rewards)} rewards"
+    message = f'expected {{"rewards": [...]}} with {count} entries, got {got}'
+    return [Answer(NONSENSE, message)] * count
+
+
+def _reward(value: Any) -> Answer:
+    """Return the answer for one entry of a reply: a reward, a mapping with one, or an error."""
+    if isinstance(value, dict) and "reward" not in value and "error" in value:
+        return Answer(REPORTED, readable(f"{value['error']!s:.500}"))
+    answer = answer_of(scored(value))
+    assert answer is not None, "`scored` returns frames that `answer_of` reads"
+    return answer
+
+
+# A language model as a judge
+
+_Request = tuple[str, int]
+"""Request as JSON text, the key of the cache, and a number that makes it unique if nothing is cached."""
+
+
+class JudgeReward:
+    """Reward from the verdicts of a language model; see `JudgeConfig`.
+
+    Template and parser are functions that run contained, unless the template is text. The judge's text is
+    cached by request if the parser can read it, so that equal samples are judged once; entries that were not
+    used for longest are dropped first.
+    """
+
+    def __init__(self, config: JudgeConfig) -> None:
+        self.config = config
+        url = config.url.rstrip("/") + "/chat/completions"
+        self.server = Server(config, url, secret_headers(config, config.key_from))
+        self._cache: OrderedDict[_Request, str] = OrderedDict()
+        self._functions: list[FunctionReward] = []
+        try:
+            self._parser = self._function(
+                config.parser,
+                "parser",
+                extra_arguments=(JUDGEMENT,),
+            )
+            self._template = None
+            if is_function(config.template):
+                self._template = self._function(
+                    config.template,
+                    "template",
+                    writes=True,
+                )
+        except BaseException:
+            self.close()
+            raise
+
+        # Samples need what either of the two functions takes.
+        self.takes = frozenset[str]().union(*(function.takes for function in self._functions))
+        self.missing = self._parser.missing
+        self._verdict_hint = ""
+        if config.parser == JudgeConfig.parser:
+            self._verdict_hint = " (a line that is `Score: N`, N from 0 to 1)"
+
+    def _function(
+        self,
+        spec: str,
+        name: str,
+        *,
+        writes: bool = False,
+        extra_arguments: Sequence[str] = (),
+    ) -> FunctionReward:
+        """Return the processes of the template or the parser; raises UserError for one of groups."""
+        settings = RewardConfig(spec, limits=self.config.limits)
+        function = FunctionReward(
+            settings,
+            "reward.judge",
+            name,
+            writes=writes,
+            extra_arguments=extra_arguments,
+        )
+        self._functions.append(function)
+
+        if GROUP in function.takes:
+            raise UserError(
+                f"the {name} of the judge has a parameter `{GROUP}`: a judge is asked about single responses",
+                where=f"reward.judge.{name}",
+                expected="a function of one response",
+                got=spec,
+                fix="compare the responses of a group in reward.function",
+            )
+        return function
+
+    def score(self, samples: Sequence[Sample]) -> RewardResult:
+        """Return rewards, validity, components and failures of B samples, in their order."""
+        answers: dict[int, Answer] = {}
+
+        # Prompts of the judge, of which the user's template may fail.
+        requests: dict[int, _Request] = {}
+        for row, judge_prompt in enumerate(self._judge_prompts(samples)):
+            if judge_prompt.reason is None:
+                requests[row] = self._request(judge_prompt.text, row)
+            else:
+                answers[row] = judge_prompt
+
+        # Texts of the judge.
+        replies, counts = self._replies(list(requests.values()))
+        texts: dict[int, str] = {}
+        for row, request in requests.items():
+            reply = replies[request]
+            if reply.reason is None:
+                texts[row] = reply.value
+            else:
+                answers[row] = Answer(reply.reason, reply.message)
+
+        # Verdicts. A text without one is not cached: the next reply may have one.
+        verdicts = self._parser.answers([{**samples[row], JUDGEMENT: text} for row, text in texts.items()])
+        for (row, text), verdict in zip(texts.items(), verdicts, strict=True):
+            if verdict.reason == WRONG_TYPE:
+                message = f"no verdict{self._verdict_hint} in what the judge said: {text!r:.500}"
+                verdict = Answer(UNREADABLE, message)
+            if verdict.reason is not None:
+                self._cache.pop(requests[row], None)
+            answers[row] = verdict
+
+        metrics = _request_metrics("judge", counts, len(samples))
+        return RewardResult([answers[row] for row in range(len(samples))], metrics)
+
+    def _judge_prompts(self, samples: Sequence[Sample]) -> list[Answer]:
+        """Return the judge's prompt for each sample, as the ``text`` of an answer."""
+        if self._template is not None:
+            return self._template.answers(samples)
+        return [Answer(None, text=filled(self.config.template, sample)) for sample in samples]
+
+    def _request(self, prompt: Any, row: int) -> _Request:
+        """Return the request of a judge's prompt, unique to the row if nothing is cached."""
+        messages = prompt
+        if isinstance(prompt, str):
+            messages = [{"role": "user", "content": prompt}]
+
+        # Sorted keys make equal requests equal texts; `parameters` may override the defaults.
+        config = self.config
+        body = {"temperature": config.temperature, "max_tokens": config.max_tokens, **config.parameters}
+        body_text = json.dumps({**body, "model": config.model, "messages": messages}, sort_keys=True)
+        return body_text, 0 if config.cache else row
+
+    def _replies(self, requests: Sequence[_Request]) -> tuple[dict[_Request, Reply], Counter[str]]:
+        """Return the reply with the judge's text for each request, and the counts of the round."""
+        # Each distinct request once: samples of a group often have equal responses.
+        cached_replies = {
+            request: Reply(None, value=self._cache[request]) for request in requests if request in self._cache
+        }
+        new_requests = [request for request in dict.fromkeys(requests) if request not in cached_replies]
+        bodies = [json.loads(body_text) for body_text, _ in new_requests]
+        new_replies = [_completion_text(reply) for reply in self.server.ask(bodies)]
+
+        # Entries move to the end when they are used, and are dropped from the front.
+        for request in cached_replies:
+            self._cache.move_to_end(request)
+        for request, reply in zip(new_requests, new_replies, strict=True):
+            if reply.reason is None:
+                self._cache[request] = reply.value
+        while len(self._cache) > self.config.cache:
+            self._cache.popitem(last=False)
+
+        counts = self.server.counts + Counter({CACHE_HITS: len(requests) - len(new_requests)})
+        return cached_replies | dict(zip(new_requests, new_replies, strict=True)), counts
+
+    def close(self) -> None:
+        """End the processes of template and parser."""
+        for function in self._functions:
+            function.close()
+
+
+def _completion_text(reply: Reply) -> Reply:
+    """Return a reply with the text of its chat completion as the value."""
+    if reply.reason is not None:
+        return reply
+
+    try:
+        text = reply.value["choices"][0]["message"]["content"]
+    except (LookupError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        return Reply(NONSENSE, f"no text at choices[0].message.content of {reply.value!r:.200}")
+    return Reply(None, value=text)
