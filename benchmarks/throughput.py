@@ -28,8 +28,8 @@ from megatron_rl.config.budget import PHASES as MEMORY_PHASES
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.planning.predict.calibrate import observed, read_steps, without_sync
-from megatron_rl.planning.predict.step import PHASES, Observed, RunStep, predict_run, role_shapes
+from megatron_rl.planning.predict.calibrate import phase_seconds, read_steps, run_stats
+from megatron_rl.planning.predict.step import PHASES, RunStats, RunStep, predict_run, role_shapes
 from megatron_rl.shapes.hardware import Constants, load_constants
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import load_shape
@@ -58,9 +58,9 @@ class Case:
         found = next((place for place in places if (place / "config.json").is_file()), None)
         return load_shape(str(found or path))
 
-    def predict(self, gpu: str, constants: Constants, observed: Observed | None = None) -> RunStep:
+    def predict(self, gpu: str, constants: Constants, stats: RunStats | None = None) -> RunStep:
         """Predict one step on a GPU."""
-        return predict_run(self.config, constants, gpu, role_shapes(self.config, self.shape_of), observed)
+        return predict_run(self.config, constants, gpu, role_shapes(self.config, self.shape_of), stats)
 
 
 def read_case(path: str, overrides: Sequence[str]) -> Case:
@@ -111,12 +111,12 @@ def add_measurement(report: Report, case: Case, folder: Path, gpu: str | None, c
     lines = read_steps(folder, "--run")
     world = case.config.world_size or 1
     method = f"measured on {world} process{'es' if world > 1 else ''}"
-    seconds = [{**without_sync(line), "step": line["time/step"]} for line in lines]
+    seconds = [{**phase_seconds(line), "step": line["time/step"]} for line in lines]
     for phase in ("step", *PHASES):
         values = [taken[phase] for taken in seconds if phase in taken]
         if values:
             report.add(case.name, method, phase, "s", values)
-    lengths = [observed(case.config, [line]) for line in lines]
+    lengths = [run_stats(case.config, [line]) for line in lines]
     steps = [case.predict(gpu or "h100", constants, seen) for seen in lengths]
     if gpu is None:
         steps = [replace(step, peak_flops=0.0) for step in steps]  # another machine's peak says nothing
@@ -125,7 +125,7 @@ def add_measurement(report: Report, case: Case, folder: Path, gpu: str | None, c
         values = [line[name] / 1e9 for line in lines if name in line]
         report.add(case.name, method, name.removesuffix("_bytes").replace("memory/", "memory "), "GB", values)
     if gpu is not None:
-        add_prediction(report, case, case.predict(gpu, constants, observed(case.config, lines)))
+        add_prediction(report, case, case.predict(gpu, constants, run_stats(case.config, lines)))
 
 
 def launch(path: str, overrides: Sequence[str], world: int, folder: Path) -> None:

@@ -19,9 +19,8 @@ from megatron_rl.planning.predict.generate import (
     prefill_seconds,
     rollout_weight_bytes,
 )
-from megatron_rl.planning.predict.groups import Sync
-from megatron_rl.planning.predict.layer import gather_seconds
-from megatron_rl.planning.predict.learn import TrainChoice, Work
+from megatron_rl.planning.predict.learn import TrainChoice, Work, gather_seconds
+from megatron_rl.planning.predict.placement import SyncSeconds
 from megatron_rl.planning.predict.step import copy_seconds
 from megatron_rl.shapes.hardware import GB, Machine
 from megatron_rl.shapes.layout import ParallelLayout
@@ -108,7 +107,7 @@ def broadcast_seconds(
     return sync.host_fixed_seconds + machine.weight_bytes * model.parameters / (rate * GB)
 
 
-def planned_seconds(
+def planned_sync_seconds(
     model: ModelShape, layout: ParallelLayout | None, rollout: RolloutLayout, machine: Machine
 ) -> float:
     """Return seconds of copies that are planned between ranks, on ranks apart: every shard arrives whole.
@@ -124,7 +123,7 @@ METHODS: dict[str, Method] = {
     "strided_reshard": strided_seconds,
     "gather_and_load": gathered_seconds,
     "host_broadcast": broadcast_seconds,
-    "planned_peer_to_peer": planned_seconds,
+    "planned_peer_to_peer": planned_sync_seconds,
 }
 
 
@@ -142,7 +141,7 @@ def method_of(method: str) -> Method:
     )
 
 
-def sync_of(method: str) -> Sync:
+def sync_of(method: str) -> SyncSeconds:
     """Return a method's seconds as the search asks for them, wherever the engine's ranks are."""
     seconds = method_of(method)
 

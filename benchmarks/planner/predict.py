@@ -27,7 +27,6 @@ from megatron_rl.planning.predict.generate import (
     prefill_workspace_bytes,
     rollout_weight_bytes,
 )
-from megatron_rl.planning.predict.groups import Planner, Problem
 from megatron_rl.planning.predict.learn import (
     TrainChoice,
     fullest_training,
@@ -38,9 +37,9 @@ from megatron_rl.planning.predict.learn import (
     score_memory,
     score_seconds,
 )
-from megatron_rl.planning.predict.placement import best_grouping
+from megatron_rl.planning.predict.placement import Planner, Problem, best_grouping
 from megatron_rl.planning.predict.search import RECOMPUTE, rollout_plans, training_front
-from megatron_rl.planning.predict.step import RoleSeconds, add_up
+from megatron_rl.planning.predict.step import RoleSeconds, compose_step
 from megatron_rl.shapes.hardware import GB
 from megatron_rl.shapes.layout import ParallelLayout
 
@@ -215,7 +214,7 @@ def rl_step_seconds(scenario: Scenario) -> Prediction:
         learn = learn_seconds(choice, batch, machine) if spec_of(role).trains else 0.0
         works.append(RoleSeconds(role, (0,), score_seconds(choice, batch, machine), learn))
     rollout = _rollout(scenario, batch)
-    step = add_up(
+    step = compose_step(
         works,
         generate=generate_seconds(actor.model, rollout, batch, machine),
         reshard=method_of(scenario.sync_method)(actor.model, actor.layout, rollout, machine),

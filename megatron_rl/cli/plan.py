@@ -12,8 +12,14 @@ from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.errors import UserError
 from megatron_rl.planning.predict.batch import StepBatch, response_lengths
 from megatron_rl.planning.predict.calibrate import calibrate
-from megatron_rl.planning.predict.groups import Problem
-from megatron_rl.planning.predict.placement import ALWAYS, BEFORE, BESIDE, ROLES, search
+from megatron_rl.planning.predict.placement import (
+    ONE_STEP_OFF,
+    OPEN_ORDER,
+    ROLES,
+    SYNCHRONOUS,
+    Problem,
+    search,
+)
 from megatron_rl.planning.predict.plan_file import Paths, config_text, plan_record, planned_run, plans_text
 from megatron_rl.planning.predict.step import TYPICAL_SHARE
 from megatron_rl.shapes.hardware import Machine, load_constants
@@ -55,15 +61,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--one-step-off",
         dest="split",
         action="store_const",
-        const=BESIDE,
-        default=BEFORE,
+        const=ONE_STEP_OFF,
+        default=SYNCHRONOUS,
         help="let split placements generate the next step early",
     )
     early.add_argument(
         "--open-order",
         dest="split",
         action="store_const",
-        const=ALWAYS,
+        const=OPEN_ORDER,
         help="let them learn from what is complete first (rollout.order: open)",
     )
     result = parser.add_argument_group("result")

@@ -21,7 +21,7 @@ from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.planning.predict.calibrate import calibrate
 from megatron_rl.planning.predict.placement import search
 from megatron_rl.planning.predict.plan_file import Paths, config_text, plan_record, planned_run, preset_of
-from megatron_rl.planning.predict.step import PHASES, Observed, predict_run, role_shapes
+from megatron_rl.planning.predict.step import PHASES, RunStats, predict_run, role_shapes
 from megatron_rl.shapes.hardware import load_constants
 from megatron_rl.shapes.published import load_shape, presets
 
@@ -158,7 +158,7 @@ def test_plan_predicts_what_its_configuration_is_predicted_to_take(tmp_path) -> 
         config = checked(tmp_path / "plan.yaml").valid()
         shapes = role_shapes(config, lambda path: load_shape("qwen3-8b"))
         mean = problem.batch.lengths.mean
-        step = predict_run(config, load_constants(), "h100", shapes, Observed(response=mean))
+        step = predict_run(config, load_constants(), "h100", shapes, RunStats(response=mean))
         assert step.seconds == pytest.approx(dict(run.prediction.seconds))
         # The search's own estimate differs where the configuration has one token budget for every role.
         assert placed.step.total == pytest.approx(step.total, rel=0.15)
@@ -250,7 +250,7 @@ def _run_folder(path: Path, slower: dict[str, float]) -> None:
     (path / "config.yaml").write_text(CONFIG)
     config = load(path / "config.yaml").valid()
     expected = predict_run(
-        config, load_constants(), "a100", role_shapes(config, load_shape), Observed(200.0, 400.0)
+        config, load_constants(), "a100", role_shapes(config, load_shape), RunStats(200.0, 400.0)
     ).seconds
     lines = [{"step": 0, "time/generate": 999.0}]
     for step in (1, 2, 3):
