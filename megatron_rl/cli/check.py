@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--for", dest="job", metavar="COMMAND", choices=JOBS, help=f"what it is to run: {', '.join(JOBS)}"
     )
+
     parser.add_argument("--json", action="store_true", help="print one JSON object for machines")
     parser.add_argument(
         "--without-files", action="store_true", help="missing model and data files are warnings"
@@ -44,12 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the check; the exit code is 2 where there are errors."""
+    """Print the check, and return 2 for a configuration with errors."""
+    # The option first, then torchrun; without either the configuration's own.
     job = launch()
-    world_size = None if job.alone else job.world_size
-    if arguments.world_size is not None:
-        world_size = arguments.world_size
+    world_size = arguments.world_size
+    if world_size is None and not job.alone:
+        world_size = job.world_size
 
+    # A file that is no configuration at all has no report: its errors are raised.
     try:
         report = load_and_check(
             arguments, world_size, job=arguments.job, without_files=arguments.without_files
@@ -64,24 +67,30 @@ def run(arguments: argparse.Namespace) -> int:
     # Under torchrun every rank checks, and one prints.
     if process_rank() == 0:
         _print_report(arguments, report)
-    return EXIT_BAD_INPUT if report.errors else 0
+    if report.errors:
+        return EXIT_BAD_INPUT
+    return 0
 
 
 def _print_report(arguments: argparse.Namespace, report: CheckReport) -> None:
     """Print a report in the form that the arguments ask for, after the picture and the simulation."""
+    # The picture needs layouts, which a configuration with errors may not have.
     if arguments.picture is not None and report.layouts is not None:
         _write_picture(arguments.picture, picture(report, arguments.config))
 
+    # A configuration with errors cannot be built.
     simulated = None
     if arguments.simulate and not report.errors:
         simulated = simulate_ranks(report)
 
+    # JSON alone on the output, so that a program can parse it.
     if arguments.json:
         record = report_json(report)
         if simulated is not None:
             record["simulation"] = simulation_json(simulated)
         print(json.dumps(record, indent=2))
         return
+
     print(report_text(report, arguments.config, simulated), flush=True)
     if report.errors:
         print(f"\n{len(report.errors)} error(s)", file=sys.stderr)
@@ -94,6 +103,7 @@ def report_json(report: CheckReport) -> dict[str, Any]:
         origin = report.origins[path]
         config[path] = {"value": to_plain(value), "origin": origin.kind, "detail": origin.detail}
 
+    # The number of data-parallel copies is derived, and no field of a layout.
     roles = {
         role: {**dataclasses.asdict(layout), "data": layout.data}
         for role, layout in (report.layouts or {}).items()
@@ -108,6 +118,12 @@ def report_json(report: CheckReport) -> dict[str, Any]:
     ]
 
     # Null where the check did not get that far.
+    batch = None
+    if report.batch is not None:
+        batch = dataclasses.asdict(report.batch)
+    scoring_pass = None
+    if report.algorithm is not None:
+        scoring_pass = scoring_reason(report.config, report.algorithm)
     model = None
     if report.shape is not None:
         model = {**dataclasses.asdict(report.shape), "parameters": report.shape.parameters}
@@ -122,8 +138,8 @@ def report_json(report: CheckReport) -> dict[str, Any]:
         "errors": [error.to_json() for error in report.errors],
         "warnings": [warning.to_json() for warning in report.warnings],
         "config": config,
-        "batch": dataclasses.asdict(report.batch) if report.batch else None,
-        "scoring_pass": scoring_reason(report.config, report.algorithm) if report.algorithm else None,
+        "batch": batch,
+        "scoring_pass": scoring_pass,
         "roles": roles,
         "model": model,
         "memory": memory,

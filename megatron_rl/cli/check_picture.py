@@ -60,6 +60,7 @@ def _role_row(report: CheckReport, role: str, top: int, ranks: range) -> list[st
     """Return the row of one role: its name, its sizes, and a box per rank with its coordinates."""
     assert report.layouts is not None
     layout = report.layouts[role]
+    # The rollout is dark, as the arrows of the sync that lead to it.
     if role == ROLLOUT.name:
         colour = _ROLLOUT_COLOUR
     else:
@@ -71,9 +72,10 @@ def _role_row(report: CheckReport, role: str, top: int, ranks: range) -> list[st
     ]
     for rank in ranks:
         has_role = rank in layout.ranks
+        fill = colour if has_role else _EMPTY_COLOUR
         elements.append(
             f'<rect x="{_centre(rank) - _COLUMN // 2 + 4}" y="{top + 4}" width="{_COLUMN - 8}" '
-            f'height="{_ROW - 8}" rx="5" fill="{colour if has_role else _EMPTY_COLOUR}"/>'
+            f'height="{_ROW - 8}" rx="5" fill="{fill}"/>'
         )
         if has_role:
             label = cell_label(role, layout, rank)
@@ -92,14 +94,16 @@ def _sync_rows(report: CheckReport, top: int, ranks: range) -> list[str]:
     for rank in ranks:
         if rank not in report.sync.needed:
             continue
+
+        # An arrow from the rollout's row above, then the two numbers.
         centre = _centre(rank)
-        needed = byte_words(report.sync.needed[rank])
-        received = byte_words(report.sync.received[rank])
+        needed_size = byte_words(report.sync.needed[rank])
+        received_size = byte_words(report.sync.received[rank])
         arrow = f"M{centre} {top + 26}v-18m-5 7l5 -7l5 7"
         elements += [
             f'<path d="{arrow}" fill="none" stroke="{_ROLLOUT_COLOUR}"/>',
-            _text(centre, top + 43, needed, _TEXT_COLOUR, anchor="middle", size=12),
-            _text(centre, top + 60, received, _ROLE_COLOURS[0], anchor="middle", size=12),
+            _text(centre, top + 43, needed_size, _TEXT_COLOUR, anchor="middle", size=12),
+            _text(centre, top + 60, received_size, _ROLE_COLOURS[0], anchor="middle", size=12),
         ]
     return elements
 
@@ -110,7 +114,7 @@ def _centre(rank: int) -> int:
 
 
 def _text(
-    left: int,
+    x: int,
     baseline: int,
     text: str,
     colour: str = _TEXT_COLOUR,
@@ -121,6 +125,6 @@ def _text(
 ) -> str:
     """Return a text element."""
     return (
-        f'<text x="{left}" y="{baseline}" fill="{colour}" font-size="{size}" font-weight="{weight}" '
+        f'<text x="{x}" y="{baseline}" fill="{colour}" font-size="{size}" font-weight="{weight}" '
         f'text-anchor="{anchor}">{escape(text)}</text>'
     )

@@ -43,6 +43,7 @@ _MAX_OTHER_RANKS = 5
 
 def report_text(report: CheckReport, name: str, simulated: list[Simulated] | None = None) -> str:
     """Return the complete check as text, with the ``simulated`` ranks."""
+    # A section is left out where the check did not get as far as its numbers.
     blocks = [f"{name} on {_count(report.world_size, 'process', 'es')}", _configuration(report)]
     if report.layouts is not None:
         blocks.append(summary(report))
@@ -61,8 +62,10 @@ def report_text(report: CheckReport, name: str, simulated: list[Simulated] | Non
         note = "one at each address of rollout.server.urls"
         blocks.append(_section("SERVERS", note, _servers(report.config)))
     if report.layouts is not None and report.shape is None:
-        sync = "" if report.batch is None else ", no bytes per weight sync"
-        blocks.append(f"The model's config.json is not on this machine: no memory{sync}.")
+        unknown = "no memory"
+        if report.batch is not None:
+            unknown = "no memory, no bytes per weight sync"
+        blocks.append(f"The model's config.json is not on this machine: {unknown}.")
 
     # The findings come after all tables, the verdict last: a terminal shows the end of a long text.
     if report.warnings:
@@ -77,7 +80,10 @@ def summary(report: CheckReport) -> str:
     """Return the batch arithmetic and the roles, for the start of a run."""
     if report.layouts is None:
         return ""
-    note = "one training step, from prompts to micro-batches" if report.batch is not None else ""
+    # A job of one stage has no training step.
+    note = ""
+    if report.batch is not None:
+        note = "one training step, from prompts to micro-batches"
     batch = _section("BATCH", note, batch_lines(report))
     return batch + "\n\n" + _section("ROLES", _legend(report.layouts), _roles(report))
 
@@ -89,31 +95,37 @@ def _verdict(report: CheckReport) -> str:
         return f"NOT READY: {_count(len(report.errors), 'error')}, {warnings}"
     if report.untried:
         return f"NOT TRIED: no errors, {warnings}; whether Megatron takes its settings is not known"
-    ready = "READY once the missing files are there" if report.files_missing else "READY"
-    return f"{ready}: no errors, {warnings if report.warnings else 'no warnings'}"
+    if not report.warnings:
+        warnings = "no warnings"
+    if report.files_missing:
+        return f"READY once the missing files are there: no errors, {warnings}"
+    return f"READY: no errors, {warnings}"
 
 
 def _section(title: str, note: str, lines: list[str]) -> str:
     """Return a section: its title with a note, and its lines indented."""
-    heading = f"{title}  ({note})" if note else title
-    return "\n".join([heading, *(f"  {line}".rstrip() for line in lines)])
+    if note:
+        title = f"{title}  ({note})"
+    return "\n".join([title, *(f"  {line}".rstrip() for line in lines)])
 
 
 def _pair(values: tuple[int, int]) -> str:
     """Return a range of numbers as text, one number where both are equal."""
     low, high = values
-    return f"{low:,}" if low == high else f"{low:,}-{high:,}"
+    if low == high:
+        return f"{low:,}"
+    return f"{low:,}-{high:,}"
 
 
 def _count(number: int, noun: str, ending: str = "s", plural: str | None = None) -> str:
-    """Return a number with its noun, in the plural where it is not 1."""
+    """Return a number with its noun, in the plural unless the number is 1."""
     if number == 1:
         return f"{number:,} {noun}"
     return f"{number:,} {plural or noun + ending}"
 
 
 def _bytes(value: int) -> str:
-    """Return bytes in the largest binary unit of which there is at least one."""
+    """Return bytes in the largest binary unit that is not larger than them."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if value >= scale:
             return f"{value / scale:,.1f} {unit}"
@@ -141,6 +153,7 @@ def _configuration(report: CheckReport) -> str:
         else:
             explicit.append((path, text, origin.detail))
 
+    # Defaults are many and rarely read: they are wrapped, without their origin.
     lines = ["stated:", *_columns(explicit)]
     if derived:
         lines += ["derived:", *_columns(derived)]
@@ -153,12 +166,13 @@ def _configuration(report: CheckReport) -> str:
 def _columns(rows: list[tuple[str, str, str]]) -> list[str]:
     """Return rows of a key, a value and its origin in aligned columns."""
     key_width = max((len(path) for path, _, _ in rows), default=0)
+    # One long value must not push the origins of all others off the screen.
     value_width = min(_MAX_VALUE_COLUMN, max((len(text) for _, text, _ in rows), default=0))
     return [f"  {path:<{key_width}}  {text:<{value_width}}  {detail}".rstrip() for path, text, detail in rows]
 
 
 def _value(value: object) -> str:
-    """Return a value on one line, cut where it is long."""
+    """Return a value on one line, shortened to `_MAX_VALUE_WIDTH`."""
     text = one_line(value)
     if len(text) <= _MAX_VALUE_WIDTH:
         return text
@@ -187,11 +201,13 @@ def batch_lines(report: CheckReport) -> list[str]:
 def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
     """Return the lines of a training step, from its prompts to the passes over the data."""
     config = report.config
+    # Rows that do not divide evenly are a range.
     minibatch = f"{_pair(batch.rows_per_minibatch)} rows"
     steps = f"{_count(batch.updates, 'optimizer step')} per training step"
     prompt = config.data.max_prompt_tokens
     response = batch.longest_row - prompt
 
+    # With over-sampling more rows are generated than a step learns from.
     rows_in_flight = f"{batch.prompts_in_flight * batch.samples:,} rows"
     if config.rollout.oversample:
         rows_in_flight += f" of {batch.prompts_in_flight:,} prompts in flight"
@@ -262,6 +278,7 @@ def _checkpoint_line(report: CheckReport) -> list[tuple[str, str]]:
         )
     else:
         text = f"optimizers gathered for any layout, {_bytes(gathered)} on a rank"
+    # An asynchronous checkpoint is written from its copy, beside the steps.
     blocking = "the copy to the host" if settings.asynchronous else "it"
     return [(f"checkpoint every {_count(settings.every, 'step')}", f"{text}; steps wait for {blocking}")]
 
@@ -271,12 +288,18 @@ def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str
     environment = report.config.rollout.environment
     if environment is None:
         return []
+    # The replica with most rows.
     rows = batch.rows_per_replica[1]
     in_flight = episodes_in_flight(report.config, batch)
     queued = max(0, batch.prompts_in_flight - in_flight // batch.samples * batch.replicas)
-    queue = f"{_count(queued, 'group')} of the step wait in the queue" if queued else "no group waits"
-    # The engine's own limit is not known to the configuration.
-    engine_limit = " (fewer where the engine takes fewer)" if in_flight == rows else ""
+    queue = "no group waits"
+    if queued:
+        queue = f"{_count(queued, 'group')} of the step wait in the queue"
+
+    # Without a limit of its own the configuration does not know the engine's.
+    engine_limit = ""
+    if in_flight == rows:
+        engine_limit = " (fewer where the engine takes fewer)"
     processes = _count(environment.workers, "process", "es")
     lines = [
         (f"{in_flight:,} of {rows:,} episodes in flight", f"a replica's, at most{engine_limit}; {queue}"),
@@ -285,6 +308,8 @@ def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str
             f"each answered within {environment.turn_timeout:g} s; {processes} of environments per replica",
         ),
     ]
+
+    # The caches of ranks differ where stages do: the largest is shown.
     caches = [item for rank in report.memory for item in rank.items if item.name == "key-value cache"]
     if caches:
         cache = max(caches, key=lambda item: item.bytes)
@@ -295,6 +320,7 @@ def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str
 def _order_text(config: RunConfig) -> str:
     """Return the rows that a step learns from, by the order of the rollout."""
     rollout = config.rollout
+    # The closed order without over-sampling; each setting replaces or extends its text.
     text = "a step learns from exactly its prompts"
     if rollout.oversample:
         text = f"a step learns from the groups complete first, in rounds of {rollout.round_tokens:,} tokens"
@@ -322,8 +348,10 @@ def _scoring_line(report: CheckReport) -> list[tuple[str, str]]:
 def _stage_line(plan: StagePlan) -> tuple[str, str]:
     """Return the line of a stage: its steps, or its epochs."""
     settings = plan.settings
+    # A stage counts rows or pairs.
     rows_per_step = _count(settings.per_step, settings.UNIT)
     if settings.steps is None:
+        # Epochs can be a fraction.
         epochs = "1 epoch" if settings.epochs == 1 else f"{settings.epochs:g} epochs"
         return f"{plan.where}: {epochs}", f"steps of {rows_per_step}"
     total = f"{_count(settings.steps * settings.per_step, settings.UNIT)} in all"
@@ -344,6 +372,7 @@ def _data_passes(steps: int, batch: BatchPlan, records: int | None) -> str:
 def _legend(layouts: Mapping[str, ParallelLayout]) -> str:
     """Return the meaning of the letters in the table of ranks."""
     names = ["t tensor"]
+    # Only letters that the table has.
     if any(layout.context > 1 for layout in layouts.values()):
         names.append("c context")
     if any(layout.data > 1 for role, layout in layouts.items() if role != ROLLOUT.name):
@@ -372,6 +401,7 @@ def _roles(report: CheckReport) -> list[str]:
         role: {rank: cell_label(role, layout, rank) for ranks in blocks for rank in ranks}
         for role, layout in layouts.items()
     }
+    # Ranks have up to five digits, coordinates may be longer.
     width = max(4, *(len(label) for row in labels.values() for label in row.values())) + 1
 
     next_start = 0
@@ -397,6 +427,8 @@ def layout_text(role: str, layout: ParallelLayout) -> str:
         notes.append(f"expert {layout.expert}")
     if layout.sequence_parallel:
         notes.append("sequence parallel")
+
+    # Data-parallel copies of the engine are called replicas.
     copies = "replicas" if role == ROLLOUT.name else "data"
     text = f"{layout.words(copies)} = {_count(len(layout.ranks), 'rank')}"
     if notes:
@@ -405,7 +437,7 @@ def layout_text(role: str, layout: ParallelLayout) -> str:
 
 
 def cell_label(role: str, layout: ParallelLayout, rank: int) -> str:
-    """Return a rank's coordinates in a role's layout, a dot where it has none."""
+    """Return a rank's coordinates in a role's layout, a dot for a rank without the role."""
     if rank not in layout.ranks:
         return "."
     tensor, context, data, pipeline = layout.coordinates(rank)
@@ -425,6 +457,7 @@ def cell_label(role: str, layout: ParallelLayout, rank: int) -> str:
 def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
     """Return the memory of the fullest rank by item and phase, then that of other ranks."""
     fullest = ranks[0]
+    # A job of one stage only learns.
     phases = [phase for phase in PHASES if fullest.total(phase)]
     items = sorted(fullest.items, key=lambda item: -item.bytes)
     name_width = max(len(item.name) for item in items) + 2
@@ -435,8 +468,10 @@ def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
         cells = [_bytes(item.bytes) if phase in item.phases else "" for phase in phases]
         row = "".join(f"{cell:>{_MEMORY_COLUMN}}" for cell in cells)
         # An item of no phase is in host memory.
-        host = "" if item.phases else f"{_bytes(item.bytes)} on the host: "
-        lines.append(f"{item.name:<{name_width}}{row}    {host}{item.how}")
+        origin = item.how
+        if not item.phases:
+            origin = f"{_bytes(item.bytes)} on the host: {item.how}"
+        lines.append(f"{item.name:<{name_width}}{row}    {origin}")
 
     totals = "".join(f"{_bytes(fullest.total(phase)):>{_MEMORY_COLUMN}}" for phase in phases)
     lines += ["-" * (name_width + _MEMORY_COLUMN * len(phases)), f"{'total':<{name_width}}{totals}"]
@@ -448,18 +483,21 @@ def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
         )
 
     if len(ranks) > 1:
+        # The fullest rank of a phase need not be the fullest of all.
         peaks = [max(memory.total(phase) for memory in ranks) for phase in phases]
         row = "".join(f"{_bytes(peak):>{_MEMORY_COLUMN}}" for peak in peaks)
         lines.append(f"{'most on any rank':<{name_width}}{row}")
         other_ranks = ranks[1 : 1 + _MAX_OTHER_RANKS]
         text = ", ".join(f"rank {memory.rank} {_bytes(memory.peak)}" for memory in other_ranks)
-        ellipsis = " ..." if len(ranks) > 1 + _MAX_OTHER_RANKS else ""
-        lines.append(f"others at their peak: {text}{ellipsis}")
+        if len(ranks) > 1 + _MAX_OTHER_RANKS:
+            text += " ..."
+        lines.append(f"others at their peak: {text}")
     return lines
 
 
 def _servers(config: RunConfig) -> list[str]:
     """Return the command that starts an inference server of the configuration."""
+    # The command depends on the model's architecture.
     if not (Path(config.model.path) / "config.json").is_file():
         return ["the command that starts one stands here once the model does in model.path"]
     command = ENGINES[config.rollout.engine].start_command
@@ -471,7 +509,7 @@ def _servers(config: RunConfig) -> list[str]:
 
 
 def _sync(report: CheckReport) -> list[str]:
-    """Return the bytes of a weight sync, beside those of gathering complete tensors."""
+    """Return the bytes of a weight sync, and of the same by gathering complete tensors."""
     sync = report.sync
     layouts = report.layouts
     assert sync is not None and layouts is not None
@@ -484,6 +522,7 @@ def _sync(report: CheckReport) -> list[str]:
         ("received by all ranks together", sum(sync.received.values())),
     ]
     colocated = bool(set(actor.ranks) & set(layouts[ROLLOUT.name].ranks))
+    # The comparison: what other systems do with the same layouts.
     gathered = gathered_bytes(sync.model_bytes, actor, colocated)
     if gathered:
         rows.append(("by gathering whole tensors instead, per rank", gathered))

@@ -34,7 +34,10 @@ def require_counts(arguments: argparse.Namespace, *names: str, at_most: int | No
         value = getattr(arguments, name)
         if value is None or (value >= 1 and (at_most is None or value <= at_most)):
             continue
-        expected = "1 or more" if at_most is None else f"1 to {at_most:,}"
+
+        expected = "1 or more"
+        if at_most is not None:
+            expected = f"1 to {at_most:,}"
         option = "--" + name.replace("_", "-")
         raise out_of_range(option, value, expected, fix=f"set {option} to {expected}")
 
@@ -43,15 +46,20 @@ def require_directory(path: Path, argument: str) -> None:
     """Raise UserError unless the path is a directory."""
     if path.is_dir():
         return
+
+    # The likely mistake is in the last part of the path.
     siblings = []
     if path.parent.is_dir():
         siblings = sorted(item.name for item in path.parent.iterdir() if item.is_dir())
+    fix = "correct the path"
+    if siblings:
+        fix = f"directories beside it: {', '.join(siblings[:8])}"
     raise UserError(
         f"there is no directory {path}",
         where=argument,
         expected="an existing directory",
         got="a file" if path.exists() else "nothing there",
-        fix=f"directories beside it: {', '.join(siblings[:8])}" if siblings else "correct the path",
+        fix=fix,
     )
 
 
@@ -74,13 +82,16 @@ def load_and_check(
 
     # Models that ship with the configuration are in a folder beside it, or one level up.
     folders = [folder / "models" for file in loaded.files for folder in (file.parent, file.parent.parent)]
-    patience = LONG_PATIENCE if training else PATIENCE
+    # One rank of a job tries Megatron's settings for all; a run has more time for that than a check.
+    patience = 0.0
+    if process_rank() == 0:
+        patience = LONG_PATIENCE if training else PATIENCE
+
     return check_config(
         loaded,
         world_size,
         training=training,
         without_files=without_files,
         shipped_models=next((folder for folder in folders if folder.is_dir()), None),
-        # One rank of a job tries Megatron's settings for all.
-        patience=patience if process_rank() == 0 else 0,
+        patience=patience,
     )

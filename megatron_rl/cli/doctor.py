@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only say which of this machine's own packages do not go with the GPU stack, and write the "
         "others to FILE as pip's constraints",
     )
+
     parser.add_argument(
         "--gpu",
         action="store_true",
@@ -59,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.before_install:
         return _before_install(Path(arguments.before_install))
 
+    # Under torchrun every rank examines its machine, and one prints.
     prints = process_rank() == 0
     sections: Sections = {
         "packages": packages(),
@@ -84,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif world == 1 and not arguments.quick:
         text = "not measured: start with torchrun --nproc-per-node N -m megatron_rl doctor"
         sections["links between ranks"] = [Finding("note", "all-reduce", text)]
+    # A machine that lacks packages would fail the proof with a worse message.
     if arguments.gpu and not _failed(sections):
         sections["proof"] = _proof(Path(arguments.out), world, prints=prints and not arguments.json)
 
@@ -98,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
         # All ranks leave together: the launcher ends rank 0 as soon as another rank ends with an error.
         sys.stdout.flush()
         watch.leave()
-    return 1 if _failed(sections) else 0
+    return int(_failed(sections))
 
 
 def _failed(sections: Sections) -> bool:
@@ -109,9 +112,10 @@ def _failed(sections: Sections) -> bool:
 def _print_errors(errors: list[Finding]) -> None:
     """Print the errors of a rank that does not print the table."""
     for finding in errors:
-        fix = f"; fix: {finding.fix}" if finding.fix else ""
-        rank = f"{socket.gethostname()}, rank {process_rank()}"
-        print(f"{rank}: {finding.name}: {finding.text}{fix}", file=sys.stderr, flush=True)
+        line = f"{socket.gethostname()}, rank {process_rank()}: {finding.name}: {finding.text}"
+        if finding.fix:
+            line += f"; fix: {finding.fix}"
+        print(line, file=sys.stderr, flush=True)
 
 
 def _proof(folder: Path, world: int, *, prints: bool) -> list[Finding]:
@@ -137,7 +141,7 @@ def _before_install(constraints: Path) -> int:
     for finding in findings:
         print(f"{finding.name}: {finding.text}\n  fix: {finding.fix}")
     constraints.write_text("".join(f"{name}=={version}\n" for name, version in sorted(versions.items())))
-    return 1 if findings else 0
+    return int(bool(findings))
 
 
 def _print(sections: Sections) -> None:
@@ -150,6 +154,7 @@ def _print(sections: Sections) -> None:
                 print(f"{'':28} fix: {finding.fix}")
         print()
 
+    # The verdict is last, where a terminal shows it.
     findings = [finding for section in sections.values() for finding in section]
     count = {level: sum(finding.level == level for finding in findings) for level in _MARKS}
     if count["error"]:
@@ -171,6 +176,7 @@ def _imports() -> list[Finding]:
         ),
         ("vLLM", _import_vllm, "install the vLLM that fits this torch, or train with rollout.engine=torch"),
     ]
+
     findings = []
     for name, check, fix in checks:
         try:
@@ -180,6 +186,7 @@ def _imports() -> list[Finding]:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             message = (str(error).splitlines() or [""])[0]
             text = f"{type(error).__name__}: {message} ({frame.filename}:{frame.lineno})"
+            # Without vLLM plain torch can generate.
             level = "warning" if name == "vLLM" else "error"
             findings.append(Finding(level, name, text, fix))
     return findings
@@ -231,6 +238,7 @@ def _links(errors: list[Finding]) -> tuple[list[Finding], list[Finding]]:
     device.initialize(_JOIN_SECONDS)
     links = probe_links(socket.gethostname())
 
+    # Ranks of one machine mostly have the same errors.
     lowest_rank: dict[tuple[str, Finding], int] = {}
     for rank, rank_errors in enumerate(gather_objects(errors)):
         for finding in rank_errors:

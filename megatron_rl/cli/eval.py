@@ -31,9 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the configuration and the directories, then evaluate."""
-    # argparse gives --checkpoint every word that follows: those with = are overrides.
-    overrides = [word for word in arguments.checkpoint if "=" in word and not Path(word).exists()]
-    paths = [Path(word) for word in arguments.checkpoint if word not in overrides]
+    # argparse gives --checkpoint everything that follows: texts with = are overrides.
+    overrides = [text for text in arguments.checkpoint if "=" in text and not Path(text).exists()]
+    paths = [Path(text) for text in arguments.checkpoint if text not in overrides]
     # Nothing is resumed: a newest checkpoint that training could not resume is no error here.
     arguments.overrides = [*arguments.overrides, *overrides, "checkpoint.resume=never"]
 
@@ -41,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = report.valid()
     for path in paths:
         require_checkpoint(path)
+    # A training run may have no evaluation sets; this command has nothing else to do.
     if not config.evaluation.sets:
         raise UserError(
             "there is nothing to evaluate",
@@ -68,10 +69,13 @@ def require_checkpoint(path: Path) -> None:
     contents = checkpoints(run_folder.checkpoints) or checkpoints(path)
     if (run_folder.model / "config.json").is_file():
         contents.append(run_folder.model)
+    fix = "correct the path"
+    if contents:
+        fix = f"checkpoints in it: {', '.join(map(str, contents[-4:]))}"
     raise UserError(
         f"{path} is not a checkpoint",
         where=str(path),
         expected=f"a Hugging Face directory with config.json, or a run's checkpoints/step_N with {META}",
         got="neither file",
-        fix=f"checkpoints in it: {', '.join(map(str, contents[-4:]))}" if contents else "correct the path",
+        fix=fix,
     )

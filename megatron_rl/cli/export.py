@@ -32,6 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
     checkpoint = Path(arguments.checkpoint)
     out = Path(arguments.out)
     require_directory(checkpoint, "CHECKPOINT")
+
+    # A checkpoint is many files: none of a directory's may be mixed with them.
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(
             "the export would overwrite something",
@@ -40,7 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
             got=f"{out} is {'not empty' if out.is_dir() else 'a file'}",
             fix="choose another directory, or remove it",
         )
+
     require_checkpoint(checkpoint)
+    # `require_checkpoint` also accepts a Hugging Face model, which `eval` takes.
     if not is_checkpoint(checkpoint):
         raise UserError(
             f"{checkpoint} is a Hugging Face model, not a training checkpoint",

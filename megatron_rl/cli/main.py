@@ -38,7 +38,7 @@ EXIT_INTERRUPTED = 130
 """Exit code of a process that Ctrl-C ends: 128 plus the number of the signal."""
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
+def parse(command_line: Sequence[str]) -> argparse.Namespace:
     """Return the command and its arguments; unknown words end the process with 2, as argparse does."""
     parser = argparse.ArgumentParser(
         prog="megatron_rl",
@@ -48,29 +48,32 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     # Import the called command's module alone: the others may need packages that are not installed here.
-    called = next((word for word in words if not word.startswith("-")), None)
+    command_name = next((text for text in command_line if not text.startswith("-")), None)
     for name, (module, help_text) in COMMANDS.items():
         description = help_text[0].upper() + help_text[1:] + "."
         command = commands.add_parser(name, help=help_text, description=description)
-        if name == called:
+        if name == command_name:
             import_module(module).add_arguments(command)
 
-    arguments, unparsed = parser.parse_known_args(words)
+    arguments, unparsed = parser.parse_known_args(command_line)
     _add_overrides(parser, arguments, unparsed)
     return arguments
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for bad input, 1 for any other failure."""
+    if arguments is None:
+        arguments = sys.argv[1:]
     try:
-        options = parse(list(sys.argv[1:] if arguments is None else arguments))
+        options = parse(list(arguments))
         # Trackers, judges and tools on this machine are reached directly, by this process and its children.
         os.environ.update(without_proxy(os.environ))
-        exit_code = import_module(COMMANDS[options.command][0]).run(options)
-        return 0 if exit_code is None else int(exit_code)
+        return int(import_module(COMMANDS[options.command][0]).run(options))
+
     except UserError as error:
         report_errors(error)
         return EXIT_BAD_INPUT
+
     except ModuleNotFoundError as error:
         # A module of this package that is missing is a defect, any other one a package to install.
         package = (error.name or "megatron_rl").partition(".")[0]
@@ -78,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         report_errors(_not_installed(package))
         return EXIT_BAD_INPUT
+
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -85,7 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of our output has ended, as in `check ... | head`; Python would report it again at exit.
         sys.stderr.close()
         return 1
+
     except OSError as error:
+        # A file that cannot be read or written is the user's to correct; other errors are defects.
         user_error = file_error(error)
         if user_error is None:
             raise
@@ -105,11 +111,14 @@ def _not_installed(package: str) -> UserError:
     )
 
 
-def _add_overrides(parser: argparse.ArgumentParser, arguments: argparse.Namespace, words: list[str]) -> None:
-    """Add ``key=value`` words that follow an option to the overrides: argparse takes them only before one."""
-    overrides = [word for word in words if "=" in word and not word.startswith("-")]
-    unknown = [word for word in words if word not in overrides]
-    if unknown or (overrides and not hasattr(arguments, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(unknown or overrides)}")
+def _add_overrides(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, unparsed: list[str]
+) -> None:
+    """Add ``key=value`` arguments behind an option to the overrides: argparse takes them before one alone."""
+    overrides = [text for text in unparsed if "=" in text and not text.startswith("-")]
+    unrecognized = [text for text in unparsed if text not in overrides]
+    # Commands without a configuration have no overrides.
+    if unrecognized or (overrides and not hasattr(arguments, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(unrecognized or overrides)}")
     if overrides:
         arguments.overrides = [*arguments.overrides, *overrides]

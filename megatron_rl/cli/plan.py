@@ -100,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
     """Run ``plan`` and return its exit code; raises UserError."""
     if args.calibrate:
         return _calibrate(args)
+    # Both are optional for argparse, since --calibrate needs neither.
     if not args.model or not args.gpus:
         raise UserError(
             "plan needs a model and a number of GPUs",
@@ -114,15 +115,16 @@ def _calibrate(args: argparse.Namespace) -> int:
     """Print a run's phases beside their predictions, and print or write the constants that fit them."""
     override, phases = calibrate(args.calibrate, args.gpu, load_constants(args.constants), args.model)
     print(f"{'phase':12} {'predicted s':>12} {'measured s':>12} {'factor':>8}")
-    for name, (predicted, measured) in phases.items():
-        print(f"{name:12} {predicted:12.4g} {measured:12.4g} {predicted / measured:8.3f}")
+    for name, (predicted, seconds) in phases.items():
+        print(f"{name:12} {predicted:12.4g} {seconds:12.4g} {predicted / seconds:8.3f}")
 
     if args.json:
         record = {
-            name: {"predicted": predicted, "measured": measured}
-            for name, (predicted, measured) in phases.items()
+            name: {"predicted": predicted, "measured": seconds}
+            for name, (predicted, seconds) in phases.items()
         }
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+    # Without --out the override is printed, to be redirected.
     text = json.dumps(override, indent=1) + "\n"
     if args.out:
         Path(args.out).write_text(text)
@@ -138,6 +140,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
     require_counts(
         args, "prompts", "samples", "optimizer_steps", "prompt_tokens", "response_tokens", "lora_rank"
     )
+
+    # An optimizer step needs at least one prompt's group.
     if args.optimizer_steps > args.prompts:
         raise UserError(
             "more optimizer steps than prompts",
@@ -175,6 +179,7 @@ def problem_of(args: argparse.Namespace) -> Problem:
         args.network_gigabits_per_node,
     )
 
+    # Without a measured mean, the share of the limit that the planner assumes elsewhere.
     mean = args.response_tokens_mean or args.response_tokens * TYPICAL_SHARE
     batch = StepBatch(
         prompts=args.prompts,
@@ -187,19 +192,24 @@ def problem_of(args: argparse.Namespace) -> Problem:
 
     # Critic and reward model, which have a head of one number, are of the critic's size.
     actor = load_shape(args.model)
-    critic = load_shape(args.critic) if args.critic else actor
+    critic = actor
+    if args.critic:
+        critic = load_shape(args.critic)
     shapes = {spec.name: critic if spec.head == NUMBER else actor for spec in MODEL_ROLES}
+    # Roles without a model are no part of the problem.
     models = {role: shapes[role] for role in ROLES[args.algorithm]}
     if args.no_reference:
         models.pop(REFERENCE.name)
     if args.no_reward_model:
         models.pop(REWARD_MODELS.name, None)
-    lora = Lora.of(actor, args.lora_rank) if args.lora_rank else None
+    lora = None
+    if args.lora_rank:
+        lora = Lora.of(actor, args.lora_rank)
     return Problem(models, args.algorithm, batch, Machine(cluster, constants, args.precision), lora=lora)
 
 
 def _search(args: argparse.Namespace) -> int:
-    """Print the best placements, and write what the arguments ask for."""
+    """Print the best placements, and write the files that the arguments name."""
     problem = problem_of(args)
     started = time.monotonic()
     result = search(problem, args.split)
@@ -220,8 +230,11 @@ def _search(args: argparse.Namespace) -> int:
 
 def _model_path(model: str) -> str:
     """Return the folder of a model of the command line; a preset's is the one that it is downloaded to."""
-    path = model if Path(model).exists() else f"models/{model.rsplit('/', 1)[-1]}"
-    return str(Path(path).parent) if path.endswith("config.json") else path
+    if not Path(model).exists():
+        return f"models/{model.rsplit('/', 1)[-1]}"
+    if model.endswith("config.json"):
+        return str(Path(model).parent)
+    return model
 
 
 def _paths(args: argparse.Namespace) -> Paths:

@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rollout-ranks", type=int, metavar="N", help="N ranks beside the actor's (default: the same ranks)"
     )
+
     parser.add_argument("--ranks-per-node", type=int, default=8, metavar="N")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of the engine's weights")
     parser.add_argument(
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--staging-bytes", type=int, default=HybridEngineConfig.staging_bytes, metavar="BYTES"
     )
+
     parser.add_argument(
         "--cluster",
         action="append",
@@ -81,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = find_config(arguments.model)
     actor = actor_layout(read_layout(arguments.source, "--from"))
     tensor, whole_experts = _engine_layout(arguments.target)
+    # By default the engine is on the actor's ranks.
     ranks = actor.ranks
     if arguments.rollout_ranks:
         ranks = tuple(range(actor.size, actor.size + arguments.rollout_ranks))
@@ -98,6 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
         whole_experts=whole_experts,
         lora=_lora(config, arguments.lora_rank),
     )
+
+    # Other systems' traffic is computed by their formulas, ours from the plan.
     summary = summarise(plan, arguments.ranks_per_node, arguments.staging_bytes, constants, clusters)
     peers = received_by_peers(summary.model_bytes, actor, tensor, colocated=not arguments.rollout_ranks)
     seconds = time.perf_counter() - start
@@ -113,11 +118,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lora(config: Any, rank: int | None) -> Lora | None:
-    """Return the adapters to transfer instead of the weights; raises UserErrors for those that no run has."""
+    """Return the adapters to transfer instead of the weights; raises UserErrors for impossible ones."""
     if rank is None:
         return None
     model = pretrained(config)
     lora = LoraConfig(rank, sync="adapter")
+    # The rules of a run.
     errors = [*check_lora(lora, "vllm"), *check_adapted_model(lora, model)]
     if errors:
         raise UserErrors(errors)
@@ -134,6 +140,8 @@ def _engine_layout(text: str) -> tuple[int, bool]:
             expected="tpN, or epN for whole experts dealt out over the N ranks of a replica",
             got=text,
         )
+
+    # The one size is the number of ranks, of either kind.
     size = next(iter(sizes.values()))
     if size < 1:
         raise UserError("a replica needs ranks", where="--to", expected="1 or more", got=text)
@@ -160,5 +168,6 @@ def _lines(summary: Summary, peers: Mapping[str, float], layouts: str, seconds: 
         *((f"{name}", f"{byte_words(value)} received per rank (formula)") for name, value in peers.items()),
         ("planned in", f"{seconds:.1f} s"),
     ]
+
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]

@@ -82,7 +82,8 @@ def _sections(section: type, path: str) -> Iterator[tuple[str, type]]:
     """Yield the path and the class of a section and of all below it; an entry of a mapping is NAME."""
     yield path, section
     for name, hint in hints(section).items():
-        field_path = f"{path}.{name}" if path else name
+        # The path of the top level is empty.
+        field_path = f"{path}.{name}".removeprefix(".")
         inner = section_class(hint)
         entry = entry_class(hint)
         if inner is not None:
@@ -124,6 +125,7 @@ def _setting_cells(piece: Piece, item: dataclasses.Field) -> list[str]:
     """Return the name, default, bounds and meaning of a piece's setting."""
     setting = setting_of(item)
     value = getattr(piece, item.name)
+    # None is a setting that is off, or whose default is described.
     default = f"`{one_line(to_plain(value))}`"
     if value is None:
         default = f"*{setting.unset or 'none'}*"
@@ -159,6 +161,7 @@ def _key_row(item: dataclasses.Field, hint: Any) -> list[str]:
 
 def _default(item: dataclasses.Field, setting: Setting) -> str:
     """Return the default of a key as a cell."""
+    # A section's default is described by its differences: its keys have rows of their own.
     if item.default_factory is not dataclasses.MISSING:
         value = item.default_factory()
         if dataclasses.is_dataclass(value):
@@ -172,7 +175,7 @@ def _default(item: dataclasses.Field, setting: Setting) -> str:
 
 
 def _differences(section: Any) -> str:
-    """Return the values of a default section that differ from those of its class."""
+    """Return the values in which a default section differs from its class."""
     values = [
         f"`{item.name}: {one_line(getattr(section, item.name))}`"
         for item in dataclasses.fields(section)
@@ -186,7 +189,9 @@ def _allowed(setting: Setting) -> str:
     if not setting.choices:
         return setting.bounds()
     choices = ", ".join(f"`{choice}`" for choice in setting.choices)
-    return choices + (", or `file.py:Name`" if setting.or_path else "")
+    if setting.or_path:
+        choices += ", or `file.py:Name`"
+    return choices
 
 
 def _foreign_names(names: Sequence[ForeignName]) -> str:
@@ -194,10 +199,13 @@ def _foreign_names(names: Sequence[ForeignName]) -> str:
     projects: dict[str, list[str]] = {}
     for name in names:
         projects.setdefault(name.project, []).append(f"`{name.name}`")
-    return ", ".join(
-        ", ".join(project_names) + ("" if project == "common" else f" ({project})")
-        for project, project_names in projects.items()
-    )
+    texts = []
+    for project, project_names in projects.items():
+        text = ", ".join(project_names)
+        if project != "common":
+            text += f" ({project})"
+        texts.append(text)
+    return ", ".join(texts)
 
 
 def algorithms() -> str:
@@ -220,6 +228,7 @@ def algorithms() -> str:
         for piece in kind.named.values():
             first_kind.setdefault(type(piece), key)
     for key, kind in KINDS.items():
+        # A reference for the pieces of other kinds, and a section for each of its own.
         blocks.append(f"## Pieces of `{key}`\n")
         described = dict.fromkeys(first_kind[type(piece)] for piece in kind.named.values())
         blocks += [f"Those of `{first}`.\n" for first in described if first != key]
@@ -239,7 +248,9 @@ def _changed_settings(piece: Piece, default: Piece) -> str:
         for name, value in values.items()
         if value != getattr(default, name)
     ]
-    return f" ({', '.join(changed)})" if changed else ""
+    if not changed:
+        return ""
+    return f" ({', '.join(changed)})"
 
 
 def commands() -> str:
@@ -254,6 +265,7 @@ def commands() -> str:
             for action in parser._actions
             if action.dest != "help"
         ]
+
         sentence = help_text[0].upper() + help_text[1:]
         blocks += [f"## {name}\n\n{sentence}.\n", "| Argument | Meaning |", "|---|---|", *rows, ""]
     return "\n".join(blocks)
@@ -264,10 +276,15 @@ def _argument(action: argparse.Action) -> str:
     name = action.metavar or action.dest.upper()
     if action.option_strings:
         option = action.option_strings[-1]
-        return option if action.nargs == 0 else f"{option} {name}"
+        # A flag has no value.
+        if action.nargs == 0:
+            return option
+        return f"{option} {name}"
     if action.nargs == "*":
         return f"[{name} ...]"
-    return f"[{name}]" if action.nargs == "?" else str(name)
+    if action.nargs == "?":
+        return f"[{name}]"
+    return str(name)
 
 
 def _help(action: argparse.Action) -> str:
@@ -288,6 +305,7 @@ def python() -> str:
         else:
             declaration = f"def {name}{_signature(value)}"
             members = ()
+        # The signature as Python, then the docstring, then a table of the members.
         blocks.append(f"## {name}\n\n`{module}`\n\n```python\n{declaration}: ...\n```\n\n{_doc(value)}\n")
 
         rows = [
@@ -305,8 +323,9 @@ def _signature(item: Any) -> str:
     """Return the signature of a function or method without self; empty for a property."""
     if isinstance(item, property):
         return ""
-    function = item.__func__ if isinstance(item, classmethod) else item
-    text = str(inspect.signature(function))
+    if isinstance(item, classmethod):
+        item = item.__func__
+    text = str(inspect.signature(item))
     # Annotations are strings, which inspect prints in quotes.
     return re.sub(r"\((self|cls)(, )?", "(", text).replace("'", "")
 
@@ -343,6 +362,7 @@ def other_names() -> str:
 
 def _doc(value: Any) -> str:
     """Return a docstring as Markdown, with a link for each paper; empty without a docstring."""
+    # Docstrings are reStructuredText as far as double backticks go.
     text = re.sub(r"`{2}([^`]*)`{2}", r"`\1`", inspect.cleandoc(value.__doc__ or ""))
     text = re.sub(r"^(Example|Examples|Raises|Source):$", r"\1:\n", text, flags=re.MULTILINE)
     return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)

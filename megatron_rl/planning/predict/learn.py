@@ -63,6 +63,7 @@ def group_bandwidth(machine: Machine, size: int, stride: int) -> float:
     cluster = machine.cluster
     efficiency = machine.constants.efficiency
     local = local_members(cluster, size, stride)
+    # A ring is as fast as its slowest hop: NVLink inside a node, all cards of its members between nodes.
     nvlink_rate = cluster.gpu.nvlink * efficiency.nvlink
     if local >= size:
         return nvlink_rate
@@ -71,6 +72,7 @@ def group_bandwidth(machine: Machine, size: int, stride: int) -> float:
 
 def gather_seconds(machine: Machine, size: int, stride: int, total_bytes: float) -> float:
     """Return seconds to all-gather (or reduce-scatter) ``total_bytes`` over a group."""
+    # A group of one has nothing to send.
     if size <= 1:
         return 0.0
     return total_bytes * (size - 1) / size / group_bandwidth(machine, size, stride)
@@ -123,6 +125,7 @@ def gemm_rate(machine: Machine, precision: str, width: float) -> float:
     """Return achieved FLOP/s of dense products whose sharded dimension is ``width``."""
     gpu = machine.gpu
     constants = machine.constants.efficiency
+    # Narrow products do not fill the GPU; gemm_width is the width of half the efficiency.
     efficiency = gpu.gemm_efficiency * width / (width + constants.gemm_width)
     if precision == "fp8":
         efficiency *= constants.fp8_gemm
@@ -141,8 +144,9 @@ def expert_rate(machine: Machine, model: ModelShape, layout: ParallelLayout, tok
     rows = tokens / layout.tensor * model.experts_per_token / local_experts
 
     fill = rows / (rows + constants.expert_gemm_rows) * width / (width + constants.expert_gemm_width)
-    precision_factor = constants.fp8_gemm if precision == "fp8" else 1.0
-    base = gpu.gemm_efficiency * precision_factor
+    base = gpu.gemm_efficiency
+    if precision == "fp8":
+        base *= constants.fp8_gemm
     return gpu.peak(precision) * base * fill
 
 
@@ -152,6 +156,7 @@ def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> floa
     Norms, residuals: 24 h; rotary and head tensors: 8 a d; activation: 6 f gated, 4 f plain; MoE
     permutations, before and after the exchange, both ways: 12 k h.
     """
+    # An average layer: dense and routed layers by their share.
     moe_share = model.moe_layers / model.layers
     inner = (
         model.mlp_width * (1 - moe_share)
@@ -196,13 +201,16 @@ def _exposed_communication(
     if layout.context > 1 and exchanges:
         heads = model.heads / layout.tensor
         groups = model.kv_heads / layout.tensor
+        # Key-value heads that do not divide are repeated for every head before the exchange.
         if model.mla or groups % layout.context:
             groups = heads
         exchanged = 2.0 * tokens * (heads + groups) * (model.qk_dim + model.value_dim)
         total += gather_seconds(machine, layout.context, layout.tensor, exchanged)
     elif layout.context > 1:
-        heads = 1 if model.mla else max(1, model.kv_heads // layout.tensor)
-        width = model.kv_lora + model.qk_rope if model.mla else 2 * heads * model.head_dim
+        # MLA gathers its compressed keys and values, which all heads share.
+        width = 2 * max(1, model.kv_heads // layout.tensor) * model.head_dim
+        if model.mla:
+            width = model.kv_lora + model.qk_rope
         gathered = 2.0 * width * tokens * layout.context
         total += efficiency.context_exposed * gather_seconds(machine, layout.context, layout.tensor, gathered)
     return total
@@ -232,7 +240,10 @@ def layer_seconds(
     # Dense products.
     active_experts = model.active_expert_parameters
     dense_flops = (model.layer_flops - 2.0 * active_experts) / model.layers
-    inner_width = model.mlp_width if model.moe_layers < model.layers else model.hidden * 2
+    inner_width = model.hidden * 2
+    if model.moe_layers < model.layers:
+        inner_width = model.mlp_width
+    # The narrowest product of the layer bounds the rate of all.
     width = min(model.heads * model.head_dim, inner_width)
     dense_rate = gemm_rate(machine, machine.precision, width / layout.tensor)
     dense = tokens * dense_flops / layout.tensor / dense_rate
@@ -261,9 +272,11 @@ def layer_seconds(
     # Without padding the host must read how many tokens each expert got before it launches the products.
     routing_wait = efficiency.routing_seconds_layer * model.moe_layers / model.layers
 
+    # Kernels run one after another; a layer with little work is bound by their launches.
     forward = max(dense + experts + attention + memory_bound + exposed, launch) + routing_wait
 
     backward_attention = attention * _ATTENTION_BACKWARD_FLOPS / efficiency.attention_backward
+    # One product for the gradient of the inputs, one for that of the weights.
     products = 1 if frozen else 2
     backward = max(
         products * (dense + experts) + backward_attention + 2 * memory_bound + exposed,
@@ -271,6 +284,7 @@ def layer_seconds(
     )
     backward += _BACKWARD_LAUNCHES * routing_wait
 
+    # The output layer is computed in bfloat16 even where layers are in FP8.
     head_rate = gemm_rate(machine, "bf16", model.vocab / layout.tensor)
     head = tokens * model.head_flops / layout.tensor / head_rate
     head_memory = tokens * _LOGITS_BYTES * model.vocab / layout.tensor / (gpu.hbm * efficiency.hbm)
@@ -374,6 +388,7 @@ def replica_work(choice: TrainChoice, batch: StepBatch, rows: float) -> Work:
         tokens = microbatch_rows * mean
     else:
         microbatch_rows = min(float(choice.micro_batch), replica_rows)
+        # The longest of more rows is nearer to the limit.
         padded = mean
         if microbatch_rows > 1:
             padded = mean + (row_limit - mean) * (1 - 1 / microbatch_rows)
@@ -408,6 +423,7 @@ def _pipeline_seconds(choice: TrainChoice, machine: Machine, work: Work, layer: 
     model = choice.model
     layout = choice.layout
     slowest, mean = _stage_seconds(model, layout, layer, head)
+    # Every micro-batch passes the slowest stage; filling and draining take the mean one.
     total = slowest * work.micro_batches + mean * (layout.pipeline - 1) / layout.virtual_pipeline
     if layout.pipeline == 1:
         return total
@@ -415,10 +431,13 @@ def _pipeline_seconds(choice: TrainChoice, machine: Machine, work: Work, layer: 
     # Activations from stage to stage, and gradients back.
     cluster = machine.cluster
     efficiency = machine.constants.efficiency
+    # Ranks of a tensor group send a shard each under sequence parallelism, else all the same.
     shards = layout.tensor if layout.sequence_parallel else 1
     boundary_bytes = 2.0 * model.hidden * work.tokens / layout.context / shards
     stride = layout.tensor * layout.context * layout.data
-    link = cluster.gpu.nvlink if stride * 2 <= cluster.domain else cluster.network
+    link = cluster.network
+    if stride * 2 <= cluster.domain:
+        link = cluster.gpu.nvlink
     rate = link * efficiency.network
     hops = work.micro_batches * layout.virtual_pipeline + layout.pipeline - 1
     return total + efficiency.pipeline_exposed * 2.0 * hops * boundary_bytes / rate
@@ -441,6 +460,7 @@ def _gradient_exchange_seconds(choice: TrainChoice, machine: Machine) -> float:
     dense, expert = _trainable_parameters(choice)
     bytes_per_parameter = choice.optimizer.gradient_bytes + _PARAMETER_BYTES
 
+    # Experts have data-parallel groups of their own.
     dense_bytes = dense * bytes_per_parameter
     total = gather_seconds(machine, layout.data * layout.context, layout.tensor, dense_bytes)
     if expert:
@@ -456,6 +476,7 @@ def _update_seconds(choice: TrainChoice, machine: Machine) -> float:
     efficiency = machine.constants.efficiency
     dense, expert = _trainable_parameters(choice)
 
+    # A distributed optimizer updates a share of the parameters on each data-parallel rank.
     parameters = dense + expert
     if optimizer.distributed:
         parameters = dense / (layout.data * layout.context) + expert / layout.expert_data
@@ -492,10 +513,13 @@ def optimizer_step(choice: TrainChoice, machine: Machine, work: Work, share: flo
     layer = _average_layer(choice, machine, work)
     seconds_per_layer = layer.forward + layer.backward
     head = layer.head_forward + layer.head_backward
+
+    # The backward pass repeats the forward pass, or its attention.
     if choice.recompute == "full":
         seconds_per_layer += layer.forward
     elif choice.recompute == "selective":
         seconds_per_layer += layer.attention
+
     return OptimizerStep(
         compute=_pipeline_seconds(choice, machine, work, seconds_per_layer, head) / share,
         exchange=machine.constants.efficiency.data_exposed * _gradient_exchange_seconds(choice, machine),
@@ -524,6 +548,7 @@ def _loop_share(choice: TrainChoice, batch: StepBatch, constants: Constants) -> 
     remaining loss is float32 logits, loading and offloading.
     """
     share = constants.efficiency.rl_loop
+    # Rows of one length that are not packed are even.
     if batch.lengths.scale is not None or batch.packing:
         share *= constants.efficiency.rl_uneven_rows
     return share / routing_imbalance(choice.model, choice.layout, constants.efficiency.routing_spread)
@@ -564,7 +589,9 @@ def fullest_training(
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
     # Where Megatron has settings for the ends, all stages between them are alike: a few stand for all.
     has_end_settings = end_settings(model.layers, layout.pipeline, layout.virtual_pipeline) is not None
-    stage_indices = representative_stages(len(stages)) if has_end_settings else range(len(stages))
+    stage_indices: Sequence[int] = range(len(stages))
+    if has_end_settings:
+        stage_indices = representative_stages(len(stages))
 
     memories = []
     for stage in stage_indices:
@@ -597,7 +624,9 @@ def learn_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
     """Return the bytes of a role while it learns from a batch."""
     work = replica_work(choice, batch, batch.rows / batch.optimizer_steps)
     # The fullest micro-batch has a complete longest row, however full the mean one is.
-    row_tokens = choice.micro_batch * batch.longest if batch.packing else batch.longest
+    row_tokens = batch.longest
+    if batch.packing:
+        row_tokens = choice.micro_batch * batch.longest
     return fullest_training(choice, max(work.tokens, row_tokens), max(1, round(work.micro_batches)))
 
 
@@ -606,6 +635,7 @@ def merged_bytes(choice: TrainChoice) -> float:
     model = choice.model
     layout = choice.layout
     lora = choice.lora
+    # Without adapters the weights themselves are sent.
     if lora is None:
         return 0.0
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)

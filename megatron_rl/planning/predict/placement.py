@@ -217,8 +217,11 @@ class Planner:
         problem = self.problem
         model = problem.models[role]
         trained = spec_of(role).trains
+        # The critic and frozen roles have no adapters in a plan.
         lora = problem.lora if role == _ACTOR else None
+        # Roles with equal models share a front: a search asks for it at every number of GPUs.
         key = (model, trained, lora, gpus, even)
+
         if key not in self._fronts:
             self._fronts[key] = training_front(
                 model,
@@ -244,7 +247,9 @@ class Planner:
         """
         # Trained roles first, the actor before the critic: the lead's layout bounds the memory of the others.
         order = sorted(roles, key=lambda name: (not spec_of(name).trains, name != _ACTOR))
-        spreads = _STATE_SPREADS if len(order) > 1 else _STATE_SPREADS[:1]
+        spreads = _STATE_SPREADS
+        if len(order) == 1:
+            spreads = _STATE_SPREADS[:1]
         even = self.problem.stages_stated_once and not alone
 
         best: GroupPlan | None = None
@@ -278,6 +283,7 @@ class Planner:
         working = max(plan.memory.total - plan.memory.resting for plan in plans.values())
         resting = sum(states)
         swap = 0.0
+        # Where they do not fit together, a state leaves while another role works.
         if working + resting > problem.machine.usable_memory:
             if not problem.roles_swap:
                 return None
@@ -287,7 +293,9 @@ class Planner:
         group = GroupPlan(gpus, plans, swap)
         if group.busy >= bound:
             return None
-        return self._with_generation(group, resting) if generates else group
+        if not generates:
+            return group
+        return self._with_generation(group, resting)
 
     def _follower(self, role: str, lead: TrainPlan, gpus: int, spread: float) -> TrainPlan | None:
         """Return a role's plan beside its lead's; None where it does not fit."""
@@ -378,6 +386,7 @@ class Planner:
     def _rollout_within(self, gpus: int, fraction: float) -> RolloutPlan | None:
         """Return the fastest rollout that takes ``fraction`` of each GPU's memory."""
         key = (gpus, fraction)
+
         if key not in self._rollouts:
             problem = self.problem
             plans = rollout_plans(
@@ -390,6 +399,7 @@ class Planner:
                 max_sequences=problem.max_sequences,
                 counter=self.counter,
             )
+            # The engine's own tensor size, where the problem fixes it.
             if problem.rollout_tensor:
                 plans = [plan for plan in plans if plan.layout.tensor == problem.rollout_tensor]
             self._rollouts[key] = plans[0] if plans else None
@@ -425,7 +435,7 @@ def _placement(
 
 
 def place_groups(name: str, problem: Problem, groups: Sequence[GroupPlan]) -> PlacementPlan:
-    """Return the placement of planned groups, one of which generates."""
+    """Return the placement of planned groups; one group generates."""
     rollout = next(group.rollout for group in groups if group.rollout is not None)
     return _placement(name, problem, groups, rollout)
 
@@ -446,20 +456,23 @@ def place_split(
     group = planner.group(roles, train_gpus, False)
     if group is None:
         return None
+
+    # The roles' GPUs have no engine, and the engine's no roles.
     rollout = rollout_planner.rollout(rollout_gpus)
     if rollout is None:
         return None
+
     ahead = split != SYNCHRONOUS
     return _placement(split, planner.problem, [group], rollout, rollout_gpus, ahead)
 
 
-def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Yield every way to write ``total`` as an ordered sum of ``parts`` positive integers."""
-    if parts == 1:
+def compositions(total: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield every way to write ``total`` as an ordered sum of ``count`` positive integers."""
+    if count == 1:
         yield (total,)
         return
-    for first in range(1, total - parts + 2):
-        for tail in compositions(total - first, parts - 1):
+    for first in range(1, total - count + 2):
+        for tail in compositions(total - first, count - 1):
             yield (first, *tail)
 
 
@@ -470,10 +483,13 @@ def best_grouping(
     gpus = planner.problem.gpus
     if len(groups) > gpus:
         return None
-    unit = max(1, gpus // units) if len(groups) > 1 else gpus
+    unit = gpus
+    if len(groups) > 1:
+        unit = max(1, gpus // units)
 
     plans: dict[tuple[int, int], GroupPlan | None] = {}
     best: PlacementPlan | None = None
+    # Groups are planned once for each size, and combined into every division of the GPUs.
     for sizes in compositions(gpus // unit, len(groups)):
         planned_groups: list[GroupPlan] = []
         for index, size in enumerate(sizes):
@@ -517,11 +533,14 @@ def _colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | None:
     best: PlacementPlan | None = None
     for size in job_sizes(planner.problem.gpus):
         group = planner.group(roles, size, True)
+
         if group is None:
             # Fewer GPUs have even less memory; an awkward full count is the exception.
             if size < planner.problem.gpus:
                 break
             continue
+
+        # A much smaller job is no longer faster.
         placement = place_groups("colocated", planner.problem, [group])
         if best is not None and placement.step.total > _SLOWDOWN * best.step.total:
             break
@@ -537,6 +556,7 @@ def _split(planner: Planner, roles: Sequence[str], split: str) -> PlacementPlan 
     if split == OPEN_ORDER:
         rollout_planner = Planner(replace(problem, batch=replace(problem.batch, oversample=OVERSAMPLE)))
 
+    # Every division of the GPUs, in eighths.
     unit = max(1, gpus // _MIXED_UNITS)
     best: PlacementPlan | None = None
     for rollout_gpus in range(unit, gpus, unit):
@@ -545,11 +565,13 @@ def _split(planner: Planner, roles: Sequence[str], split: str) -> PlacementPlan 
     return best
 
 
-def _faster(best: PlacementPlan | None, other: PlacementPlan | None) -> PlacementPlan | None:
+def _faster(best: PlacementPlan | None, candidate: PlacementPlan | None) -> PlacementPlan | None:
     """Return the placement with the shorter step, the first of equal ones."""
-    if best is None or other is None:
-        return best or other
-    return other if other.step.total < best.step.total else best
+    if best is None or candidate is None:
+        return best or candidate
+    if candidate.step.total < best.step.total:
+        return candidate
+    return best
 
 
 def _grouping_name(groups: Sequence[Sequence[str]]) -> str:
@@ -596,18 +618,20 @@ def _does_not_fit(problem: Problem) -> UserError:
     """Return the error of a job that fits in no placement, with the number of GPUs on which it would."""
     machine = problem.machine
     smallest = _smallest_job(problem)
+    fix = f"at least {smallest} GPUs should do" if smallest else "use more or larger GPUs"
     return UserError(
         f"{problem.models[_ACTOR].name} does not fit on {problem.gpus} {machine.gpu.name}",
         where="--gpus",
         expected=f"at most {machine.usable_memory / GB:.0f} GB on each GPU",
         got=_least_need(problem),
-        fix=f"at least {smallest} GPUs should do" if smallest else "use more or larger GPUs",
+        fix=fix,
     )
 
 
 def _least_need(problem: Problem) -> str:
     """Return the least memory of a GPU as text."""
     model = problem.models[_ACTOR]
+    # Weights in bfloat16, and what learns: all of them, or adapters that hardly count.
     bytes_per_parameter = 2
     if problem.lora is None:
         bytes_per_parameter += problem.optimizer.gradient_bytes + problem.optimizer.state_bytes

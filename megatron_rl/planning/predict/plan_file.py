@@ -65,6 +65,7 @@ def _rank_text(first: int, count: int) -> str:
 def _layout_section(layout: ParallelLayout) -> dict[str, Any]:
     """Return the sizes of a layout that are not 1, as its section of a configuration."""
     values = {name: getattr(layout, name) for name in _LAYOUT_SIZES if getattr(layout, name) > 1}
+    # A plan's experts are not cut over tensor ranks.
     if layout.expert > 1:
         values["expert_tensor"] = 1
     return values
@@ -78,7 +79,10 @@ def group_ranks(plan: PlacementPlan) -> dict[str, RankRange]:
     for group in groups:
         ranges |= {role: (first, group.gpus) for role in group.plans}
         first += group.gpus
-    ranges[ROLLOUT.name] = (first, plan.rollout_gpus) if plan.rollout_gpus else (0, groups[0].gpus)
+    # Without GPUs of its own the rollout is on those of the actor's group.
+    ranges[ROLLOUT.name] = (0, groups[0].gpus)
+    if plan.rollout_gpus:
+        ranges[ROLLOUT.name] = (first, plan.rollout_gpus)
     return ranges
 
 
@@ -100,6 +104,7 @@ def preset_of(ranges: Mapping[str, RankRange], world: int) -> str | None:
 
 def _prepare_commands(paths: Paths, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the commands that fetch models and data of the configuration that are not on this machine."""
+    # A path that is absolute, or starts with a dot, is the user's own.
     models = [paths.model, paths.critic]
     models += [model["path"] for model in config["reward"].get("models", {}).values()]
     downloads = dict.fromkeys(path for path in models if path and not path.startswith(("/", ".")))
@@ -167,6 +172,7 @@ class _ConfigWriter:
     def batch(self) -> dict[str, Any]:
         """Return the batch section; one token budget holds for every role, the smallest of the plan."""
         batch = self.problem.batch
+        # The smallest fits every role.
         micro_batch = min(
             plan.choice.micro_batch
             for group in self.plan.groups
@@ -195,8 +201,9 @@ class _ConfigWriter:
         """Return the sections of critic, reference and rollout, and how far the rollout samples ahead."""
         sections: dict[str, Any] = {}
         if self.plan.plan_of(CRITIC.name) is not None:
-            critic = {"path": self.paths.critic} if self.paths.critic else {}
-            sections[CRITIC.section] = critic | self.trained(CRITIC.name)
+            sections[CRITIC.section] = self.trained(CRITIC.name)
+            if self.paths.critic:
+                sections[CRITIC.section] = {"path": self.paths.critic, **sections[CRITIC.section]}
         if self.plan.plan_of(REFERENCE.name) is not None:
             sections[REFERENCE.section] = self.frozen(REFERENCE.name)
 
@@ -273,6 +280,7 @@ def planned_run(problem: Problem, plan: PlacementPlan, paths: Paths) -> PlannedR
     if prepare := _prepare_commands(paths, mapping):
         mapping["prepare"] = prepare
 
+    # Resolve the configuration as `check` does, and predict that.
     actor = problem.models[ACTOR.name]
     loaded = load_text(yaml.safe_dump(mapping), name=plan.name).valid()
     config = resolve(loaded, plan.gpus, shape=actor).config
@@ -358,6 +366,7 @@ def _role_line(problem: Problem, role: str, gpus: int, plan: TrainPlan) -> str:
     """Return the line of one role: its GPUs, layout and settings."""
     choice = plan.choice
     line = f"     {role:10} {gpus:5} GPUs  {choice.layout.short_words()}"
+
     trains = spec_of(role).trains
     if trains:
         line += f", recompute {choice.recompute}"
@@ -409,6 +418,7 @@ def plans_text(problem: Problem, runs: Sequence[PlannedRun], layouts: int, evalu
         f"{layouts} layouts, {evaluated} ways to run them",
         "",
     ]
+
     for number, run in enumerate(runs, start=1):
         lines += [*_plan_lines(problem, number, run), ""]
     return "\n".join(lines).rstrip()

@@ -82,6 +82,7 @@ def divisors(number: int) -> list[int]:
 
 def _tensor_choices(model: ModelShape, gpus: int, limit: int) -> list[int]:
     """Return the tensor-parallel sizes that divide the GPUs and the model's heads."""
+    # Training does not repeat key-value heads; MLA has none.
     heads = model.heads if model.mla else model.kv_heads
     return [size for size in _POWERS if size <= limit and gpus % size == 0 and heads % size == 0]
 
@@ -93,7 +94,7 @@ def _pipeline_choices(model: ModelShape, gpus: int) -> list[int]:
 
 
 def virtual_choices(model: ModelShape, pipeline: int) -> list[int]:
-    """Return the interleaving degrees to try: those that split every stage into equal chunks."""
+    """Return the interleaving degrees to try, which split every stage into equal chunks."""
     if pipeline == 1 or model.layers % pipeline:
         return [1]
     layers_per_stage = model.layers // pipeline
@@ -101,7 +102,7 @@ def virtual_choices(model: ModelShape, pipeline: int) -> list[int]:
 
 
 def contexts(row_limit: float) -> list[int]:
-    """Return the context-parallel sizes to try: those that leave a rank 4,096 tokens of the longest row."""
+    """Return the context-parallel sizes to try, which leave a rank 4,096 tokens of the longest row."""
     return [size for size in _POWERS if size == 1 or row_limit / size >= _MIN_CONTEXT_TOKENS]
 
 
@@ -113,6 +114,7 @@ def training_layouts(
     ``rows`` (sequences per optimizer step) bounds data parallelism: a replica without a row would idle.
     """
     ranks = tuple(range(gpus))
+    # Megatron has as many experts on each expert-parallel rank.
     expert_sizes = [1]
     if model.experts:
         expert_sizes = [size for size in divisors(model.experts) if size <= _MAX_EXPERT]
@@ -141,6 +143,7 @@ def rollout_layouts(
     for tensor in _POWERS:
         if tensor > gpus or gpus % tensor or model.heads % tensor:
             continue
+
         yield RolloutLayout(
             tensor=tensor,
             replicas=gpus // tensor,
@@ -162,8 +165,10 @@ def _train_choices(
 ) -> Iterator[TrainChoice]:
     """Yield every way to train in a layout: interleaving, micro-batch, offload and recompute."""
     optimizers = [optimizer]
+    # Offload needs less memory, and is slower: a plan on the front may need it.
     if offload_allowed and not optimizer.offload:
         optimizers.append(replace(optimizer, offload=True))
+
     for virtual in virtual_choices(model, layout.pipeline):
         interleaved = replace(layout, virtual_pipeline=virtual)
         for micro_batch, variant, recompute in product(micro_batches, optimizers, recomputes):
@@ -203,7 +208,10 @@ def training_front(
     """
     counter = counter or SearchCount()
     limit = machine.usable_memory
-    rows = batch.rows // batch.optimizer_steps if trained else batch.rows
+    memory_of = learn_memory if trained else score_memory
+    rows = batch.rows
+    if trained:
+        rows = batch.rows // batch.optimizer_steps
     node = machine.cluster.gpus_per_node
     fitting: list[TrainPlan] = []
 
@@ -228,7 +236,7 @@ def training_front(
             )
         forward_seconds: dict[tuple[int, int], float] = {}
         for choice in choices:
-            memory = learn_memory(choice, batch) if trained else score_memory(choice, batch)
+            memory = memory_of(choice, batch)
             if memory.total > limit:
                 continue
             counter.evaluated += 1
@@ -269,11 +277,14 @@ def rollout_plans(
     """Return the rollout layouts of ``gpus`` GPUs with room for the model and a row, fastest first."""
     plans = []
     for layout in rollout_layouts(model, gpus, memory_fraction, engine, max_sequences):
+        # A replica without a row would idle.
         if layout.replicas > batch.rows:
             continue
+
         if counter:
             counter.layouts += 1
             counter.evaluated += 1
+        # Infinite where the cache has no room for one sequence.
         seconds = generate_seconds(model, layout, batch, machine)
         if isfinite(seconds):
             plans.append(RolloutPlan(layout, seconds))

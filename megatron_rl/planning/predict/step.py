@@ -74,6 +74,7 @@ class Step:
     def total(self) -> float:
         """Return the seconds of the step."""
         generate = self.seconds["generate"]
+        # The phases after generation follow one another.
         train = self.seconds["reward"] + self.seconds["score"] + self.seconds["learn"]
         if self.ahead:
             sampling_and_training = max(generate, train)
@@ -86,6 +87,7 @@ def compose_step(
     roles: Iterable[RoleSeconds], generate: float, reshard: float, fixed: float, ahead: bool = False
 ) -> Step:
     """Return the step of these roles, each phase as long as its busiest rank."""
+    # Seconds of each rank in each phase: roles with a rank in common add up there.
     busy: dict[str, dict[int, float]] = {"reward": {}, "score": {}, "learn": {}}
     for work in roles:
         phase = spec_of(work.role).phase
@@ -99,16 +101,17 @@ def compose_step(
     return Step({"generate": generate, "reshard": reshard, **phase_seconds}, fixed, ahead)
 
 
-def copy_seconds(machine: Machine, across: float, inside: float = 0.0) -> float:
+def copy_seconds(machine: Machine, remote_bytes: float, domain_bytes: float = 0.0) -> float:
     """Return seconds of planned copies, until the card that receives or sends most has moved its bytes.
 
-    ``across`` bytes leave the NVLink domain of the sender, ``inside`` bytes stay in it. The fixed part and
+    ``remote_bytes`` leave the NVLink domain of the sender, ``domain_bytes`` stay in it. The fixed part and
     the network's share are fitted to published refit times (constants.json).
     """
     constants = machine.constants
     cluster = machine.cluster
-    seconds = across / (cluster.network * constants.weight_sync.planned_network)
-    seconds += inside / (cluster.gpu.nvlink * constants.weight_sync.planned_nvlink)
+    # Network and NVLink transfers of a rank are one after the other.
+    seconds = remote_bytes / (cluster.network * constants.weight_sync.planned_network)
+    seconds += domain_bytes / (cluster.gpu.nvlink * constants.weight_sync.planned_nvlink)
     return constants.weight_sync.planned_fixed_seconds + seconds
 
 
@@ -118,6 +121,7 @@ def sync_seconds(traffic: WeightTraffic, senders: int, machine: Machine) -> floa
     Each byte that moves leaves the trainer at least once, and replicas relay it to one another. Unless all
     ranks are in one NVLink domain, everything is assumed to be received over the network.
     """
+    # Relayed copies are the receivers' to send.
     sent_bytes = min(sum(traffic.received.values()), traffic.model_bytes)
     busiest = max(traffic.received_most, sent_bytes / senders)
     if machine.cluster.num_gpus <= machine.cluster.domain:
@@ -206,6 +210,7 @@ def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], stats: R
     """
     limit = float(config.rollout.max_response_tokens)
     mean = min(stats.response or TYPICAL_SHARE * limit, limit)
+    # Micro-batches are packed up to this many tokens.
     budget = config.batch.tokens_per_microbatch or token_budget(config, layouts["actor"])[0]
     return StepBatch(
         prompts=config.batch.prompts_per_step,
@@ -230,7 +235,9 @@ def _train_choice(config: RunConfig, role: str, layout: ParallelLayout, model: M
 
     optimizer = OptimizerChoice(distributed=section.optimizer.distributed, offload=section.optimizer.offload)
     engine = config.model.attention != "torch"
-    adapters = None if lora is None else Lora.of(model, lora.rank, lora.targets)
+    adapters = None
+    if lora is not None:
+        adapters = Lora.of(model, lora.rank, lora.targets)
     return TrainChoice(model, layout, section.recompute, optimizer, transformer_engine=engine, lora=adapters)
 
 
@@ -241,8 +248,10 @@ def role_shapes(config: RunConfig, shape_of: Callable[[str], ModelShape]) -> dic
     for section, model_path in stated_models(config).items():
         path = model_path or config.model.path
         # A model that the run itself makes (after a warm-up) has the shape of the one it starts from.
-        made_by_run = path.startswith(config.run_dir)
-        shapes[role_of(section)] = actor if made_by_run else shape_of(path)
+        if path.startswith(config.run_dir):
+            shapes[role_of(section)] = actor
+        else:
+            shapes[role_of(section)] = shape_of(path)
     return shapes
 
 
@@ -259,9 +268,13 @@ def _moving_seconds(
 
 def _rollout_layout(config: RunConfig, layout: ParallelLayout) -> RolloutLayout:
     """Return the engine's layout of a configuration."""
+    # vLLM spreads experts over the tensor ranks of a replica.
+    expert = 1
+    if config.rollout.vllm.get("enable_expert_parallel"):
+        expert = layout.tensor
     return RolloutLayout(
         tensor=layout.tensor,
-        expert=layout.tensor if config.rollout.vllm.get("enable_expert_parallel") else 1,
+        expert=expert,
         replicas=max(1, layout.data),
         max_sequences=config.rollout.most_in_flight,
         memory_fraction=config.rollout.memory_fraction,
@@ -297,23 +310,19 @@ def predict_run(
         choice = _train_choice(config, role, layout, shapes[role])
         # The actor's own pass is left out where the first optimizer step computes the same log-probs.
         scores = role != ACTOR.name or scoring_reason(config, algorithm_of(config)) is not None
-        role_seconds.append(
-            RoleSeconds(
-                role,
-                layout.ranks,
-                forward=score_seconds(choice, batch, machine) if scores else 0.0,
-                learn=learn_seconds(choice, batch, machine) if spec.trains else 0.0,
-                moving=_moving_seconds(config, role, choice, batch, machine),
-            )
-        )
-
+        forward = 0.0
+        learn = 0.0
         forward_flops = choice.model.forward_flops(batch.context) * batch.tokens
         if scores:
+            forward = score_seconds(choice, batch, machine)
             flops[spec.phase] += forward_flops
         if spec.trains:
+            learn = learn_seconds(choice, batch, machine)
             # A backward pass computes gradients of the inputs, and of the weights unless adapters learn.
             passes = 3 if choice.lora is None else 2
             flops["learn"] += passes * batch.epochs * forward_flops
+        moving = _moving_seconds(config, role, choice, batch, machine)
+        role_seconds.append(RoleSeconds(role, layout.ranks, forward, learn, moving))
 
     # Generation and the weight sync.
     actor = shapes["actor"]

@@ -46,6 +46,7 @@ class Simulation(TorchDispatchMode):
         self.true_share = 1.0
         """Share of the elements of a mask that are true."""
         self.phases: dict[str, Usage] = {}
+
         self._usage = Usage()
         self._device = device.device().type
         # Storage -> weak reference and size; tensors of one storage count once.
@@ -81,6 +82,7 @@ class Simulation(TorchDispatchMode):
         outer = self._usage
         self._usage = usage
         self._update_sizes()
+        # The peak of a phase includes the bytes that were there before it.
         usage.begin = self._bytes
         usage.peak = max(usage.peak, self._bytes)
         yield
@@ -123,6 +125,7 @@ class Simulation(TorchDispatchMode):
 
     def _add_storage(self, value: Tensor) -> None:
         """Count the bytes of a tensor's storage from now until it is freed."""
+        # Views share a storage, which counts once.
         storage = value.untyped_storage()
         key = storage._cdata
         if key in self._alive:
@@ -147,6 +150,7 @@ class Simulation(TorchDispatchMode):
 
     def count(self, group: Any, size: int, message: bool = False) -> None:
         """Count one call of a group, of ``size`` bytes."""
+        # Messages between pipeline stages are counted apart from the group's collectives.
         ranks = tuple(dist.get_process_group_ranks(group))
         kind = "messages" if message else self.kind(ranks)
         self._usage.calls[kind] += 1
@@ -157,6 +161,7 @@ class Simulation(TorchDispatchMode):
         name = func.overloadpacket.__name__
         tensors = [list(_tensors(value)) for value in args]
         group = next(value for value in args if isinstance(value, torch.ScriptObject))
+        # The largest argument is the traffic: of a gather its output, of a scatter its input.
         if any(value.is_meta for values in tensors for value in values):
             size = max(sum(value.nbytes for value in values) for values in tensors)
             self.count(dist.ProcessGroup.unbox(group), size, message=name in _MESSAGES)
@@ -249,7 +254,9 @@ def _accelerator_functions() -> Iterator[None]:
         # As torch selects on an accelerator: flash attention has no mask, and one head size.
         if mask is None and query.shape[-1] == value.shape[-1]:
             return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)[0]
-        bias = None if mask is None else torch.zeros_like(mask, dtype=query.dtype)
+        bias = None
+        if mask is not None:
+            bias = torch.zeros_like(mask, dtype=query.dtype)
         return _aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, query.requires_grad, 0.0, causal, scale=scale
         )[0]
@@ -271,7 +278,9 @@ def _host_values(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_host_values(item) for item in value]
     is_device_scalar = isinstance(value, Tensor) and value.is_meta and not value.dim()
-    return value.item() if is_device_scalar else value
+    if is_device_scalar:
+        return value.item()
+    return value
 
 
 @contextmanager

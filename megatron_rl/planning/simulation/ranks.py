@@ -57,22 +57,25 @@ class Simulated:
 
 
 def simulate_ranks(report: CheckReport) -> list[Simulated]:
-    """Simulate the ranks one of which is the fullest: those of every role's representative stages.
+    """Simulate the ranks of every role's representative stages; one of them is the fullest.
 
     Raises UserError for a report without layouts, batch or model.
     """
     layouts = report.layouts
     batch = report.batch
     if layouts is None or batch is None or report.shape is None:
-        is_stage = layouts is not None and batch is None
+        reason = "no memory plan"
+        if layouts is not None and batch is None:
+            reason = "a job of one stage"
         raise UserError(
             "there is nothing to simulate",
             where="--simulate",
             expected="a training run without errors, with its model's config.json on this machine",
-            got="a job of one stage" if is_stage else "no memory plan",
+            got=reason,
             fix="correct the errors above, or leave --simulate away",
         )
 
+    # A pipeline's stages differ in memory; data-parallel copies of one do not.
     ranks = set()
     for role, layout in layouts.items():
         if role != ROLLOUT.name:
@@ -137,6 +140,7 @@ def simulation_lines(simulated: list[Simulated]) -> list[str]:
 
 def _usage_text(usage: Usage) -> str:
     """Return the counts of one phase as text."""
+    # Bytes and calls by kind of group.
     traffic = ", ".join(
         f"{kind} {byte_words(usage.bytes[kind])} in {count:,} calls" for kind, count in usage.calls.items()
     )

@@ -112,7 +112,9 @@ def _full_rows(config: RunConfig, batch: BatchPlan, layouts: list[ParallelLayout
     microbatches = 0
     for layout in layouts:
         # An interleaved schedule has up to two per stage in flight.
-        in_flight = 2 * layout.pipeline if layout.virtual_pipeline > 1 else layout.pipeline + 1
+        in_flight = layout.pipeline + 1
+        if layout.virtual_pipeline > 1:
+            in_flight = 2 * layout.pipeline
         microbatches = max(microbatches, layout.data * min(batch.microbatches, in_flight))
     count = microbatches * rows_per_microbatch
 
