@@ -25,7 +25,7 @@ from megatron_rl.algorithms import (
     policy_objective,
     sft_objective,
 )
-from megatron_rl.cli.common import checked
+from megatron_rl.cli.common import load_and_check
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.distributed import device
 from megatron_rl.megatron.schedule import build_microbatches
@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--overrides", nargs="*", default=[])
     options = parser.parse_args()
     torch.set_num_threads(max(1, torch.get_num_threads()))
-    config: RunConfig = checked(options, device.world_size(), training=False).valid()
+    config: RunConfig = load_and_check(options, device.world_size(), training=False).valid()
     device.initialize()
     work = Workload(**json.loads(options.work))
     actor = build_actor(config, updates=config.steps)
