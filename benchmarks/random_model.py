@@ -42,6 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 PROMPTS = 512
+"""Prompts of the training set."""
 
 
 def write_model(folder: Path, shape: str) -> float:
@@ -59,10 +60,14 @@ def write_model(folder: Path, shape: str) -> float:
         pad_token_id=SPECIAL.index(PAD),
         dtype="bfloat16",
     )
+
+    # Drawn in bfloat16, on the GPU where there is one.
     torch.manual_seed(1)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(accelerator):
         model = Qwen2ForCausalLM(config)
+
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters()) / 1e9
@@ -105,6 +110,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="1.5B")
     options = parser.parse_args()
+
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     billions = write_model(folder / "model", options.shape)

@@ -120,7 +120,9 @@ def broadcast_seconds(
     """
     sync = machine.constants.weight_sync
     one_node = rollout.replicas * rollout.gpus <= machine.cluster.gpus_per_node
-    rate = sync.host_node_gigabytes_per_second if one_node else sync.host_network_gigabytes_per_second
+    rate = sync.host_network_gigabytes_per_second
+    if one_node:
+        rate = sync.host_node_gigabytes_per_second
     return sync.host_fixed_seconds + machine.weight_bytes * model.parameters / (rate * GB)
 
 
@@ -132,7 +134,9 @@ def planned_sync_seconds(
     Without a ``layout`` the senders are not the bottleneck.
     """
     received_bytes = rollout_weight_bytes(model, rollout, machine)
-    sent_bytes = machine.weight_bytes * model.parameters / layout.size if layout else 0.0
+    sent_bytes = 0.0
+    if layout:
+        sent_bytes = machine.weight_bytes * model.parameters / layout.size
     return copy_seconds(machine, max(received_bytes, sent_bytes))
 
 
@@ -148,6 +152,7 @@ def method_of(method: str) -> Method:
     """Return a method's seconds as a function; raises UserError on an unknown one."""
     if method in METHODS:
         return METHODS[method]
+
     guess = nearest(method, METHODS)
     raise UserError(
         f"unknown weight sync method {method!r}",
@@ -236,6 +241,8 @@ def model_flops_per_token(
     layers' forward is counted once more, the output projection is not (Narayanan et al. 2021, eq. 3:
     96 B s l h^2 (1 + s/6h + V/16lh)).
     """
-    context = sequence if attention == "full" else sequence / 2
+    context = sequence / 2
+    if attention == "full":
+        context = sequence
     layers = model.layer_flops + model.attention_flops(context)
     return layers * (4.0 if recompute_counted else 3.0) + 3.0 * model.head_flops

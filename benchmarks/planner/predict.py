@@ -60,6 +60,7 @@ def _pretraining_batch(scenario: Scenario) -> StepBatch:
     """Return the batch of a pretraining benchmark: rows of one length, without responses."""
     section = scenario.section("batch")
     sequence = scenario.sequence
+    # Without a global batch, a row for every data-parallel rank.
     replicas = scenario.layout.data if scenario.layout else 256
     rows = int(section.get("global_batch") or replicas)
     lengths = response_lengths(sequence, sequence, "fixed")
@@ -121,6 +122,7 @@ def _rollout_layout(scenario: Scenario, batch: StepBatch) -> RolloutLayout:
     layout = scenario.rollout(scenario.rollout_gpus)
     if layout is not None:
         return layout
+
     plans = rollout_plans(
         scenario.model(),
         scenario.rollout_gpus,
@@ -148,6 +150,7 @@ def pretrain_throughput(scenario: Scenario) -> Prediction:
     choice = _train_choice(scenario, "actor", batch, scenario.gpus)
     work = replica_work(choice, batch, batch.rows)
     step = optimizer_step(choice, machine, work)
+    # Fully sharded training also gathers the weights for every micro-batch.
     seconds = step.total
     if scenario.fully_sharded:
         seconds += gathering_seconds(choice, machine, work, step.compute)
@@ -254,7 +257,9 @@ def rl_step_seconds(scenario: Scenario) -> Prediction:
     role_seconds = []
     for role in scenario.roles:
         choice = _train_choice(scenario, role, batch, gpus)
-        learn = learn_seconds(choice, batch, machine) if spec_of(role).trains else 0.0
+        learn = 0.0
+        if spec_of(role).trains:
+            learn = learn_seconds(choice, batch, machine)
         # One rank stands for all: the roles share the training GPUs.
         role_seconds.append(RoleSeconds(role, (0,), score_seconds(choice, batch, machine), learn))
 
@@ -295,6 +300,7 @@ def weight_sync_volume(scenario: Scenario) -> Prediction:
     """Predict bytes per GPU of a synchronisation in place."""
     rollout = scenario.rollout(scenario.rollout_gpus) or RolloutLayout()
     layout = scenario.layout or ParallelLayout((0,))
+    # In place: trainer and engine share the GPUs.
     sync = volume(scenario.model(), layout, rollout, scenario.sync_method, scenario.machine)
     return {
         "gigabytes_per_gpu": sync.received / GB,
@@ -352,10 +358,12 @@ def rollout_tensor_choice(scenario: Scenario) -> Prediction:
 
     # Infinite seconds: the size does not fit.
     fitting = {tensor: value for tensor, value in seconds.items() if isfinite(value)}
-    best = min(fitting, key=fitting.__getitem__) if fitting else None
+    best = None
     ratio = None
-    if best is not None and 8 in fitting:
-        ratio = seconds[8] / seconds[best]
+    if fitting:
+        best = min(fitting, key=fitting.__getitem__)
+        if 8 in fitting:
+            ratio = seconds[8] / seconds[best]
     return {
         "best_rollout_tensor": best,
         "seconds_ratio_tensor_8_to_best": ratio,

@@ -121,7 +121,9 @@ class Scenario:
         if self.layout:
             return self.layout.size
         rollout = self.rollout(1)
-        return rollout.replicas * rollout.gpus if rollout else 1
+        if rollout is None:
+            return 1
+        return rollout.replicas * rollout.gpus
 
     @property
     def gpus(self) -> int:
@@ -184,7 +186,9 @@ class Scenario:
     def rollout(self, gpus: int) -> RolloutLayout | None:
         """Return the scenario's rollout layout on ``gpus`` GPUs, or None without a tensor size."""
         tensor = self.section("rollout").get("tensor")
-        return None if tensor is None else self.rollout_with(int(tensor), gpus)
+        if tensor is None:
+            return None
+        return self.rollout_with(int(tensor), gpus)
 
     def rollout_with(self, tensor: int, gpus: int) -> RolloutLayout:
         """Return the scenario's rollout layout at a tensor size."""
@@ -218,7 +222,10 @@ class Scenario:
     def memory_fraction(self) -> float:
         """Return the share of GPU memory that the engine may use."""
         serving = self.kind in ("decode_latency", "serving_throughput")
-        default = 0.9 if self.disaggregated or serving else 0.6
+        # An engine without a trainer beside it takes nearly all memory.
+        default = 0.6
+        if self.disaggregated or serving:
+            default = 0.9
         return float(self.section("rollout").get("memory_fraction") or default)
 
     @property
@@ -236,12 +243,17 @@ class Scenario:
     def algorithm(self) -> str:
         """Return grpo or ppo for a reinforcement-learning step."""
         name = str(self.raw.get("algorithm") or "grpo")
-        return "ppo" if name == "ppo" else "grpo"
+        # Variants of GRPO have the same roles and phases.
+        if name != "ppo":
+            return "grpo"
+        return name
 
     @property
     def sync_method(self) -> str:
         """Return the weight sync method."""
-        default = "planned_peer_to_peer" if self.disaggregated else "gather_and_load"
+        default = "gather_and_load"
+        if self.disaggregated:
+            default = "planned_peer_to_peer"
         return str(self.section("weight_sync").get("method") or default)
 
     @property
@@ -250,9 +262,10 @@ class Scenario:
         section = self.section("batch")
         prompt = float(section.get("prompt_tokens") or 256)
         limit = section.get("response_tokens_max")
-        if limit is None:
-            sequence = section.get("sequence_length")
-            limit = sequence - prompt if sequence else section.get("response_tokens_mean") or 1024
+        if limit is None and section.get("sequence_length"):
+            limit = section["sequence_length"] - prompt
+        elif limit is None:
+            limit = section.get("response_tokens_mean") or 1024
 
         # A mean says that lengths vary.
         default_kind = "variable" if "response_tokens_mean" in section else "fixed"
@@ -266,7 +279,9 @@ class Scenario:
         optimizer_steps = section.get("optimizer_steps")
         if optimizer_steps is None:
             global_batch = section.get("global_batch")
-            optimizer_steps = max(1, round(prompts * samples / global_batch)) if global_batch else 1
+            optimizer_steps = 1
+            if global_batch:
+                optimizer_steps = max(1, round(prompts * samples / global_batch))
         return StepBatch(
             prompts=prompts,
             samples=samples,
