@@ -120,7 +120,7 @@ class BareMegatron:
         self.model.train()
 
     def step(self, batches: Sequence[Batch]) -> tuple[float, float]:
-        """Take one optimizer step, and return the mean loss of all tokens and the gradient norm."""
+        """Run one optimizer step, and return the mean loss of all tokens and the gradient norm."""
         # Shapes travel ahead of tensors only where micro-batches differ, as a Megatron-LM user would have it.
         self.config.variable_seq_lengths = len({batch.tokens.shape for batch in batches}) > 1
         with device.megatron_mode():
@@ -156,6 +156,7 @@ class SequenceParallelNorm(torch.nn.RMSNorm):
 
 def _own_layers(config: TransformerConfig, stage: int) -> Any:
     """Return the layers that a Megatron user has without Transformer Engine."""
+    # One spec for all layers; with sequence parallelism the norms are replaced.
     layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
     if not config.sequence_parallel:
         return layer

@@ -76,6 +76,7 @@ class Report:
         peer_versions: Mapping[str, str] | None = None,
     ) -> Record:
         """Record repeated measurements of one number."""
+        # A peer in an environment of its own has other versions than this process.
         record = Record(
             self.benchmark, case, method, metric, unit,
             statistics.median(values), min(values), max(values), len(values), ratio,
@@ -126,6 +127,7 @@ class Report:
 
 def _number(value: float) -> str:
     """Return a number as a cell."""
+    # Counts are printed exactly, measurements to four digits.
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -158,6 +160,7 @@ def versions() -> dict[str, str]:
 def hardware() -> dict[str, Any]:
     """Return processor, usable cores, memory, accelerators, and how busy the machine is."""
     name = platform.processor() or platform.machine()
+    # Linux has a better name than Python knows.
     for line in _lines("/proc/cpuinfo"):
         if line.startswith("model name"):
             name = line.split(":", 1)[1].strip()
@@ -194,6 +197,7 @@ def cores() -> int:
 
 def warn_if_busy(benchmark: str) -> None:
     """Print a warning where other work on the machine will disturb the numbers."""
+    # Of the last minute; the benchmark itself has hardly begun.
     load = os.getloadavg()[0]
     if load > 0.5 * cores():
         say(benchmark, f"the load average is {load:.1f} on {cores()} cores: these numbers will be disturbed")

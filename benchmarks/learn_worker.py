@@ -143,7 +143,7 @@ def learn(actor: ModelRole, batch: TrainBatch, algorithm: Any, objective: Any) -
 def check_equal(
     actor: ModelRole, batch: TrainBatch, algorithm: Any, peer: BareMegatron, batches: list[Batch]
 ) -> dict[str, float]:
-    """Take one supervised step with both, and return their losses and gradient norms.
+    """Run one supervised step with both, and return their losses and gradient norms.
 
     Raises RuntimeError where they differ: then the two do not do the same work.
     """

@@ -70,6 +70,7 @@ def own(use: bool) -> Method:
 
 def unfused(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Outputs:
     """Return log-probs and entropy from all logits at once."""
+    # The sum over the vocabulary is in float32 at least.
     logits = hidden @ weight.t()
     log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
@@ -150,6 +151,7 @@ class Case:
             return live.peak
         device.synchronize()
         device.peak_memory(reset=True)
+        # Inputs and weights do not count.
         before = device.peak_memory()
         self.train(method)
         device.synchronize()

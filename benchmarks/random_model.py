@@ -47,7 +47,9 @@ PROMPTS = 512
 
 def write_model(folder: Path, shape: str) -> float:
     """Write checkpoint and tokenizer; return the number of parameters in billions."""
+    # Qwen2.5's own vocabulary has as many tokens; the words do not matter.
     tokenizer = build_tokenizer(VOCABULARY)
+
     config = Qwen2Config(
         **SHAPES[shape],
         vocab_size=VOCABULARY,
@@ -97,6 +99,7 @@ def configuration(folder: Path) -> dict[str, Any]:
             "optimizer_steps": 2,
             "tokens_per_microbatch": 8192,
         },
+        # Trainer and engine share the GPU.
         "actor": {"offload": True, "recompute": "none"},
         "rollout": {"max_response_tokens": 512, "memory_fraction": 0.5},
     }

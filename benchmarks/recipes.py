@@ -70,6 +70,7 @@ def measure(
         lines = train(RECIPES / f"{name}.yaml", run, [*settings, *overrides])
         accuracy = [line["eval/held_out/accuracy"] for line in lines if "eval/held_out/accuracy" in line]
         rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
+        # The first evaluation is before step 1, the last one after all steps.
         results["before"].append(accuracy[0])
         results["after"].append(accuracy[-1])
         results["first"].append(statistics.mean(rewards[:ENDS]))

@@ -62,11 +62,13 @@ def main() -> int:
     parser = arguments(__doc__, repeats=7)
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated names")
     options = parser.parse_args()
+
     warn_if_busy("reshard")
     report = Report("reshard")
     report.note("ratio to peer: the method's seconds over hybrid_engine's, median over neighbouring repeats")
     default_repeats = 3 if options.quick else 7
     repeats = options.repeats or default_repeats
+    # The folder has the result and the log of each job.
     with tempfile.TemporaryDirectory() as folder:
         for case in options.cases.split(","):
             measure(case, Path(folder), options.quick, repeats, report)

@@ -58,9 +58,11 @@ class Gatherer:
         """Gather parameters of one stage together, in flat buckets of at most ``size`` bytes."""
         bucket: list[Any] = []
         filled = 0
+
         for item in self._plan:
             _, stage, shape, dtype = item
             count = torch.Size(shape).numel() * dtype.itemsize
+            # A bucket is broadcast from one stage, and gathered it is as large as the limit.
             if bucket and (filled + count > size // self._tensor_size or stage != bucket[0][1]):
                 yield from self._bucket(bucket)
                 bucket = []
@@ -87,6 +89,7 @@ class Gatherer:
 
     def _broadcast(self, value: Tensor, stage: int) -> Tensor:
         """Broadcast a stage's parameter over the pipeline group."""
+        # With one stage every rank has the parameter.
         if len(self._sources) > 1:
             dist.broadcast(value, self._sources[stage], group=self._pipeline)
             if stage != self._stage:

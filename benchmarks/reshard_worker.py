@@ -103,8 +103,8 @@ def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, H
 
     # Megatron to vLLM: the order of ranks is the one that a run would choose.
     tensor = read_layout(target.partition("x")[0])["tensor"]
-    shared = shared_bytes(pretrained(config).shape, actor, tensor, torch.float32.itemsize)
-    order = best_rank_order(shared, RANKS, gpus_per_node=len(RANKS))
+    overlap = shared_bytes(pretrained(config).shape, actor, tensor, torch.float32.itemsize)
+    order = best_rank_order(overlap, RANKS, gpus_per_node=len(RANKS))
     with tempfile.TemporaryDirectory() as folder:
         config.architectures = ["Qwen2ForCausalLM"]
         config.save_pretrained(folder)

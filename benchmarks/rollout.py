@@ -54,6 +54,7 @@ DRAWS = 40
 def log_normal(prompts: int, median: int, limit: int, seed: int) -> list[list[int]]:
     """Return the lengths of the responses to each prompt, which have a long tail."""
     generator = random.Random(seed)
+    # A prompt has a mean length of its own, around which its samples vary.
     means = [generator.gauss(0.0, SPREAD) for _ in range(prompts)]
     return [
         [min(limit, 1 + round(generator.lognormvariate(mean, SPREAD) * median)) for _ in range(SAMPLES)]

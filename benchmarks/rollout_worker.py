@@ -40,7 +40,9 @@ def step_seconds(engine: VllmEngine, rows: int) -> float:
             start = time.perf_counter()
             engine.step()
             seconds.append(time.perf_counter() - start)
+        # The requests are dropped before they are complete.
         engine.interrupt()
+
     return statistics.median(seconds)
 
 
@@ -64,6 +66,7 @@ def own_loop(engine: VllmEngine, lengths: Lengths) -> Callable[[], int]:
         SamplingParams(max_tokens=length, ignore_eos=True, detokenize=False, logprobs=0, seed=number)
         for number, length in enumerate(length for group in lengths for length in group)
     ]
+    # The same tokens for each request, as the package's own requests have.
     prompts = [{"prompt_token_ids": list(PROMPT)} for _ in parameters]
 
     def run() -> int:

@@ -52,6 +52,8 @@ def measure(run: Path) -> dict[str, float]:
     accuracy = [line["eval/held_out/accuracy"] for line in lines if "eval/held_out/accuracy" in line]
     # A run without a warm-up has no file of it.
     warm_up = read_metrics(run / "sft.jsonl")
+
+    # Step 0 is evaluated before the first training step.
     return {
         "before": accuracy[0],
         "after": accuracy[-1],

@@ -127,7 +127,7 @@ class TimedEngine:
 def simulate(
     lengths: Sequence[Sequence[int]], replicas: int, rows: int, max_in_flight: int, cost: Cost
 ) -> list[tuple[float, int]]:
-    """Return the time at which each response is complete, and its tokens, in order of time.
+    """Return the completion time and the tokens of each response, in order of time.
 
     ``lengths`` are those of the responses to each prompt. Engines work on ``rows`` at once. A replica has
     up to ``max_in_flight`` responses: ``rows`` in the continuous order, all responses in lockstep, where none

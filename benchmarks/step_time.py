@@ -95,6 +95,7 @@ def learn_layouts(available: int, best: Choice) -> list[tuple[Choice, dict[str, 
     With tensor parallelism both with sequence parallelism, our default, and without.
     """
     data_parallel = list(dict.fromkeys([best, *our_choices(available)]))
+    # Two and four ranks, with as many threads as leave no core idle.
     pair, four = (Choice(ranks, max(1, available // ranks)) for ranks in (2, 4))
     plain = {"sequence_parallel": False}
     return [(choice, {}) for choice in data_parallel] + [
@@ -153,6 +154,7 @@ class Bench:
         """Return the fastest choice on a smaller batch; ``seconds(choice, work)`` of a step."""
         if len(choices) == 1:
             return choices[0]
+        # Short responses rank the choices as long ones do, in less time.
         work = replace(self.work, max_response_tokens=self.work.max_response_tokens // 4)
         seconds_by_choice = {choice: seconds(choice, work) for choice in choices}
         for choice, value in seconds_by_choice.items():
@@ -251,6 +253,7 @@ def phases(steps: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
             "score": step["time/score"],
             "learn": step["time/learn"],
         }
+        # The remainder: rewards, logging, the step's own overhead.
         values |= {"step": step["time/step"], "rest": step["time/step"] - sum(values.values())}
         for name, seconds in values.items():
             seconds_by_phase[name].append(seconds)
@@ -309,6 +312,8 @@ def main() -> int:
     warn_if_busy("step_time")
     work = QUICK if options.quick else FULL
     report = Report("step_time")
+
+    # The folder has the model, the configurations, and the logs of all jobs.
     with tempfile.TemporaryDirectory(prefix="step_time.") as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

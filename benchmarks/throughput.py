@@ -73,6 +73,7 @@ def read_case(path: str, overrides: Sequence[str]) -> Case:
     candidates = [folder / "models" for file in loaded.files for folder in (file.parent, file.parent.parent)]
     shipped = tuple(folder for folder in candidates if folder.is_dir())
     report = check_config(loaded, without_files=True, shipped_models=next(iter(shipped), None))
+    # Without the model's config.json there is no estimate.
     memory = {}
     if report.memory:
         memory = {name: max(rank.total(name) for rank in report.memory) for name in MEMORY_PHASES}
@@ -148,6 +149,8 @@ def launch(path: str, overrides: Sequence[str], world: int, folder: Path) -> Non
         if code := command(command_line):
             sys.exit(code)
         return
+
+    # As many threads for each rank as leave no core idle.
     log = folder.parent / f"{folder.name}.log"
     torchrun(["-m", "megatron_rl", *command_line], world, max(1, cores() // world), log, 24 * 3600.0)
 
@@ -161,6 +164,8 @@ def compact(cases: Sequence[tuple[Case, RunStep]]) -> str:
         cells = (f"{step.total:.1f}", *(f"{step.seconds[name]:.1f}" for name in PHASES))
         rate = f"{step.tokens / step.total / step.world:.0f}"
         lines.append((case.name, str(step.world), *cells, rate, f"{utilization['learn']:.2f}"))
+
+    # Names at the left, numbers at the right.
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join(
         "  ".join(
@@ -177,11 +182,13 @@ def simulate(
     """Predict and record every configuration; raises UserError for one without a GPU."""
     cases = []
     for path in paths:
+        # The option has precedence over the configuration.
         case = read_case(path, overrides)
         name = gpu or case.config.gpu
         if name is None:
             raise UserError("no GPU to predict for", where=path, fix="write gpu: H100-80GB, or give --gpu")
         case = replace(case, config=replace(case.config, gpu=name))
+
         step = case.predict(name, constants)
         cases.append((case, step))
         add_prediction(report, case, step)

@@ -110,12 +110,13 @@ def main() -> None:
     # One rank writes.
     if int(os.environ["RANK"]):
         return
-    logged = [
+    # One entry of the log per step, as logging_steps says.
+    lengths = [
         entry["completions/mean_length"]
         for entry in trainer.state.log_history
         if "completions/mean_length" in entry
     ]
-    result = {"seconds": seconds, "generate": generating, "length": logged, "versions": versions()}
+    result = {"seconds": seconds, "generate": generating, "length": lengths, "versions": versions()}
     options.result.write_text(json.dumps(result))
 
 

@@ -78,6 +78,7 @@ def build_tokenizer(vocabulary: int) -> Any:
     from tokenizers import processors
     from transformers import Qwen2Tokenizer
 
+    # A token per digit and sign: no merges, so that a prompt has as many tokens as characters.
     tokens = [*SPECIAL, *DIGITS]
     tokens += [f"w{number}" for number in range(vocabulary - len(tokens))]
     tokenizer = Qwen2Tokenizer(
@@ -142,6 +143,7 @@ def _strength(constant: Any, other_logits: Any, probability: float) -> float:
 
     low = 0.0
     high = 10.0 * math.log(1e4) / float(constant.mean())
+    # Sixty halvings reach the precision of a float.
     for _ in range(60):
         middle = (low + high) / 2
         if float(torch.sigmoid(middle * constant - other_logits).mean()) < probability:

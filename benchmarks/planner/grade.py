@@ -137,14 +137,18 @@ def _compare_scenarios(entries: Sequence[Mapping[str, Any]], by_id: Mapping[str,
         if isinstance(rules, Mapping):
             rules = [rules]
         for rule in rules:
-            other = by_id.get(str(rule["other"]))
+            reference = by_id.get(str(rule["other"]))
             label = f"{rule['key']} against {rule['other']}"
             value = outcome.predicted.get(rule["key"])
-            other_value = other.predicted.get(rule["key"]) if other else None
-            if value is None or other_value is None:
+            reference_value = None
+            if reference is not None:
+                reference_value = reference.predicted.get(rule["key"])
+
+            # A scenario that failed, or is not in the file, fails the rule.
+            if value is None or reference_value is None:
                 outcome.inside_by_key[label] = False
                 continue
-            outcome.ratio[label], outcome.inside_by_key[label] = compared(value, other_value, rule)
+            outcome.ratio[label], outcome.inside_by_key[label] = compared(value, reference_value, rule)
 
 
 def _number(value: Any) -> str:

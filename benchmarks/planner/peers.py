@@ -59,6 +59,7 @@ def volume(
     method gathers the model: (tp - 1) / tp M received, peak M, M / tp twice.
     """
     total = float(machine.weight_bytes * model.parameters)
+    # Ranks that share one copy of the model, in training and in generation.
     train = layout.tensor * layout.pipeline
     shard = rollout.tensor * rollout.pipeline
     if method == "strided_reshard":
@@ -97,6 +98,7 @@ def gathered_seconds(
     cluster = machine.cluster
     sync = machine.constants.weight_sync
     total = machine.weight_bytes * model.parameters
+    # Every tensor costs a collective, and a copy at the rate of the engine's loader.
     seconds = sync.gather_fixed_seconds + model.tensors * sync.gather_seconds_per_tensor
     seconds += total / (sync.gather_copy_gigabytes_per_second * GB)
 
@@ -183,6 +185,7 @@ def decode_milliseconds(
     model: ModelShape, rollout: RolloutLayout, machine: Machine, rows: float, prompt: float, lengths: Lengths
 ) -> float:
     """Return the mean milliseconds between tokens when ``rows`` sequences decode together."""
+    # Integrate over the response length, weighted by the sequences that are alive.
     cost = decode_cost(model, rollout, machine)
     width = lengths.longest / POINTS
     total = 0.0

@@ -374,12 +374,15 @@ def rollout_tensor_choice(scenario: Scenario) -> Prediction:
 def _training_fits(scenario: Scenario, batch: StepBatch, limit: float) -> bool:
     """Return whether training fits, and the forward pass of the reference in the same layout."""
     gpus = scenario.train_gpus
+    # Without a layout, whether any fits.
     if scenario.layout is None:
         try:
             _train_choice(scenario, "actor", batch, gpus, offload_allowed=False)
         except UserError:
             return False
         return True
+
+    # The reference is frozen in the actor's layout.
     choice = _train_choice(scenario, "actor", batch, gpus)
     if learn_memory(choice, batch).total > limit:
         return False
@@ -392,11 +395,13 @@ def fits_in_memory(scenario: Scenario) -> Prediction:
     limit = scenario.machine.usable_memory
     rl = scenario.raw.get("algorithm") in ("grpo", "ppo") or bool(scenario.section("rollout"))
     batch = scenario.batch if rl else _pretraining_batch(scenario)
+    # A scenario of generation alone has neither layout nor optimizer.
     trains = bool(scenario.layout or scenario.raw.get("optimizer") or rl)
     if trains and not _training_fits(scenario, batch, limit):
         return {"fits": False}
     if not rl:
         return {"fits": True}
+
     try:
         rollout = _rollout_layout(scenario, batch)
     except UserError:

@@ -98,10 +98,12 @@ class Scenario:
     @property
     def machine(self) -> Machine:
         """Return the complete cluster."""
+        # Absent numbers are those of the GPU's usual machine.
         section = self.section("cluster")
         gpu = section.get("gpu")
         if gpu is None:
             raise self.error("cluster.gpu", "a GPU name", None)
+
         cluster = self.constants.cluster(
             gpu,
             self._gpu_count(section),
@@ -192,6 +194,7 @@ class Scenario:
 
     def rollout_with(self, tensor: int, gpus: int) -> RolloutLayout:
         """Return the scenario's rollout layout at a tensor size."""
+        # Replicas are as many as fit, unless the scenario states them.
         section = self.section("rollout")
         pipeline = int(section.get("pipeline") or 1)
         # The number of replicas belongs to the scenario's own tensor size.
@@ -199,6 +202,7 @@ class Scenario:
         if section.get("tensor") == tensor:
             replicas = section.get("replicas")
         limit = section.get("max_sequences")
+
         return RolloutLayout(
             tensor=tensor,
             pipeline=pipeline,
