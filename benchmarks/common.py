@@ -122,7 +122,7 @@ class Report:
         print(f"\n{self.benchmark} on {machine}\n{self.table()}", flush=True)
         if path is not None:
             path.write_text(json.dumps([asdict(record) for record in self.records], indent=1) + "\n")
-        return 1 if self.failures else 0
+        return int(bool(self.failures))
 
 
 def _number(value: float) -> str:
@@ -130,7 +130,9 @@ def _number(value: float) -> str:
     # Counts are printed exactly, measurements to four digits.
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def paired_ratio(method: Sequence[float], peer: Sequence[float]) -> float:
@@ -141,7 +143,9 @@ def paired_ratio(method: Sequence[float], peer: Sequence[float]) -> float:
 def mean_and_spread(values: Sequence[float]) -> str:
     """Return mean and standard deviation over seeds as text, with the values themselves."""
     # One seed has no deviation.
-    deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    deviation = ""
+    if len(values) > 1:
+        deviation = f" ± {statistics.stdev(values):.3f}"
     return f"{statistics.mean(values):.3f}{deviation} ({' '.join(f'{value:.3f}' for value in values)})"
 
 
@@ -275,7 +279,9 @@ def _tail(log: Path, lines: int = 25) -> str:
     # torchrun's own traceback is behind the ranks' output, and its summary behind that.
     launcher = [number for number, line in enumerate(text) if "torch/distributed/elastic/" in line]
     causes = [number for number, line in enumerate(text) if line.startswith("Root Cause")]
-    cause = text[causes[-1] :] if causes else []
+    cause = []
+    if causes:
+        cause = text[causes[-1] :]
     if launcher and launcher[0]:
         text = text[: launcher[0]]
     return "\n".join([f"the end of {log}:", *text[-lines:], *cause])

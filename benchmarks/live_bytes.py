@@ -21,7 +21,8 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         # A view, or an in-place result, has the storage of an input.
         inputs = {value.untyped_storage()._cdata for value in args if isinstance(value, torch.Tensor)}
-        for value in result if isinstance(result, list | tuple) else [result]:
+        results = result if isinstance(result, list | tuple) else [result]
+        for value in results:
             if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in inputs:
                 storage = value.untyped_storage()
                 self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())

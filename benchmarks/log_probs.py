@@ -116,7 +116,9 @@ class Case:
     def train(self, method: Method, entropy_weight: float = 0.1) -> None:
         """Run the forward and the backward pass."""
         log_probs, entropy = method(self.hidden, self.weight, self.targets)
-        loss = log_probs.sum() if entropy is None else (log_probs + entropy_weight * entropy).sum()
+        loss = log_probs.sum()
+        if entropy is not None:
+            loss = (log_probs + entropy_weight * entropy).sum()
         torch.autograd.grad(loss, (self.hidden, self.weight))
 
     def error(self, method: Method) -> float:

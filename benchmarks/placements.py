@@ -140,7 +140,9 @@ def main(command_line: Sequence[str] | None = None) -> int:
     base = statistics.median(step["time/step"] for step in steps_by_method["colocate"])
     for method, lines in steps_by_method.items():
         seconds = [step["time/step"] for step in lines]
-        ratio = statistics.median(seconds) / base if method != "colocate" else None
+        ratio = None
+        if method != "colocate":
+            ratio = statistics.median(seconds) / base
         report.add(case, method, "step", "s", seconds, ratio)
         report.add(case, method, "response length", "tokens", [line["response/length"] for line in lines])
         for kind, shares in idle(method, lines).items():

@@ -137,7 +137,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="rollout.") as name:
         # So long a limit that the model hardly ever ends a response by itself.
         make(Path(name), Workload(prompts=8, samples=SAMPLES, max_response_tokens=10**7))
-        for replicas in REAL_REPLICAS[: 2 if options.quick else None]:
+        replica_counts = REAL_REPLICAS[:2] if options.quick else REAL_REPLICAS
+        for replicas in replica_counts:
             turns = [log_normal(GROUPS * replicas, median, limit, turn) for turn in range(repeats)]
             try:
                 measurement = measured(Path(name), replicas, turns)
@@ -151,7 +152,10 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
     for rows, seconds in costs.items():
         report.add("an engine step", "vLLM", f"{rows} rows", "s", [seconds])
-    for replicas in SIMULATED_REPLICAS if costs else ():
+    # Without a measured engine there are no costs to simulate with.
+    for replicas in SIMULATED_REPLICAS:
+        if not costs:
+            break
         record_simulation(report, replicas, interpolated(costs), median, limit)
     report.note("ratio of a measured order: over the continuous one; of a simulated one: over its bound")
     report.note("aim: within 1.05 of the bound")

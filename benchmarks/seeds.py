@@ -53,12 +53,16 @@ def measure(run: Path) -> dict[str, float]:
     # A run without a warm-up has no file of it.
     warm_up = read_metrics(run / "sft.jsonl")
 
+    warm_up_steps = 0.0
+    if warm_up:
+        warm_up_steps = float(warm_up[-1]["step"])
+
     # Step 0 is evaluated before the first training step.
     return {
         "before": accuracy[0],
         "after": accuracy[-1],
         "gain": accuracy[-1] - accuracy[0],
-        "warm-up": float(warm_up[-1]["step"]) if warm_up else 0.0,
+        "warm-up": warm_up_steps,
         "time": sum(line.get("time/step", 0.0) for line in lines),
     }
 
@@ -111,7 +115,8 @@ def main() -> int:
                     report.fail(f"{config.stem}, seed {seed}: {name} {result[name]:.3f} is under {bar:g}")
 
         # The table has the seeds that were measured; without any, only the failures.
-        for name in results[0] if results else ():
+        names = list(results[0]) if results else []
+        for name in names:
             values = [result[name] for result in results]
             unit = {"warm-up": "steps", "time": "s"}.get(name, "share")
             report.add(config.stem, name, "accuracy" if unit == "share" else name, unit, values)

@@ -194,7 +194,9 @@ class Bench:
             self.case, method, "response length", "tokens", metrics["length"], peer_versions=versions
         )
 
-        kind = "TRL with continuous batching" if choice.continuous else "TRL"
+        kind = "TRL"
+        if choice.continuous:
+            kind = "TRL with continuous batching"
         for name, theirs in self.rates(metrics["seconds"], metrics["length"]).items():
             self.report.add(self.case, method, name, "1/s", theirs, peer_versions=versions)
             ratio = statistics.median(our_rates[name]) / statistics.median(theirs)
@@ -281,7 +283,9 @@ def measure(bench: Bench, quick: bool, excluded: Sequence[str], continuous: bool
     if not {"step", "trl"} & set(excluded):
         try:
             make_trl()
-            choices = trl_choices(available, bench.work)[: 1 if quick else None]
+            choices = trl_choices(available, bench.work)
+            if quick:
+                choices = choices[:1]
             best = bench.best("TRL", choices, lambda c, work: bench.trl(c, work, 2)["seconds"][-1])
             bench.measure_trl(best, our_rates)
             if continuous:

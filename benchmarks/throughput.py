@@ -119,7 +119,9 @@ def add_measurement(report: Report, case: Case, folder: Path, gpu: str | None, c
     """Record the metrics of a run folder, and for a known GPU the prediction at the run's own lengths."""
     lines = read_steps(folder, "--run")
     world = case.config.world_size or 1
-    method = f"measured on {world} process{'es' if world > 1 else ''}"
+    method = f"measured on {world} process"
+    if world > 1:
+        method += "es"
     seconds = [{**phase_seconds(line), "step": line["time/step"]} for line in lines]
     for phase in ("step", *PHASES):
         values = [times[phase] for times in seconds if phase in times]

@@ -91,6 +91,7 @@ def read_scenarios(path: str) -> list[dict[str, Any]]:
 
 def _candidates(raw: Mapping[str, Any], key: str) -> Sequence[Any] | None:
     """Return the candidates of a choice in their order; None where the key is no choice."""
+    # The order in which a scenario lists its candidates is the one that `ordering` counts in.
     if key == "best":
         return list(raw.get("candidates") or ())
     if key == "best_rollout_tensor":
@@ -105,7 +106,9 @@ def _compare(raw: Mapping[str, Any], outcome: Outcome) -> None:
         prediction = outcome.predicted.get(key)
         outcome.ratio[key] = ratio(prediction, measurement)
         # One tolerance may hold for all keys.
-        tolerance = tolerances.get(key) if isinstance(tolerances, Mapping) else tolerances
+        tolerance = tolerances
+        if isinstance(tolerances, Mapping):
+            tolerance = tolerances.get(key)
         outcome.inside_by_key[key] = inside(prediction, measurement, tolerance, _candidates(raw, key))
 
 
@@ -113,6 +116,7 @@ def evaluate(entries: Sequence[Mapping[str, Any]], constants: Constants) -> list
     """Predict and compare every scenario; an error in one is recorded and does not stop the others."""
     outcomes = []
     for raw in entries:
+        # The prediction gets a copy without the measurements.
         scenario = Scenario(without_answers(raw), constants)
         outcome = Outcome(scenario.name, str(raw.get("kind")), {}, dict(raw.get("measured") or {}))
         try:
@@ -133,6 +137,7 @@ def _compare_scenarios(entries: Sequence[Mapping[str, Any]], by_id: Mapping[str,
     """Check the rules that relate one scenario to another of the same file."""
     for raw in entries:
         outcome = by_id[str(raw.get("id", "?"))]
+        # A single rule may be written without a list.
         rules = raw.get("compare") or []
         if isinstance(rules, Mapping):
             rules = [rules]
@@ -154,8 +159,12 @@ def _compare_scenarios(entries: Sequence[Mapping[str, Any]], by_id: Mapping[str,
 def _number(value: Any) -> str:
     """Return a value as a cell of the table."""
     if isinstance(value, float):
-        return f"{value:.4g}" if isfinite(value) else "does not fit"
-    return json.dumps(value) if isinstance(value, list | dict) else str(value)
+        if not isfinite(value):
+            return "does not fit"
+        return f"{value:.4g}"
+    if isinstance(value, list | dict):
+        return json.dumps(value)
+    return str(value)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -203,7 +212,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     print(table(outcomes))
     if options.json:
         Path(options.json).write_text(json.dumps([outcome.record() for outcome in outcomes], indent=1) + "\n")
-    return 0 if all(outcome.inside_tolerance for outcome in outcomes) else 1
+    return int(not all(outcome.inside_tolerance for outcome in outcomes))
 
 
 if __name__ == "__main__":

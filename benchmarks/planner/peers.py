@@ -58,6 +58,7 @@ def volume(
     strided: (tp - t_g p_g) / (t_g p_g t p) M received, peak M / (t_g p_g), nothing twice; every other
     method gathers the model: (tp - 1) / tp M received, peak M, M / tp twice.
     """
+    # M of the paper.
     total = float(machine.weight_bytes * model.parameters)
     # Ranks that share one copy of the model, in training and in generation.
     train = layout.tensor * layout.pipeline
@@ -84,7 +85,9 @@ def strided_seconds(
     # A stage's tensor slices are in one node (consecutive ranks); other stages are on other nodes unless
     # the complete job fits one.
     slices = max(1.0, layout.tensor / rollout.tensor)
-    stages = layout.pipeline if layout.size <= cluster.domain else 1
+    stages = 1
+    if layout.size <= cluster.domain:
+        stages = layout.pipeline
     node_bytes = min(received, (slices * stages - 1) / train * machine.weight_bytes * model.parameters)
     seconds = node_bytes / (cluster.gpu.nvlink * constants.efficiency.nvlink)
     seconds += (received - node_bytes) / (cluster.network * constants.weight_sync.strided_network)
@@ -210,6 +213,7 @@ def serving_tokens_per_second(
 
     Running sequences are mid-response on average, and decoding waits for each response's prefill.
     """
+    # As many run as the queue, the engine and its cache allow.
     engine = machine.constants.engines[rollout.engine]
     generated = lengths.mean_square() / (2.0 * lengths.mean)
     capacity = cache_tokens(model, rollout, machine)
@@ -228,6 +232,7 @@ def gathering_seconds(choice: TrainChoice, machine: Machine, work: Work, compute
 
     Weights are gathered for the forward and the backward of every micro-batch; most of it overlaps.
     """
+    # In bfloat16, over the data-parallel ranks.
     layout = choice.layout
     weights = 2.0 * sum(fullest_parameters(choice.model, layout))
     gather = gather_seconds(machine, layout.data * layout.context, layout.tensor, weights)
@@ -248,4 +253,7 @@ def model_flops_per_token(
     if attention == "full":
         context = sequence
     layers = model.layer_flops + model.attention_flops(context)
-    return layers * (4.0 if recompute_counted else 3.0) + 3.0 * model.head_flops
+    passes = 3.0
+    if recompute_counted:
+        passes = 4.0
+    return layers * passes + 3.0 * model.head_flops

@@ -61,7 +61,9 @@ def _pretraining_batch(scenario: Scenario) -> StepBatch:
     section = scenario.section("batch")
     sequence = scenario.sequence
     # Without a global batch, a row for every data-parallel rank.
-    replicas = scenario.layout.data if scenario.layout else 256
+    replicas = 256
+    if scenario.layout:
+        replicas = scenario.layout.data
     rows = int(section.get("global_batch") or replicas)
     lengths = response_lengths(sequence, sequence, "fixed")
     return StepBatch(rows, 1, 1, 0.0, lengths, sequence, bool(section.get("packing", False)))
@@ -178,7 +180,9 @@ def training_memory_gigabytes(scenario: Scenario) -> Prediction:
 
     # Without a global batch, enough micro-batches to fill the pipeline.
     rows = scenario.section("batch").get("global_batch")
-    micro_batches = rows / layout.data / choice.micro_batch if rows else 4 * layout.pipeline
+    micro_batches = 4 * layout.pipeline
+    if rows:
+        micro_batches = rows / layout.data / choice.micro_batch
     memory = fullest_training(
         choice,
         choice.micro_batch * scenario.sequence,
@@ -212,6 +216,7 @@ def decode_latency(scenario: Scenario) -> Prediction:
     rollout, batch, sequences = _decode_inputs(scenario)
     model = scenario.model()
     machine = scenario.machine
+    # More sequences than the engine's limit wait, and do not slow the running ones.
     sequences = min(sequences, rollout.max_sequences or sequences)
     milliseconds = decode_milliseconds(model, rollout, machine, sequences, batch.prompt, batch.lengths)
 
@@ -241,6 +246,7 @@ def serving_throughput(scenario: Scenario) -> Prediction:
         seconds = (seconds - constants.decode.rl_fixed_seconds) * share
         return {"tokens_per_second_total": batch.rows * batch.lengths.mean / seconds}
 
+    # A full queue: as many sequences as the engine takes.
     if "concurrent_sequences" not in section:
         sequences = float(rollout.max_sequences or constants.engines[rollout.engine].max_sequences)
     rate = serving_tokens_per_second(model, rollout, machine, sequences, batch.prompt, batch.lengths)
@@ -263,6 +269,7 @@ def rl_step_seconds(scenario: Scenario) -> Prediction:
         # One rank stands for all: the roles share the training GPUs.
         role_seconds.append(RoleSeconds(role, (0,), score_seconds(choice, batch, machine), learn))
 
+    # The system's own weight sync.
     rollout = _rollout_layout(scenario, batch)
     step = compose_step(
         role_seconds,
@@ -333,6 +340,7 @@ def placement_choice(scenario: Scenario) -> Prediction:
         exchanges_heads=False,
         stages_stated_once=False,
     )
+    # Each candidate with the sizes of its groups that make its step shortest.
     planner = Planner(problem)
     plans = {name: best_grouping(name, planner, groups) for name, groups in candidates.items()}
     fitting = {name: plan for name, plan in plans.items() if plan is not None}

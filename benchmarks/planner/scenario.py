@@ -90,6 +90,7 @@ class Scenario:
 
     def model(self, role: str = "actor") -> ModelShape:
         """Return a role's model."""
+        # A role without a model of its own has the scenario's.
         reference = self.section("roles").get(role) or self.raw.get("model")
         if reference is None:
             raise self.error("model", "a preset name or an inline configuration", None)
@@ -136,7 +137,10 @@ class Scenario:
     def disaggregated(self) -> bool:
         """Return whether training and rollout have GPUs of their own."""
         cluster = self.section("cluster")
-        default = "disaggregated" if {"train_gpus", "rollout_gpus"} <= set(cluster) else "colocated"
+        # A cluster that counts both sides has two.
+        default = "colocated"
+        if {"train_gpus", "rollout_gpus"} <= set(cluster):
+            default = "disaggregated"
         return self.raw.get("placement", default) == "disaggregated"
 
     @property
@@ -235,6 +239,7 @@ class Scenario:
     @property
     def optimizer(self) -> OptimizerChoice:
         """Return the optimizer."""
+        # Adam with float32 gradients, states and a copy of the weights.
         section = self.section("optimizer")
         return OptimizerChoice(
             distributed=bool(section.get("distributed", True)),
@@ -274,7 +279,9 @@ class Scenario:
         # A mean says that lengths vary.
         default_kind = "variable" if "response_tokens_mean" in section else "fixed"
         kind = section.get("response_lengths", default_kind)
-        default_mean = limit / 4 if kind == "variable" else limit
+        default_mean = limit
+        if kind == "variable":
+            default_mean = limit / 4
         mean = float(section.get("response_tokens_mean") or default_mean)
         lengths = response_lengths(mean, float(limit), "fixed" if kind == "fixed" else "variable")
 

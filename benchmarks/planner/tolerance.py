@@ -22,6 +22,7 @@ def ratio(predicted: Any, reference: Any) -> float | None:
         return None
     if isinstance(reference, Sequence) and not isinstance(reference, str) and len(reference) == 2:
         low, high = reference
+        # The nearest value of the band, which may be the prediction itself.
         edge = min(max(predicted, low), high)
         return predicted / edge if edge else None
     if not _is_number(reference) or reference == 0:
@@ -49,6 +50,7 @@ def _within(predicted: Any, reference: Any, low_factor: float, high_factor: floa
         )
     if not _is_number(predicted):
         return _same(predicted, reference)
+    # A number is a band of one.
     band = reference if isinstance(reference, list | tuple) else [reference]
     return min(band) * low_factor <= predicted <= max(band) * high_factor
 
@@ -58,8 +60,10 @@ def inside(predicted: Any, reference: Any, tolerance: Any, choices: Sequence[Any
 
     ``choices`` is the order of the candidates for ``ordering``. Raises UserError for an unknown form.
     """
+    # Nothing was predicted: only a report can accept that.
     if predicted is None:
         return isinstance(tolerance, Mapping) and bool(tolerance.get("report"))
+    # Without a tolerance the values must be equal.
     if tolerance is None:
         tolerance = {"exact": True}
     if _is_number(tolerance):

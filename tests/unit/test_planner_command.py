@@ -22,7 +22,7 @@ from megatron_rl.planning.predict.calibrate import calibrate
 from megatron_rl.planning.predict.placement import search
 from megatron_rl.planning.predict.plan_file import Paths, config_text, plan_record, planned_run, preset_of
 from megatron_rl.planning.predict.step import PHASES, RunStats, predict_run, role_shapes
-from megatron_rl.shapes.hardware import load_constants
+from megatron_rl.shapes.hardware import Machine, load_constants
 from megatron_rl.shapes.published import load_shape, presets
 
 
@@ -282,6 +282,25 @@ def test_fewer_episodes_in_flight_take_longer_to_sample() -> None:
             for each in (free, config)
         ]
         assert seconds[1] > 2 * seconds[0], bound
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_offloaded_reward_model_takes_the_time_of_its_transfers(offload: bool) -> None:
+    function = "reward: {function: megatron_rl.rewards.math_answer:marked_number}"
+    model = f"reward: {{models: {{preference: {{path: llama-3.1-8b, offload: {str(offload).lower()}}}}}}}"
+    constants = load_constants()
+
+    def reward_seconds(text: str) -> float:
+        config = load_text(text).valid()
+        return predict_run(config, constants, "a100", role_shapes(config, load_shape)).seconds["reward"]
+
+    resident = reward_seconds(CONFIG.replace(function, model.replace("true", "false")))
+    seconds = reward_seconds(CONFIG.replace(function, model))
+    # Tensor parallelism 2 halves the two bytes of each parameter, which leave for the host and come back.
+    weights = 2 * load_shape("llama-3.1-8b").parameters / 2
+    transfers = 2 * weights / Machine(constants.cluster("a100", 8), constants).host_rate
+    assert 0 < resident < seconds if offload else resident == seconds
+    assert seconds - resident == pytest.approx(transfers * offload, rel=0.1)
 
 
 def test_calibration_recovers_the_factors_of_a_run(tmp_path, capsys) -> None:
