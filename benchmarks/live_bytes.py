@@ -1,4 +1,4 @@
-"""How many bytes of tensors are alive at once, on any device."""
+"""Counter of the bytes of tensors that are alive at once, on any device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
-    """Count the bytes of tensors that are created inside and still alive; ``peak`` is the most at once."""
+    """Mode that counts the bytes of tensors created inside it and still alive; ``peak`` is the maximum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,11 +19,15 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        # A view, or an in-place result, has the storage of an input.
         inputs = {value.untyped_storage()._cdata for value in args if isinstance(value, torch.Tensor)}
-        for value in result if isinstance(result, list | tuple) else [result]:
+        results = result if isinstance(result, list | tuple) else [result]
+        for value in results:
             if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in inputs:
                 storage = value.untyped_storage()
                 self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+
+        # Weak references: the counter must not keep a tensor alive.
         self._alive = {key: item for key, item in self._alive.items() if not item[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
         return result

@@ -37,20 +37,22 @@ from megatron_rl.shapes.memory import LOGITS_ELEMENTS
 
 Outputs = tuple[torch.Tensor, torch.Tensor | None]
 Method = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Outputs]
-ALONE: Any = SimpleNamespace(size=lambda: 1)
-CHECKED = 256
+ONE_RANK: Any = SimpleNamespace(size=lambda: 1)
+"""Tensor-parallel group of this process."""
+CHECKED_TOKENS = 256
+"""Tokens whose results are compared with float64's."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 @contextmanager
 def kernel(use: bool) -> Any:
-    """Make our function take the Triton kernel, or not."""
-    before = ours.kernel_applies
+    """Make our function use the Triton kernel, or not."""
+    kernel_applies = ours.kernel_applies
     setattr(ours, "kernel_applies", lambda *_: use)
     try:
         yield
     finally:
-        setattr(ours, "kernel_applies", before)
+        setattr(ours, "kernel_applies", kernel_applies)
 
 
 def own(use: bool) -> Method:
@@ -58,7 +60,7 @@ def own(use: bool) -> Method:
 
     def method(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Outputs:
         temperature = torch.ones(len(hidden), device=hidden.device)
-        shard = VocabularyShard(0, len(weight), ALONE)
+        shard = VocabularyShard(0, len(weight), ONE_RANK)
         chunk = max(64, LOGITS_ELEMENTS // len(weight))
         with kernel(use):
             return vocab_parallel_log_probs(hidden, weight, targets, temperature, shard, chunk)
@@ -68,6 +70,7 @@ def own(use: bool) -> Method:
 
 def unfused(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> Outputs:
     """Return log-probs and entropy from all logits at once."""
+    # The sum over the vocabulary is in float32 at least.
     logits = hidden @ weight.t()
     log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
@@ -81,27 +84,29 @@ def liger(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> 
 
 
 def methods(dtype: torch.dtype) -> dict[str, Method]:
-    """Return what can run here, by name."""
-    found: dict[str, Method] = {"chunked": own(False), "unfused": unfused}
+    """Return the methods that can run here, by name."""
+    available: dict[str, Method] = {"chunked": own(False), "unfused": unfused}
     if not device.on_host():
         if importlib.util.find_spec("triton") is not None and ours.kernel_works(dtype):
-            found["kernel"] = own(True)
+            available["kernel"] = own(True)
         if importlib.util.find_spec("liger_kernel") is not None:
-            found["liger"] = liger
-    return found
+            available["liger"] = liger
+    return available
 
 
 class Case:
-    """Hold the tensors of one problem, and what each measured run does with them."""
+    """Tensors of one problem, with the passes that are measured."""
 
     def __init__(self, tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)
-        here = device.device()
-        self.sizes, self.dtype = (tokens, width, vocabulary), dtype
-        self.hidden = torch.randn(tokens, width, generator=generator).to(here, dtype).requires_grad_()
+        accelerator = device.device()
+        self.sizes = (tokens, width, vocabulary)
+        self.dtype = dtype
+        # Drawn on the host, so that all machines have the same numbers.
+        self.hidden = torch.randn(tokens, width, generator=generator).to(accelerator, dtype).requires_grad_()
         weight = torch.randn(vocabulary, width, generator=generator) / width**0.5
-        self.weight = weight.to(here, dtype).requires_grad_()
-        self.targets = torch.randint(0, vocabulary, (tokens,), generator=generator).to(here)
+        self.weight = weight.to(accelerator, dtype).requires_grad_()
+        self.targets = torch.randint(0, vocabulary, (tokens,), generator=generator).to(accelerator)
 
     def score(self, method: Method) -> None:
         """Run the forward pass without gradients."""
@@ -111,27 +116,33 @@ class Case:
     def train(self, method: Method, entropy_weight: float = 0.1) -> None:
         """Run the forward and the backward pass."""
         log_probs, entropy = method(self.hidden, self.weight, self.targets)
-        loss = log_probs.sum() if entropy is None else (log_probs + entropy_weight * entropy).sum()
+        loss = log_probs.sum()
+        if entropy is not None:
+            loss = (log_probs + entropy_weight * entropy).sum()
         torch.autograd.grad(loss, (self.hidden, self.weight))
 
     def error(self, method: Method) -> float:
-        """Return the largest difference of values and gradients of a few tokens from float64's, relative."""
-        hidden, targets = self.hidden[:CHECKED].detach(), self.targets[:CHECKED]
+        """Return the largest relative difference of values and gradients of a few tokens from float64's."""
+        hidden = self.hidden[:CHECKED_TOKENS].detach()
+        targets = self.targets[:CHECKED_TOKENS]
 
         def results(call: Method, dtype: torch.dtype, entropy_too: bool) -> list[torch.Tensor]:
             states = hidden.to(dtype).requires_grad_()
-            words = self.weight.detach().to(dtype).requires_grad_()
-            log_probs, entropy = call(states, words, targets)
-            loss, values = log_probs.sum(), [log_probs.sum()[None]]
+            weight = self.weight.detach().to(dtype).requires_grad_()
+            log_probs, entropy = call(states, weight, targets)
+            loss = log_probs.sum()
+            values = [log_probs.sum()[None]]
             if entropy is not None and entropy_too:
-                loss, values = loss + 0.1 * entropy.sum(), [log_probs, entropy]
-            return [*values, *torch.autograd.grad(loss, (states, words))]
+                loss = loss + 0.1 * entropy.sum()
+                values = [log_probs, entropy]
+            return [*values, *torch.autograd.grad(loss, (states, weight))]
 
-        found = results(method, self.dtype, method is not liger)
-        wanted = results(unfused, torch.float64, method is not liger)
+        # Liger has the sum of the log-probs alone, and no entropy.
+        actual = results(method, self.dtype, method is not liger)
+        expected = results(unfused, torch.float64, method is not liger)
         return max(
-            float((one.double() - other).detach().abs().max() / other.detach().abs().max())
-            for one, other in zip(found, wanted, strict=True)
+            float((value.double() - reference).detach().abs().max() / reference.detach().abs().max())
+            for value, reference in zip(actual, expected, strict=True)
         )
 
     def peak(self, method: Method) -> int:
@@ -142,6 +153,7 @@ class Case:
             return live.peak
         device.synchronize()
         device.peak_memory(reset=True)
+        # Inputs and weights do not count.
         before = device.peak_memory()
         self.train(method)
         device.synchronize()
@@ -149,21 +161,26 @@ class Case:
 
 
 def seconds(run: Callable[[], None]) -> float:
-    """Return how long a run takes, with everything on the device done."""
+    """Return the time of a run, with all work of the device complete."""
     device.synchronize()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     run()
     device.synchronize()
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def ceilings(dtype: torch.dtype, quick: bool) -> tuple[float, float]:
     """Return products and sums per second of a large matrix product, and bytes per second of a copy."""
-    size = (1024 if quick else 2048) if device.on_host() else 8192
-    left, right = (torch.randn(size, size, device=device.device()).to(dtype) for _ in range(2))
-    result, source = torch.empty_like(left), torch.empty(size * size * 8, device=device.device())
+    size = 8192
+    if device.on_host():
+        size = 1024 if quick else 2048
+    matrix, factor = (torch.randn(size, size, device=device.device()).to(dtype) for _ in range(2))
+    result = torch.empty_like(matrix)
+    source = torch.empty(size * size * 8, device=device.device())
     target = torch.empty_like(source)
-    times = [seconds(lambda: void(torch.mm(left, right, out=result))) for _ in range(5)]
+
+    # The fastest of five is the ceiling.
+    times = [seconds(lambda: void(torch.mm(matrix, factor, out=result))) for _ in range(5)]
     copies = [seconds(lambda: void(target.copy_(source))) for _ in range(5)]
     return 2 * size**3 / min(times), 2 * source.nbytes / min(copies)
 
@@ -176,34 +193,47 @@ def measure(case: Case, quick: bool, repeats: int, report: Report) -> None:
     """Check and measure every method on one problem."""
     tokens, width, vocabulary = case.sizes
     name = f"{tokens} tokens, hidden {width}, vocabulary {vocabulary}, {str(case.dtype)[6:]}"
-    able: dict[str, Method] = {}
+
+    # A method with wrong results is a failure, and is not measured.
+    correct: dict[str, Method] = {}
     for method, call in methods(case.dtype).items():
         error = case.error(call)
         if error > TOLERANCE[case.dtype]:
             report.fail(f"{method}: wrong by {error:.3g}")
             continue
-        able[method] = call
-        case.train(call)  # warm-up
-    passes: dict[str, tuple[Callable[[Method], None], int]] = {"score": (case.score, 1)}
-    passes["train"] = (case.train, 3)
+        correct[method] = call
+        # Warm up: kernels compile, and memory is allocated.
+        case.train(call)
+
+    # Pass -> its function, and its products per one of the forward pass.
+    passes: dict[str, tuple[Callable[[Method], None], int]] = {
+        "score": (case.score, 1),
+        "train": (case.train, 3),
+    }
     products, bandwidth = ceilings(case.dtype, quick)
     report.note(
         f"a large matrix product reaches {products / 1e9:,.0f} GFLOP/s, a copy {bandwidth / 1e9:,.1f} GB/s"
     )
-    moved = case.hidden.nbytes + case.weight.nbytes
-    for kind, (run, share) in passes.items():
-        times: dict[str, list[float]] = {method: [] for method in able}
+    input_bytes = case.hidden.nbytes + case.weight.nbytes
+    for kind, (run, multiple) in passes.items():
+        times: dict[str, list[float]] = {method: [] for method in correct}
         for _ in range(repeats):
-            for method, call in able.items():
+            for method, call in correct.items():
                 times[method].append(seconds(lambda run=run, call=call: run(call)))
-        useful = share * 2 * tokens * width * vocabulary
+        flops = multiple * 2 * tokens * width * vocabulary
         for method, values in times.items():
-            ratio = paired_ratio(values, times["unfused"]) if "unfused" in times else None
-            report.add(name, method, kind, "s", values, None if method == "unfused" else ratio)
-            report.add(name, method, f"{kind}_of_matmul", "share", [useful / s / products for s in values])
-            spent = [moved * (1 if kind == "score" else 2) / s / bandwidth for s in values]
-            report.add(name, method, f"{kind}_of_bandwidth", "share", spent)
-    for method, call in able.items():
+            ratio = None
+            if method != "unfused" and "unfused" in times:
+                ratio = paired_ratio(values, times["unfused"])
+            report.add(name, method, kind, "s", values, ratio)
+            report.add(
+                name, method, f"{kind}_of_matmul", "share", [flops / value / products for value in values]
+            )
+            # Training also writes gradients of the inputs.
+            traffic = input_bytes if kind == "score" else 2 * input_bytes
+            shares = [traffic / value / bandwidth for value in values]
+            report.add(name, method, f"{kind}_of_bandwidth", "share", shares)
+    for method, call in correct.items():
         report.add(name, method, "peak_bytes", "bytes", [case.peak(call)])
 
 
@@ -212,13 +242,16 @@ def main() -> int:
     parser = arguments(__doc__, repeats=5)
     parser.add_argument("--size", default=None, help="tokens,hidden,vocabulary")
     options = parser.parse_args()
+
     warn_if_busy("log_probs")
     report = Report("log_probs")
-    usual = "512,256,32000" if options.quick else "2048,512,32000"
-    dtype = torch.float32
-    if not device.on_host():
-        usual, dtype = "8192,2048,151936" if options.quick else "8192,4096,151936", torch.bfloat16
-    tokens, width, vocabulary = (int(word) for word in (options.size or usual).split(","))
+    if device.on_host():
+        dtype = torch.float32
+        default_size = "512,256,32000" if options.quick else "2048,512,32000"
+    else:
+        dtype = torch.bfloat16
+        default_size = "8192,2048,151936" if options.quick else "8192,4096,151936"
+    tokens, width, vocabulary = (int(number) for number in (options.size or default_size).split(","))
     say("log_probs", f"{tokens} tokens, hidden {width}, vocabulary {vocabulary}, {dtype}")
     measure(Case(tokens, width, vocabulary, dtype), options.quick, options.repeats or 5, report)
     if device.on_host():

@@ -1,4 +1,4 @@
-"""What placement and order do to a step: every role everywhere, rollout apart, and sampling ahead.
+"""Cost of placement and order: all roles on all ranks, rollout on ranks of its own, and sampling ahead.
 
     python benchmarks/placements.py [--quick] [--repeats N] [--json FILE]
 
@@ -33,66 +33,81 @@ Steps = list[dict[str, float]]
 
 FULL = Workload(prompts=12, samples=8, max_response_tokens=512, mean_share=0.15)
 QUICK = Workload(prompts=8, samples=4, max_response_tokens=256, mean_share=0.15)
-WARMING = 2
+WARM_UP_STEPS = 2
 FEW_ROWS = 4
 """Rows of the probe in which sampling surely takes longer than learning."""
-APART = ("placement=standalone",)
-AHEAD = (*APART, "asynchrony.steps_ahead=1")
+STANDALONE = ("placement=standalone",)
+AHEAD = (*STANDALONE, "asynchrony.steps_ahead=1")
 METHODS: Mapping[str, tuple[str, ...]] = {
     "colocate": (),
-    "lockstep": APART,
+    "lockstep": STANDALONE,
     "closed": AHEAD,
     "open": (*AHEAD, "rollout.order=open", "rollout.partial=true", "rollout.oversample=0.5"),
 }
-BOTH = {"learner": "time/idle_learn", "rollout": "time/idle_rollout"}
+IDLE_METRICS = {"learner": "time/idle_learn", "rollout": "time/idle_rollout"}
+"""Kind of rank -> metric of the seconds in which it waits for the other kind."""
 
 
 def run(name: str, method: str, work: Workload, folder: Path, ranks: int, steps: int, rows: int) -> Steps:
     """Train with the command that users call; return the metrics of the steps that count."""
     say("placements", f"{name}: {steps} steps of {work.rows} samples on {ranks} ranks, {rows} rows at once")
-    config, out = folder / f"{name}.yaml", folder / name
-    config.write_text(configuration(work, folder, out, steps + WARMING, {}))
+    config = folder / f"{name}.yaml"
+    run_dir = folder / name
+    config.write_text(configuration(work, folder, run_dir, steps + WARM_UP_STEPS, {}))
     command = ["-m", "megatron_rl", "train", str(config), f"rollout.vllm.max_num_seqs={rows}"]
     torchrun([*command, *METHODS[method]], ranks, 1, folder / f"{name}.log", 1800)
-    lines = read_metrics(out / "metrics.jsonl")
-    # The last step of a run has nothing left to sample ahead.
-    return lines[WARMING : len(lines) - (1 if "asynchrony.steps_ahead=1" in METHODS[method] else 0)]
+
+    lines = read_metrics(run_dir / "metrics.jsonl")[WARM_UP_STEPS:]
+    # During the last step of a run nothing is sampled ahead.
+    if "asynchrony.steps_ahead=1" in METHODS[method]:
+        lines.pop()
+    return lines
 
 
 def idle(method: str, steps: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     """Return by kind of rank the share of each step in which it waits for the other kind."""
     if method == "colocate":
         return {}
+    # In lockstep the learners wait exactly while the rollout works.
     if method == "lockstep":
         busy = [step["time/generate"] / step["time/step"] for step in steps]
         return {"learner": busy, "rollout": [1 - share for share in busy]}
-    return {kind: [step[name] / step["time/step"] for step in steps] for kind, name in BOTH.items()}
+    return {kind: [step[name] / step["time/step"] for step in steps] for kind, name in IDLE_METRICS.items()}
 
 
 def busy_seconds(steps: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    """Return how long learner and rollout were busy in a step of the open order, on average."""
+    """Return the mean seconds in which learner and rollout are busy in a step of the open order."""
     learner, rollout = (
-        statistics.mean(step["time/step"] - step[name] for step in steps) for name in BOTH.values()
+        statistics.mean(step["time/step"] - step[name] for step in steps) for name in IDLE_METRICS.values()
     )
     return learner, rollout
 
 
 def balanced_rows(probes: Mapping[int, tuple[float, float]]) -> int:
-    """Return for how many rows at once sampling takes as long as learning, by two numbers of rows.
+    """Return the number of rows at once with which sampling takes as long as learning, from two probes.
 
-    ``probes`` has the seconds of learning and of sampling by rows. An engine's step takes a time of its own
+    ``probes`` has the seconds of learning and of sampling by rows. An engine's step takes a fixed time
     and more for each row, so the seconds of sampling are linear in 1 / rows.
     """
-    (few, (first, slow)), (many, (second, fast)) = sorted(probes.items())
-    learning = (first + second) / 2
-    slope = (slow - fast) / (1 / few - 1 / many)
-    wanted = 1 / many + (learning - fast) / slope if slope > 0 else 1 / many
-    return min(many, max(1, round(1 / wanted))) if wanted > 0 else many
+    low_rows, high_rows = sorted(probes)
+    low_learning, slow_sampling = probes[low_rows]
+    high_learning, fast_sampling = probes[high_rows]
+    learning = (low_learning + high_learning) / 2
+
+    # The line through both probes; without a slope more rows do not help, and the most are taken.
+    slope = (slow_sampling - fast_sampling) / (1 / low_rows - 1 / high_rows)
+    inverse_rows = 1 / high_rows
+    if slope > 0:
+        inverse_rows += (learning - fast_sampling) / slope
+    if inverse_rows <= 0:
+        return high_rows
+    return min(high_rows, max(1, round(1 / inverse_rows)))
 
 
 def balance(work: Workload, folder: Path, ranks: int, steps: int) -> int:
-    """Return the rows that an engine is to work on at once, and say why."""
-    replicas, probes = ranks // 2, {}
+    """Return the rows that an engine is to work on at once, and print the probes."""
+    replicas = ranks // 2
+    probes = {}
     for rows in (FEW_ROWS, max(2 * FEW_ROWS, work.rows // replicas)):
         probes[rows] = busy_seconds(run(f"probe-{rows}", "open", work, folder, ranks, steps, rows))
         learner, rollout = probes[rows]
@@ -100,27 +115,34 @@ def balance(work: Workload, folder: Path, ranks: int, steps: int) -> int:
     return balanced_rows(probes)
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(command_line: Sequence[str] | None = None) -> int:
     """Measure and print; return the exit code."""
-    options = arguments(__doc__, repeats=2).parse_args(words)
-    work, repeats = (QUICK, 1) if options.quick else (FULL, 2)
-    repeats = options.repeats or repeats
-    ranks, steps = max(2, cores() // 2 * 2), 6
+    options = arguments(__doc__, repeats=2).parse_args(command_line)
+    work = QUICK if options.quick else FULL
+    default_repeats = 1 if options.quick else 2
+    repeats = options.repeats or default_repeats
+    ranks = max(2, cores() // 2 * 2)
+    steps = 6
+
     warn_if_busy("placements")
     report = Report("placements")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make(folder, work)
         rows = balance(work, folder, ranks, steps)
-        found: dict[str, Steps] = {method: [] for method in METHODS}
+        # Methods take turns, so that a drifting load of the machine meets all of them.
+        steps_by_method: dict[str, Steps] = {method: [] for method in METHODS}
         for turn in range(repeats):
             for method in METHODS:
-                found[method] += run(f"{method}-{turn}", method, work, folder, ranks, steps, rows)
+                steps_by_method[method] += run(f"{method}-{turn}", method, work, folder, ranks, steps, rows)
+
     case = f"{ranks} ranks, {work.rows} samples, up to {work.max_response_tokens} tokens, {rows} rows at once"
-    base = statistics.median(step["time/step"] for step in found["colocate"])
-    for method, lines in found.items():
+    base = statistics.median(step["time/step"] for step in steps_by_method["colocate"])
+    for method, lines in steps_by_method.items():
         seconds = [step["time/step"] for step in lines]
-        ratio = statistics.median(seconds) / base if method != "colocate" else None
+        ratio = None
+        if method != "colocate":
+            ratio = statistics.median(seconds) / base
         report.add(case, method, "step", "s", seconds, ratio)
         report.add(case, method, "response length", "tokens", [line["response/length"] for line in lines])
         for kind, shares in idle(method, lines).items():

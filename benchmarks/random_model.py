@@ -42,11 +42,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 PROMPTS = 512
+"""Prompts of the training set."""
 
 
 def write_model(folder: Path, shape: str) -> float:
     """Write checkpoint and tokenizer; return the number of parameters in billions."""
+    # Qwen2.5's own vocabulary has as many tokens; the words do not matter.
     tokenizer = build_tokenizer(VOCABULARY)
+
     config = Qwen2Config(
         **SHAPES[shape],
         vocab_size=VOCABULARY,
@@ -59,10 +62,14 @@ def write_model(folder: Path, shape: str) -> float:
         pad_token_id=SPECIAL.index(PAD),
         dtype="bfloat16",
     )
+
+    # Drawn in bfloat16, on the GPU where there is one.
     torch.manual_seed(1)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(accelerator):
         model = Qwen2ForCausalLM(config)
+
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters()) / 1e9
@@ -92,6 +99,7 @@ def configuration(folder: Path) -> dict[str, Any]:
             "optimizer_steps": 2,
             "tokens_per_microbatch": 8192,
         },
+        # Trainer and engine share the GPU.
         "actor": {"offload": True, "recompute": "none"},
         "rollout": {"max_response_tokens": 512, "memory_fraction": 0.5},
     }
@@ -105,6 +113,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="1.5B")
     options = parser.parse_args()
+
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     billions = write_model(folder / "model", options.shape)

@@ -1,4 +1,4 @@
-"""Whether every recipe of configs/recipes learns: held-out accuracy before and after a short run.
+"""Held-out accuracy of every recipe of configs/recipes before and after a short run.
 
     python benchmarks/recipes.py [--quick] [--repeats N] [--json FILE] [--only grpo,gspo] [--steps N]
                                  [--folder DIR] [KEY=VALUE …]
@@ -27,24 +27,25 @@ from megatron_rl.metrics import read_metrics
 
 RECIPES = HERE.parent / "configs" / "recipes"
 QUICKSTART = HERE.parent / "configs" / "quickstart.yaml"
-ALONE = ("world_size=1", "actor.layout={}", "rollout.tensor=1", "rollout.engine=torch")
+ONE_PROCESS = ("world_size=1", "actor.layout={}", "rollout.tensor=1", "rollout.engine=torch")
 ENDS = 3
-"""So many steps at either end of a run give its first and its last sampled reward."""
+"""Steps at either end of a run whose mean is its first and its last sampled reward."""
 
 
 def train(config: Path, run: Path, overrides: Sequence[str]) -> list[dict[str, float]]:
     """Train in one process; return the metrics of evaluation 0 and of every step."""
     run.parent.mkdir(parents=True, exist_ok=True)
-    words = [str(config), *ALONE, f"run_dir={run}", *overrides]
-    torchrun(["-m", "megatron_rl", "train", *words], 1, 1, run.with_suffix(".log"), 3600)
+    values = [str(config), *ONE_PROCESS, f"run_dir={run}", *overrides]
+    torchrun(["-m", "megatron_rl", "train", *values], 1, 1, run.with_suffix(".log"), 3600)
     return read_metrics(run / "metrics.jsonl")
 
 
 def warm_model(folder: Path) -> Path:
-    """Return the checkpoint after the quickstart's supervised warm-up; made where it is not there yet."""
+    """Return the checkpoint after the quickstart's supervised warm-up, which the first call makes."""
     run = folder / "warm"
     if not (run / "hf" / "config.json").is_file():
         say("recipes", "the supervised warm-up that all recipes start from")
+        # Data and model of the quickstart.
         for data, command in load_config(QUICKSTART).prepare.items():
             if not Path(data).exists():
                 prepare(command, Path())
@@ -65,9 +66,11 @@ def measure(
             f"model.path={model}", "sft=null", f"steps={steps}", f"seed={seed}", f"evaluation.every={steps}",
             f"checkpoint.every={steps}", "checkpoint.export=false", "checkpoint.keep=1",
         ]  # fmt: skip
+
         lines = train(RECIPES / f"{name}.yaml", run, [*settings, *overrides])
         accuracy = [line["eval/held_out/accuracy"] for line in lines if "eval/held_out/accuracy" in line]
         rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
+        # The first evaluation is before step 1, the last one after all steps.
         results["before"].append(accuracy[0])
         results["after"].append(accuracy[-1])
         results["first"].append(statistics.mean(rewards[:ENDS]))
@@ -87,25 +90,32 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=HERE.parent / "runs" / "recipes-benchmark")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="values for every recipe")
     options = parser.parse_args()
+
     warn_if_busy("recipes")
     report = Report("recipes")
-    steps = options.steps or (10 if options.quick else 30)
+    default_steps = 10 if options.quick else 30
+    steps = options.steps or default_steps
     folder = options.folder.resolve()
     report.note(f"{steps} steps each, from one model after the supervised warm-up")
+
+    # Without the common model there is nothing to measure.
     try:
         model = warm_model(folder)
     except ChildFailed as error:
         report.fail(f"warm-up: {error}")
         return report.finish(options.json)
+
+    default_repeats = 1 if options.quick else 3
+    seeds = range(1, 1 + (options.repeats or default_repeats))
     for name in options.only.split(","):
-        seeds = range(1, 1 + (options.repeats or (1 if options.quick else 3)))
         try:
             results = measure(name, model, folder, steps, seeds, options.overrides)
         except ChildFailed as error:
             report.fail(f"{name}: {error}")
             continue
-        for metric, method in (("accuracy", "before"), ("accuracy", "after")):
-            report.add(name, method, metric, "share", results[method])
+
+        for method in ("before", "after"):
+            report.add(name, method, "accuracy", "share", results[method])
         report.add(name, "first steps", "sampled_reward", "", results["first"])
         report.add(name, "last steps", "sampled_reward", "", results["last"])
         report.add(name, "all steps", "time", "s", results["seconds"])

@@ -1,4 +1,4 @@
-"""Moving weights from Megatron shards into vLLM: the hybrid engine against the field's algorithms.
+"""Weight transfer from Megatron shards into vLLM: the hybrid engine against the field's algorithms.
 
     python benchmarks/reshard.py [--quick] [--repeats N] [--json FILE] [--cases tp2pp2-tp2x2,...]
 
@@ -45,11 +45,15 @@ def measure(case: str, folder: Path, quick: bool, repeats: int, report: Report) 
     except ChildFailed as error:
         report.fail(f"{case}: {error}")
         return
-    found = json.loads(result.read_text())
-    ours = found[OURS]["seconds"]
-    for method, metrics in found.items():
+
+    methods = json.loads(result.read_text())
+    base = methods[OURS]["seconds"]
+    for method, metrics in methods.items():
         for metric, values in metrics.items():
-            ratio = paired_ratio(values, ours) if metric == "seconds" and method != OURS else None
+            # Seconds are measured in turns, bytes are the same every time.
+            ratio = None
+            if metric == "seconds" and method != OURS:
+                ratio = paired_ratio(values, base)
             report.add(case, method, metric, UNITS[metric], values, ratio)
 
 
@@ -58,10 +62,13 @@ def main() -> int:
     parser = arguments(__doc__, repeats=7)
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated names")
     options = parser.parse_args()
+
     warn_if_busy("reshard")
     report = Report("reshard")
     report.note("ratio to peer: the method's seconds over hybrid_engine's, median over neighbouring repeats")
-    repeats = options.repeats or (3 if options.quick else 7)
+    default_repeats = 3 if options.quick else 7
+    repeats = options.repeats or default_repeats
+    # The folder has the result and the log of each job.
     with tempfile.TemporaryDirectory() as folder:
         for case in options.cases.split(","):
             measure(case, Path(folder), options.quick, repeats, report)

@@ -1,4 +1,4 @@
-"""The export of mbridge, its own code, from a model of ours: the way of verl's Megatron workers."""
+"""Export by mbridge's own code from a model of ours, as verl's Megatron workers export."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megatron_rl.distributed import device
 
 
 def available() -> bool:
-    """Say whether mbridge is installed (requirements-mbridge.txt)."""
+    """Return whether mbridge is installed (requirements-mbridge.txt)."""
     return find_spec("mbridge") is not None
 
 
 def exporter(model: Any, load: Callable[[Any], Any]) -> Callable[[], None]:
-    """Return what exports ``model``, a dense Qwen2, tensor by tensor into an engine's ``load_weights``.
+    """Return a function that exports ``model``, a dense Qwen2, tensor by tensor into ``load_weights``.
 
     mbridge reads Megatron's process-global groups, which are made here with the sizes of the model's own.
     Collective over the world.
@@ -24,7 +24,8 @@ def exporter(model: Any, load: Callable[[Any], Any]) -> Callable[[], None]:
     from megatron.core import parallel_state
 
     layout = model.groups.layout
-    parallel_state.destroy_global_memory_buffer()  # it makes one too
+    # initialize_model_parallel makes this buffer, too, and refuses a second one.
+    parallel_state.destroy_global_memory_buffer()
     parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline, create_gloo_process_groups=False)
 
     # mbridge names the norms of Transformer Engine's layers; these are Megatron's local ones.
@@ -34,8 +35,8 @@ def exporter(model: Any, load: Callable[[Any], Any]) -> Callable[[], None]:
         },
         "_OTHER_MAPPING": {"input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"]},
     }
-    names = {table: getattr(Qwen2Bridge, table, {}) | more for table, more in norms.items()}
-    local: Any = type("LocalNames", (Qwen2Bridge,), names)
+    tables = {name: getattr(Qwen2Bridge, name, {}) | mapping for name, mapping in norms.items()}
+    local: Any = type("LocalNames", (Qwen2Bridge,), tables)
     with device.megatron_mode():
         bridge = local(model.hf_config, dtype=next(model.chunks[0].parameters()).dtype)
 

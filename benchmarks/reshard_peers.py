@@ -1,4 +1,4 @@
-"""The field's ways to bring Megatron shards to an engine: gather whole tensors everywhere, then load them.
+"""Algorithms of the field that gather complete tensors on every rank, which an engine then loads.
 
 Algorithms as published, written for a dense Qwen2: each tensor is broadcast over the pipeline group, gathered
 over the tensor group and converted to its Hugging Face parts on every rank.
@@ -21,19 +21,27 @@ Load = Callable[[Iterable[Named]], Any]
 
 
 class Gatherer:
-    """Give whole Hugging Face tensors on every rank; ``received`` counts the bytes that arrived here."""
+    """Source of complete Hugging Face tensors on every rank; ``received`` counts this rank's bytes."""
 
     def __init__(self, model: Any) -> None:
-        self._model, self._config = model, model.hf_config
-        layout, groups = model.groups.layout, model.groups
-        self._pipeline, self._tensor = groups.pipeline, groups.tensor
-        self._stage, self._tensor_size = groups.coordinates.pipeline, layout.tensor
-        self._own = {global_name(model, name): value for name, value in live_parameters(model).items()}
-        told: list[Any] = [None] * layout.pipeline
-        shapes = {name: (tuple(value.shape), value.dtype) for name, value in self._own.items()}
-        dist.all_gather_object(told, shapes, group=self._pipeline)
+        groups = model.groups
+        layout = groups.layout
+        self._model = model
+        self._config = model.hf_config
+        self._pipeline = groups.pipeline
+        self._tensor = groups.tensor
+        self._stage = groups.coordinates.pipeline
+        self._tensor_size = layout.tensor
+        self._parameters = {global_name(model, name): value for name, value in live_parameters(model).items()}
+
+        # Every rank knows the shapes of all stages, so that it can allocate the receive buffers.
+        stage_shapes: list[Any] = [None] * layout.pipeline
+        shapes = {name: (tuple(value.shape), value.dtype) for name, value in self._parameters.items()}
+        dist.all_gather_object(stage_shapes, shapes, group=self._pipeline)
         self._plan = [
-            (name, stage, *meta) for stage, names in enumerate(told) for name, meta in names.items()
+            (name, stage, *shape_and_dtype)
+            for stage, names in enumerate(stage_shapes)
+            for name, shape_and_dtype in names.items()
         ]
         self._sources = dist.get_process_group_ranks(self._pipeline)
         self.received = 0
@@ -41,94 +49,111 @@ class Gatherer:
     def tensors(self) -> Iterator[Named]:
         """Gather one parameter after the other."""
         for name, stage, shape, dtype in self._plan:
-            value = self._own[name] if stage == self._stage else torch.empty(shape, dtype=dtype)
+            value = torch.empty(shape, dtype=dtype)
+            if stage == self._stage:
+                value = self._parameters[name]
             yield from self._convert(name, self._gather(self._broadcast(value, stage)))
 
     def buckets(self, size: int) -> Iterator[Named]:
         """Gather parameters of one stage together, in flat buckets of at most ``size`` bytes."""
         bucket: list[Any] = []
         filled = 0
+
         for item in self._plan:
             _, stage, shape, dtype = item
             count = torch.Size(shape).numel() * dtype.itemsize
+            # A bucket is broadcast from one stage, and gathered it is as large as the limit.
             if bucket and (filled + count > size // self._tensor_size or stage != bucket[0][1]):
                 yield from self._bucket(bucket)
-                bucket, filled = [], 0
+                bucket = []
+                filled = 0
             bucket.append(item)
             filled += count
         yield from self._bucket(bucket)
 
     def _bucket(self, items: list[Any]) -> Iterator[Named]:
+        """Gather the parameters of one bucket with two collectives."""
         stage = items[0][1]
         if stage == self._stage:
-            flat = torch.cat([self._own[name].flatten() for name, *_ in items])
+            flat = torch.cat([self._parameters[name].flatten() for name, *_ in items])
         else:
             flat = torch.empty(sum(torch.Size(shape).numel() for _, _, shape, _ in items), dtype=items[0][3])
-        parts = self._gather(self._broadcast(flat, stage))
+        shards = self._gather(self._broadcast(flat, stage))
+
+        # Cut the flat shards into parameters again.
         position = 0
         for name, _, shape, _ in items:
-            count = torch.Size(shape).numel()
-            yield from self._convert(name, [part[position : position + count].view(shape) for part in parts])
-            position += count
+            end = position + torch.Size(shape).numel()
+            yield from self._convert(name, [shard[position:end].view(shape) for shard in shards])
+            position = end
 
     def _broadcast(self, value: Tensor, stage: int) -> Tensor:
+        """Broadcast a stage's parameter over the pipeline group."""
+        # With one stage every rank has the parameter.
         if len(self._sources) > 1:
             dist.broadcast(value, self._sources[stage], group=self._pipeline)
-            self.received += value.nbytes if stage != self._stage else 0
+            if stage != self._stage:
+                self.received += value.nbytes
         return value
 
     def _gather(self, value: Tensor) -> list[Tensor]:
+        """Gather the shards of a parameter over the tensor group."""
         if self._tensor_size == 1:
             return [value]
-        whole = torch.empty(self._tensor_size * value.numel(), dtype=value.dtype)
-        dist.all_gather_into_tensor(whole, value.flatten(), group=self._tensor)
-        self.received += whole.nbytes - value.nbytes
-        return [part.view(value.shape) for part in whole.chunk(self._tensor_size)]
+        gathered = torch.empty(self._tensor_size * value.numel(), dtype=value.dtype)
+        dist.all_gather_into_tensor(gathered, value.flatten(), group=self._tensor)
+        self.received += gathered.nbytes - value.nbytes
+        return [shard.view(value.shape) for shard in gathered.chunk(self._tensor_size)]
 
-    def _convert(self, name: str, parts: list[Tensor]) -> Iterator[Named]:
-        """Join tensor-parallel parts and name them as the checkpoint does."""
+    def _convert(self, name: str, shards: list[Tensor]) -> Iterator[Named]:
+        """Join tensor-parallel shards and name them as the checkpoint does."""
         config = self._config
         layer = name.removeprefix("decoder.layers.").split(".", 1)
         prefix = f"model.layers.{layer[0]}."
+
+        # Megatron pads the vocabulary to a multiple of the ranks.
         if name == "embedding.word_embeddings.weight":
-            yield "model.embed_tokens.weight", torch.cat(parts)[: config.vocab_size]
+            yield "model.embed_tokens.weight", torch.cat(shards)[: config.vocab_size]
         elif name == "output_layer.weight":
-            yield "lm_head.weight", torch.cat(parts)[: config.vocab_size]
+            yield "lm_head.weight", torch.cat(shards)[: config.vocab_size]
         elif name == "decoder.final_layernorm.weight":
-            yield "model.norm.weight", parts[0]
+            yield "model.norm.weight", shards[0]
         elif "linear_qkv" in name:
-            yield from self._query_key_value(prefix, name.rsplit(".", 1)[1], torch.cat(parts))
+            yield from self._query_key_value(prefix, name.rsplit(".", 1)[1], torch.cat(shards))
         elif "linear_fc1" in name:
-            halves = [part.chunk(2) for part in parts]
+            # Each shard has its rows of the gate, then those of the up projection.
+            halves = [shard.chunk(2) for shard in shards]
             yield prefix + "mlp.gate_proj.weight", torch.cat([gate for gate, _ in halves])
             yield prefix + "mlp.up_proj.weight", torch.cat([up for _, up in halves])
         elif "linear_fc2" in name:
-            yield prefix + "mlp.down_proj.weight", torch.cat(parts, 1)
+            yield prefix + "mlp.down_proj.weight", torch.cat(shards, 1)
         elif "linear_proj" in name:
-            yield prefix + "self_attn.o_proj.weight", torch.cat(parts, 1)
+            yield prefix + "self_attn.o_proj.weight", torch.cat(shards, 1)
         elif "input_layernorm" in name:
-            yield prefix + "input_layernorm.weight", parts[0]
+            yield prefix + "input_layernorm.weight", shards[0]
         else:
-            yield prefix + "post_attention_layernorm.weight", parts[0]
+            yield prefix + "post_attention_layernorm.weight", shards[0]
 
     def _query_key_value(self, prefix: str, kind: str, fused: Tensor) -> Iterator[Named]:
-        groups, heads = self._config.num_key_value_heads, self._config.num_attention_heads
+        """Split a fused projection: per key-value group its query heads, then key and value."""
+        groups = self._config.num_key_value_heads
+        heads = self._config.num_attention_heads
         dim = self._config.hidden_size // heads
         grouped = fused.view(groups, heads // groups + 2, dim, *fused.shape[1:])
-        parts = (grouped[:, :-2], grouped[:, -2], grouped[:, -1])
-        for letter, part in zip("qkv", parts, strict=True):
-            yield f"{prefix}self_attn.{letter}_proj.{kind}", part.reshape(-1, *fused.shape[1:])
+        projections = (grouped[:, :-2], grouped[:, -2], grouped[:, -1])
+        for letter, projection in zip("qkv", projections, strict=True):
+            yield f"{prefix}self_attn.{letter}_proj.{kind}", projection.reshape(-1, *fused.shape[1:])
 
 
 def gather_all(gatherer: Gatherer, load: Load) -> None:
-    """Hold the whole model on every rank, then load it."""
+    """Gather the complete model on every rank, then load it."""
     load(list(gatherer.tensors()))
 
 
 def per_tensor(gatherer: Gatherer, load: Load) -> None:
     """Load each tensor as it is gathered."""
-    for named in gatherer.tensors():
-        load([named])
+    for named_tensor in gatherer.tensors():
+        load([named_tensor])
 
 
 def bucketed(gatherer: Gatherer, load: Load, size: int = 16 * 2**20) -> None:

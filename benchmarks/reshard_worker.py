@@ -40,7 +40,7 @@ QUICK = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, 
 
 
 class MegatronTarget:
-    """Let a `HybridEngine` write into a Megatron model, of another layout, as into a generation engine."""
+    """Megatron model of another layout, as a generation engine that a `HybridEngine` writes into."""
 
     def __init__(self, model: ParallelModel) -> None:
         self.weights_version = -1
@@ -48,7 +48,7 @@ class MegatronTarget:
         self._model = model
 
     def boxes(self) -> list[TensorBox]:
-        """Return where each part of the checkpoint's tensors lies in this rank's parameters."""
+        """Return the boxes of the checkpoint's tensors in this rank's parameters."""
         return source_boxes(self._model)
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -56,18 +56,19 @@ class MegatronTarget:
         return live_parameters(self._model)
 
     def finish_update(self, version: int) -> None:
-        """Note the version of the weights that have arrived."""
+        """Record the version of the weights that have arrived."""
         self.weights_version = version
         self.needs_weights = False
 
     def sleep(self) -> None:
-        """Do nothing: the model stays where it is."""
+        """Do nothing: the model keeps its memory."""
 
     def wake(self) -> None:
-        """Do nothing: the model is always there."""
+        """Do nothing: the model never slept."""
 
 
 def hybrid_methods(model: ParallelModel, receiver: Any) -> tuple[dict[str, Callable[[], None]], HybridEngine]:
+    """Return the hybrid engine's two methods, and the engine without checksums."""
     plain = HybridEngine(model, receiver, staging_bytes=STAGING, verify="off")
     verified = HybridEngine(model, receiver, staging_bytes=STAGING, verify="full")
     return {
@@ -81,10 +82,12 @@ def void(value: Any) -> None:
 
 
 def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, HybridEngine, Gatherer | None]:
-    """Return the methods of a case, the parameters they fill, the hybrid engine and the peers' gatherer."""
+    """Return the methods of a case, the parameters that they fill, the hybrid engine, the peers' gatherer."""
     source, _, target = case.partition("-")
     actor = actor_layout(read_layout(source))
     model = build_model(config, ParallelGroups(actor), dtype=torch.float32, seed=3)
+
+    # Megatron to Megatron.
     if target.startswith("megatron-"):
         from megatron.core.resharding.refit import swap_model_weights
 
@@ -97,9 +100,11 @@ def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, H
         methods, hybrid = hybrid_methods(model, MegatronTarget(copy))
         methods["core_resharding"] = lambda: swap_model_weights(model.chunks, copy.chunks, device.backend())
         return methods, live_parameters(copy), hybrid, None
+
+    # Megatron to vLLM: the order of ranks is the one that a run would choose.
     tensor = read_layout(target.partition("x")[0])["tensor"]
-    shared = shared_bytes(pretrained(config).shape, actor, tensor, torch.float32.itemsize)
-    order = best_rank_order(shared, RANKS, gpus_per_node=len(RANKS))
+    overlap = shared_bytes(pretrained(config).shape, actor, tensor, torch.float32.itemsize)
+    order = best_rank_order(overlap, RANKS, gpus_per_node=len(RANKS))
     with tempfile.TemporaryDirectory() as folder:
         config.architectures = ["Qwen2ForCausalLM"]
         config.save_pretrained(folder)
@@ -112,6 +117,7 @@ def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, H
             max_model_len=256,
             shapes=pretrained(config).tensor_shapes(),
         )
+
     methods, hybrid = hybrid_methods(model, engine)
     gatherer = Gatherer(model)
     load = engine._model.load_weights
@@ -122,52 +128,62 @@ def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, H
     return methods, engine.parameters(), hybrid, gatherer
 
 
-def most(value: int) -> int:
-    """Return the largest value of any rank."""
-    told = torch.tensor([value])
-    dist.all_reduce(told, dist.ReduceOp.MAX)
-    return int(told)
+def maximum_over_ranks(value: int) -> int:
+    """Return the largest value of any rank. Collective over the world."""
+    maximum = torch.tensor([value])
+    dist.all_reduce(maximum, dist.ReduceOp.MAX)
+    return int(maximum)
 
 
 @torch.no_grad()
 def main(case: str, repeats: int, quick: bool, result: Path) -> None:
+    """Check and measure the methods of a case, and write a JSON file on rank 0."""
     device.initialize()
     shape = {**(QUICK if quick else FULL), "max_position_embeddings": 256}
     config = Qwen2Config(num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False, **shape)
     methods, parameters, hybrid, gatherer = build(case, config)
-    found: dict[str, dict[str, list[float]]] = {}
+
+    # Every method must fill the parameters with the same bits; this pass also builds plans and caches.
+    metrics: dict[str, dict[str, list[float]]] = {}
     expected = None
     for name, method in methods.items():
         for value in parameters.values():
             value.fill_(7.0)
         if gatherer is not None:
             gatherer.received = 0
-        method()  # builds plans and caches
-        received = gatherer.received if gatherer is not None else 0
+        method()
+        # The hybrid engine's bytes are those of its plan; Megatron's own resharding does not count.
+        received = 0
+        if gatherer is not None:
+            received = gatherer.received
         if name.startswith("hybrid"):
             received = hybrid.plan.received.get(device.rank(), 0)
         if expected is None:
             expected = {key: value.clone() for key, value in parameters.items()}
         for key, value in parameters.items():
             assert torch.equal(value, expected[key]), (name, key)
+
+        # Staging memory, in a pass that is not timed.
         gc.collect()
         with LiveBytes() as live:
             method()
-        found[name] = {"seconds": [], "staging_peak_bytes": [most(live.peak)]}
+        metrics[name] = {"seconds": [], "staging_peak_bytes": [maximum_over_ranks(live.peak)]}
         if name not in ("core_resharding", "mbridge"):
-            found[name]["bytes_received_max"] = [most(received)]
+            metrics[name]["bytes_received_max"] = [maximum_over_ranks(received)]
+
+    # The collector must not run in the middle of a measurement.
     gc.freeze()
     for _ in range(repeats):
         for name, method in methods.items():
             dist.barrier()
-            begin = time.perf_counter()
+            start = time.perf_counter()
             method()
             dist.barrier()
-            found[name]["seconds"].append(time.perf_counter() - begin)
+            metrics[name]["seconds"].append(time.perf_counter() - start)
     if device.rank() == 0:
-        result.write_text(json.dumps(found))
-        for name, metrics in found.items():
-            print(name, statistics.median(metrics["seconds"]), flush=True)
+        result.write_text(json.dumps(metrics))
+        for name, values in metrics.items():
+            print(name, statistics.median(values["seconds"]), flush=True)
     dist.barrier()
 
 

@@ -1,4 +1,4 @@
-"""What the continuous order saves of sampling with long-tailed lengths, and what this package adds to a step.
+"""Time that the continuous order saves with long-tailed lengths, and overhead of this package in a step.
 
     python benchmarks/rollout.py [--quick] [--repeats N] [--json FILE]
 
@@ -35,22 +35,29 @@ from common import HERE, ChildFailed, Report, arguments, paired_ratio, say, torc
 from simulated_replicas import Cost, full, interpolated, simulate, step_in_the_middle
 from workload import Workload, make
 
-ROWS, SAMPLES, GROUPS = 16, 4, 8
-"""Rows that an engine works on, samples of a prompt, prompts for each replica."""
+ROWS = 16
+"""Rows that an engine works on at once."""
+SAMPLES = 4
+"""Samples of a prompt."""
+GROUPS = 8
+"""Prompts for each replica."""
 SPREAD = 0.5**0.5
 """Deviation of a length's logarithm, by prompts and, as much again, by the samples of one."""
 STEPS = 8
-"""Steps whose work the simulated open order has before it."""
-MEASURED, SIMULATED, DRAWS = (1, 2, 4), (1, 2, 4, 8, 32, 128), 40
-"""Draws of lengths that are simulated: of one replica's work, and fewer of more."""
+"""Steps of work in a simulation of the open order."""
+REAL_REPLICAS = (1, 2, 4)
+SIMULATED_REPLICAS = (1, 2, 4, 8, 32, 128)
+DRAWS = 40
+"""Simulated draws of the lengths of one replica's work; of more replicas fewer."""
 
 
-def log_normal(prompts: int, median: int, longest: int, seed: int) -> list[list[int]]:
+def log_normal(prompts: int, median: int, limit: int, seed: int) -> list[list[int]]:
     """Return the lengths of the responses to each prompt, which have a long tail."""
-    random_ = random.Random(seed)
-    means = [random_.gauss(0.0, SPREAD) for _ in range(prompts)]
+    generator = random.Random(seed)
+    # A prompt has a mean length of its own, around which its samples vary.
+    means = [generator.gauss(0.0, SPREAD) for _ in range(prompts)]
     return [
-        [min(longest, 1 + round(random_.lognormvariate(mean, SPREAD) * median)) for _ in range(SAMPLES)]
+        [min(limit, 1 + round(generator.lognormvariate(mean, SPREAD) * median)) for _ in range(SAMPLES)]
         for mean in means
     ]
 
@@ -68,71 +75,88 @@ def measured(folder: Path, replicas: int, lengths: Sequence[list[list[int]]]) ->
 def record(report: Report, replicas: int, turns: Mapping[str, Sequence[tuple[float, float, int]]]) -> None:
     """Record the orders of one number of replicas; one that waits for others is idle meanwhile."""
     case = f"{replicas} replicas, measured"
-    seconds = {name: [whole for whole, *_ in values] for name, values in turns.items()}
+    seconds = {name: [slowest for slowest, *_ in values] for name, values in turns.items()}
     for name, values in seconds.items():
-        ratio = None if name == "continuous" else paired_ratio(values, seconds["continuous"])
+        ratio = None
+        if name != "continuous":
+            ratio = paired_ratio(values, seconds["continuous"])
         report.add(case, name, "seconds", "s", values, ratio)
+
+        # vLLM's own loop counts no steps.
         steps = [count for *_, count in turns[name]]
         if any(steps):
             report.add(case, name, "engine steps of the slowest", "", steps)
         if replicas > 1:
-            report.add(
-                case, name, "replicas idle", "share", [1 - own / whole for whole, own, _ in turns[name]]
-            )
+            idle = [1 - mean / slowest for slowest, mean, _ in turns[name]]
+            report.add(case, name, "replicas idle", "share", idle)
 
 
-def simulated(report: Report, replicas: int, cost: Cost, median: int, longest: int) -> None:
+def record_simulation(report: Report, replicas: int, cost: Cost, median: int, limit: int) -> None:
     """Record the orders of one number of replicas by simulation, with several draws of lengths."""
     orders: dict[str, list[float]] = {}
     bounds: dict[str, list[float]] = {}
     groups = GROUPS * replicas
     for seed in range(max(3, DRAWS // replicas)):
-        lengths = log_normal(groups, median, longest, seed)
-        least = max(max(map(max, lengths)) * cost(1), full(lengths, replicas, ROWS, cost))
-        known = sorted(lengths, key=max, reverse=True)
-        for order, drawn, most in (
+        # One step: no order is faster than its longest response, or than full engines.
+        lengths = log_normal(groups, median, limit, seed)
+        bound = max(max(map(max, lengths)) * cost(1), full(lengths, replicas, ROWS, cost))
+        longest_first = sorted(lengths, key=max, reverse=True)
+        for order, order_lengths, max_in_flight in (
             ("lockstep", lengths, groups * SAMPLES * replicas),
             ("continuous", lengths, ROWS),
-            ("continuous, lengths known", known, ROWS),
+            ("continuous, lengths known", longest_first, ROWS),
         ):
-            orders.setdefault(order, []).append(simulate(drawn, replicas, ROWS, most, cost)[-1][0])
-            bounds.setdefault(order, []).append(least)
-        many = log_normal(groups * STEPS, median, longest, seed)
-        seconds = step_in_the_middle(simulate(many, replicas, ROWS, ROWS, cost), STEPS)
+            completed = simulate(order_lengths, replicas, ROWS, max_in_flight, cost)
+            orders.setdefault(order, []).append(completed[-1][0])
+            bounds.setdefault(order, []).append(bound)
+
+        # Many steps without an end: only full engines bound the open order.
+        step_lengths = log_normal(groups * STEPS, median, limit, seed)
+        seconds = step_in_the_middle(simulate(step_lengths, replicas, ROWS, ROWS, cost), STEPS)
         orders.setdefault("open", []).append(seconds)
-        bounds.setdefault("open", []).append(full(many, replicas, ROWS, cost) / STEPS)
+        bounds.setdefault("open", []).append(full(step_lengths, replicas, ROWS, cost) / STEPS)
+
     for order, values in orders.items():
         ratio = paired_ratio(values, bounds[order])
         report.add(f"{replicas} replicas, simulated", order, "seconds", "s", values, ratio)
     pairs = zip(orders["continuous"], orders["lockstep"], strict=True)
-    over = [ours / lockstep for ours, lockstep in pairs]
-    report.add(f"{replicas} replicas, simulated", "continuous", "over lockstep's", "", over)
+    ratios = [continuous / lockstep for continuous, lockstep in pairs]
+    report.add(f"{replicas} replicas, simulated", "continuous", "over lockstep's", "", ratios)
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(command_line: Sequence[str] | None = None) -> int:
     """Measure, simulate and print; return the exit code."""
-    options = arguments(__doc__, repeats=3).parse_args(words)
-    median, longest = (16, 96) if options.quick else (48, 512)
-    repeats = options.repeats or (1 if options.quick else 3)
+    options = arguments(__doc__, repeats=3).parse_args(command_line)
+    median, limit = (16, 96) if options.quick else (48, 512)
+    default_repeats = 1 if options.quick else 3
+    repeats = options.repeats or default_repeats
+
     warn_if_busy("rollout")
     report = Report("rollout")
     costs: dict[int, float] = {}
     with tempfile.TemporaryDirectory(prefix="rollout.") as name:
         # So long a limit that the model hardly ever ends a response by itself.
         make(Path(name), Workload(prompts=8, samples=SAMPLES, max_response_tokens=10**7))
-        for replicas in MEASURED[: 2 if options.quick else None]:
-            turns = [log_normal(GROUPS * replicas, median, longest, turn) for turn in range(repeats)]
+        replica_counts = REAL_REPLICAS[:2] if options.quick else REAL_REPLICAS
+        for replicas in replica_counts:
+            turns = [log_normal(GROUPS * replicas, median, limit, turn) for turn in range(repeats)]
             try:
-                found = measured(Path(name), replicas, turns)
+                measurement = measured(Path(name), replicas, turns)
             except ChildFailed as error:
                 report.fail(f"{replicas} replicas: {error}")
                 continue
-            costs = costs or {int(rows): seconds for rows, seconds in found["costs"].items()}
-            record(report, replicas, found["turns"])
+
+            # The costs of one replica, which has a core for itself.
+            costs = costs or {int(rows): seconds for rows, seconds in measurement["costs"].items()}
+            record(report, replicas, measurement["turns"])
+
     for rows, seconds in costs.items():
         report.add("an engine step", "vLLM", f"{rows} rows", "s", [seconds])
-    for replicas in SIMULATED if costs else ():
-        simulated(report, replicas, interpolated(costs), median, longest)
+    # Without a measured engine there are no costs to simulate with.
+    for replicas in SIMULATED_REPLICAS:
+        if not costs:
+            break
+        record_simulation(report, replicas, interpolated(costs), median, limit)
     report.note("ratio of a measured order: over the continuous one; of a simulated one: over its bound")
     report.note("aim: within 1.05 of the bound")
     return report.finish(options.json)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from simulated_replicas import PROMPT, EndedEngine, begun
+from simulated_replicas import PROMPT, EndedEngine, start_round
 
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.distributed import device
@@ -29,28 +29,32 @@ STEPS = 24
 
 def step_seconds(engine: VllmEngine, rows: int) -> float:
     """Return the median seconds of an engine step with ``rows`` rows, behind the one that reads prompts."""
-    sampling, seconds = SamplingParameters(max_response_tokens=STEPS), []
+    sampling = SamplingParameters(max_response_tokens=STEPS)
+    seconds = []
     with engine.sampling():
         for number in range(rows):
             engine.submit(GenerationRequest(number, PROMPT, sampling, STEPS, seed=number))
+        # The first step prefills the prompts.
         engine.step()
         for _ in range(STEPS - 2):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             engine.step()
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - start)
+        # The requests are dropped before they are complete.
         engine.interrupt()
+
     return statistics.median(seconds)
 
 
 def timed(run: Callable[[], int]) -> tuple[float, float, int]:
-    """Return the seconds until the slowest rank is done, the mean of their own, and the most steps of one."""
+    """Return the seconds of the slowest rank, the mean of all ranks, and the most steps of one."""
     dist.barrier()
-    begun = time.perf_counter()
+    start = time.perf_counter()
     steps = run()
-    own = time.perf_counter() - begun
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (own, steps))
-    seconds, counts = zip(*every, strict=True)
+    rank_seconds = time.perf_counter() - start
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, (rank_seconds, steps))
+    seconds, counts = zip(*answers, strict=True)
     return max(seconds), statistics.mean(seconds), max(counts)
 
 
@@ -62,6 +66,7 @@ def own_loop(engine: VllmEngine, lengths: Lengths) -> Callable[[], int]:
         SamplingParams(max_tokens=length, ignore_eos=True, detokenize=False, logprobs=0, seed=number)
         for number, length in enumerate(length for group in lengths for length in group)
     ]
+    # The same tokens for each request, as the package's own requests have.
     prompts = [{"prompt_token_ids": list(PROMPT)} for _ in parameters]
 
     def run() -> int:
@@ -80,7 +85,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, required=True)
     options = parser.parse_args()
     device.initialize()
-    layout, rank = ParallelLayout(tuple(range(device.world_size()))), device.rank()
+    layout = ParallelLayout(tuple(range(device.world_size())))
+    rank = device.rank()
     engine = VllmEngine(
         options.model,
         RolloutConfig(vllm={"max_num_seqs": options.rows}),
@@ -91,20 +97,22 @@ def main() -> None:
         load=True,
     )
 
-    def order(lengths: Lengths, most: int | None) -> Callable[[], int]:
-        generation_round, ends = begun(lengths)
-        name, ended = f"of turn {next(numbers)}", EndedEngine(engine, ends)
+    def order(lengths: Lengths, max_in_flight: int | None) -> Callable[[], int]:
+        generation_round, length_by_seed = start_round(lengths)
+        # A counter of its own for each round, on the job's store.
+        counter = f"of turn {next(numbers)}"
+        timed_engine = EndedEngine(engine, length_by_seed)
 
         def run() -> int:
             sample_round(
-                ended,
+                timed_engine,
                 layout,
                 rank,
                 generation_round,
-                next_ticket=lambda: store_increment(name),
-                max_in_flight=most,
+                next_ticket=lambda: store_increment(counter),
+                max_in_flight=max_in_flight,
             )
-            return ended.steps
+            return timed_engine.steps
 
         return run
 
@@ -115,17 +123,20 @@ def main() -> None:
     }
     if layout.data == 1:
         methods["vLLM's own loop"] = lambda lengths: own_loop(engine, lengths)
+
+    # Costs at powers of two, and at the most rows.
     sizes = sorted({1, options.rows, *(2**power for power in range(options.rows.bit_length()))})
     costs = {rows: step_seconds(engine, rows) for rows in sizes if rows <= options.rows}
-    found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in methods}
-    first, *_ = options.lengths
-    for turn, lengths in enumerate([first, *options.lengths]):
+
+    # Methods take turns; an additional first turn warms up.
+    turns: dict[str, list[tuple[float, float, int]]] = {name: [] for name in methods}
+    for turn, lengths in enumerate([options.lengths[0], *options.lengths]):
         for name, make in methods.items():
-            taken = timed(make(lengths))
-            if turn:  # the first warms up
-                found[name].append(taken)
+            measurement = timed(make(lengths))
+            if turn:
+                turns[name].append(measurement)
     if rank == 0:
-        options.result.write_text(json.dumps({"costs": costs, "turns": found}))
+        options.result.write_text(json.dumps({"costs": costs, "turns": turns}))
     engine.close()
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What a configuration reaches with each of several seeds: held-out accuracy, mean and spread.
+"""Held-out accuracy of a configuration with each of several seeds, with mean and spread.
 
     python benchmarks/seeds.py CONFIG … [--seeds 1-10] [--ranks N] [--folder DIR] [--prepare COMMAND]
                                [--quick] [--at-least X] [--gain X] [--json FILE] [KEY=VALUE …]
@@ -28,18 +28,21 @@ from megatron_rl.config.load import load
 from megatron_rl.metrics import read_metrics
 
 TIMEOUT = 7200
+"""Seconds for one run."""
 
 
 def train(config: Path, seed: int, folder: Path, command: str, ranks: int, overrides: Sequence[str]) -> Path:
     """Run one seed, unless it has ended before; return its run folder."""
-    names, run = {"seed": seed, "folder": folder}, folder / "run"
+    names = {"seed": seed, "folder": folder}
+    run = folder / "run"
+    # The report is the last file that a run writes.
     if (run / "report.html").is_file():
         return run
     folder.mkdir(parents=True, exist_ok=True)
     if command:
         prepare(command, HERE.parent, **names)
-    words = [f"seed={seed}", f"run_dir={run}", "prepare={}", *(word.format(**names) for word in overrides)]
-    torchrun(["-m", "megatron_rl", "train", str(config), *words], ranks, 1, folder / "output.log", TIMEOUT)
+    values = [f"seed={seed}", f"run_dir={run}", "prepare={}", *(text.format(**names) for text in overrides)]
+    torchrun(["-m", "megatron_rl", "train", str(config), *values], ranks, 1, folder / "output.log", TIMEOUT)
     return run
 
 
@@ -47,20 +50,27 @@ def measure(run: Path) -> dict[str, float]:
     """Return the numbers of a run that has ended."""
     lines = read_metrics(run / "metrics.jsonl")
     accuracy = [line["eval/held_out/accuracy"] for line in lines if "eval/held_out/accuracy" in line]
+    # A run without a warm-up has no file of it.
     warm_up = read_metrics(run / "sft.jsonl")
+
+    warm_up_steps = 0.0
+    if warm_up:
+        warm_up_steps = float(warm_up[-1]["step"])
+
+    # Step 0 is evaluated before the first training step.
     return {
         "before": accuracy[0],
         "after": accuracy[-1],
         "gain": accuracy[-1] - accuracy[0],
-        "warm-up": float(warm_up[-1]["step"]) if warm_up else 0.0,
+        "warm-up": warm_up_steps,
         "time": sum(line.get("time/step", 0.0) for line in lines),
     }
 
 
 def seeds_of(text: str) -> list[int]:
     """Return the seeds of ``1-3,7``."""
-    ends = [part.split("-") for part in text.split(",")]
-    return [seed for part in ends for seed in range(int(part[0]), int(part[-1]) + 1)]
+    ranges = [item.split("-") for item in text.split(",")]
+    return [seed for ends in ranges for seed in range(int(ends[0]), int(ends[-1]) + 1)]
 
 
 def main() -> int:
@@ -76,12 +86,16 @@ def main() -> int:
     parser.add_argument("--at-least", type=float, default=None, help="accuracy that every seed must reach")
     parser.add_argument("--gain", type=float, default=None, help="rise that every seed must reach")
     options = parser.parse_intermixed_args()
+
     warn_if_busy("seeds")
     report = Report("seeds")
-    overrides = [word for word in options.words if "=" in word]
-    seeds = seeds_of(options.seeds or ("1-3" if options.quick else "1-10"))
+    overrides = [text for text in options.words if "=" in text]
+    configs = [Path(text).resolve() for text in options.words if "=" not in text]
+    default_seeds = "1-3" if options.quick else "1-10"
+    seeds = seeds_of(options.seeds or default_seeds)
     bars = {"after": options.at_least, "gain": options.gain}
-    for config in (Path(word).resolve() for word in options.words if "=" not in word):
+
+    for config in configs:
         ranks = options.ranks or load(config).valid().world_size or 1
         results = []
         for seed in seeds:
@@ -91,13 +105,18 @@ def main() -> int:
             except ChildFailed as error:
                 report.fail(f"{config.stem}, seed {seed}: {error}")
                 continue
-            results.append(result := measure(run))
+
+            result = measure(run)
+            results.append(result)
             numbers = ", ".join(f"{name} {value:.3f}" for name, value in result.items())
             say("seeds", f"{config.stem}, seed {seed}: {numbers}")
             for name, bar in bars.items():
                 if bar is not None and result[name] < bar:
                     report.fail(f"{config.stem}, seed {seed}: {name} {result[name]:.3f} is under {bar:g}")
-        for name in results[0] if results else ():
+
+        # The table has the seeds that were measured; without any, only the failures.
+        names = list(results[0]) if results else []
+        for name in names:
             values = [result[name] for result in results]
             unit = {"warm-up": "steps", "time": "s"}.get(name, "share")
             report.add(config.stem, name, "accuracy" if unit == "share" else name, unit, values)

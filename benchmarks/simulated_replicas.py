@@ -24,7 +24,7 @@ Cost = Callable[[int], float]
 
 
 PROMPT = (16, 17, 18, 19)
-"""What every response follows: tokens of the model that `workload` makes."""
+"""Prompt of every response: tokens of the model that `workload` makes."""
 
 
 def interpolated(costs: Mapping[int, float]) -> Cost:
@@ -34,35 +34,40 @@ def interpolated(costs: Mapping[int, float]) -> Cost:
     return lambda busy: float(numpy.interp(busy, rows, seconds))
 
 
-def begun(lengths: Sequence[Sequence[int]]) -> tuple[GenerationRound, dict[int, int]]:
-    """Return a round with a group for each of ``lengths``, and by a sequence's seed its response's length."""
-    many, samples = len(lengths), len(lengths[0])
-    longest = max(map(max, lengths))
+def start_round(lengths: Sequence[Sequence[int]]) -> tuple[GenerationRound, dict[int, int]]:
+    """Return a round with a group for each of ``lengths``, and each response's length by its seed."""
+    count = len(lengths)
+    samples = len(lengths[0])
+    # No response reaches its limit: the engine ends each at its length.
+    limit = max(map(max, lengths)) + 1
     prompts = PromptBatch(
-        tokens=torch.tensor(PROMPT).repeat(many),
-        lengths=torch.full((many,), len(PROMPT)),
-        prompt_ids=torch.arange(many),
-        tasks=("",) * many,
-        prompts=("",) * many,
-        ground_truths=(None,) * many,
-        metadata=({},) * many,
-        sampling=(SamplingParameters(max_response_tokens=longest + 1),) * many,
+        tokens=torch.tensor(PROMPT).repeat(count),
+        lengths=torch.full((count,), len(PROMPT)),
+        prompt_ids=torch.arange(count),
+        tasks=("",) * count,
+        prompts=("",) * count,
+        ground_truths=(None,) * count,
+        metadata=({},) * count,
+        sampling=(SamplingParameters(max_response_tokens=limit),) * count,
     )
     groups = tuple(start_groups(waiting_groups(prompts), samples, seed=1, version=0))
-    generation_round = GenerationRound(groups, (True,) * many, many, version=0)
+    generation_round = GenerationRound(groups, (True,) * count, count, version=0)
+
     rows = (length for group in lengths for length in group)
     seeds = (sequence.seed for _, sequence in generation_round.unfinished)
     return generation_round, dict(zip(seeds, rows, strict=True))
 
 
 class EndedEngine:
-    """Have ``engine`` end each response at its length, which ``lengths`` says by the row's seed.
+    """Engine that ends each response at a given length, by the seed of its sequence.
 
-    ``steps`` counts the engine's.
+    ``steps`` counts the steps of the engine below.
     """
 
     def __init__(self, engine: Any, lengths: Mapping[int, int]) -> None:
-        self._engine, self._lengths, self.steps = engine, lengths, 0
+        self._engine = engine
+        self._lengths = lengths
+        self.steps = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -74,82 +79,93 @@ class EndedEngine:
     def step(self) -> list[Completion]:
         """See `Generator.step`."""
         self.steps += 1
-        return [replace(answer, finish_reason=FINISH_STOP) for answer in self._engine.step()]
+        return [replace(completion, finish_reason=FINISH_STOP) for completion in self._engine.step()]
 
 
 class TimedEngine:
-    """Answer each request with as many tokens as it may have; ``clock`` runs as the steps would take.
+    """Engine without a model: each response has the tokens of its limit, and ``clock`` advances by the cost.
 
-    A step goes on until an answer is complete, since nothing changes before. ``ended`` holds the time and the
-    tokens of each answer.
+    A step here is all engine steps until the next response is complete, since nothing changes before.
+    ``completed`` has the time and the tokens of each response.
     """
 
-    def __init__(self, most_rows: int, cost: Cost) -> None:
-        self.most_rows, self._cost, self.clock = most_rows, cost, 0.0
+    def __init__(self, max_rows: int, cost: Cost) -> None:
+        self.max_rows = max_rows
+        self._cost = cost
+        self.clock = 0.0
         self.max_model_len = None
-        self._left: dict[int, int] = {}
+        self._remaining: dict[int, int] = {}
         self._limits: dict[int, int] = {}
-        self.ended: list[tuple[float, int]] = []
+        self.completed: list[tuple[float, int]] = []
 
     def submit(self, request: GenerationRequest) -> None:
         """See `Generator.submit`."""
-        self._left[request.number] = self._limits[request.number] = request.limit
+        self._remaining[request.number] = request.limit
+        self._limits[request.number] = request.limit
 
     def step(self) -> list[Completion]:
         """See `Generator.step`."""
-        running = list(self._left)[: self.most_rows]
-        steps = min((self._left[number] for number in running), default=0)
+        # First come, first served, as vLLM schedules.
+        running = list(self._remaining)[: self.max_rows]
+        steps = min((self._remaining[number] for number in running), default=0)
         self.clock += steps * self._cost(len(running))
         for number in running:
-            self._left[number] -= steps
-        ended = [number for number in running if not self._left[number]]
-        for number in ended:
-            del self._left[number]
-        self.ended += [(self.clock, self._limits[number]) for number in ended]
-        return [self._answer(number) for number in ended]
+            self._remaining[number] -= steps
 
-    def _answer(self, number: int) -> Completion:
+        complete = [number for number in running if not self._remaining[number]]
+        for number in complete:
+            del self._remaining[number]
+        self.completed += [(self.clock, self._limits[number]) for number in complete]
+        return [self._completion(number) for number in complete]
+
+    def _completion(self, number: int) -> Completion:
+        """Return a response of the right length; its tokens do not matter."""
         tokens = self._limits[number]
         return Completion(number, (20,) * tokens, (0.0,) * tokens, FINISH_STOP)
 
 
 def simulate(
-    lengths: Sequence[Sequence[int]], replicas: int, rows: int, most: int, cost: Cost
+    lengths: Sequence[Sequence[int]], replicas: int, rows: int, max_in_flight: int, cost: Cost
 ) -> list[tuple[float, int]]:
-    """Return the seconds at which each response ended, and its tokens, in order.
+    """Return the completion time and the tokens of each response, in order of time.
 
-    ``lengths`` are those of the responses to each prompt. Engines work on ``rows`` at once. A replica has up
-    to ``most`` in flight: ``rows`` in the continuous order, all that there are in lockstep, where nothing is
-    left to draw. Groups are drawn in order of time.
+    ``lengths`` are those of the responses to each prompt. Engines work on ``rows`` at once. A replica has
+    up to ``max_in_flight`` responses: ``rows`` in the continuous order, all responses in lockstep, where none
+    remains to be drawn. Groups are drawn in order of time.
     """
-    generation_round, ends = begun(lengths)
+    generation_round, length_by_seed = start_round(lengths)
     tickets = count()
     engines = [TimedEngine(rows, cost) for _ in range(replicas)]
     schedulers = [
         ReplicaScheduler(
-            EndedEngine(engine, ends),
-            ReplicaQueue(generation_round, most, None, lambda: next(tickets), replica, replicas),
+            EndedEngine(engine, length_by_seed),
+            ReplicaQueue(generation_round, max_in_flight, None, lambda: next(tickets), replica, replicas),
         )
         for replica, engine in enumerate(engines)
     ]
     for scheduler in schedulers:
         scheduler.start_token_round(None)
-    first = [replica for replica, scheduler in enumerate(schedulers) if scheduler.step()]
-    waiting = [(engines[replica].clock, replica) for replica in first]
-    heapq.heapify(waiting)
-    while waiting:
-        _, replica = heapq.heappop(waiting)
+
+    # Always step the replica that is earliest by its own clock.
+    busy = [replica for replica, scheduler in enumerate(schedulers) if scheduler.step()]
+    heap = [(engines[replica].clock, replica) for replica in busy]
+    heapq.heapify(heap)
+    while heap:
+        _, replica = heapq.heappop(heap)
         if schedulers[replica].step():
-            heapq.heappush(waiting, (engines[replica].clock, replica))
-    return sorted(answer for engine in engines for answer in engine.ended)
+            heapq.heappush(heap, (engines[replica].clock, replica))
+    return sorted(response for engine in engines for response in engine.completed)
 
 
-def step_in_the_middle(ended: Sequence[tuple[float, int]], steps: int) -> float:
+def step_in_the_middle(completed: Sequence[tuple[float, int]], steps: int) -> float:
     """Return the seconds of one of ``steps`` steps, by the middle half of all tokens."""
-    done, quarter, times = 0, sum(tokens for _, tokens in ended) / 4, list[float]()
-    for second, tokens in ended:
-        done += tokens
-        if done >= quarter * (2 * len(times) + 1):
+    quarter = sum(tokens for _, tokens in completed) / 4
+    tokens_so_far = 0
+    # Times after one and after three quarters of the tokens: begin and end are not typical.
+    times: list[float] = []
+    for second, tokens in completed:
+        tokens_so_far += tokens
+        if tokens_so_far >= quarter * (2 * len(times) + 1):
             times.append(second)
     return (times[1] - times[0]) * 2 / steps
 

@@ -1,4 +1,4 @@
-"""How fast a real configuration runs, phase by phase, beside what the planner predicts for it.
+"""Speed of a real configuration, phase by phase, beside the planner's prediction for it.
 
     python benchmarks/throughput.py CONFIG [key=value ...] [--steps N] [--json FILE]    # launches torchrun
     torchrun ... benchmarks/throughput.py CONFIG ...                        # as a rank of a launched job
@@ -28,8 +28,8 @@ from megatron_rl.config.budget import PHASES as MEMORY_PHASES
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.planning.predict.calibrate import observed, read_steps, without_sync
-from megatron_rl.planning.predict.step import PHASES, Observed, RunStep, predict_run, role_shapes
+from megatron_rl.planning.predict.calibrate import phase_seconds, read_steps, run_stats
+from megatron_rl.planning.predict.step import PHASES, RunStats, RunStep, predict_run, role_shapes
 from megatron_rl.shapes.hardware import Constants, load_constants
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import load_shape
@@ -40,35 +40,40 @@ QUIET = (
     "checkpoint.resume=never",
     "checkpoint.export=false",
 )
-"""What a measured run leaves out; the last step of a run still saves its state, outside the measured time."""
+"""Overrides of a measured run. Its last step still saves the state, outside the measured time."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Hold one configuration with everything derived, and bytes per phase as `check` estimates them."""
+    """One configuration with its derived values."""
 
     name: str
+    """Name of its file."""
     config: RunConfig
+    """Resolved configuration."""
     memory: Mapping[str, float]
+    """Bytes by phase, as `check` estimates them."""
     shipped: tuple[Path, ...]
+    """Folders of models that ship with the configuration."""
 
     def shape_of(self, path: str) -> ModelShape:
-        """Return the shape of a model by its path in the configuration, shipped where it is not here."""
-        places = [Path(path), *(folder / Path(path).name for folder in self.shipped)]
-        found = next((place for place in places if (place / "config.json").is_file()), None)
-        return load_shape(str(found or path))
+        """Return the shape of a model by its path, or of a shipped one of the same name."""
+        folders = [Path(path), *(folder / Path(path).name for folder in self.shipped)]
+        folder = next((folder for folder in folders if (folder / "config.json").is_file()), None)
+        return load_shape(str(folder or path))
 
-    def predict(self, gpu: str, constants: Constants, observed: Observed | None = None) -> RunStep:
+    def predict(self, gpu: str, constants: Constants, stats: RunStats | None = None) -> RunStep:
         """Predict one step on a GPU."""
-        return predict_run(self.config, constants, gpu, role_shapes(self.config, self.shape_of), observed)
+        return predict_run(self.config, constants, gpu, role_shapes(self.config, self.shape_of), stats)
 
 
 def read_case(path: str, overrides: Sequence[str]) -> Case:
-    """Read and check a configuration; raises UserErrors with everything that is wrong."""
+    """Read and check a configuration; raises UserErrors with every error in it."""
     loaded = load(path, overrides)
-    above = [folder / "models" for file in loaded.files for folder in (file.parent, file.parent.parent)]
-    shipped = tuple(folder for folder in above if folder.is_dir())
+    candidates = [folder / "models" for file in loaded.files for folder in (file.parent, file.parent.parent)]
+    shipped = tuple(folder for folder in candidates if folder.is_dir())
     report = check_config(loaded, without_files=True, shipped_models=next(iter(shipped), None))
+    # Without the model's config.json there is no estimate.
     memory = {}
     if report.memory:
         memory = {name: max(rank.total(name) for rank in report.memory) for name in MEMORY_PHASES}
@@ -83,62 +88,73 @@ def add_prediction(report: Report, case: Case, step: RunStep) -> None:
         if step.seconds[phase]:
             report.add(case.name, method, phase, "s", [step.seconds[phase]])
     add_rates(report, case, method, [step], [{**step.seconds, "step": step.total}])
-    for phase, held in case.memory.items():
-        report.add(case.name, method, f"memory {phase}", "GB per process", [held / 1e9])
+    for phase, size in case.memory.items():
+        report.add(case.name, method, f"memory {phase}", "GB per process", [size / 1e9])
 
 
 def add_rates(
     report: Report, case: Case, method: str, steps: Sequence[RunStep], seconds: Sequence[Mapping[str, float]]
 ) -> None:
-    """Record tokens per second and process, and FLOPs over peak where it is known, of each phase."""
-    whole = [step.tokens / taken["step"] / step.world for step, taken in zip(steps, seconds, strict=True)]
-    report.add(case.name, method, "tokens/s per process, step", "tokens/s", whole)
-    by_step = [step.rates(taken) for step, taken in zip(steps, seconds, strict=True)]
-    for phase in by_step[0]:
-        values = [rates[phase] for rates in by_step if phase in rates]
+    """Record tokens per second and process of each phase, and FLOPs over peak for a known GPU."""
+    step_rates = []
+    phase_rates = []
+    utilizations = []
+    for step, times in zip(steps, seconds, strict=True):
+        step_rates.append(step.tokens / times["step"] / step.world)
+        phase_rates.append(step.rates(times))
+        # Without a known GPU there is no peak.
+        utilizations.append(step.utilization(times) if step.peak_flops else {})
+
+    # A phase that the first step does not have, no step has.
+    report.add(case.name, method, "tokens/s per process, step", "tokens/s", step_rates)
+    for phase in phase_rates[0]:
+        values = [rates[phase] for rates in phase_rates if phase in rates]
         report.add(case.name, method, f"tokens/s per process, {phase}", "tokens/s", values)
-    used = [
-        step.utilization(taken) if step.peak_flops else {} for step, taken in zip(steps, seconds, strict=True)
-    ]
-    for phase in used[0]:
-        report.add(
-            case.name, method, f"FLOPs / peak, {phase}", "share", [u[phase] for u in used if phase in u]
-        )
+    for phase in utilizations[0]:
+        values = [utilization[phase] for utilization in utilizations if phase in utilization]
+        report.add(case.name, method, f"FLOPs / peak, {phase}", "share", values)
 
 
 def add_measurement(report: Report, case: Case, folder: Path, gpu: str | None, constants: Constants) -> None:
-    """Record what a run folder measured, and the prediction at its own lengths where the GPU is known."""
+    """Record the metrics of a run folder, and for a known GPU the prediction at the run's own lengths."""
     lines = read_steps(folder, "--run")
     world = case.config.world_size or 1
-    method = f"measured on {world} process{'es' if world > 1 else ''}"
-    seconds = [{**without_sync(line), "step": line["time/step"]} for line in lines]
+    method = f"measured on {world} process"
+    if world > 1:
+        method += "es"
+    seconds = [{**phase_seconds(line), "step": line["time/step"]} for line in lines]
     for phase in ("step", *PHASES):
-        values = [taken[phase] for taken in seconds if phase in taken]
+        values = [times[phase] for times in seconds if phase in times]
         if values:
             report.add(case.name, method, phase, "s", values)
-    lengths = [observed(case.config, [line]) for line in lines]
-    steps = [case.predict(gpu or "h100", constants, seen) for seen in lengths]
+
+    # Tokens and FLOPs of each step follow from its own lengths.
+    stats = [run_stats(case.config, [line]) for line in lines]
+    steps = [case.predict(gpu or "h100", constants, step_stats) for step_stats in stats]
     if gpu is None:
-        steps = [replace(step, peak_flops=0.0) for step in steps]  # another machine's peak says nothing
+        # The peak of another machine is no reference.
+        steps = [replace(step, peak_flops=0.0) for step in steps]
     add_rates(report, case, method, steps, seconds)
     for name in sorted({key for line in lines for key in line if key.endswith("peak_bytes")}):
         values = [line[name] / 1e9 for line in lines if name in line]
         report.add(case.name, method, name.removesuffix("_bytes").replace("memory/", "memory "), "GB", values)
     if gpu is not None:
-        add_prediction(report, case, case.predict(gpu, constants, observed(case.config, lines)))
+        add_prediction(report, case, case.predict(gpu, constants, run_stats(case.config, lines)))
 
 
 def launch(path: str, overrides: Sequence[str], world: int, folder: Path) -> None:
-    """Train on this host in ``world`` processes, or in this process where it is one of a launched job."""
-    words = ["train", path, *overrides, f"run_dir={folder}"]
+    """Train on this host in ``world`` processes, or in this process of a job that is launched already."""
+    command_line = ["train", path, *overrides, f"run_dir={folder}"]
     if "WORLD_SIZE" in os.environ:
         from megatron_rl.cli.main import main as command
 
-        if code := command(words):
+        if code := command(command_line):
             sys.exit(code)
         return
+
+    # As many threads for each rank as leave no core idle.
     log = folder.parent / f"{folder.name}.log"
-    torchrun(["-m", "megatron_rl", *words], world, max(1, cores() // world), log, 24 * 3600.0)
+    torchrun(["-m", "megatron_rl", *command_line], world, max(1, cores() // world), log, 24 * 3600.0)
 
 
 def compact(cases: Sequence[tuple[Case, RunStep]]) -> str:
@@ -146,15 +162,17 @@ def compact(cases: Sequence[tuple[Case, RunStep]]) -> str:
     head: tuple[str, ...] = ("configuration", "GPUs", "step s", *PHASES, "tokens/s/GPU", "learn FLOPs/peak")
     lines = [head]
     for case, step in cases:
-        used = step.utilization(step.seconds)
+        utilization = step.utilization(step.seconds)
         cells = (f"{step.total:.1f}", *(f"{step.seconds[name]:.1f}" for name in PHASES))
         rate = f"{step.tokens / step.total / step.world:.0f}"
-        lines.append((case.name, str(step.world), *cells, rate, f"{used['learn']:.2f}"))
+        lines.append((case.name, str(step.world), *cells, rate, f"{utilization['learn']:.2f}"))
+
+    # Names at the left, numbers at the right.
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     return "\n".join(
         "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         for line in lines
     )
@@ -163,14 +181,16 @@ def compact(cases: Sequence[tuple[Case, RunStep]]) -> str:
 def simulate(
     report: Report, paths: Sequence[str], overrides: Sequence[str], gpu: str | None, constants: Constants
 ) -> None:
-    """Predict and record every configuration; raises UserError where no GPU is named."""
+    """Predict and record every configuration; raises UserError for one without a GPU."""
     cases = []
     for path in paths:
+        # The option has precedence over the configuration.
         case = read_case(path, overrides)
         name = gpu or case.config.gpu
         if name is None:
             raise UserError("no GPU to predict for", where=path, fix="write gpu: H100-80GB, or give --gpu")
         case = replace(case, config=replace(case.config, gpu=name))
+
         step = case.predict(name, constants)
         cases.append((case, step))
         add_prediction(report, case, step)
@@ -193,8 +213,10 @@ def options_of() -> tuple[list[str], list[str], argparse.Namespace]:
     )
     parser.add_argument("--keep", type=Path, default=None, metavar="DIR", help="keep the run folder as DIR")
     options = parser.parse_intermixed_args()
-    paths = [word for word in options.words if "=" not in word]
-    overrides = [word for word in options.words if "=" in word]
+
+    # Configurations and overrides may come in any order.
+    paths = [text for text in options.words if "=" not in text]
+    overrides = [text for text in options.words if "=" in text]
     if not options.simulate and len(paths) != 1:
         parser.error("one CONFIG at a time can be run; --simulate takes several")
     return paths, overrides, options
@@ -204,17 +226,22 @@ def measure(
     report: Report, path: str, overrides: list[str], options: argparse.Namespace, constants: Constants
 ) -> None:
     """Run one configuration and record it (rank 0 of a launched job alone records)."""
-    steps = options.steps or options.repeats or (1 if options.quick else 3)
+    default_steps = 1 if options.quick else 3
+    steps = options.steps or options.repeats or default_steps
+    # One step more, which warms up.
     overrides = [*QUIET, f"steps={steps + 1}", *overrides]
     case = read_case(path, overrides)
     gpu = options.gpu or case.config.gpu
     if options.run is not None:
         add_measurement(report, case, options.run, gpu, constants)
         return
+
     with tempfile.TemporaryDirectory(prefix="throughput.") as temporary:
         # Ranks of a launched job must agree on the folder: the configuration's own.
         launched = "WORLD_SIZE" in os.environ
-        folder = options.keep or (Path(case.config.run_dir) if launched else Path(temporary) / "run")
+        folder = options.keep
+        if folder is None:
+            folder = Path(case.config.run_dir) if launched else Path(temporary) / "run"
         folder.parent.mkdir(parents=True, exist_ok=True)
         launch(path, overrides, case.config.world_size or 1, folder)
         if int(os.environ.get("RANK", "0")) == 0:
@@ -225,6 +252,7 @@ def main() -> int:
     """Measure or simulate, print, write; return the exit code."""
     paths, overrides, options = options_of()
     report = Report("throughput")
+
     try:
         constants = load_constants(options.constants)
         if options.simulate:
@@ -237,7 +265,11 @@ def main() -> int:
         return 2
     except ChildFailed as error:
         report.fail(str(error))
-    return report.finish(options.json) if int(os.environ.get("RANK", "0")) == 0 else 0
+
+    # One rank of a job prints.
+    if int(os.environ.get("RANK", "0")):
+        return 0
+    return report.finish(options.json)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ from workload import digit_share
 
 
 def reward(prompts: list[str], completions: list[str], ground_truth: list[str], **_: Any) -> list[float]:
-    """Score completions with the same function as ours."""
+    """Return the rewards of completions by the same function as ours."""
     return [digit_share(*row) for row in zip(prompts, completions, ground_truth, strict=True)]
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, help="holds model/ and prompts.jsonl")
     parser.add_argument("result", type=Path, help="JSON file to write")
@@ -37,6 +37,7 @@ def settings(options: argparse.Namespace) -> Any:
     """Return GRPOTrainer's configuration."""
     from trl import GRPOConfig
 
+    # The batch of a step is generated, and learned from in one optimizer step.
     rows_per_process = options.prompts * options.samples // int(os.environ["WORLD_SIZE"])
     return GRPOConfig(
         output_dir=str(options.directory / "trl"),
@@ -78,13 +79,13 @@ def main() -> None:
     generating: list[float] = []
 
     class Clock(TrainerCallback):
-        """Time whole steps: generation, scoring, loss, backward, optimizer."""
+        """Clock of complete steps: generation, scoring, loss, backward, optimizer."""
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            self.begun = time.perf_counter()
+            self.start = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            seconds.append(time.perf_counter() - self.begun)
+            seconds.append(time.perf_counter() - self.start)
 
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(options.directory / "model", dtype=torch.float32),
@@ -96,22 +97,26 @@ def main() -> None:
     )
     generate = trainer._generate
 
-    def timed(*given: Any, **more: Any) -> Any:
-        begun = time.perf_counter()
-        result = generate(*given, **more)
-        generating.append(time.perf_counter() - begun)
+    # The trainer has no callback around generation.
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = generate(*args, **kwargs)
+        generating.append(time.perf_counter() - start)
         return result
 
     trainer._generate = timed
     trainer.train()
+
+    # One rank writes.
     if int(os.environ["RANK"]):
         return
-    logged = [
+    # One entry of the log per step, as logging_steps says.
+    lengths = [
         entry["completions/mean_length"]
         for entry in trainer.state.log_history
         if "completions/mean_length" in entry
     ]
-    result = {"seconds": seconds, "generate": generating, "length": logged, "versions": versions()}
+    result = {"seconds": seconds, "generate": generating, "length": lengths, "versions": versions()}
     options.result.write_text(json.dumps(result))
 
 

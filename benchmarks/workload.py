@@ -1,6 +1,6 @@
-"""The work that step_time.py gives to every method: model, prompts, reward, and lengths that vary.
+"""Work that step_time.py gives to every method: model, prompts, reward, and varying lengths.
 
-The weights are random, but for one thing: the probability of ending a response is nearly the same at every
+The weights are random, with one exception: the probability of ending a response is nearly the same at every
 token, so that lengths are spread like those of a trained model. One dimension of the residual stream is a
 constant that no layer writes to, and only the end token's output row reads it. Unless stated otherwise the
 mean length is about 0.4 of the limit, and about one response in ten reaches the limit.
@@ -15,13 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SPECIAL = PAD, EOS, BOS, UNKNOWN = "<pad>", "<eos>", "<bos>", "<unk>"
+PAD = "<pad>"
+EOS = "<eos>"
+BOS = "<bos>"
+UNKNOWN = "<unk>"
+SPECIAL = (PAD, EOS, BOS, UNKNOWN)
 DIGITS = "0123456789+="
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Set model shape and batch. ``hidden`` 512 and 8 layers make 25.7M parameters.
+    """Model shape and batch. ``hidden`` 512 and 8 layers make 25.7M parameters.
 
     ``mean_share`` of the limit is the mean length of responses that no limit cuts.
     """
@@ -45,23 +49,24 @@ class Workload:
 
     @property
     def end_probability(self) -> float:
-        """Return the probability of the end token at each place."""
+        """Return the probability of the end token at each position."""
         return 1.0 / (self.mean_share * self.max_response_tokens)
 
 
 def digit_share(prompt: str, response: str, ground_truth: Any, metadata: Any = None) -> float:
-    """Return which share of a response's characters is the answer's last digit."""
+    """Return the share of a response's characters that are the answer's last digit."""
     return response.count(str(ground_truth)[-1]) / max(len(response), 1)
 
 
 def make(directory: Path, work: Workload, seed: int = 1) -> None:
     """Write ``model/`` (a Hugging Face checkpoint with tokenizer) and ``prompts.jsonl``."""
-    random_ = random.Random(seed)
+    generator = random.Random(seed)
     with (directory / "prompts.jsonl").open("w") as lines:
         for _ in range(max(64, work.prompts)):
-            numbers = [random_.randint(0, 99) for _ in range(random_.randint(2, 8))]
+            numbers = [generator.randint(0, 99) for _ in range(generator.randint(2, 8))]
             prompt = "+".join(map(str, numbers)) + "="
             lines.write(json.dumps({"prompt": prompt, "ground_truth": str(sum(numbers))}) + "\n")
+
     tokenizer = build_tokenizer(work.vocabulary)
     model = build_model(work, tokenizer, seed)
     model.save_pretrained(directory / "model")
@@ -73,6 +78,7 @@ def build_tokenizer(vocabulary: int) -> Any:
     from tokenizers import processors
     from transformers import Qwen2Tokenizer
 
+    # A token per digit and sign: no merges, so that a prompt has as many tokens as characters.
     tokens = [*SPECIAL, *DIGITS]
     tokens += [f"w{number}" for number in range(vocabulary - len(tokens))]
     tokenizer = Qwen2Tokenizer(
@@ -110,6 +116,7 @@ def build_model(work: Workload, tokenizer: Any, seed: int) -> Any:
         pad_token_id=SPECIAL.index(PAD),
         dtype="float32",
     )
+
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(config).float().eval()
     with torch.no_grad():
@@ -118,24 +125,28 @@ def build_model(work: Workload, tokenizer: Any, seed: int) -> Any:
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight[0] = 0.0
             layer.mlp.down_proj.weight[0] = 0.0
+
+        # The end token's logit is that dimension alone; its strength is set against the other logits.
         model.lm_head.weight[:, 0] = 0.0
         end = model.lm_head.weight[SPECIAL.index(EOS)]
         end.zero_()
         tokens = torch.randint(len(SPECIAL), len(tokenizer), (32, 64))
         hidden = model.model(tokens).last_hidden_state[:, 8:].flatten(0, 1)
-        others = torch.logsumexp(model.lm_head(hidden)[:, len(SPECIAL) :], -1)
-        end[0] = _strength(hidden[:, 0], others, work.end_probability)
+        other_logits = torch.logsumexp(model.lm_head(hidden)[:, len(SPECIAL) :], -1)
+        end[0] = _strength(hidden[:, 0], other_logits, work.end_probability)
     return model
 
 
-def _strength(constant: Any, others: Any, probability: float) -> float:
+def _strength(constant: Any, other_logits: Any, probability: float) -> float:
     """Return the weight at which the end token has ``probability`` on average, by bisection."""
     import torch
 
-    low, high = 0.0, 10.0 * math.log(1e4) / float(constant.mean())
+    low = 0.0
+    high = 10.0 * math.log(1e4) / float(constant.mean())
+    # Sixty halvings reach the precision of a float.
     for _ in range(60):
         middle = (low + high) / 2
-        if float(torch.sigmoid(middle * constant - others).mean()) < probability:
+        if float(torch.sigmoid(middle * constant - other_logits).mean()) < probability:
             low = middle
         else:
             high = middle
@@ -155,14 +166,16 @@ def configuration(work: Workload, directory: Path, run_dir: Path, steps: int, la
         "rollout": {"temperature": 1.0, "max_response_tokens": work.max_response_tokens},
         "checkpoint": {"every": steps + 1, "export": False, "resume": "never"},
     }
-    return json.dumps(tree, indent=1)  # JSON is YAML
+    # JSON is YAML.
+    return json.dumps(tree, indent=1)
 
 
 def lengths(work: Workload, seed: int) -> list[int]:
     """Return response lengths of one step, drawn as the model draws them."""
-    random_ = random.Random(seed)
+    generator = random.Random(seed)
+    # Geometric lengths, by the logarithm of the probability to go on.
     keep = math.log1p(-work.end_probability)
     return [
-        min(work.max_response_tokens, 1 + int(math.log(1.0 - random_.random()) / keep))
+        min(work.max_response_tokens, 1 + int(math.log(1.0 - generator.random()) / keep))
         for _ in range(work.rows)
     ]

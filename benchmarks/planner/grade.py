@@ -27,19 +27,26 @@ from megatron_rl.shapes.hardware import Constants, load_constants
 
 @dataclass
 class Outcome:
-    """Hold one scenario's predictions beside its measurements."""
+    """Predictions of one scenario with its measurements."""
 
     id: str
+    """Id of the scenario."""
     kind: str
+    """Kind of the scenario."""
     predicted: dict[str, Any]
+    """Predicted quantities by key."""
     measured: dict[str, Any]
+    """Measured quantities by key."""
     ratio: dict[str, float | None] = field(default_factory=dict)
+    """Predicted over measured by key, or the relation of a rule between scenarios."""
     inside_by_key: dict[str, bool] = field(default_factory=dict)
+    """Whether the prediction is inside its tolerance, by key."""
     error: str | None = None
+    """Reason why nothing was predicted."""
 
     @property
     def inside_tolerance(self) -> bool:
-        """Say whether every measured key is inside its tolerance."""
+        """Return whether every measured key is inside its tolerance."""
         return self.error is None and all(self.inside_by_key.values())
 
     def record(self) -> dict[str, Any]:
@@ -57,6 +64,7 @@ class Outcome:
 
 
 def _plain(value: Any) -> Any:
+    """Return a value that JSON has: it has no infinity, which means that a layout does not fit."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, float) and not isfinite(value):
@@ -69,17 +77,21 @@ def read_scenarios(path: str) -> list[dict[str, Any]]:
     file = Path(path)
     if not file.is_file():
         raise UserError(f"no scenario file {path}", where="command line", fix="give an existing JSON file")
+
     try:
         data = json.loads(file.read_text())
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not JSON: {error}", where=f"{path}:{error.lineno}") from None
-    data = [data] if isinstance(data, Mapping) else data
+    if isinstance(data, Mapping):
+        data = [data]
     if not isinstance(data, list) or not all(isinstance(entry, Mapping) for entry in data):
         raise UserError(f"{path} is not a list of scenarios", where=path, expected="a JSON list of objects")
     return [dict(entry) for entry in data]
 
 
-def _choices(raw: Mapping[str, Any], key: str) -> Sequence[Any] | None:
+def _candidates(raw: Mapping[str, Any], key: str) -> Sequence[Any] | None:
+    """Return the candidates of a choice in their order; None where the key is no choice."""
+    # The order in which a scenario lists its candidates is the one that `ordering` counts in.
     if key == "best":
         return list(raw.get("candidates") or ())
     if key == "best_rollout_tensor":
@@ -88,18 +100,23 @@ def _choices(raw: Mapping[str, Any], key: str) -> Sequence[Any] | None:
 
 
 def _compare(raw: Mapping[str, Any], outcome: Outcome) -> None:
+    """Compare each measured key with its prediction."""
     tolerances = raw.get("tolerance") or {}
-    for key, measured in outcome.measured.items():
-        value = outcome.predicted.get(key)
-        outcome.ratio[key] = ratio(value, measured)
-        tolerance = tolerances.get(key) if isinstance(tolerances, Mapping) else tolerances
-        outcome.inside_by_key[key] = inside(value, measured, tolerance, _choices(raw, key))
+    for key, measurement in outcome.measured.items():
+        prediction = outcome.predicted.get(key)
+        outcome.ratio[key] = ratio(prediction, measurement)
+        # One tolerance may hold for all keys.
+        tolerance = tolerances
+        if isinstance(tolerances, Mapping):
+            tolerance = tolerances.get(key)
+        outcome.inside_by_key[key] = inside(prediction, measurement, tolerance, _candidates(raw, key))
 
 
 def evaluate(entries: Sequence[Mapping[str, Any]], constants: Constants) -> list[Outcome]:
-    """Predict and compare every scenario; an error in one is recorded and does not stop the rest."""
+    """Predict and compare every scenario; an error in one is recorded and does not stop the others."""
     outcomes = []
     for raw in entries:
+        # The prediction gets a copy without the measurements.
         scenario = Scenario(without_answers(raw), constants)
         outcome = Outcome(scenario.name, str(raw.get("kind")), {}, dict(raw.get("measured") or {}))
         try:
@@ -108,57 +125,75 @@ def evaluate(entries: Sequence[Mapping[str, Any]], constants: Constants) -> list
         except UserError as error:
             outcome.error = str(error)
         except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError, OverflowError) as error:
-            # A malformed field; the entry's author needs the scenario, not a traceback.
+            # A malformed field: the entry's author needs the scenario, not a traceback.
             outcome.error = f"scenario {scenario.name}: {type(error).__name__}: {error}"
         outcomes.append(outcome)
-    _across(entries, {outcome.id: outcome for outcome in outcomes})
+
+    _compare_scenarios(entries, {outcome.id: outcome for outcome in outcomes})
     return outcomes
 
 
-def _across(entries: Sequence[Mapping[str, Any]], by_id: Mapping[str, Outcome]) -> None:
+def _compare_scenarios(entries: Sequence[Mapping[str, Any]], by_id: Mapping[str, Outcome]) -> None:
     """Check the rules that relate one scenario to another of the same file."""
     for raw in entries:
         outcome = by_id[str(raw.get("id", "?"))]
+        # A single rule may be written without a list.
         rules = raw.get("compare") or []
-        for rule in [rules] if isinstance(rules, Mapping) else rules:
-            other = by_id.get(str(rule["other"]))
+        if isinstance(rules, Mapping):
+            rules = [rules]
+        for rule in rules:
+            reference = by_id.get(str(rule["other"]))
             label = f"{rule['key']} against {rule['other']}"
             value = outcome.predicted.get(rule["key"])
-            other_value = other.predicted.get(rule["key"]) if other else None
-            if value is None or other_value is None:
+            reference_value = None
+            if reference is not None:
+                reference_value = reference.predicted.get(rule["key"])
+
+            # A scenario that failed, or is not in the file, fails the rule.
+            if value is None or reference_value is None:
                 outcome.inside_by_key[label] = False
                 continue
-            outcome.ratio[label], outcome.inside_by_key[label] = compared(value, other_value, rule)
+            outcome.ratio[label], outcome.inside_by_key[label] = compared(value, reference_value, rule)
 
 
 def _number(value: Any) -> str:
+    """Return a value as a cell of the table."""
     if isinstance(value, float):
-        return f"{value:.4g}" if isfinite(value) else "does not fit"
-    return json.dumps(value) if isinstance(value, list | dict) else str(value)
+        if not isfinite(value):
+            return "does not fit"
+        return f"{value:.4g}"
+    if isinstance(value, list | dict):
+        return json.dumps(value)
+    return str(value)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """Return the outcomes as a text table, one line per measured key."""
+    verdicts = {True: "inside", False: "OUTSIDE", None: ""}
     lines = [f"{'id':8} {'quantity':36} {'predicted':>14} {'measured':>16} {'ratio':>7}  tolerance"]
     for outcome in outcomes:
         if outcome.error:
             lines += [f"{outcome.id:8} error"] + [f"    {line}" for line in outcome.error.splitlines()]
+
+        # Without measurements, all predictions; then the rules between scenarios.
         keys = list(outcome.measured) or list(outcome.predicted)
         keys += [key for key in outcome.inside_by_key if key not in keys]
         for key in keys:
-            ratio_to_measured = outcome.ratio.get(key)
-            verdict = {True: "inside", False: "OUTSIDE", None: ""}[outcome.inside_by_key.get(key)]
-            predicted, measured = outcome.predicted.get(key, ""), outcome.measured.get(key, "")
+            key_ratio = outcome.ratio.get(key)
+            ratio_text = "" if key_ratio is None else f"{key_ratio:.3f}"
+            prediction = _number(outcome.predicted.get(key, ""))
+            measurement = _number(outcome.measured.get(key, ""))
+            verdict = verdicts[outcome.inside_by_key.get(key)]
             lines.append(
-                f"{outcome.id:8} {key:36} {_number(predicted):>14} {_number(measured):>16} "
-                f"{'' if ratio_to_measured is None else format(ratio_to_measured, '.3f'):>7}  {verdict}"
+                f"{outcome.id:8} {key:36} {prediction:>14} {measurement:>16} {ratio_text:>7}  {verdict}"
             )
+
     good = sum(outcome.inside_tolerance for outcome in outcomes)
     lines.append(f"{good} of {len(outcomes)} scenarios inside tolerance")
     return "\n".join(lines)
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(command_line: Sequence[str] | None = None) -> int:
     """Print predictions beside measurements; return 1 when a scenario is outside its tolerance."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -166,16 +201,18 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("file", nargs="?", default=str(Path(__file__).with_name("points.json")))
     parser.add_argument("--json", metavar="FILE", help="write the outcomes as JSON")
     parser.add_argument("--constants", metavar="FILE", help="constants to lay over the packaged ones")
-    options = parser.parse_args(words)
+    options = parser.parse_args(command_line)
+
     try:
         outcomes = evaluate(read_scenarios(options.file), load_constants(options.constants))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
+
     print(table(outcomes))
     if options.json:
         Path(options.json).write_text(json.dumps([outcome.record() for outcome in outcomes], indent=1) + "\n")
-    return 0 if all(outcome.inside_tolerance for outcome in outcomes) else 1
+    return int(not all(outcome.inside_tolerance for outcome in outcomes))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What published points measure and this project does not do: other syncs, serving, fully sharded training.
+"""Predictions for systems of the published points that this project does not have.
+
+They are other weight syncs, serving, and fully sharded training.
 
 Sync volumes: HybridFlow (arXiv 2409.19256) table 2. Seconds: a fixed part per sync plus bytes over the
 slowest link of the method; the constants' sources are in constants.json.
@@ -19,9 +21,8 @@ from megatron_rl.planning.predict.generate import (
     prefill_seconds,
     rollout_weight_bytes,
 )
-from megatron_rl.planning.predict.groups import Sync
-from megatron_rl.planning.predict.layer import gather_seconds
-from megatron_rl.planning.predict.learn import TrainChoice, Work
+from megatron_rl.planning.predict.learn import TrainChoice, Work, gather_seconds
+from megatron_rl.planning.predict.placement import SyncSeconds
 from megatron_rl.planning.predict.step import copy_seconds
 from megatron_rl.shapes.hardware import GB, Machine
 from megatron_rl.shapes.layout import ParallelLayout
@@ -30,15 +31,23 @@ from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.traffic import gathered_bytes, received_by_peers
 
 Method = Callable[[ModelShape, ParallelLayout | None, RolloutLayout, Machine], float]
+"""Function that returns the seconds of one weight sync."""
+_GATHER_OVERLAP = 0.8
+"""Share of computation behind which the gathering of fully sharded weights is hidden."""
+_GATHER_EXPOSED = 0.1
+"""Share of the gathering that is never hidden."""
 
 
 @dataclass(frozen=True)
 class SyncVolume:
-    """Hold bytes per GPU: received, parameter peak, and kept twice."""
+    """Bytes per GPU of one sync."""
 
     received: float
+    """Bytes that the GPU receives."""
     peak: float
+    """Most bytes of parameters at once."""
     redundant: float
+    """Bytes of parameters that are in memory twice."""
 
 
 def volume(
@@ -49,7 +58,9 @@ def volume(
     strided: (tp - t_g p_g) / (t_g p_g t p) M received, peak M / (t_g p_g), nothing twice; every other
     method gathers the model: (tp - 1) / tp M received, peak M, M / tp twice.
     """
+    # M of the paper.
     total = float(machine.weight_bytes * model.parameters)
+    # Ranks that share one copy of the model, in training and in generation.
     train = layout.tensor * layout.pipeline
     shard = rollout.tensor * rollout.pipeline
     if method == "strided_reshard":
@@ -66,32 +77,42 @@ def strided_seconds(
     """Return seconds of HybridFlow's sync in place: each rank gathers the slices its shard lacks."""
     if layout is None:
         raise UserError("strided_reshard needs the training layout", where="layout", fix="state layout")
-    cluster, constants = machine.cluster, machine.constants
+    cluster = machine.cluster
+    constants = machine.constants
     train = layout.tensor * layout.pipeline
-    moved = volume(model, layout, rollout, "strided_reshard", machine).received
-    # A stage's tensor slices sit in one node (consecutive ranks); other stages sit on other nodes
-    # unless the whole job fits one.
+    received = volume(model, layout, rollout, "strided_reshard", machine).received
+
+    # A stage's tensor slices are in one node (consecutive ranks); other stages are on other nodes unless
+    # the complete job fits one.
     slices = max(1.0, layout.tensor / rollout.tensor)
-    stages = layout.pipeline if layout.size <= cluster.domain else 1
-    inside = min(moved, (slices * stages - 1) / train * machine.weight_bytes * model.parameters)
-    seconds = inside / (cluster.gpu.nvlink * constants.efficiency.nvlink)
-    seconds += (moved - inside) / (cluster.network * constants.weight_sync.strided_network)
+    stages = 1
+    if layout.size <= cluster.domain:
+        stages = layout.pipeline
+    node_bytes = min(received, (slices * stages - 1) / train * machine.weight_bytes * model.parameters)
+    seconds = node_bytes / (cluster.gpu.nvlink * constants.efficiency.nvlink)
+    seconds += (received - node_bytes) / (cluster.network * constants.weight_sync.strided_network)
     return constants.weight_sync.strided_fixed_seconds + seconds
 
 
 def gathered_seconds(
     model: ModelShape, layout: ParallelLayout | None, rollout: RolloutLayout, machine: Machine
 ) -> float:
-    """Return seconds of gathering every tensor whole and letting the engine load it."""
-    cluster, sync = machine.cluster, machine.constants.weight_sync
+    """Return seconds of gathering every complete tensor, which the engine then loads."""
+    cluster = machine.cluster
+    sync = machine.constants.weight_sync
     total = machine.weight_bytes * model.parameters
+    # Every tensor costs a collective, and a copy at the rate of the engine's loader.
     seconds = sync.gather_fixed_seconds + model.tensors * sync.gather_seconds_per_tensor
     seconds += total / (sync.gather_copy_gigabytes_per_second * GB)
-    span = layout.tensor * layout.pipeline * max(1, layout.expert // layout.tensor) if layout else 1
-    if span > cluster.domain:
-        outside = total * (1 - cluster.domain / span)
-        # Every node receives what it lacks over all of its cards, then spreads it inside.
-        seconds += outside / (cluster.network * min(cluster.gpus_per_node, 8) * sync.gather_network)
+
+    # Ranks that have a copy of the model together.
+    model_ranks = 1
+    if layout:
+        model_ranks = layout.tensor * layout.pipeline * max(1, layout.expert // layout.tensor)
+    if model_ranks > cluster.domain:
+        remote_bytes = total * (1 - cluster.domain / model_ranks)
+        # Every node receives the missing bytes over all of its cards, then spreads them inside.
+        seconds += remote_bytes / (cluster.network * min(cluster.gpus_per_node, 8) * sync.gather_network)
     return seconds
 
 
@@ -104,27 +125,31 @@ def broadcast_seconds(
     """
     sync = machine.constants.weight_sync
     one_node = rollout.replicas * rollout.gpus <= machine.cluster.gpus_per_node
-    rate = sync.host_node_gigabytes_per_second if one_node else sync.host_network_gigabytes_per_second
+    rate = sync.host_network_gigabytes_per_second
+    if one_node:
+        rate = sync.host_node_gigabytes_per_second
     return sync.host_fixed_seconds + machine.weight_bytes * model.parameters / (rate * GB)
 
 
-def planned_seconds(
+def planned_sync_seconds(
     model: ModelShape, layout: ParallelLayout | None, rollout: RolloutLayout, machine: Machine
 ) -> float:
-    """Return seconds of copies that are planned between ranks, on ranks apart: every shard arrives whole.
+    """Return seconds of planned copies between disjoint ranks: every rank receives its complete shard.
 
-    ``layout`` None says nothing of the senders.
+    Without a ``layout`` the senders are not the bottleneck.
     """
-    received = rollout_weight_bytes(model, rollout, machine)
-    sent = machine.weight_bytes * model.parameters / layout.size if layout else 0.0
-    return copy_seconds(machine, max(received, sent))
+    received_bytes = rollout_weight_bytes(model, rollout, machine)
+    sent_bytes = 0.0
+    if layout:
+        sent_bytes = machine.weight_bytes * model.parameters / layout.size
+    return copy_seconds(machine, max(received_bytes, sent_bytes))
 
 
 METHODS: dict[str, Method] = {
     "strided_reshard": strided_seconds,
     "gather_and_load": gathered_seconds,
     "host_broadcast": broadcast_seconds,
-    "planned_peer_to_peer": planned_seconds,
+    "planned_peer_to_peer": planned_sync_seconds,
 }
 
 
@@ -132,6 +157,7 @@ def method_of(method: str) -> Method:
     """Return a method's seconds as a function; raises UserError on an unknown one."""
     if method in METHODS:
         return METHODS[method]
+
     guess = nearest(method, METHODS)
     raise UserError(
         f"unknown weight sync method {method!r}",
@@ -142,8 +168,8 @@ def method_of(method: str) -> Method:
     )
 
 
-def sync_of(method: str) -> Sync:
-    """Return a method's seconds as the search asks for them, wherever the engine's ranks are."""
+def sync_of(method: str) -> SyncSeconds:
+    """Return a method as the search calls it: its seconds do not depend on the engine's ranks."""
     seconds = method_of(method)
 
     def sync_seconds(
@@ -162,9 +188,11 @@ def decode_milliseconds(
     model: ModelShape, rollout: RolloutLayout, machine: Machine, rows: float, prompt: float, lengths: Lengths
 ) -> float:
     """Return the mean milliseconds between tokens when ``rows`` sequences decode together."""
+    # Integrate over the response length, weighted by the sequences that are alive.
     cost = decode_cost(model, rollout, machine)
     width = lengths.longest / POINTS
-    total = weight = 0.0
+    total = 0.0
+    weight = 0.0
     for point in range(POINTS):
         length = (point + 0.5) * width
         alive = rows * lengths.alive(length)
@@ -183,30 +211,33 @@ def serving_tokens_per_second(
 ) -> float:
     """Return response tokens per second of one replica that is kept full by a queue.
 
-    Running sequences are mid-response on average, and each response's prefill takes its turn.
+    Running sequences are mid-response on average, and decoding waits for each response's prefill.
     """
+    # As many run as the queue, the engine and its cache allow.
     engine = machine.constants.engines[rollout.engine]
-    middle = lengths.mean_square() / (2.0 * lengths.mean)
+    generated = lengths.mean_square() / (2.0 * lengths.mean)
     capacity = cache_tokens(model, rollout, machine)
-    running = min(concurrent, rollout.max_sequences or engine.max_sequences, capacity / (prompt + middle))
+    running = min(concurrent, rollout.max_sequences or engine.max_sequences, capacity / (prompt + generated))
     if running < 1.0:
         return 0.0
+
     cost = decode_cost(model, rollout, machine)
     prefill = prefill_seconds(model, rollout, machine, prompt, prompt)
-    per_token = cost.seconds(running, prompt + middle) + running * prefill / lengths.mean
-    return running / per_token
+    seconds_per_token = cost.seconds(running, prompt + generated) + running * prefill / lengths.mean
+    return running / seconds_per_token
 
 
 def gathering_seconds(choice: TrainChoice, machine: Machine, work: Work, compute: float) -> float:
-    """Return what gathering fully sharded weights adds to ``compute`` seconds of an optimizer step.
+    """Return the seconds that gathering fully sharded weights adds to ``compute`` of an optimizer step.
 
     Weights are gathered for the forward and the backward of every micro-batch; most of it overlaps.
     """
+    # In bfloat16, over the data-parallel ranks.
     layout = choice.layout
     weights = 2.0 * sum(fullest_parameters(choice.model, layout))
-    once = gather_seconds(machine, layout.data * layout.context, layout.tensor, weights)
-    traffic = 2 * once * work.micro_batches
-    return max(0.0, traffic - 0.8 * compute) + 0.1 * min(traffic, compute)
+    gather = gather_seconds(machine, layout.data * layout.context, layout.tensor, weights)
+    traffic = 2 * gather * work.micro_batches
+    return max(0.0, traffic - _GATHER_OVERLAP * compute) + _GATHER_EXPOSED * min(traffic, compute)
 
 
 def model_flops_per_token(
@@ -218,6 +249,11 @@ def model_flops_per_token(
     layers' forward is counted once more, the output projection is not (Narayanan et al. 2021, eq. 3:
     96 B s l h^2 (1 + s/6h + V/16lh)).
     """
-    context = sequence if attention == "full" else sequence / 2
+    context = sequence / 2
+    if attention == "full":
+        context = sequence
     layers = model.layer_flops + model.attention_flops(context)
-    return layers * (4.0 if recompute_counted else 3.0) + 3.0 * model.head_flops
+    passes = 3.0
+    if recompute_counted:
+        passes = 4.0
+    return layers * passes + 3.0 * model.head_flops

@@ -1,8 +1,11 @@
-"""Predict what a scenario measures, by kind; sees a scenario's inputs only."""
+"""Predictions of the quantities that a scenario measures, by kind.
+
+A prediction gets the scenario's inputs alone, never its measurements.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from typing import Any
@@ -27,7 +30,6 @@ from megatron_rl.planning.predict.generate import (
     prefill_workspace_bytes,
     rollout_weight_bytes,
 )
-from megatron_rl.planning.predict.groups import Planner, Problem
 from megatron_rl.planning.predict.learn import (
     TrainChoice,
     fullest_training,
@@ -38,78 +40,106 @@ from megatron_rl.planning.predict.learn import (
     score_memory,
     score_seconds,
 )
-from megatron_rl.planning.predict.placement import best_grouping
+from megatron_rl.planning.predict.placement import Planner, Problem, best_grouping
 from megatron_rl.planning.predict.search import RECOMPUTE, rollout_plans, training_front
-from megatron_rl.planning.predict.step import RoleSeconds, add_up
+from megatron_rl.planning.predict.step import RoleSeconds, compose_step
 from megatron_rl.shapes.hardware import GB
 from megatron_rl.shapes.layout import ParallelLayout
 
 Prediction = dict[str, Any]
+"""Predicted quantities by the keys of ``measured``."""
+
+_MICRO_BATCHES = (1, 2, 4)
+_PREFILL_TOKENS = 8192
+"""Tokens of a chunk in which an engine with continuous batching prefills."""
+_STATE_BYTES = 16
+"""Bytes per parameter of weights, gradients and Adam's states."""
 
 
 def _pretraining_batch(scenario: Scenario) -> StepBatch:
-    given, sequence = scenario.section("batch"), scenario.sequence
-    rows = int(given.get("global_batch") or (scenario.layout.data if scenario.layout else 256))
+    """Return the batch of a pretraining benchmark: rows of one length, without responses."""
+    section = scenario.section("batch")
+    sequence = scenario.sequence
+    # Without a global batch, a row for every data-parallel rank.
+    replicas = 256
+    if scenario.layout:
+        replicas = scenario.layout.data
+    rows = int(section.get("global_batch") or replicas)
     lengths = response_lengths(sequence, sequence, "fixed")
-    return StepBatch(rows, 1, 1, 0.0, lengths, sequence, bool(given.get("packing", False)))
+    return StepBatch(rows, 1, 1, 0.0, lengths, sequence, bool(section.get("packing", False)))
 
 
-def _choice(
+def _train_choice(
     scenario: Scenario, role: str, batch: StepBatch, gpus: int, offload_allowed: bool = True
 ) -> TrainChoice:
-    """Return the stated training cut of a role, or the planner's own."""
-    model, machine = scenario.model(role), scenario.machine
+    """Return the scenario's training layout of a role, or the planner's choice; UserError if none fits."""
+    model = scenario.model(role)
+    machine = scenario.machine
     recompute = scenario.raw.get("recompute")
-    micro = scenario.section("batch").get("micro_batch")
+    micro_batch = scenario.section("batch").get("micro_batch")
     if scenario.layout is not None:
-        stated = scenario.layout, recompute or "none", scenario.optimizer, int(micro or 1)
-        return TrainChoice(model, *stated, exchanges_heads=False)
-    # A stated recompute may not fit any cut; a heavier one, then offload, are the only ways to run.
-    stages = [((recompute,), False)] if recompute else []
-    stages += [(RECOMPUTE, False)] + ([(RECOMPUTE, True)] if offload_allowed else [])
-    for stated, offload in stages:
+        return TrainChoice(
+            model,
+            scenario.layout,
+            recompute or "none",
+            scenario.optimizer,
+            int(micro_batch or 1),
+            exchanges_heads=False,
+        )
+
+    # The scenario's recompute may not fit any layout; then a heavier one, then offload, are the ways to run.
+    attempts: list[tuple[Sequence[str], bool]] = []
+    if recompute:
+        attempts.append(((recompute,), False))
+    attempts.append((RECOMPUTE, False))
+    if offload_allowed:
+        attempts.append((RECOMPUTE, True))
+    for recomputes, offload in attempts:
         plans = training_front(
             model,
             gpus,
             machine,
             batch,
             scenario.optimizer,
-            recomputes=stated,
-            micro_batches=(int(micro),) if micro else (1, 2, 4),
+            recomputes=recomputes,
+            micro_batches=(int(micro_batch),) if micro_batch else _MICRO_BATCHES,
             offload_allowed=offload,
             exchanges_heads=False,
         )
         if plans:
             return plans[0].choice
+
+    need = _STATE_BYTES * model.parameters / gpus / GB
     raise UserError(
         f"scenario {scenario.name}: {model.name} does not fit on {gpus} GPUs in any layout",
         where=f"{scenario.name}.layout",
         expected=f"at most {machine.usable_memory / GB:.0f} GB on each of {gpus} GPUs",
-        got=f"{16 * model.parameters / gpus / GB:.0f} GB of weights, gradients and optimizer when evenly cut",
+        got=f"{need:.0f} GB of weights, gradients and optimizer when evenly cut",
         fix="more GPUs, optimizer offload, or a smaller model",
     )
 
 
-def _rollout(scenario: Scenario, batch: StepBatch) -> RolloutLayout:
-    """Return the stated rollout cut, or the fastest one."""
-    stated = scenario.rollout(scenario.rollout_gpus)
-    if stated is not None:
-        return stated
-    machine = scenario.machine
+def _rollout_layout(scenario: Scenario, batch: StepBatch) -> RolloutLayout:
+    """Return the scenario's rollout layout, or the fastest one; UserError if none fits."""
+    layout = scenario.rollout(scenario.rollout_gpus)
+    if layout is not None:
+        return layout
+
     plans = rollout_plans(
         scenario.model(),
         scenario.rollout_gpus,
-        machine,
+        scenario.machine,
         batch,
         scenario.memory_fraction,
         scenario.engine,
         max_sequences=scenario.section("rollout").get("max_sequences"),
     )
     if not plans:
+        gpu = scenario.machine.gpu.name
         raise UserError(
             f"scenario {scenario.name}: no rollout cut of {scenario.model().name} fits",
             where=f"{scenario.name}.rollout",
-            expected=f"weights and cache within {scenario.memory_fraction:.0%} of {machine.gpu.name}",
+            expected=f"weights and cache within {scenario.memory_fraction:.0%} of {gpu}",
             fix="more GPUs or a larger rollout.memory_fraction",
         )
     return plans[0].layout
@@ -117,24 +147,26 @@ def _rollout(scenario: Scenario, batch: StepBatch) -> RolloutLayout:
 
 def pretrain_throughput(scenario: Scenario) -> Prediction:
     """Predict TFLOP/s per GPU, model FLOPs utilization and tokens per second per GPU."""
-    batch, machine, sequence = _pretraining_batch(scenario), scenario.machine, scenario.sequence
-    choice = _choice(scenario, "actor", batch, scenario.gpus)
+    batch = _pretraining_batch(scenario)
+    machine = scenario.machine
+    choice = _train_choice(scenario, "actor", batch, scenario.gpus)
     work = replica_work(choice, batch, batch.rows)
     step = optimizer_step(choice, machine, work)
+    # Fully sharded training also gathers the weights for every micro-batch.
     seconds = step.total
     if scenario.fully_sharded:
         seconds += gathering_seconds(choice, machine, work, step.compute)
+
+    # FLOPs by the paper's convention.
     convention = scenario.section("flops_convention")
-    per_token = model_flops_per_token(
-        choice.model,
-        sequence,
-        str(convention.get("attention", "full")),
-        bool(convention.get("recompute_counted", False)) and choice.recompute == "full",
-    )
-    rate = batch.rows * sequence / seconds / scenario.gpus
+    recompute_counted = bool(convention.get("recompute_counted", False)) and choice.recompute == "full"
+    attention = str(convention.get("attention", "full"))
+    flops_per_token = model_flops_per_token(choice.model, scenario.sequence, attention, recompute_counted)
+
+    rate = batch.rows * scenario.sequence / seconds / scenario.gpus
     return {
-        "tflops_per_gpu": rate * per_token / 1e12,
-        "model_flops_utilization": rate * per_token / machine.gpu.peak(machine.precision),
+        "tflops_per_gpu": rate * flops_per_token / 1e12,
+        "model_flops_utilization": rate * flops_per_token / machine.gpu.peak(machine.precision),
         "tokens_per_second_per_gpu": rate,
         "seconds_total": seconds,
     }
@@ -143,14 +175,18 @@ def pretrain_throughput(scenario: Scenario) -> Prediction:
 def training_memory_gigabytes(scenario: Scenario) -> Prediction:
     """Predict gigabytes on the fullest GPU while training."""
     batch = _pretraining_batch(scenario)
-    choice = _choice(scenario, "actor", batch, scenario.train_gpus)
+    choice = _train_choice(scenario, "actor", batch, scenario.train_gpus)
     layout = choice.layout
-    stated = scenario.section("batch").get("global_batch")
-    micro = stated / layout.data / choice.micro_batch if stated else 4 * layout.pipeline
+
+    # Without a global batch, enough micro-batches to fill the pipeline.
+    rows = scenario.section("batch").get("global_batch")
+    micro_batches = 4 * layout.pipeline
+    if rows:
+        micro_batches = rows / layout.data / choice.micro_batch
     memory = fullest_training(
         choice,
         choice.micro_batch * scenario.sequence,
-        max(1, round(micro)),
+        max(1, round(micro_batches)),
         scenario.constants.memory.logits_bytes_per_element,
     ).fullest
     activations = memory.activations + memory.logits
@@ -163,60 +199,80 @@ def training_memory_gigabytes(scenario: Scenario) -> Prediction:
 
 
 def _decode_inputs(scenario: Scenario) -> tuple[RolloutLayout, StepBatch, float]:
+    """Return the rollout layout, the batch, and the sequences that a replica decodes together."""
     batch = scenario.batch
-    rollout = _rollout(scenario, batch)
-    given = scenario.section("batch").get("concurrent_sequences")
-    default = (
-        batch.rows
-        if "prompts" in scenario.section("batch")
-        else (rollout.max_sequences or 1) * rollout.replicas
-    )
-    rows = float(given or default) / rollout.replicas
-    return rollout, batch, rows
+    section = scenario.section("batch")
+    rollout = _rollout_layout(scenario, batch)
+    sequences = section.get("concurrent_sequences")
+    if not sequences:
+        sequences = batch.rows
+        if "prompts" not in section:
+            sequences = (rollout.max_sequences or 1) * rollout.replicas
+    return rollout, batch, float(sequences) / rollout.replicas
 
 
 def decode_latency(scenario: Scenario) -> Prediction:
     """Predict milliseconds between tokens and peak memory of sequences that decode together."""
-    rollout, batch, rows = _decode_inputs(scenario)
-    model, machine, constants = scenario.model(), scenario.machine, scenario.constants
-    rows = min(rows, rollout.max_sequences or rows)
-    milliseconds = decode_milliseconds(model, rollout, machine, rows, batch.prompt, batch.lengths)
-    cached = rows * (batch.prompt + batch.lengths.longest) * model.kv_bytes_per_gpu(rollout.tensor)
-    static = scenario.engine == "static_batch"
-    # A static batch prefills every prompt at once, a continuous one in pieces of 8,192 tokens.
-    prefilled = rows * batch.prompt if static else min(rows * batch.prompt, 8192)
-    peak = rollout_weight_bytes(model, rollout, machine) + cached
-    peak += prefill_workspace_bytes(model, rollout, prefilled) + constants.memory.engine_gigabytes * GB
+    rollout, batch, sequences = _decode_inputs(scenario)
+    model = scenario.model()
+    machine = scenario.machine
+    # More sequences than the engine's limit wait, and do not slow the running ones.
+    sequences = min(sequences, rollout.max_sequences or sequences)
+    milliseconds = decode_milliseconds(model, rollout, machine, sequences, batch.prompt, batch.lengths)
+
+    # A static batch prefills every prompt at once, a continuous one in chunks.
+    prefill_tokens = sequences * batch.prompt
+    if scenario.engine != "static_batch":
+        prefill_tokens = min(prefill_tokens, _PREFILL_TOKENS)
+    cache = sequences * (batch.prompt + batch.lengths.longest) * model.kv_bytes_per_gpu(rollout.tensor)
+    peak = rollout_weight_bytes(model, rollout, machine) + cache
+    engine_bytes = scenario.constants.memory.engine_gigabytes * GB
+    peak += prefill_workspace_bytes(model, rollout, prefill_tokens) + engine_bytes
     return {"milliseconds_per_token": milliseconds, "gigabytes_memory_peak": peak / GB}
 
 
 def serving_throughput(scenario: Scenario) -> Prediction:
-    """Predict response tokens per second of all replicas, kept full or over a finite batch."""
-    rollout, batch, rows = _decode_inputs(scenario)
-    model, machine, constants = scenario.model(), scenario.machine, scenario.constants
-    given = scenario.section("batch")
-    if "prompts" in given and "concurrent_sequences" not in given:
+    """Predict response tokens per second of all replicas, with a full queue or over a finite batch."""
+    rollout, batch, sequences = _decode_inputs(scenario)
+    model = scenario.model()
+    machine = scenario.machine
+    constants = scenario.constants
+    section = scenario.section("batch")
+
+    if "prompts" in section and "concurrent_sequences" not in section:
+        # A finite batch, without the overheads of a reinforcement-learning loop.
         seconds = generate_seconds(model, rollout, batch, machine)
         share = constants.decode.rl_generate * constants.engines[rollout.engine].rl_share
         seconds = (seconds - constants.decode.rl_fixed_seconds) * share
         return {"tokens_per_second_total": batch.rows * batch.lengths.mean / seconds}
-    if "concurrent_sequences" not in given:
-        rows = float(rollout.max_sequences or constants.engines[rollout.engine].max_sequences)
-    each = serving_tokens_per_second(model, rollout, machine, rows, batch.prompt, batch.lengths)
-    return {"tokens_per_second_total": rollout.replicas * each}
+
+    # A full queue: as many sequences as the engine takes.
+    if "concurrent_sequences" not in section:
+        sequences = float(rollout.max_sequences or constants.engines[rollout.engine].max_sequences)
+    rate = serving_tokens_per_second(model, rollout, machine, sequences, batch.prompt, batch.lengths)
+    return {"tokens_per_second_total": rollout.replicas * rate}
 
 
 def rl_step_seconds(scenario: Scenario) -> Prediction:
     """Predict a step's phases and token rates; disaggregated, the next step is sampled ahead."""
-    batch, machine, gpus = scenario.batch, scenario.machine, scenario.train_gpus
-    works, actor = [], _choice(scenario, "actor", batch, gpus)
+    batch = scenario.batch
+    machine = scenario.machine
+    gpus = scenario.train_gpus
+    actor = _train_choice(scenario, "actor", batch, gpus)
+
+    role_seconds = []
     for role in scenario.roles:
-        choice = _choice(scenario, role, batch, gpus)
-        learn = learn_seconds(choice, batch, machine) if spec_of(role).trains else 0.0
-        works.append(RoleSeconds(role, (0,), score_seconds(choice, batch, machine), learn))
-    rollout = _rollout(scenario, batch)
-    step = add_up(
-        works,
+        choice = _train_choice(scenario, role, batch, gpus)
+        learn = 0.0
+        if spec_of(role).trains:
+            learn = learn_seconds(choice, batch, machine)
+        # One rank stands for all: the roles share the training GPUs.
+        role_seconds.append(RoleSeconds(role, (0,), score_seconds(choice, batch, machine), learn))
+
+    # The system's own weight sync.
+    rollout = _rollout_layout(scenario, batch)
+    step = compose_step(
+        role_seconds,
         generate=generate_seconds(actor.model, rollout, batch, machine),
         reshard=method_of(scenario.sync_method)(actor.model, actor.layout, rollout, machine),
         fixed=scenario.constants.efficiency.rl_fixed_seconds,
@@ -236,12 +292,13 @@ def rl_step_seconds(scenario: Scenario) -> Prediction:
 
 def weight_sync(scenario: Scenario) -> Prediction:
     """Predict seconds of a weight synchronisation."""
-    rollout = scenario.rollout(scenario.rollout_gpus) or scenario.rollout_with(
-        min(8, scenario.rollout_gpus), scenario.rollout_gpus
-    )
+    rollout = scenario.rollout(scenario.rollout_gpus)
+    if rollout is None:
+        rollout = scenario.rollout_with(min(8, scenario.rollout_gpus), scenario.rollout_gpus)
     layout = scenario.layout
+    # These methods depend on the training layout.
     if layout is None and scenario.sync_method in ("strided_reshard", "gather_and_load"):
-        layout = _choice(scenario, "actor", scenario.batch, scenario.train_gpus).layout
+        layout = _train_choice(scenario, "actor", scenario.batch, scenario.train_gpus).layout
     seconds = method_of(scenario.sync_method)(scenario.model(), layout, rollout, scenario.machine)
     return {"seconds_weight_sync": seconds}
 
@@ -250,19 +307,22 @@ def weight_sync_volume(scenario: Scenario) -> Prediction:
     """Predict bytes per GPU of a synchronisation in place."""
     rollout = scenario.rollout(scenario.rollout_gpus) or RolloutLayout()
     layout = scenario.layout or ParallelLayout((0,))
-    moved = volume(scenario.model(), layout, rollout, scenario.sync_method, scenario.machine)
+    # In place: trainer and engine share the GPUs.
+    sync = volume(scenario.model(), layout, rollout, scenario.sync_method, scenario.machine)
     return {
-        "gigabytes_per_gpu": moved.received / GB,
-        "gigabytes_parameters_peak": moved.peak / GB,
-        "gigabytes_redundant": moved.redundant / GB,
+        "gigabytes_per_gpu": sync.received / GB,
+        "gigabytes_parameters_peak": sync.peak / GB,
+        "gigabytes_redundant": sync.redundant / GB,
     }
 
 
 def placement_choice(scenario: Scenario) -> Prediction:
-    """Predict which candidate placement has the shortest step, and its group sizes."""
+    """Predict the candidate placement with the shortest step, and its group sizes."""
     candidates = scenario.section("candidates")
     if not candidates:
         raise scenario.error("candidates", "placement name to list of groups of roles", None)
+
+    # The trainer of HybridFlow, not this package's: roles swap, and each has stages of its own.
     rollout = scenario.section("rollout")
     problem = Problem(
         models={role: scenario.model(role) for role in scenario.roles},
@@ -280,9 +340,10 @@ def placement_choice(scenario: Scenario) -> Prediction:
         exchanges_heads=False,
         stages_stated_once=False,
     )
+    # Each candidate with the sizes of its groups that make its step shortest.
     planner = Planner(problem)
-    scored = {name: best_grouping(name, planner, groups) for name, groups in candidates.items()}
-    fitting = {name: plan for name, plan in scored.items() if plan is not None}
+    plans = {name: best_grouping(name, planner, groups) for name, groups in candidates.items()}
+    fitting = {name: plan for name, plan in plans.items() if plan is not None}
     if not fitting:
         return {"best": None, "gpus_per_group": None, "seconds_by_candidate": {}}
     best = min(fitting, key=lambda name: fitting[name].step.total)
@@ -295,15 +356,22 @@ def placement_choice(scenario: Scenario) -> Prediction:
 
 def rollout_tensor_choice(scenario: Scenario) -> Prediction:
     """Predict the rollout tensor size with the shortest generation, and seconds by size."""
-    given = scenario.section("rollout").get("candidates_tensor") or [1, 2, 4, 8]
-    gpus, batch = scenario.rollout_gpus, scenario.batch
+    candidates = scenario.section("rollout").get("candidates_tensor") or [1, 2, 4, 8]
+    gpus = scenario.rollout_gpus
+    batch = scenario.batch
     seconds = {}
-    for tensor in given:
+    for tensor in candidates:
         layout = scenario.rollout_with(int(tensor), gpus)
         seconds[int(tensor)] = generate_seconds(scenario.model(), layout, batch, scenario.machine)
+
+    # Infinite seconds: the size does not fit.
     fitting = {tensor: value for tensor, value in seconds.items() if isfinite(value)}
-    best = min(fitting, key=fitting.__getitem__) if fitting else None
-    ratio = seconds[8] / seconds[best] if best is not None and 8 in fitting else None
+    best = None
+    ratio = None
+    if fitting:
+        best = min(fitting, key=fitting.__getitem__)
+        if 8 in fitting:
+            ratio = seconds[8] / seconds[best]
     return {
         "best_rollout_tensor": best,
         "seconds_ratio_tensor_8_to_best": ratio,
@@ -312,18 +380,22 @@ def rollout_tensor_choice(scenario: Scenario) -> Prediction:
 
 
 def _training_fits(scenario: Scenario, batch: StepBatch, limit: float) -> bool:
+    """Return whether training fits, and the forward pass of the reference in the same layout."""
     gpus = scenario.train_gpus
+    # Without a layout, whether any fits.
     if scenario.layout is None:
         try:
-            _choice(scenario, "actor", batch, gpus, offload_allowed=False)
+            _train_choice(scenario, "actor", batch, gpus, offload_allowed=False)
         except UserError:
             return False
         return True
-    choice = _choice(scenario, "actor", batch, gpus)
+
+    # The reference is frozen in the actor's layout.
+    choice = _train_choice(scenario, "actor", batch, gpus)
     if learn_memory(choice, batch).total > limit:
         return False
-    scored = replace(choice, model=scenario.model("reference"))
-    return score_memory(scored, batch).total <= limit
+    reference = replace(choice, model=scenario.model("reference"))
+    return score_memory(reference, batch).total <= limit
 
 
 def fits_in_memory(scenario: Scenario) -> Prediction:
@@ -331,16 +403,18 @@ def fits_in_memory(scenario: Scenario) -> Prediction:
     limit = scenario.machine.usable_memory
     rl = scenario.raw.get("algorithm") in ("grpo", "ppo") or bool(scenario.section("rollout"))
     batch = scenario.batch if rl else _pretraining_batch(scenario)
-    fits = not (scenario.layout or scenario.raw.get("optimizer") or rl) or _training_fits(
-        scenario, batch, limit
-    )
-    if fits and rl:
-        try:
-            rollout = _rollout(scenario, batch)
-        except UserError:
-            return {"fits": False}
-        fits = isfinite(generate_seconds(scenario.model(), rollout, batch, scenario.machine))
-    return {"fits": bool(fits)}
+    # A scenario of generation alone has neither layout nor optimizer.
+    trains = bool(scenario.layout or scenario.raw.get("optimizer") or rl)
+    if trains and not _training_fits(scenario, batch, limit):
+        return {"fits": False}
+    if not rl:
+        return {"fits": True}
+
+    try:
+        rollout = _rollout_layout(scenario, batch)
+    except UserError:
+        return {"fits": False}
+    return {"fits": isfinite(generate_seconds(scenario.model(), rollout, batch, scenario.machine))}
 
 
 PREDICTORS: Mapping[str, Callable[[Scenario], Prediction]] = {
@@ -355,6 +429,7 @@ PREDICTORS: Mapping[str, Callable[[Scenario], Prediction]] = {
     "rollout_tensor_choice": rollout_tensor_choice,
     "fits_in_memory": fits_in_memory,
 }
+"""Kind of a scenario -> its prediction."""
 
 
 def predict(scenario: Scenario) -> Prediction:

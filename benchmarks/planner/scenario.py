@@ -1,4 +1,4 @@
-"""Read a scenario: every field is optional except kind, model and cluster; defaults are stated here.
+"""Typed inputs of a scenario: every field is optional except kind, model and cluster.
 
 Defaults: gpus_per_node and network as the GPU's usual machine; placement colocated (disaggregated
 when the cluster names train_gpus or rollout_gpus); layout and rollout absent: chosen by the planner;
@@ -29,6 +29,7 @@ from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import load_shape
 
 _ANSWERS = ("measured", "tolerance", "compare", "notes", "source")
+"""Fields that a prediction must not see."""
 KINDS = (
     "pretrain_throughput",
     "training_memory",
@@ -44,16 +45,18 @@ KINDS = (
 
 
 def without_answers(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy that holds nothing a prediction must not see (measured values and tolerances)."""
+    """Return a copy without measured values and tolerances."""
     return deepcopy({key: value for key, value in raw.items() if key not in _ANSWERS})
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Hold one scenario's inputs, typed; ``raw`` never has measured values or tolerances."""
+    """Inputs of one scenario."""
 
     raw: Mapping[str, Any]
+    """Fields as they are written, without measured values and tolerances."""
     constants: Constants
+    """Constants of the prediction."""
 
     @property
     def name(self) -> str:
@@ -68,11 +71,11 @@ class Scenario:
             raise self.error("kind", "one of " + ", ".join(KINDS), kind, nearest(kind, KINDS))
         return kind
 
-    def error(self, where: str, expected: str, got: Any, guess: str | None = None) -> UserError:
-        """Build an error that names this scenario and field."""
+    def error(self, key: str, expected: str, got: Any, guess: str | None = None) -> UserError:
+        """Return an error that names this scenario and a field."""
         return UserError(
-            f"scenario {self.name}: field {where} is missing or wrong",
-            where=f"{self.name}.{where}",
+            f"scenario {self.name}: field {key} is missing or wrong",
+            where=f"{self.name}.{key}",
             expected=expected,
             got=str(got),
             fix=f"did you mean {guess}?" if guess else None,
@@ -87,6 +90,7 @@ class Scenario:
 
     def model(self, role: str = "actor") -> ModelShape:
         """Return a role's model."""
+        # A role without a model of its own has the scenario's.
         reference = self.section("roles").get(role) or self.raw.get("model")
         if reference is None:
             raise self.error("model", "a preset name or an inline configuration", None)
@@ -94,97 +98,120 @@ class Scenario:
 
     @property
     def machine(self) -> Machine:
-        """Return the whole cluster; num_gpus absent: what layout and rollout use together."""
-        given = self.section("cluster")
-        gpu = given.get("gpu")
+        """Return the complete cluster."""
+        # Absent numbers are those of the GPU's usual machine.
+        section = self.section("cluster")
+        gpu = section.get("gpu")
         if gpu is None:
             raise self.error("cluster.gpu", "a GPU name", None)
-        count = given.get("num_gpus") or sum(given.get(side, 0) for side in ("train_gpus", "rollout_gpus"))
-        if not count:
-            layout, rollout = self.layout, self.rollout(1)
-            count = layout.size if layout else rollout.replicas * rollout.gpus if rollout else 1
+
         cluster = self.constants.cluster(
             gpu,
-            count,
-            given.get("gpus_per_node"),
-            given.get("network_gigabits_per_gpu"),
-            given.get("network_gigabits_per_node"),
+            self._gpu_count(section),
+            section.get("gpus_per_node"),
+            section.get("network_gigabits_per_gpu"),
+            section.get("network_gigabits_per_node"),
         )
         return Machine(cluster, self.constants, str(self.raw.get("precision") or "bf16"))
 
+    def _gpu_count(self, section: Mapping[str, Any]) -> int:
+        """Return the GPUs of the cluster; without a count, the GPUs that layout or rollout use."""
+        count = section.get("num_gpus") or sum(
+            section.get(side, 0) for side in ("train_gpus", "rollout_gpus")
+        )
+        if count:
+            return count
+        if self.layout:
+            return self.layout.size
+        rollout = self.rollout(1)
+        if rollout is None:
+            return 1
+        return rollout.replicas * rollout.gpus
+
     @property
     def gpus(self) -> int:
-        """Count the GPUs of the whole cluster."""
+        """Return the number of GPUs of the complete cluster."""
         return self.machine.cluster.num_gpus
 
     @property
     def disaggregated(self) -> bool:
-        """Say whether training and rollout have GPUs of their own."""
+        """Return whether training and rollout have GPUs of their own."""
         cluster = self.section("cluster")
-        default = "disaggregated" if {"train_gpus", "rollout_gpus"} <= set(cluster) else "colocated"
+        # A cluster that counts both sides has two.
+        default = "colocated"
+        if {"train_gpus", "rollout_gpus"} <= set(cluster):
+            default = "disaggregated"
         return self.raw.get("placement", default) == "disaggregated"
 
     @property
     def train_gpus(self) -> int:
-        """Count the training GPUs."""
+        """Return the number of training GPUs."""
         if not self.disaggregated:
             return self.gpus
-        given, total = self.section("cluster"), self.gpus
-        if given.get("train_gpus"):
-            return int(given["train_gpus"])
+        section = self.section("cluster")
+        if section.get("train_gpus"):
+            return int(section["train_gpus"])
         if self.layout is not None:
             return self.layout.size
-        return total - int(given["rollout_gpus"]) if given.get("rollout_gpus") else total // 2
+        if section.get("rollout_gpus"):
+            return self.gpus - int(section["rollout_gpus"])
+        return self.gpus // 2
 
     @property
     def rollout_gpus(self) -> int:
-        """Count the rollout GPUs."""
+        """Return the number of rollout GPUs."""
         if not self.disaggregated:
             return self.gpus
-        given = self.section("cluster")
-        return int(given.get("rollout_gpus") or max(1, self.gpus - self.train_gpus))
+        count = self.section("cluster").get("rollout_gpus")
+        return int(count or max(1, self.gpus - self.train_gpus))
 
     @property
     def layout(self) -> ParallelLayout | None:
-        """Return the stated training layout, or None; an absent ``data`` is what remains."""
-        given = self.raw.get("layout")
-        if not given:
+        """Return the scenario's training layout, or None; an absent ``data`` fills the remaining GPUs."""
+        section = self.raw.get("layout")
+        if not section:
             return None
         names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
-        sizes = {name: int(given.get(name) or 1) for name in names}
-        copy = sizes["tensor"] * sizes["pipeline"] * sizes["context"]
-        data = given.get("data")
+        sizes = {name: int(section.get(name) or 1) for name in names}
+        model_ranks = sizes["tensor"] * sizes["pipeline"] * sizes["context"]
+        data = section.get("data")
         if data is None:
             cluster = self.section("cluster")
-            data = max(1, int(cluster.get("train_gpus") or cluster.get("num_gpus") or 1) // copy)
+            data = max(1, int(cluster.get("train_gpus") or cluster.get("num_gpus") or 1) // model_ranks)
+
         # Sequence parallelism came with Megatron-LM in 2022; older scenarios leave it out: it was off.
-        sequence_parallel = bool(given.get("sequence_parallel", False))
-        layout = ParallelLayout(tuple(range(copy * int(data))), sequence_parallel=sequence_parallel)
-        return replace(layout, **sizes)
+        sequence_parallel = bool(section.get("sequence_parallel", False))
+        ranks = tuple(range(model_ranks * int(data)))
+        return replace(ParallelLayout(ranks, sequence_parallel=sequence_parallel), **sizes)
 
     @property
     def fully_sharded(self) -> bool:
-        """Say whether weights, gradients and optimizer are sharded over data (FSDP)."""
+        """Return whether weights, gradients and optimizer are sharded over data (FSDP)."""
         return bool(self.section("layout").get("fully_sharded"))
 
     def rollout(self, gpus: int) -> RolloutLayout | None:
-        """Return the stated rollout layout on ``gpus`` GPUs, or None when no tensor size is stated."""
-        given = self.section("rollout")
-        if given.get("tensor") is None:
+        """Return the scenario's rollout layout on ``gpus`` GPUs, or None without a tensor size."""
+        tensor = self.section("rollout").get("tensor")
+        if tensor is None:
             return None
-        return self.rollout_with(int(given["tensor"]), gpus)
+        return self.rollout_with(int(tensor), gpus)
 
     def rollout_with(self, tensor: int, gpus: int) -> RolloutLayout:
         """Return the scenario's rollout layout at a tensor size."""
-        given = self.section("rollout")
-        pipeline = int(given.get("pipeline") or 1)
-        stated = given.get("replicas") if given.get("tensor") == tensor else None
-        limit = given.get("max_sequences")
+        # Replicas are as many as fit, unless the scenario states them.
+        section = self.section("rollout")
+        pipeline = int(section.get("pipeline") or 1)
+        # The number of replicas belongs to the scenario's own tensor size.
+        replicas = None
+        if section.get("tensor") == tensor:
+            replicas = section.get("replicas")
+        limit = section.get("max_sequences")
+
         return RolloutLayout(
             tensor=tensor,
             pipeline=pipeline,
-            expert=int(given.get("expert") or 1),
-            replicas=int(stated or max(1, gpus // (tensor * pipeline))),
+            expert=int(section.get("expert") or 1),
+            replicas=int(replicas or max(1, gpus // (tensor * pipeline))),
             max_sequences=int(limit) if limit else None,
             memory_fraction=self.memory_fraction,
             engine=self.engine,
@@ -192,83 +219,102 @@ class Scenario:
 
     @property
     def engine(self) -> str:
-        """Return the rollout engine's constant set."""
+        """Return the name of the rollout engine's constants."""
         engine = str(self.section("rollout").get("engine") or "current")
         if engine not in self.constants.engines:
-            known = list(self.constants.engines)
-            raise self.error("rollout.engine", "one of " + ", ".join(known), engine, nearest(engine, known))
+            names = list(self.constants.engines)
+            raise self.error("rollout.engine", "one of " + ", ".join(names), engine, nearest(engine, names))
         return engine
 
     @property
     def memory_fraction(self) -> float:
         """Return the share of GPU memory that the engine may use."""
         serving = self.kind in ("decode_latency", "serving_throughput")
-        default = 0.9 if self.disaggregated or serving else 0.6
+        # An engine without a trainer beside it takes nearly all memory.
+        default = 0.6
+        if self.disaggregated or serving:
+            default = 0.9
         return float(self.section("rollout").get("memory_fraction") or default)
 
     @property
     def optimizer(self) -> OptimizerChoice:
         """Return the optimizer."""
-        given = self.section("optimizer")
+        # Adam with float32 gradients, states and a copy of the weights.
+        section = self.section("optimizer")
         return OptimizerChoice(
-            distributed=bool(given.get("distributed", True)),
-            offload=bool(given.get("offload", False)),
-            gradient_bytes=float(given.get("gradient_bytes_per_parameter", 4)),
-            state_bytes=float(given.get("state_bytes_per_parameter", 12)),
+            distributed=bool(section.get("distributed", True)),
+            offload=bool(section.get("offload", False)),
+            gradient_bytes=float(section.get("gradient_bytes_per_parameter", 4)),
+            state_bytes=float(section.get("state_bytes_per_parameter", 12)),
         )
 
     @property
     def algorithm(self) -> str:
         """Return grpo or ppo for a reinforcement-learning step."""
         name = str(self.raw.get("algorithm") or "grpo")
-        return "ppo" if name == "ppo" else "grpo"
+        # Variants of GRPO have the same roles and phases.
+        if name != "ppo":
+            return "grpo"
+        return name
 
     @property
     def sync_method(self) -> str:
         """Return the weight sync method."""
-        default = "planned_peer_to_peer" if self.disaggregated else "gather_and_load"
+        default = "gather_and_load"
+        if self.disaggregated:
+            default = "planned_peer_to_peer"
         return str(self.section("weight_sync").get("method") or default)
 
     @property
     def batch(self) -> StepBatch:
-        """Return a step's rows."""
-        given = self.section("batch")
-        prompt = float(given.get("prompt_tokens") or 256)
-        longest = given.get("response_tokens_max")
-        if longest is None:
-            cap = given.get("sequence_length")
-            longest = cap - prompt if cap else given.get("response_tokens_mean") or 1024
-        variable = given.get("response_lengths", "variable" if "response_tokens_mean" in given else "fixed")
-        default_mean = longest / 4 if variable == "variable" else longest
-        mean = float(given.get("response_tokens_mean") or default_mean)
-        kind = "fixed" if variable == "fixed" else "variable"
-        lengths = response_lengths(mean, float(longest), kind)
-        prompts, samples = int(given.get("prompts") or 1), int(given.get("samples_per_prompt") or 1)
-        steps = given.get("optimizer_steps")
-        if steps is None:
-            steps = (
-                max(1, round(prompts * samples / given["global_batch"])) if given.get("global_batch") else 1
-            )
+        """Return the rows of a step."""
+        section = self.section("batch")
+        prompt = float(section.get("prompt_tokens") or 256)
+        limit = section.get("response_tokens_max")
+        if limit is None and section.get("sequence_length"):
+            limit = section["sequence_length"] - prompt
+        elif limit is None:
+            limit = section.get("response_tokens_mean") or 1024
+
+        # A mean says that lengths vary.
+        default_kind = "variable" if "response_tokens_mean" in section else "fixed"
+        kind = section.get("response_lengths", default_kind)
+        default_mean = limit
+        if kind == "variable":
+            default_mean = limit / 4
+        mean = float(section.get("response_tokens_mean") or default_mean)
+        lengths = response_lengths(mean, float(limit), "fixed" if kind == "fixed" else "variable")
+
+        prompts = int(section.get("prompts") or 1)
+        samples = int(section.get("samples_per_prompt") or 1)
+        optimizer_steps = section.get("optimizer_steps")
+        if optimizer_steps is None:
+            global_batch = section.get("global_batch")
+            optimizer_steps = 1
+            if global_batch:
+                optimizer_steps = max(1, round(prompts * samples / global_batch))
         return StepBatch(
             prompts=prompts,
             samples=samples,
-            optimizer_steps=int(steps),
+            optimizer_steps=int(optimizer_steps),
             prompt=prompt,
             lengths=lengths,
-            longest=float(given.get("sequence_length") or prompt + longest),
-            packing=bool(given.get("packing", self.kind != "pretrain_throughput")),
+            longest=float(section.get("sequence_length") or prompt + limit),
+            packing=bool(section.get("packing", self.kind != "pretrain_throughput")),
         )
 
     @property
     def sequence(self) -> float:
         """Return tokens per training row (pretraining and memory)."""
-        given = self.section("batch")
-        if given.get("sequence_length"):
-            return float(given["sequence_length"])
+        section = self.section("batch")
+        if section.get("sequence_length"):
+            return float(section["sequence_length"])
+        if "response_tokens_max" not in section:
+            return 4096.0
         batch = self.batch
-        return batch.prompt + batch.lengths.longest if "response_tokens_max" in given else 4096.0
+        return batch.prompt + batch.lengths.longest
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Name the roles of the algorithm that hold a model."""
+        """Return the roles of the algorithm that have a model."""
         return ROLES[self.algorithm]

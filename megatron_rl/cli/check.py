@@ -1,20 +1,25 @@
-"""Check a configuration and show what follows from it."""
+"""The ``check`` command: check a configuration and show what follows from it."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
-from megatron_rl.cli.check_json import report_json
+from megatron_rl.algorithms.lookup import scoring_reason
+from megatron_rl.check.configuration import CheckReport
 from megatron_rl.cli.check_picture import picture
 from megatron_rl.cli.check_text import report_text
-from megatron_rl.cli.common import add_config_arguments, checked
+from megatron_rl.cli.common import add_config_arguments, load_and_check
+from megatron_rl.config.budget import PHASES
+from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.schema import JOBS
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError, UserErrors
 from megatron_rl.launcher import launch, process_rank
-from megatron_rl.planning.simulation.ranks import simulation, simulation_json
+from megatron_rl.planning.simulation.ranks import simulate_ranks, simulation_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--for", dest="job", metavar="COMMAND", choices=JOBS, help=f"what it is to run: {', '.join(JOBS)}"
     )
+
     parser.add_argument("--json", action="store_true", help="print one JSON object for machines")
     parser.add_argument(
         "--without-files", action="store_true", help="missing model and data files are warnings"
@@ -39,36 +45,114 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the check; the exit code is 2 where there are errors."""
+    """Print the check, and return 2 for a configuration with errors."""
+    # The option first, then torchrun; without either the configuration's own.
     job = launch()
-    world_size = None if job.alone else job.world_size
-    if arguments.world_size is not None:
-        world_size = arguments.world_size
+    world_size = arguments.world_size
+    if world_size is None and not job.alone:
+        world_size = job.world_size
+
+    # A file that is no configuration at all has no report: its errors are raised.
     try:
-        report = checked(arguments, world_size, job=arguments.job, without_files=arguments.without_files)
+        report = load_and_check(
+            arguments, world_size, job=arguments.job, without_files=arguments.without_files
+        )
     except UserErrors as errors:
         if not arguments.json:
             raise
-        failed = {"valid": False, "errors": [error.to_json() for error in errors.errors], "warnings": []}
-        print(json.dumps(failed, indent=2))
+        record = {"valid": False, "errors": [error.to_json() for error in errors.errors], "warnings": []}
+        print(json.dumps(record, indent=2))
         return EXIT_BAD_INPUT
+
+    # Under torchrun every rank checks, and one prints.
     if process_rank() == 0:
-        if arguments.picture is not None and report.layouts is not None:
-            _write_picture(arguments.picture, picture(report, arguments.config))
-        simulated = None if report.errors or not arguments.simulate else simulation(report)
-        if arguments.json:
-            more = {} if simulated is None else {"simulation": simulation_json(simulated)}
-            print(json.dumps(report_json(report) | more, indent=2))
-        else:
-            print(report_text(report, arguments.config, simulated), flush=True)
-            if report.errors:
-                print(f"\n{len(report.errors)} error(s)", file=sys.stderr)
-    return EXIT_BAD_INPUT if report.errors else 0
+        _print_report(arguments, report)
+    if report.errors:
+        return EXIT_BAD_INPUT
+    return 0
 
 
-def _write_picture(path: Path, text: str) -> None:
+def _print_report(arguments: argparse.Namespace, report: CheckReport) -> None:
+    """Print a report in the form that the arguments ask for, after the picture and the simulation."""
+    # The picture needs layouts, which a configuration with errors may not have.
+    if arguments.picture is not None and report.layouts is not None:
+        _write_picture(arguments.picture, picture(report, arguments.config))
+
+    # A configuration with errors cannot be built.
+    simulated = None
+    if arguments.simulate and not report.errors:
+        simulated = simulate_ranks(report)
+
+    # JSON alone on the output, so that a program can parse it.
+    if arguments.json:
+        record = report_json(report)
+        if simulated is not None:
+            record["simulation"] = simulation_json(simulated)
+        print(json.dumps(record, indent=2))
+        return
+
+    print(report_text(report, arguments.config, simulated), flush=True)
+    if report.errors:
+        print(f"\n{len(report.errors)} error(s)", file=sys.stderr)
+
+
+def report_json(report: CheckReport) -> dict[str, Any]:
+    """Return the report as plain values; sizes are in bytes, lengths in tokens."""
+    config = {}
+    for path, value in flatten(report.config).items():
+        origin = report.origins[path]
+        config[path] = {"value": to_plain(value), "origin": origin.kind, "detail": origin.detail}
+
+    # The number of data-parallel copies is derived, and no field of a layout.
+    roles = {
+        role: {**dataclasses.asdict(layout), "data": layout.data}
+        for role, layout in (report.layouts or {}).items()
+    }
+    memory = [
+        {
+            "rank": rank_memory.rank,
+            "total": {phase: rank_memory.total(phase) for phase in PHASES},
+            "items": [dataclasses.asdict(item) for item in rank_memory.items],
+        }
+        for rank_memory in report.memory
+    ]
+
+    # Null where the check did not get that far.
+    batch = None
+    if report.batch is not None:
+        batch = dataclasses.asdict(report.batch)
+    scoring_pass = None
+    if report.algorithm is not None:
+        scoring_pass = scoring_reason(report.config, report.algorithm)
+    model = None
+    if report.shape is not None:
+        model = {**dataclasses.asdict(report.shape), "parameters": report.shape.parameters}
+    weight_sync = None
+    if report.sync is not None:
+        weight_sync = {**dataclasses.asdict(report.sync), "received_most": report.sync.received_most}
+
+    return {
+        "valid": not report.errors,
+        "untried": report.untried,
+        "world_size": report.world_size,
+        "errors": [error.to_json() for error in report.errors],
+        "warnings": [warning.to_json() for warning in report.warnings],
+        "config": config,
+        "batch": batch,
+        "scoring_pass": scoring_pass,
+        "roles": roles,
+        "model": model,
+        "memory": memory,
+        "weight_sync": weight_sync,
+        "training_records": report.records,
+        "data": [dataclasses.asdict(stats) for stats in report.looked],
+    }
+
+
+def _write_picture(path: Path, svg: str) -> None:
+    """Write the picture; raises UserError where its folder does not exist or cannot be written to."""
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(svg, encoding="utf-8")
     except OSError as error:
         raise UserError(
             "the picture cannot be written",

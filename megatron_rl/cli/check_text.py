@@ -15,7 +15,7 @@ from megatron_rl.config.checkpoint_meta import SAME
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import flatten, to_plain
-from megatron_rl.config.roles import ACTOR, learner_sections, role_of
+from megatron_rl.config.roles import ACTOR, ROLLOUT, learner_sections, role_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import KEEP, OPEN
 from megatron_rl.config.source import one_line
@@ -27,25 +27,32 @@ from megatron_rl.shapes.model import DTYPE_BYTES
 from megatron_rl.shapes.traffic import byte_words, gathered_bytes
 
 WIDTH = 110
+"""Columns of a terminal that wrapped lines fit in."""
+_MAX_VALUE_WIDTH = 60
+"""Characters of a configuration value that are printed."""
+_MAX_VALUE_COLUMN = 44
 _RANKS_IN_A_ROW = 8
 _MAX_BLOCKS = 8
+"""Blocks of ranks up to which a job is drawn completely."""
+_MEMORY_COLUMN = 12
+_MAX_OTHER_RANKS = 5
+
+
+# ---------------------------------------------------------------- the report
 
 
 def report_text(report: CheckReport, name: str, simulated: list[Simulated] | None = None) -> str:
-    """Return the whole check as text, with what was ``simulated``."""
-    size = f"{report.world_size} process{'es' if report.world_size > 1 else ''}"
-    blocks = [f"{name} on {size}", _configuration(report)]
+    """Return the complete check as text, with the ``simulated`` ranks."""
+    # A section is left out where the check did not get as far as its numbers.
+    blocks = [f"{name} on {_count(report.world_size, 'process', 'es')}", _configuration(report)]
     if report.layouts is not None:
         blocks.append(summary(report))
     if report.looked:
-        note = "what was looked at; a run reads every record and leaves out or refuses longer ones"
-        width = max(len(item.where) for item in report.looked)
-        lines = [f"{item.where:<{width}}  {item.line()}" for item in report.looked]
-        blocks.append(_section("DATA", note, lines))
+        blocks.append(_data_section(report))
     if report.memory:
-        note = (
-            "estimate; phases of one step" if report.batch is not None else "estimate, while the stage learns"
-        )
+        note = "estimate; phases of one step"
+        if report.batch is None:
+            note = "estimate, while the stage learns"
         blocks.append(_section("MEMORY", note, _memory(report.memory, report.config.gpu_memory_gib)))
     if simulated is not None:
         blocks.append(_section("SIMULATION", SIMULATED_LAYERS, simulation_lines(simulated)))
@@ -55,8 +62,12 @@ def report_text(report: CheckReport, name: str, simulated: list[Simulated] | Non
         note = "one at each address of rollout.server.urls"
         blocks.append(_section("SERVERS", note, _servers(report.config)))
     if report.layouts is not None and report.shape is None:
-        sync = "" if report.batch is None else ", no bytes per weight sync"
-        blocks.append(f"The model's config.json is not on this machine: no memory{sync}.")
+        unknown = "no memory"
+        if report.batch is not None:
+            unknown = "no memory, no bytes per weight sync"
+        blocks.append(f"The model's config.json is not on this machine: {unknown}.")
+
+    # The findings come after all tables, the verdict last: a terminal shows the end of a long text.
     if report.warnings:
         blocks.append("\n".join(numbered(report.warnings, "warning")))
     if report.errors:
@@ -69,38 +80,81 @@ def summary(report: CheckReport) -> str:
     """Return the batch arithmetic and the roles, for the start of a run."""
     if report.layouts is None:
         return ""
-    note = "one training step, from prompts to micro-batches" if report.batch is not None else ""
+    # A job of one stage has no training step.
+    note = ""
+    if report.batch is not None:
+        note = "one training step, from prompts to micro-batches"
     batch = _section("BATCH", note, batch_lines(report))
     return batch + "\n\n" + _section("ROLES", _legend(report.layouts), _roles(report))
 
 
 def _verdict(report: CheckReport) -> str:
-    warnings = f"{len(report.warnings)} warning{'' if len(report.warnings) == 1 else 's'}"
+    """Return the last line of a check."""
+    warnings = _count(len(report.warnings), "warning")
     if report.errors:
-        count = len(report.errors)
-        return f"NOT READY: {count} error{'' if count == 1 else 's'}, {warnings}"
+        return f"NOT READY: {_count(len(report.errors), 'error')}, {warnings}"
     if report.untried:
         return f"NOT TRIED: no errors, {warnings}; whether Megatron takes its settings is not known"
-    ready = "READY once the missing files are there" if report.files_missing else "READY"
-    return f"{ready}: no errors, {warnings if report.warnings else 'no warnings'}"
+    if not report.warnings:
+        warnings = "no warnings"
+    if report.files_missing:
+        return f"READY once the missing files are there: no errors, {warnings}"
+    return f"READY: no errors, {warnings}"
 
 
 def _section(title: str, note: str, lines: list[str]) -> str:
-    return "\n".join([f"{title}  ({note})" if note else title, *(f"  {line}".rstrip() for line in lines)])
+    """Return a section: its title with a note, and its lines indented."""
+    if note:
+        title = f"{title}  ({note})"
+    return "\n".join([title, *(f"  {line}".rstrip() for line in lines)])
+
+
+def _pair(values: tuple[int, int]) -> str:
+    """Return a range of numbers as text, one number where both are equal."""
+    low, high = values
+    if low == high:
+        return f"{low:,}"
+    return f"{low:,}-{high:,}"
+
+
+def _count(number: int, noun: str, ending: str = "s", plural: str | None = None) -> str:
+    """Return a number with its noun, in the plural unless the number is 1."""
+    if number == 1:
+        return f"{number:,} {noun}"
+    return f"{number:,} {plural or noun + ending}"
+
+
+def _bytes(value: int) -> str:
+    """Return bytes in the largest binary unit that is not larger than them."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= scale:
+            return f"{value / scale:,.1f} {unit}"
+    return f"{value} B"
+
+
+# ---------------------------------------------------------------- configuration and data
 
 
 def _configuration(report: CheckReport) -> str:
-    stated, derived, defaults = [], [], []
+    """Return every value of the configuration: explicit, derived, and defaults."""
+    explicit: list[tuple[str, str, str]] = []
+    derived: list[tuple[str, str, str]] = []
+    defaults: list[str] = []
     for path, value in flatten(report.config).items():
-        origin = report.origins[path]
+        # A job of one stage does not read the keys of the others.
         if not has_use(report.config.job, path):
             continue
+        origin = report.origins[path]
         text = _value(to_plain(value, path.rpartition(".")[2]))
         if origin.kind == "default":
             defaults.append(f"{path}={text}")
+        elif origin.kind == "derived":
+            derived.append((path, text, origin.detail))
         else:
-            (derived if origin.kind == "derived" else stated).append((path, text, origin.detail))
-    lines = ["stated:", *_columns(stated)]
+            explicit.append((path, text, origin.detail))
+
+    # Defaults are many and rarely read: they are wrapped, without their origin.
+    lines = ["stated:", *_columns(explicit)]
     if derived:
         lines += ["derived:", *_columns(derived)]
     lines.append("defaults:")
@@ -110,44 +164,65 @@ def _configuration(report: CheckReport) -> str:
 
 
 def _columns(rows: list[tuple[str, str, str]]) -> list[str]:
-    left = max((len(path) for path, _, _ in rows), default=0)
-    middle = min(44, max((len(text) for _, text, _ in rows), default=0))
-    return [f"  {path:<{left}}  {text:<{middle}}  {detail}".rstrip() for path, text, detail in rows]
+    """Return rows of a key, a value and its origin in aligned columns."""
+    key_width = max((len(path) for path, _, _ in rows), default=0)
+    # One long value must not push the origins of all others off the screen.
+    value_width = min(_MAX_VALUE_COLUMN, max((len(text) for _, text, _ in rows), default=0))
+    return [f"  {path:<{key_width}}  {text:<{value_width}}  {detail}".rstrip() for path, text, detail in rows]
 
 
 def _value(value: object) -> str:
+    """Return a value on one line, shortened to `_MAX_VALUE_WIDTH`."""
     text = one_line(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    if len(text) <= _MAX_VALUE_WIDTH:
+        return text
+    return text[: _MAX_VALUE_WIDTH - 3] + "..."
+
+
+def _data_section(report: CheckReport) -> str:
+    """Return the section of the data sets."""
+    note = "what was looked at; a run reads every record and leaves out or refuses longer ones"
+    width = max(len(stats.where) for stats in report.looked)
+    return _section("DATA", note, [f"{stats.where:<{width}}  {stats.line()}" for stats in report.looked])
+
+
+# ---------------------------------------------------------------- batch
 
 
 def batch_lines(report: CheckReport) -> list[str]:
-    """Return the batch arithmetic in words."""
+    """Return the batch arithmetic: a quantity on the left, its result on the right."""
     rows = [_stage_line(plan) for plan in stage_plans(report.config)]
     if report.batch is not None:
         rows += _step_lines(report, report.batch)
-    width = max(len(left) for left, _ in rows)
-    return [f"{left:<{width}}  =  {right}" for left, right in rows]
+    width = max(len(quantity) for quantity, _ in rows)
+    return [f"{quantity:<{width}}  =  {result}" for quantity, result in rows]
 
 
 def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
+    """Return the lines of a training step, from its prompts to the passes over the data."""
     config = report.config
+    # Rows that do not divide evenly are a range.
     minibatch = f"{_pair(batch.rows_per_minibatch)} rows"
-    more = f" of {batch.prompts_in_flight:,} prompts in flight" if config.rollout.oversample else ""
     steps = f"{_count(batch.updates, 'optimizer step')} per training step"
-    prompt, response = config.data.max_prompt_tokens, batch.longest_row - config.data.max_prompt_tokens
+    prompt = config.data.max_prompt_tokens
+    response = batch.longest_row - prompt
+
+    # With over-sampling more rows are generated than a step learns from.
+    rows_in_flight = f"{batch.prompts_in_flight * batch.samples:,} rows"
+    if config.rollout.oversample:
+        rows_in_flight += f" of {batch.prompts_in_flight:,} prompts in flight"
+    replicas = _count(batch.replicas, "rollout replica")
+    minibatches = _count(batch.optimizer_steps, "mini-batch", "es")
+    copies = _count(batch.actor_data, "data-parallel copy", plural="data-parallel copies")
     return [
         (f"{batch.prompts:,} prompts x {batch.samples:,} samples", f"{batch.rows:,} rows per step"),
+        (f"{rows_in_flight} / {replicas}", f"{_pair(batch.rows_per_replica)} rows to generate per replica"),
         (
-            f"{batch.prompts_in_flight * batch.samples:,} rows{more} / "
-            f"{_count(batch.replicas, 'rollout replica')}",
-            f"{_pair(batch.rows_per_replica)} rows to generate per replica",
-        ),
-        (
-            f"{batch.rows:,} rows / {_count(batch.optimizer_steps, 'mini-batch', 'es')}",
+            f"{batch.rows:,} rows / {minibatches}",
             f"{minibatch} per mini-batch; x {_count(batch.epochs, 'epoch')} = {steps}",
         ),
         (
-            f"{minibatch} / {_count(batch.actor_data, 'data-parallel copy', plural='data-parallel copies')}",
+            f"{minibatch} / {copies}",
             f"{_pair(batch.rows_per_actor_rank)} rows per copy of the actor, balanced by tokens",
         ),
         (
@@ -166,152 +241,185 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
         *_checkpoint_line(report),
         *_episode_lines(report, batch),
         *_scoring_line(report),
-        (f"{config.rollout.order} order", _order_words(config)),
+        (f"{config.rollout.order} order", _order_text(config)),
         (
             f"{_count(config.steps, 'step')} x {_count(batch.prompts, 'prompt')}",
-            _passes(config.steps, batch, report.records),
+            _data_passes(config.steps, batch, report.records),
         ),
     ]
 
 
 def _checkpoint_line(report: CheckReport) -> list[tuple[str, str]]:
-    """Return how optimizers are saved, and what that takes on the rank that holds the most."""
-    config, layouts = report.config, report.layouts or {}
-    settings, shards, whole = config.checkpoint, 0, 0
+    """Return the layout in which optimizers are saved, and its memory on the fullest rank."""
+    config = report.config
+    layouts = report.layouts or {}
+    shard_bytes = 0
+    gathered = 0
     for path, section in learner_sections(config).items():
         role = role_of(path)
         name = "optimizer" if role == ACTOR.name else f"{role} optimizer"
-        held = [item.bytes for memory in report.memory for item in memory.items if item.name == name]
-        if held:
-            copies = layouts[role].data * layouts[role].context if section.optimizer.distributed else 1
-            saved = saved_bytes(max(held), section.optimizer, DTYPE_BYTES[config.model.dtype])
-            shards, whole = shards + saved, whole + saved * copies
-    if not whole:
+        sizes = [item.bytes for memory in report.memory for item in memory.items if item.name == name]
+        if not sizes:
+            continue
+        # A distributed optimizer is cut over the data-parallel ranks; gathered, one rank has all of it.
+        copies = 1
+        if section.optimizer.distributed:
+            copies = layouts[role].data * layouts[role].context
+        saved = saved_bytes(max(sizes), section.optimizer, DTYPE_BYTES[config.model.dtype])
+        shard_bytes += saved
+        gathered += saved * copies
+    if not gathered:
         return []
-    words = f"optimizers gathered for any layout, {_bytes(whole)} on a rank"
+
+    settings = config.checkpoint
     if settings.optimizer_layout == SAME:
-        words = f"optimizers in shards, {_bytes(shards)} a rank; the last for any layout, {_bytes(whole)}"
-    wait = "the copy to the host" if settings.asynchronous else "it"
-    return [(f"checkpoint every {_count(settings.every, 'step')}", f"{words}; steps wait for {wait}")]
+        text = (
+            f"optimizers in shards, {_bytes(shard_bytes)} a rank; the last for any layout, {_bytes(gathered)}"
+        )
+    else:
+        text = f"optimizers gathered for any layout, {_bytes(gathered)} on a rank"
+    # An asynchronous checkpoint is written from its copy, beside the steps.
+    blocking = "the copy to the host" if settings.asynchronous else "it"
+    return [(f"checkpoint every {_count(settings.every, 'step')}", f"{text}; steps wait for {blocking}")]
 
 
 def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
-    """Return what a run with an environment has at once: episodes, turns, and memory for them."""
+    """Return the concurrency of a run with an environment: episodes, turns, and memory for them."""
     environment = report.config.rollout.environment
     if environment is None:
         return []
-    rows, flight = batch.rows_per_replica[1], episodes_in_flight(report.config, batch)
-    waiting = max(0, batch.prompts_in_flight - flight // batch.samples * batch.replicas)
-    queue = f"{_count(waiting, 'group')} of the step wait in the queue" if waiting else "no group waits"
-    bound = " (fewer where the engine takes fewer)" if flight == rows else ""
-    turns, per_turn = _count(environment.max_turns, "turn"), f"{environment.turn_timeout:g} s"
+    # The replica with most rows.
+    rows = batch.rows_per_replica[1]
+    in_flight = episodes_in_flight(report.config, batch)
+    queued = max(0, batch.prompts_in_flight - in_flight // batch.samples * batch.replicas)
+    queue = "no group waits"
+    if queued:
+        queue = f"{_count(queued, 'group')} of the step wait in the queue"
+
+    # Without a limit of its own the configuration does not know the engine's.
+    engine_limit = ""
+    if in_flight == rows:
+        engine_limit = " (fewer where the engine takes fewer)"
     processes = _count(environment.workers, "process", "es")
     lines = [
-        (f"{flight:,} of {rows:,} episodes in flight", f"a replica's, at most{bound}; {queue}"),
+        (f"{in_flight:,} of {rows:,} episodes in flight", f"a replica's, at most{engine_limit}; {queue}"),
         (
-            f"episode <= {turns}",
-            f"each answered within {per_turn}; {processes} of environments per replica",
+            f"episode <= {_count(environment.max_turns, 'turn')}",
+            f"each answered within {environment.turn_timeout:g} s; {processes} of environments per replica",
         ),
     ]
+
+    # The caches of ranks differ where stages do: the largest is shown.
     caches = [item for rank in report.memory for item in rank.items if item.name == "key-value cache"]
     if caches:
-        largest = max(caches, key=lambda item: item.bytes)
-        lines.append((f"key-value cache {_bytes(largest.bytes)}", f"per rank, {largest.how}"))
+        cache = max(caches, key=lambda item: item.bytes)
+        lines.append((f"key-value cache {_bytes(cache.bytes)}", f"per rank, {cache.how}"))
     return lines
 
 
-def _order_words(config: RunConfig) -> str:
-    rollout, asynchrony = config.rollout, config.asynchrony
-    words = "a step learns from exactly its prompts"
+def _order_text(config: RunConfig) -> str:
+    """Return the rows that a step learns from, by the order of the rollout."""
+    rollout = config.rollout
+    # The closed order without over-sampling; each setting replaces or extends its text.
+    text = "a step learns from exactly its prompts"
     if rollout.oversample:
-        words = f"a step learns from the groups complete first, in rounds of {rollout.round_tokens:,} tokens"
+        text = f"a step learns from the groups complete first, in rounds of {rollout.round_tokens:,} tokens"
     if rollout.order == OPEN:
-        words = "a step learns from the groups complete first by the clock, not repeatable"
-        words += f"; at an update prefixes are {'kept' if rollout.on_update == KEEP else 'computed again'}"
-    if asynchrony.steps_ahead or rollout.partial:
-        bound = asynchrony.max_staleness
-        words += f"; no token is older than {_count(0 if bound is None else bound, 'update')}"
-    return words
+        prefixes = "kept" if rollout.on_update == KEEP else "computed again"
+        text = "a step learns from the groups complete first by the clock, not repeatable"
+        text += f"; at an update prefixes are {prefixes}"
+    if config.asynchrony.steps_ahead or rollout.partial:
+        text += f"; no token is older than {_count(config.asynchrony.max_staleness or 0, 'update')}"
+    return text
 
 
 def _scoring_line(report: CheckReport) -> list[tuple[str, str]]:
+    """Return the source of the old log-probs; no line where the algorithm is not known."""
     if report.algorithm is None:
         return []
     reason = scoring_reason(report.config, report.algorithm)
-    words = "one optimizer step: those of its own pass, the actor scores nothing before"
-    return [("old log-probs", words if reason is None else f"a scoring pass of the actor: {reason}")]
+    if reason is None:
+        text = "one optimizer step: those of its own pass, the actor scores nothing before"
+    else:
+        text = f"a scoring pass of the actor: {reason}"
+    return [("old log-probs", text)]
 
 
 def _stage_line(plan: StagePlan) -> tuple[str, str]:
+    """Return the line of a stage: its steps, or its epochs."""
     settings = plan.settings
-    size = _count(settings.per_step, settings.UNIT)
+    # A stage counts rows or pairs.
+    rows_per_step = _count(settings.per_step, settings.UNIT)
     if settings.steps is None:
+        # Epochs can be a fraction.
         epochs = "1 epoch" if settings.epochs == 1 else f"{settings.epochs:g} epochs"
-        return f"{plan.where}: {epochs}", f"steps of {size}"
+        return f"{plan.where}: {epochs}", f"steps of {rows_per_step}"
     total = f"{_count(settings.steps * settings.per_step, settings.UNIT)} in all"
-    return f"{plan.where}: {_count(settings.steps, 'step')} x {size}", total
+    return f"{plan.where}: {_count(settings.steps, 'step')} x {rows_per_step}", total
 
 
-def _passes(steps: int, batch: BatchPlan, records: int | None) -> str:
+def _data_passes(steps: int, batch: BatchPlan, records: int | None) -> str:
+    """Return the prompts of a run, and the passes over the data where the number of records is known."""
     total = f"{steps * batch.prompts:,} prompts in the run"
     if not records:
         return total
     return f"{total}, {steps * batch.prompts / records:.3g} passes over {records:,} records"
 
 
-def _pair(values: tuple[int, int]) -> str:
-    low, high = values
-    return f"{low:,}" if low == high else f"{low:,}-{high:,}"
-
-
-def _count(number: int, word: str, ending: str = "s", plural: str | None = None) -> str:
-    return f"{number:,} {word if number == 1 else plural or word + ending}"
+# ---------------------------------------------------------------- roles and ranks
 
 
 def _legend(layouts: Mapping[str, ParallelLayout]) -> str:
+    """Return the meaning of the letters in the table of ranks."""
     names = ["t tensor"]
+    # Only letters that the table has.
     if any(layout.context > 1 for layout in layouts.values()):
         names.append("c context")
-    if any(layout.data > 1 for role, layout in layouts.items() if role != "rollout"):
+    if any(layout.data > 1 for role, layout in layouts.items() if role != ROLLOUT.name):
         names.append("d data")
     if any(layout.pipeline > 1 for layout in layouts.values()):
         names.append("p pipeline")
-    if "rollout" in layouts:
+    if ROLLOUT.name in layouts:
         names.append("r replica")
     return ", ".join(names)
 
 
 def _roles(report: CheckReport) -> list[str]:
+    """Return each role's sizes, then a table of the ranks with the coordinates of each role."""
     layouts = report.layouts or {}
-    world, node = report.world_size, min(report.config.gpus_per_node, _RANKS_IN_A_ROW)
-    names = max(len(role) for role in layouts)
-    lines = [f"{role:<{names}} {role_words(role, layout)}" for role, layout in layouts.items()]
-    starts = list(range(0, world, node))
-    shown = starts if len(starts) <= _MAX_BLOCKS else [*starts[:3], starts[-1]]
-    cells = {
-        role: {
-            rank: cell_label(role, layout, rank)
-            for start in shown
-            for rank in range(start, min(start + node, world))
-        }
+    world = report.world_size
+    block = min(report.config.gpus_per_node, _RANKS_IN_A_ROW)
+    role_width = max(len(role) for role in layouts)
+    lines = [f"{role:<{role_width}} {layout_text(role, layout)}" for role, layout in layouts.items()]
+
+    # Of a large job the first blocks and the last one are drawn.
+    starts = list(range(0, world, block))
+    if len(starts) > _MAX_BLOCKS:
+        starts = [*starts[:3], starts[-1]]
+    blocks = [range(start, min(start + block, world)) for start in starts]
+    labels = {
+        role: {rank: cell_label(role, layout, rank) for ranks in blocks for rank in ranks}
         for role, layout in layouts.items()
     }
-    labels = [label for row in cells.values() for label in row.values()]
-    width = max(4, *(len(label) for label in labels)) + 1
-    for position, start in enumerate(shown):
-        ranks = range(start, min(start + node, world))
-        if position and start != shown[position - 1] + node:
-            lines += ["", f"... {(start - shown[position - 1]) // node - 1} more blocks of {node} ranks ..."]
-        lines += ["", f"{'rank':<{names}} |" + "|".join(f"{rank:^{width}}" for rank in ranks) + "|"]
-        lines.append("-" * (names + 1) + "+" + "+".join("-" * width for _ in ranks) + "+")
+    # Ranks have up to five digits, coordinates may be longer.
+    width = max(4, *(len(label) for row in labels.values() for label in row.values())) + 1
+
+    next_start = 0
+    for ranks in blocks:
+        if ranks.start != next_start:
+            omitted = (ranks.start - next_start) // block
+            lines += ["", f"... {omitted} more blocks of {block} ranks ..."]
+        next_start = ranks.start + block
+        lines += ["", f"{'rank':<{role_width}} |" + "|".join(f"{rank:^{width}}" for rank in ranks) + "|"]
+        lines.append("-" * (role_width + 1) + "+" + "+".join("-" * width for _ in ranks) + "+")
         for role in layouts:
-            row = "|".join(f"{cells[role][rank]:^{width}}" for rank in ranks)
-            lines.append(f"{role:<{names}} |{row}|")
+            row = "|".join(f"{labels[role][rank]:^{width}}" for rank in ranks)
+            lines.append(f"{role:<{role_width}} |{row}|")
     return lines
 
 
-def role_words(role: str, layout: ParallelLayout) -> str:
-    """Return the parallel sizes of a role in words."""
+def layout_text(role: str, layout: ParallelLayout) -> str:
+    """Return the parallel sizes of a role as text."""
     notes = []
     if layout.virtual_pipeline > 1:
         notes.append(f"{layout.virtual_pipeline} virtual stages per rank")
@@ -319,87 +427,108 @@ def role_words(role: str, layout: ParallelLayout) -> str:
         notes.append(f"expert {layout.expert}")
     if layout.sequence_parallel:
         notes.append("sequence parallel")
-    copies = "replicas" if role == "rollout" else "data"
-    return f"{layout.words(copies)} = {_count(len(layout.ranks), 'rank')}" + (
-        f"  ({', '.join(notes)})" if notes else ""
-    )
+
+    # Data-parallel copies of the engine are called replicas.
+    copies = "replicas" if role == ROLLOUT.name else "data"
+    text = f"{layout.words(copies)} = {_count(len(layout.ranks), 'rank')}"
+    if notes:
+        text += f"  ({', '.join(notes)})"
+    return text
 
 
 def cell_label(role: str, layout: ParallelLayout, rank: int) -> str:
-    """Return a rank's coordinates in a role's layout, a dot where it has none."""
+    """Return a rank's coordinates in a role's layout, a dot for a rank without the role."""
     if rank not in layout.ranks:
         return "."
     tensor, context, data, pipeline = layout.coordinates(rank)
-    parts = [("t", tensor, layout.tensor), ("c", context, layout.context)]
-    if role == "rollout":
-        parts.insert(0, ("r", data, max(layout.data, 2)))
+    coordinates = [("t", tensor, layout.tensor), ("c", context, layout.context)]
+    if role == ROLLOUT.name:
+        # A replica is numbered even where there is one, so that a label of it is not empty.
+        coordinates.insert(0, ("r", data, max(layout.data, 2)))
     else:
-        parts += [("d", data, layout.data), ("p", pipeline, layout.pipeline)]
-    label = " ".join(f"{name}{index}" for name, index, size in parts if size > 1)
+        coordinates += [("d", data, layout.data), ("p", pipeline, layout.pipeline)]
+    label = " ".join(f"{letter}{index}" for letter, index, size in coordinates if size > 1)
     return label or "all"
 
 
+# ---------------------------------------------------------------- memory, servers and weight sync
+
+
 def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
-    worst = ranks[0]
-    phases = [phase for phase in PHASES if worst.total(phase)]
-    items = sorted(worst.items, key=lambda item: -item.bytes)
+    """Return the memory of the fullest rank by item and phase, then that of other ranks."""
+    fullest = ranks[0]
+    # A job of one stage only learns.
+    phases = [phase for phase in PHASES if fullest.total(phase)]
+    items = sorted(fullest.items, key=lambda item: -item.bytes)
     name_width = max(len(item.name) for item in items) + 2
-    header = "".join(f"{phase:>12}" for phase in phases)
-    lines = [f"{f'rank {worst.rank}':<{name_width}}{header}    largest first"]
+
+    header = "".join(f"{phase:>{_MEMORY_COLUMN}}" for phase in phases)
+    lines = [f"{f'rank {fullest.rank}':<{name_width}}{header}    largest first"]
     for item in items:
-        cells = "".join(f"{_bytes(item.bytes) if phase in item.phases else '':>12}" for phase in phases)
-        host = "" if item.phases else f"{_bytes(item.bytes)} on the host: "
-        lines.append(f"{item.name:<{name_width}}{cells}    {host}{item.how}")
-    totals = "".join(f"{_bytes(worst.total(phase)):>12}" for phase in phases)
-    lines += ["-" * (name_width + 12 * len(phases)), f"{'total':<{name_width}}{totals}"]
+        cells = [_bytes(item.bytes) if phase in item.phases else "" for phase in phases]
+        row = "".join(f"{cell:>{_MEMORY_COLUMN}}" for cell in cells)
+        # An item of no phase is in host memory.
+        origin = item.how
+        if not item.phases:
+            origin = f"{_bytes(item.bytes)} on the host: {item.how}"
+        lines.append(f"{item.name:<{name_width}}{row}    {origin}")
+
+    totals = "".join(f"{_bytes(fullest.total(phase)):>{_MEMORY_COLUMN}}" for phase in phases)
+    lines += ["-" * (name_width + _MEMORY_COLUMN * len(phases)), f"{'total':<{name_width}}{totals}"]
     if gib is not None:
         lines[-1] += f"    of {gib:g} GiB"
-    if any(len(worst.turns(phase)) > 1 for phase in phases):
+    if any(len(fullest.turns(phase)) > 1 for phase in phases):
         lines.append(
             "roles on one rank work in turn: of what each has on the device meanwhile the largest counts"
         )
+
     if len(ranks) > 1:
-        most = "".join(f"{_bytes(max(memory.total(phase) for memory in ranks)):>12}" for phase in phases)
-        lines.append(f"{'most on any rank':<{name_width}}{most}")
-        others = ", ".join(f"rank {memory.rank} {_bytes(memory.peak)}" for memory in ranks[1:6])
-        lines.append(f"others at their peak: {others}" + (" ..." if len(ranks) > 6 else ""))
+        # The fullest rank of a phase need not be the fullest of all.
+        peaks = [max(memory.total(phase) for memory in ranks) for phase in phases]
+        row = "".join(f"{_bytes(peak):>{_MEMORY_COLUMN}}" for peak in peaks)
+        lines.append(f"{'most on any rank':<{name_width}}{row}")
+        other_ranks = ranks[1 : 1 + _MAX_OTHER_RANKS]
+        text = ", ".join(f"rank {memory.rank} {_bytes(memory.peak)}" for memory in other_ranks)
+        if len(ranks) > 1 + _MAX_OTHER_RANKS:
+            text += " ..."
+        lines.append(f"others at their peak: {text}")
     return lines
 
 
 def _servers(config: RunConfig) -> list[str]:
+    """Return the command that starts an inference server of the configuration."""
+    # The command depends on the model's architecture.
     if not (Path(config.model.path) / "config.json").is_file():
         return ["the command that starts one stands here once the model does in model.path"]
     command = ENGINES[config.rollout.engine].start_command
     if command is None:
         return ["start them as the engine's own documentation says"]
+    # By path, since modules of an engine may import its package.
     module, _, function = command.partition(":")
     return getattr(import_module(module), function)(config)
 
 
 def _sync(report: CheckReport) -> list[str]:
-    sync, layouts = report.sync, report.layouts
+    """Return the bytes of a weight sync, and of the same by gathering complete tensors."""
+    sync = report.sync
+    layouts = report.layouts
     assert sync is not None and layouts is not None
-    actor, rollout = layouts["actor"], layouts["rollout"]
-    apart = lora_apart(report.config) is not None
+    actor = layouts[ACTOR.name]
+    adapters_alone = lora_apart(report.config) is not None
     rows: list[tuple[str, float]] = [
-        ("adapters" if apart else "model", sync.model_bytes),
+        ("adapters" if adapters_alone else "model", sync.model_bytes),
         ("needed by a rollout rank, at most", max(sync.needed.values())),
         ("received by the busiest rank", sync.received_most),
         ("received by all ranks together", sum(sync.received.values())),
     ]
-    colocated = bool(set(actor.ranks) & set(rollout.ranks))
+    colocated = bool(set(actor.ranks) & set(layouts[ROLLOUT.name].ranks))
+    # The comparison: what other systems do with the same layouts.
     gathered = gathered_bytes(sync.model_bytes, actor, colocated)
     if gathered:
         rows.append(("by gathering whole tensors instead, per rank", gathered))
+
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {byte_words(value)}" for name, value in rows]
-    if apart:
+    if adapters_alone:
         lines.append("the weights beneath the adapters move once, at the first sync")
     return [*lines, "a rank receives what it lacks; what it holds as an actor rank is copied inside the rank"]
-
-
-def _bytes(value: int) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= scale:
-            return f"{value / scale:,.1f} {unit}"
-    return f"{value} B"

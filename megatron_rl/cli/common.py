@@ -1,4 +1,4 @@
-"""What the commands share."""
+"""Arguments and checks that several commands share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.check.model.megatron_settings import LONG_PATIENCE, PATIENCE
 from megatron_rl.config.load import load
+from megatron_rl.error_forms import out_of_range
 from megatron_rl.errors import UserError
 from megatron_rl.launcher import process_rank
 
@@ -24,36 +25,45 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def require_counts(arguments: argparse.Namespace, *names: str) -> None:
-    """Raise UserError for the first of the named arguments that is given and below 1."""
+def require_counts(arguments: argparse.Namespace, *names: str, at_most: int | None = None) -> None:
+    """Raise UserError for the first of the named arguments that is given and below 1 or above a limit.
+
+    The limit is the only border against absurd sizes: the code behind it does not check them again.
+    """
     for name in names:
         value = getattr(arguments, name)
-        if value is not None and value < 1:
-            option = "--" + name.replace("_", "-")
-            raise UserError(
-                f"{option} must be 1 or more",
-                where=option,
-                expected="1 or more",
-                got=str(value),
-                fix=f"set {option} to 1 or more",
-            )
+        if value is None or (value >= 1 and (at_most is None or value <= at_most)):
+            continue
 
-
-def require_at_most(arguments: argparse.Namespace, name: str, most: int) -> None:
-    """Raise UserError where the named argument is above ``most``."""
-    value = getattr(arguments, name)
-    if value is not None and value > most:
+        expected = "1 or more"
+        if at_most is not None:
+            expected = f"1 to {at_most:,}"
         option = "--" + name.replace("_", "-")
-        raise UserError(
-            f"{option} is more than can be planned for",
-            where=option,
-            expected=f"at most {most:,}",
-            got=f"{value:,}",
-            fix=f"set {option} to {most} or less",
-        )
+        raise out_of_range(option, value, expected, fix=f"set {option} to {expected}")
 
 
-def checked(
+def require_directory(path: Path, argument: str) -> None:
+    """Raise UserError unless the path is a directory."""
+    if path.is_dir():
+        return
+
+    # The likely mistake is in the last part of the path.
+    siblings = []
+    if path.parent.is_dir():
+        siblings = sorted(item.name for item in path.parent.iterdir() if item.is_dir())
+    fix = "correct the path"
+    if siblings:
+        fix = f"directories beside it: {', '.join(siblings[:8])}"
+    raise UserError(
+        f"there is no directory {path}",
+        where=argument,
+        expected="an existing directory",
+        got="a file" if path.exists() else "nothing there",
+        fix=fix,
+    )
+
+
+def load_and_check(
     arguments: argparse.Namespace,
     world_size: int | None,
     *,
@@ -63,17 +73,25 @@ def checked(
 ) -> CheckReport:
     """Load and check the configuration of a command; raises UserErrors where it cannot be read at all.
 
-    ``job`` None takes the configuration's own.
+    ``job`` None: the configuration's own. ``training`` waits longer for Megatron's answer.
     """
-    overrides = arguments.overrides if job is None else [*arguments.overrides, f"job={job}"]
+    overrides = list(arguments.overrides)
+    if job is not None:
+        overrides.append(f"job={job}")
     loaded = load(Path(arguments.config), overrides)
-    patience = LONG_PATIENCE if training else PATIENCE
-    folders = [above / "models" for file in loaded.files for above in (file.parent, file.parent.parent)]
+
+    # Models that ship with the configuration are in a folder beside it, or one level up.
+    folders = [folder / "models" for file in loaded.files for folder in (file.parent, file.parent.parent)]
+    # One rank of a job tries Megatron's settings for all; a run has more time for that than a check.
+    patience = 0.0
+    if process_rank() == 0:
+        patience = LONG_PATIENCE if training else PATIENCE
+
     return check_config(
         loaded,
         world_size,
         training=training,
         without_files=without_files,
         shipped_models=next((folder for folder in folders if folder.is_dir()), None),
-        patience=patience if process_rank() == 0 else 0,  # one rank of a job asks for all
+        patience=patience,
     )

@@ -1,11 +1,11 @@
-"""Put runs beside each other: settings that differ, results with their spread over seeds, curves."""
+"""The ``compare`` command: settings in which runs differ, results with their spread over seeds, curves."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from megatron_rl.cli.eval import require_directory
+from megatron_rl.cli.common import require_directory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     folders = [Path(name) for name in arguments.runs]
     for folder in folders:
         require_directory(folder, "RUN_DIR")
+
     from megatron_rl.trainer import compare
 
     out = Path(arguments.out)

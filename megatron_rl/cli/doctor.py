@@ -1,4 +1,4 @@
-"""Check the environment as a user has it, and say what to fix."""
+"""The ``doctor`` command: check the environment as a user has it, and print what to fix."""
 
 from __future__ import annotations
 
@@ -16,14 +16,20 @@ from megatron_rl.planning.machine import (
     accelerators,
     disk,
     limits,
-    machines_packages,
     optional_packages,
     packages,
     shared_memory,
-    unfit,
+    stack_conflicts,
+    system_packages,
 )
 
 _MARKS = {"ok": "ok  ", "note": "note", "warning": "WARN", "error": "FAIL"}
+"""Level of a finding -> its mark."""
+_JOIN_SECONDS = 60.0
+"""Timeout of the rendezvous, and of every collective."""
+
+Sections = dict[str, list[Finding]]
+"""Findings by the title under which they are printed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only say which of this machine's own packages do not go with the GPU stack, and write the "
         "others to FILE as pip's constraints",
     )
+
     parser.add_argument(
         "--gpu",
         action="store_true",
@@ -52,8 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Print every finding; the exit code is 1 where something cannot work."""
     if arguments.before_install:
         return _before_install(Path(arguments.before_install))
-    speaks = process_rank() == 0
-    sections: dict[str, list[Finding]] = {
+
+    # Under torchrun every rank examines its machine, and one prints.
+    prints = process_rank() == 0
+    sections: Sections = {
         "packages": packages(),
         "optional": optional_packages(),
         "accelerators": accelerators(),
@@ -61,74 +70,92 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if not arguments.quick:
         sections["imports"] = _imports()
+
+    # Other ranks print their errors at once: a machine with errors may never meet the others.
     errors = [finding for section in sections.values() for finding in section if finding.level == "error"]
-    if not speaks:  # at once: a machine with errors may not come to meet the others
-        for finding in errors:
-            fix = f"; fix: {finding.fix}" if finding.fix else ""
-            place = f"{socket.gethostname()}, rank {process_rank()}"
-            print(f"{place}: {finding.name}: {finding.text}{fix}", file=sys.stderr, flush=True)
+    if not prints:
+        _print_errors(errors)
+
     world = launch(joins=True).world_size
-    together = world > 1 and not arguments.gpu
-    if together:
-        sections["links between ranks"], others = _links(errors)
-        if others:
-            sections["other ranks"] = others
+    measures_links = world > 1 and not arguments.gpu
+    if measures_links:
+        link_section, rank_section = _links(errors)
+        sections["links between ranks"] = link_section
+        if rank_section:
+            sections["other ranks"] = rank_section
     elif world == 1 and not arguments.quick:
         text = "not measured: start with torchrun --nproc-per-node N -m megatron_rl doctor"
         sections["links between ranks"] = [Finding("note", "all-reduce", text)]
+    # A machine that lacks packages would fail the proof with a worse message.
     if arguments.gpu and not _failed(sections):
-        sections["proof"] = _proof(Path(arguments.out), world, shown=speaks and not arguments.json)
-    if speaks and arguments.json:
-        print(
-            json.dumps({name: [vars(item) for item in found] for name, found in sections.items()}, indent=2)
-        )
-    elif speaks:
+        sections["proof"] = _proof(Path(arguments.out), world, prints=prints and not arguments.json)
+
+    if prints and arguments.json:
+        record = {name: [vars(finding) for finding in findings] for name, findings in sections.items()}
+        print(json.dumps(record, indent=2))
+    elif prints:
         _print(sections)
-    if together:
+    if measures_links:
         from megatron_rl.distributed import watch
 
+        # All ranks leave together: the launcher ends rank 0 as soon as another rank ends with an error.
         sys.stdout.flush()
-        watch.leave()  # the launcher ends rank 0 when another has ended with an error
-    return 1 if _failed(sections) else 0
+        watch.leave()
+    return int(_failed(sections))
 
 
-def _failed(sections: dict[str, list[Finding]]) -> bool:
+def _failed(sections: Sections) -> bool:
+    """Return whether any finding is an error."""
     return any(finding.level == "error" for section in sections.values() for finding in section)
 
 
-def _proof(folder: Path, world: int, *, shown: bool) -> list[Finding]:
+def _print_errors(errors: list[Finding]) -> None:
+    """Print the errors of a rank that does not print the table."""
+    for finding in errors:
+        line = f"{socket.gethostname()}, rank {process_rank()}: {finding.name}: {finding.text}"
+        if finding.fix:
+            line += f"; fix: {finding.fix}"
+        print(line, file=sys.stderr, flush=True)
+
+
+def _proof(folder: Path, world: int, *, prints: bool) -> list[Finding]:
     """Prove the machines, with a line as each step ends. Collective over the world."""
-    from megatron_rl.planning.proof import prove  # what a machine lacks is said before anything is installed
+    # It imports torch, which a machine that lacks packages may not have.
+    from megatron_rl.planning.proof import prove
 
     findings = []
     for finding in prove(folder, world):
         findings.append(finding)
-        if shown:
+        if prints:
             print(f"{_MARKS[finding.level]}  {finding.name}", flush=True)
-        elif finding.level == "error":  # the launcher ends the others, and rank 0 may not come to its own
+        elif finding.level == "error":
+            # The launcher ends the other ranks, and rank 0 may not come to print its own.
             print(f"rank {process_rank()}: {finding.name}: {finding.text}", file=sys.stderr, flush=True)
     return findings
 
 
 def _before_install(constraints: Path) -> int:
-    """Print what does not fit, and write what must stay; the exit code is 1 where anything is wrong."""
-    versions = machines_packages()
-    findings = unfit(versions)
+    """Print the conflicts of the machine's packages, and write those to keep; the exit code is 1 for any."""
+    versions = system_packages()
+    findings = stack_conflicts(versions)
     for finding in findings:
         print(f"{finding.name}: {finding.text}\n  fix: {finding.fix}")
     constraints.write_text("".join(f"{name}=={version}\n" for name, version in sorted(versions.items())))
-    return 1 if findings else 0
+    return int(bool(findings))
 
 
-def _print(sections: dict[str, list[Finding]]) -> None:
-    findings = [finding for section in sections.values() for finding in section]
-    for name, of_section in sections.items():
-        print(f"{name.upper()}")
-        for finding in of_section:
+def _print(sections: Sections) -> None:
+    """Print the findings by section, then the verdict."""
+    for title, section in sections.items():
+        print(title.upper())
+        for finding in section:
             print(f"  {_MARKS[finding.level]}  {finding.name:<20} {finding.text}")
             if finding.fix:
                 print(f"{'':28} fix: {finding.fix}")
         print()
+
+    # The verdict is last, where a terminal shows it.
+    findings = [finding for section in sections.values() for finding in section]
     count = {level: sum(finding.level == level for finding in findings) for level in _MARKS}
     if count["error"]:
         print(f"NOT HEALTHY: {count['error']} to fix, {count['warning']} warnings")
@@ -137,71 +164,88 @@ def _print(sections: dict[str, list[Finding]]) -> None:
 
 
 def _imports() -> list[Finding]:
-    """Import what training imports, as versions that fit on paper may still not load together."""
-
-    def torch_version() -> str:
-        import torch
-
-        value = torch.arange(6.0).reshape(2, 3)
-        if float((value @ value.T).sum()) != 83.0:
-            raise RuntimeError("a matrix product of torch is wrong")
-        return f"torch {torch.__version__} computes"
-
-    def megatron() -> str:
-        from megatron_rl.distributed import device
-        from megatron_rl.megatron import model
-
-        return f"{model.__name__} loads; device {device.device()}, communication through {device.backend()}"
-
-    def tokenizers() -> str:
-        import transformers
-
-        return f"transformers {transformers.__version__} loads"
-
-    def engine() -> str:
-        from megatron_rl.rollout.engines.vllm.setup import prepare_vllm
-
-        prepare_vllm()
-        return "vLLM loads and is prepared for running inside training processes"
-
+    """Import the packages of training: versions that fit on paper may still not load together."""
+    install = "install as launch/setup.sh does"
     checks: list[tuple[str, Callable[[], str], str]] = [
-        ("torch", torch_version, "install as launch/setup.sh does"),
-        ("Megatron-Core", megatron, "install as launch/setup.sh does"),
-        ("transformers", tokenizers, "remove torchvision, torchaudio and torchcodec of another build"),
-        ("vLLM", engine, "install the vLLM that fits this torch, or train with rollout.engine=torch"),
+        ("torch", _import_torch, install),
+        ("Megatron-Core", _import_megatron, install),
+        (
+            "transformers",
+            _import_transformers,
+            "remove torchvision, torchaudio and torchcodec of another build",
+        ),
+        ("vLLM", _import_vllm, "install the vLLM that fits this torch, or train with rollout.engine=torch"),
     ]
+
     findings = []
     for name, check, fix in checks:
         try:
             findings.append(Finding("ok", name, check()))
-        except Exception as error:  # anything may go wrong inside a foreign package's import
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            first = (str(error).splitlines() or [""])[0]
-            text = f"{type(error).__name__}: {first} ({last.filename}:{last.lineno})"
+        # Any exception may come out of a foreign package's import.
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            message = (str(error).splitlines() or [""])[0]
+            text = f"{type(error).__name__}: {message} ({frame.filename}:{frame.lineno})"
+            # Without vLLM plain torch can generate.
             level = "warning" if name == "vLLM" else "error"
             findings.append(Finding(level, name, text, fix))
     return findings
 
 
-def _links(errors: list[Finding]) -> tuple[list[Finding], list[Finding]]:
-    """Measure the links between ranks; return what they are, and the ``errors`` of ranks but the first.
+def _import_torch() -> str:
+    """Import torch, and multiply two matrices whose product is known."""
+    import torch
 
-    What several ranks of a machine say is of the lowest of them. Collective over the world.
+    values = torch.arange(6.0).reshape(2, 3)
+    if float((values @ values.T).sum()) != 83.0:
+        raise RuntimeError("a matrix product of torch is wrong")
+    return f"torch {torch.__version__} computes"
+
+
+def _import_megatron() -> str:
+    """Import Megatron-Core as a role's model does."""
+    from megatron_rl.distributed import device
+    from megatron_rl.megatron import model
+
+    return f"{model.__name__} loads; device {device.device()}, communication through {device.backend()}"
+
+
+def _import_transformers() -> str:
+    """Import transformers."""
+    import transformers
+
+    return f"transformers {transformers.__version__} loads"
+
+
+def _import_vllm() -> str:
+    """Import vLLM and prepare it as a rank does."""
+    from megatron_rl.rollout.engines.vllm.setup import prepare_vllm
+
+    prepare_vllm()
+    return "vLLM loads and is prepared for running inside training processes"
+
+
+def _links(errors: list[Finding]) -> tuple[list[Finding], list[Finding]]:
+    """Return the findings on the links between ranks, and the ``errors`` of all ranks but the first.
+
+    An error that several ranks of a machine have is reported for the lowest of them. Collective over the
+    world.
     """
     from megatron_rl.distributed import device
     from megatron_rl.distributed.exchange import gather_objects
-    from megatron_rl.planning import probe
-    from megatron_rl.planning.proof import link_findings
+    from megatron_rl.planning.proof import link_findings, probe_links
 
-    device.initialize(60.0)
-    links = probe.probe_links(socket.gethostname())
-    said: dict[tuple[str, Finding], int] = {}
-    for rank, findings in enumerate(gather_objects(errors)):
-        for finding in findings:
-            said.setdefault((links.hosts[rank], finding), rank)
-    others = [
+    device.initialize(_JOIN_SECONDS)
+    links = probe_links(socket.gethostname())
+
+    # Ranks of one machine mostly have the same errors.
+    lowest_rank: dict[tuple[str, Finding], int] = {}
+    for rank, rank_errors in enumerate(gather_objects(errors)):
+        for finding in rank_errors:
+            lowest_rank.setdefault((links.hosts[rank], finding), rank)
+    rank_findings = [
         Finding("error", finding.name, f"{host}, rank {rank}: {finding.text}", finding.fix)
-        for (host, finding), rank in said.items()
+        for (host, finding), rank in lowest_rank.items()
         if rank > 0
     ]
-    return link_findings(links), others
+    return link_findings(links), rank_findings

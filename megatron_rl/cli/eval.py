@@ -1,11 +1,11 @@
-"""Answer the evaluation sets with checkpoints and Hugging Face models."""
+"""The ``eval`` command: answer the evaluation sets with checkpoints and Hugging Face models."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from megatron_rl.cli.common import add_config_arguments, checked
+from megatron_rl.cli.common import add_config_arguments, load_and_check, require_directory
 from megatron_rl.config.checkpoint_meta import META, checkpoints, is_checkpoint
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN
@@ -31,15 +31,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the configuration and the directories, then evaluate."""
-    # A setting may follow the directories.
-    overrides = [word for word in arguments.checkpoint if "=" in word and not Path(word).exists()]
-    # Nothing is resumed: what the run's newest checkpoint would not do for training does not matter.
+    # argparse gives --checkpoint everything that follows: texts with = are overrides.
+    overrides = [text for text in arguments.checkpoint if "=" in text and not Path(text).exists()]
+    paths = [Path(text) for text in arguments.checkpoint if text not in overrides]
+    # Nothing is resumed: a newest checkpoint that training could not resume is no error here.
     arguments.overrides = [*arguments.overrides, *overrides, "checkpoint.resume=never"]
-    report = checked(arguments, launch(joins=True).world_size, job=TRAIN, training=True)
+
+    report = load_and_check(arguments, launch(joins=True).world_size, job=TRAIN, training=True)
     config = report.valid()
-    paths = [Path(word) for word in arguments.checkpoint if word not in overrides]
     for path in paths:
         require_checkpoint(path)
+    # A training run may have no evaluation sets; this command has nothing else to do.
     if not config.evaluation.sets:
         raise UserError(
             "there is nothing to evaluate",
@@ -48,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
             got="none",
             fix="set evaluation.sets.held_out=path/to/eval.jsonl",
         )
+
+    # After the check, since it imports torch, Megatron-Core and the engine.
     from megatron_rl.trainer.offline import evaluate_checkpoints
 
     evaluate_checkpoints(config, paths, trusted=arguments.trust)
@@ -55,33 +59,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def require_checkpoint(path: Path) -> None:
-    """Raise a UserError unless the path is a directory that has what one kind of checkpoint has."""
+    """Raise UserError unless the path is a directory with the files of a checkpoint of either kind."""
     require_directory(path, "--checkpoint")
     if is_checkpoint(path) or (path / "config.json").is_file():
         return
-    run = RunFolder(path)
-    inside = checkpoints(run.checkpoints) or checkpoints(path)
-    inside += [run.model] if (run.model / "config.json").is_file() else []
+
+    # A run folder, or its folder of checkpoints, is the likely mistake: suggest the newest in it.
+    run_folder = RunFolder(path)
+    contents = checkpoints(run_folder.checkpoints) or checkpoints(path)
+    if (run_folder.model / "config.json").is_file():
+        contents.append(run_folder.model)
+    fix = "correct the path"
+    if contents:
+        fix = f"checkpoints in it: {', '.join(map(str, contents[-4:]))}"
     raise UserError(
-        "this is no checkpoint",
+        f"{path} is not a checkpoint",
         where=str(path),
         expected=f"a Hugging Face directory with config.json, or a run's checkpoints/step_N with {META}",
         got="neither file",
-        fix=f"checkpoints in it: {', '.join(map(str, inside[-4:]))}" if inside else "correct the path",
-    )
-
-
-def require_directory(path: Path, where: str) -> None:
-    """Raise a UserError unless the path is a directory."""
-    if path.is_dir():
-        return
-    near = (
-        sorted(item.name for item in path.parent.iterdir() if item.is_dir()) if path.parent.is_dir() else []
-    )
-    raise UserError(
-        f"there is no directory {path}",
-        where=where,
-        expected="an existing directory",
-        got="a file" if path.exists() else "nothing there",
-        fix=f"directories beside it: {', '.join(near[:8])}" if near else "correct the path",
+        fix=fix,
     )

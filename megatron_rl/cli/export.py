@@ -1,11 +1,12 @@
-"""Write a training checkpoint as a Hugging Face model, or as a checkpoint of Megatron-LM."""
+"""The ``export`` command: write a training checkpoint as a Hugging Face model, or for Megatron-LM."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from megatron_rl.cli.eval import require_checkpoint, require_directory
+from megatron_rl.cli.common import require_directory
+from megatron_rl.cli.eval import require_checkpoint
 from megatron_rl.config.checkpoint_meta import META, is_checkpoint
 from megatron_rl.errors import UserError
 
@@ -28,8 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check both directories, then export."""
-    checkpoint, out = Path(arguments.checkpoint), Path(arguments.out)
+    checkpoint = Path(arguments.checkpoint)
+    out = Path(arguments.out)
     require_directory(checkpoint, "CHECKPOINT")
+
+    # A checkpoint is many files: none of a directory's may be mixed with them.
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(
             "the export would overwrite something",
@@ -38,15 +42,19 @@ def run(arguments: argparse.Namespace) -> int:
             got=f"{out} is {'not empty' if out.is_dir() else 'a file'}",
             fix="choose another directory, or remove it",
         )
+
     require_checkpoint(checkpoint)
+    # `require_checkpoint` also accepts a Hugging Face model, which `eval` takes.
     if not is_checkpoint(checkpoint):
         raise UserError(
-            "this is a Hugging Face model already, and no checkpoint of a run",
+            f"{checkpoint} is a Hugging Face model, not a training checkpoint",
             where=str(checkpoint),
             expected=f"a run's checkpoints/step_N with {META}",
             got="config.json",
-            fix="take it as it is; for Megatron-LM have the job write it: checkpoint.megatron=FOLDER",
+            fix="use it as it is; for Megatron-LM let the training job write it: checkpoint.megatron=FOLDER",
         )
+
+    # After the checks, since it imports torch and Megatron-Core.
     from megatron_rl.trainer.offline import export_checkpoint
 
     export_checkpoint(checkpoint, out, form=arguments.format, trusted=arguments.trust)

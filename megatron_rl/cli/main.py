@@ -1,4 +1,4 @@
-"""The command line: one module per command, imported when it is asked for."""
+"""The command line: one module per command, imported when the command is called."""
 
 from __future__ import annotations
 
@@ -32,76 +32,93 @@ COMMANDS = {
     "compare": ("megatron_rl.cli.compare", "put runs beside each other: settings, results, curves"),
     "doctor": ("megatron_rl.cli.doctor", "check the environment and say what to fix"),
 }
+"""Command -> its module, and its help."""
+
+EXIT_INTERRUPTED = 130
+"""Exit code of a process that Ctrl-C ends: 128 plus the number of the signal."""
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Return the command and its arguments; words that are none end the process with 2, as argparse does."""
+def parse(command_line: Sequence[str]) -> argparse.Namespace:
+    """Return the command and its arguments; unknown words end the process with 2, as argparse does."""
     parser = argparse.ArgumentParser(
         prog="megatron_rl",
         description="Reinforcement learning of language models on Megatron-Core and vLLM.",
         epilog="python -m megatron_rl COMMAND --help shows a command's arguments.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    # Only the chosen command's module is imported: the others may need what is not installed here.
-    chosen = next((word for word in words if not word.startswith("-")), None)
-    for name, (module, words_about) in COMMANDS.items():
-        command = commands.add_parser(
-            name, help=words_about, description=words_about[0].upper() + words_about[1:] + "."
-        )
-        if name == chosen:
+
+    # Import the called command's module alone: the others may need packages that are not installed here.
+    command_name = next((text for text in command_line if not text.startswith("-")), None)
+    for name, (module, help_text) in COMMANDS.items():
+        description = help_text[0].upper() + help_text[1:] + "."
+        command = commands.add_parser(name, help=help_text, description=description)
+        if name == command_name:
             import_module(module).add_arguments(command)
-    known, rest = parser.parse_known_args(words)
-    _take_overrides(parser, known, rest)
-    return known
+
+    arguments, unparsed = parser.parse_known_args(command_line)
+    _add_overrides(parser, arguments, unparsed)
+    return arguments
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 2 for bad input, 1 for any other failure."""
+    if arguments is None:
+        arguments = sys.argv[1:]
     try:
-        known = parse(list(sys.argv[1:] if arguments is None else arguments))
-        # Trackers, judges and tools on this machine, of this process and of all that it starts.
+        options = parse(list(arguments))
+        # Trackers, judges and tools on this machine are reached directly, by this process and its children.
         os.environ.update(without_proxy(os.environ))
-        result = import_module(COMMANDS[known.command][0]).run(known)
-        return 0 if result is None else int(result)
+        return int(import_module(COMMANDS[options.command][0]).run(options))
+
     except UserError as error:
         report_errors(error)
         return EXIT_BAD_INPUT
+
     except ModuleNotFoundError as error:
-        absent = (error.name or "megatron_rl").partition(".")[0]
-        if absent == "megatron_rl":
+        # A module of this package that is missing is a defect, any other one a package to install.
+        package = (error.name or "megatron_rl").partition(".")[0]
+        if package == "megatron_rl":
             raise
-        report_errors(_not_installed(absent))
+        report_errors(_not_installed(package))
         return EXIT_BAD_INPUT
+
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output went away, as in `check ... | head`
+        # The reader of our output has ended, as in `check ... | head`; Python would report it again at exit.
+        sys.stderr.close()
         return 1
+
     except OSError as error:
-        told = file_error(error)
-        if told is None:
+        # A file that cannot be read or written is the user's to correct; other errors are defects.
+        user_error = file_error(error)
+        if user_error is None:
             raise
-        report_errors(told)
+        report_errors(user_error)
         return EXIT_BAD_INPUT
 
 
 def _not_installed(package: str) -> UserError:
+    """Return the error of a package that a command imports and this Python does not have."""
     return UserError(
         "a package that this command needs is not installed for this Python",
         where=sys.executable,
         expected=package,
         got="no such package",
         fix="call the Python that launch/setup.sh made (. .venv/bin/activate), or run launch/setup.sh; "
-        "`python -m megatron_rl doctor` says what else is not there",
+        "`python -m megatron_rl doctor` lists the other packages that are missing",
     )
 
 
-def _take_overrides(parser: argparse.ArgumentParser, known: argparse.Namespace, rest: list[str]) -> None:
-    """Let ``key=value`` stand before or after options, which argparse alone does not."""
-    overrides = [word for word in rest if "=" in word and not word.startswith("-")]
-    unknown = [word for word in rest if word not in overrides]
-    if unknown or (overrides and not hasattr(known, "overrides")):
-        parser.error(f"unrecognized arguments: {' '.join(unknown or overrides)}")
+def _add_overrides(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, unparsed: list[str]
+) -> None:
+    """Add ``key=value`` arguments behind an option to the overrides: argparse takes them before one alone."""
+    overrides = [text for text in unparsed if "=" in text and not text.startswith("-")]
+    unrecognized = [text for text in unparsed if text not in overrides]
+    # Commands without a configuration have no overrides.
+    if unrecognized or (overrides and not hasattr(arguments, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(unrecognized or overrides)}")
     if overrides:
-        known.overrides = [*known.overrides, *overrides]
+        arguments.overrides = [*arguments.overrides, *overrides]

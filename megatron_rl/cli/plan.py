@@ -7,13 +7,21 @@ import json
 import time
 from pathlib import Path
 
-from megatron_rl.cli.common import require_at_most, require_counts
+from megatron_rl.cli.common import require_counts
+from megatron_rl.config.roles import MODEL_ROLES, NUMBER, REFERENCE, REWARD_MODELS
 from megatron_rl.config.sections.bounds import MAX_WORLD
+from megatron_rl.error_forms import out_of_range
 from megatron_rl.errors import UserError
 from megatron_rl.planning.predict.batch import StepBatch, response_lengths
 from megatron_rl.planning.predict.calibrate import calibrate
-from megatron_rl.planning.predict.groups import Problem
-from megatron_rl.planning.predict.placement import ALWAYS, BEFORE, BESIDE, ROLES, search
+from megatron_rl.planning.predict.placement import (
+    ONE_STEP_OFF,
+    OPEN_ORDER,
+    ROLES,
+    SYNCHRONOUS,
+    Problem,
+    search,
+)
 from megatron_rl.planning.predict.plan_file import Paths, config_text, plan_record, planned_run, plans_text
 from megatron_rl.planning.predict.step import TYPICAL_SHARE
 from megatron_rl.shapes.hardware import Machine, load_constants
@@ -26,12 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="preset name, Hugging Face directory or config.json"
     )
+
     machine = parser.add_argument_group("machines")
     machine.add_argument("--gpus", type=int, help="number of GPUs")
     machine.add_argument("--gpu", help="GPU name, as h100, h200, a100, h20, b200, gb200 (default h100)")
     machine.add_argument("--gpus-per-node", type=int, help="default: the GPU's usual machine")
     machine.add_argument("--network-gigabits-per-gpu", type=float)
     machine.add_argument("--network-gigabits-per-node", type=float)
+
     job = parser.add_argument_group("job")
     job.add_argument("--algorithm", choices=sorted(ROLES), default="grpo")
     job.add_argument("--critic", help="critic and reward model of ppo (default: MODEL)")
@@ -50,22 +60,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="bf16",
         help="of what is predicted; a run, and so a plan with --out, has bf16 (default)",
     )
-    early = job.add_mutually_exclusive_group()
-    early.add_argument(
+
+    sampling = job.add_mutually_exclusive_group()
+    sampling.add_argument(
         "--one-step-off",
         dest="split",
         action="store_const",
-        const=BESIDE,
-        default=BEFORE,
+        const=ONE_STEP_OFF,
+        default=SYNCHRONOUS,
         help="let split placements generate the next step early",
     )
-    early.add_argument(
+    sampling.add_argument(
         "--open-order",
         dest="split",
         action="store_const",
-        const=ALWAYS,
+        const=OPEN_ORDER,
         help="let them learn from what is complete first (rollout.order: open)",
     )
+
     result = parser.add_argument_group("result")
     result.add_argument("--best", type=int, default=3, help="plans to print (default 3)")
     result.add_argument("--out", metavar="FILE", help="write the best plan as a configuration")
@@ -76,17 +88,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     result.add_argument("--reward", help="reward.function in that configuration")
     result.add_argument("--reward-model-path", help="path of the reward model in that configuration")
     result.add_argument("--json", metavar="FILE", help="write plans, or calibrated phases, as JSON")
-    other = parser.add_argument_group("instead of a search")
-    other.add_argument(
+
+    calibration = parser.add_argument_group("instead of a search")
+    calibration.add_argument(
         "--calibrate", metavar="RUN_DIR", help="fit efficiency factors to a run folder (--out FILE)"
     )
     parser.add_argument("--constants", metavar="FILE", help="constants to lay over the packaged ones")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run ``plan``; returns 0; raises UserError."""
+    """Run ``plan`` and return its exit code; raises UserError."""
     if args.calibrate:
         return _calibrate(args)
+    # Both are optional for argparse, since --calibrate needs neither.
     if not args.model or not args.gpus:
         raise UserError(
             "plan needs a model and a number of GPUs",
@@ -98,13 +112,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
+    """Print a run's phases beside their predictions, and print or write the constants that fit them."""
     override, phases = calibrate(args.calibrate, args.gpu, load_constants(args.constants), args.model)
     print(f"{'phase':12} {'predicted s':>12} {'measured s':>12} {'factor':>8}")
-    for name, (predicted, measured) in phases.items():
-        print(f"{name:12} {predicted:12.4g} {measured:12.4g} {predicted / measured:8.3f}")
+    for name, (predicted, seconds) in phases.items():
+        print(f"{name:12} {predicted:12.4g} {seconds:12.4g} {predicted / seconds:8.3f}")
+
     if args.json:
-        record = {name: {"predicted": p, "measured": m} for name, (p, m) in phases.items()}
+        record = {
+            name: {"predicted": predicted, "measured": seconds}
+            for name, (predicted, seconds) in phases.items()
+        }
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+    # Without --out the override is printed, to be redirected.
     text = json.dumps(override, indent=1) + "\n"
     if args.out:
         Path(args.out).write_text(text)
@@ -115,10 +135,13 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
+    """Raise UserError for counts and lengths that are out of range."""
+    require_counts(args, "gpus", at_most=MAX_WORLD)
     require_counts(
-        args, "gpus", "prompts", "samples", "optimizer_steps", "prompt_tokens", "response_tokens", "lora_rank"
+        args, "prompts", "samples", "optimizer_steps", "prompt_tokens", "response_tokens", "lora_rank"
     )
-    require_at_most(args, "gpus", MAX_WORLD)
+
+    # An optimizer step needs at least one prompt's group.
     if args.optimizer_steps > args.prompts:
         raise UserError(
             "more optimizer steps than prompts",
@@ -128,16 +151,11 @@ def _check_numbers(args: argparse.Namespace) -> None:
         )
     mean = args.response_tokens_mean
     if mean is not None and not 0 < mean <= args.response_tokens:
-        raise UserError(
-            "the mean response is not between 0 and the longest",
-            where="--response-tokens-mean",
-            expected=f"more than 0, at most {args.response_tokens}",
-            got=str(mean),
-        )
+        raise out_of_range("--response-tokens-mean", mean, f"more than 0, at most {args.response_tokens}")
 
 
 def _check_precision(args: argparse.Namespace) -> None:
-    """Raise UserError where a configuration is to be written that no run could have the precision of."""
+    """Raise UserError where a configuration is to be written for a precision that no run has."""
     if args.out and args.precision != "bf16":
         raise UserError(
             f"a run has no {args.precision} weights, so a plan of them cannot be written as a configuration",
@@ -149,7 +167,7 @@ def _check_precision(args: argparse.Namespace) -> None:
 
 
 def problem_of(args: argparse.Namespace) -> Problem:
-    """Return what the command line asks for; raises UserError."""
+    """Return the problem that the command line describes; raises UserError."""
     _check_numbers(args)
     _check_precision(args)
     constants = load_constants(args.constants)
@@ -160,9 +178,8 @@ def problem_of(args: argparse.Namespace) -> Problem:
         args.network_gigabits_per_gpu,
         args.network_gigabits_per_node,
     )
-    actor = load_shape(args.model)
-    critic = load_shape(args.critic) if args.critic else actor
-    models = {"actor": actor, "reference": actor, "critic": critic, "reward": critic}
+
+    # Without a measured mean, the share of the limit that the planner assumes elsewhere.
     mean = args.response_tokens_mean or args.response_tokens * TYPICAL_SHARE
     batch = StepBatch(
         prompts=args.prompts,
@@ -172,21 +189,35 @@ def problem_of(args: argparse.Namespace) -> Problem:
         lengths=response_lengths(mean, float(args.response_tokens), "variable"),
         longest=float(args.prompt_tokens + args.response_tokens),
     )
-    roles = {role: models[role] for role in ROLES[args.algorithm]}
+
+    # Critic and reward model, which have a head of one number, are of the critic's size.
+    actor = load_shape(args.model)
+    critic = actor
+    if args.critic:
+        critic = load_shape(args.critic)
+    shapes = {spec.name: critic if spec.head == NUMBER else actor for spec in MODEL_ROLES}
+    # Roles without a model are no part of the problem.
+    models = {role: shapes[role] for role in ROLES[args.algorithm]}
     if args.no_reference:
-        roles.pop("reference")
+        models.pop(REFERENCE.name)
     if args.no_reward_model:
-        roles.pop("reward", None)
-    lora = Lora.of(actor, args.lora_rank) if args.lora_rank else None
-    return Problem(roles, args.algorithm, batch, Machine(cluster, constants, args.precision), lora=lora)
+        models.pop(REWARD_MODELS.name, None)
+    lora = None
+    if args.lora_rank:
+        lora = Lora.of(actor, args.lora_rank)
+    return Problem(models, args.algorithm, batch, Machine(cluster, constants, args.precision), lora=lora)
 
 
 def _search(args: argparse.Namespace) -> int:
+    """Print the best placements, and write the files that the arguments name."""
     problem = problem_of(args)
     started = time.monotonic()
     result = search(problem, args.split)
+    # The order is that of the predictions of the configurations, which have one token budget for every role.
     runs = [planned_run(problem, plan, _paths(args)) for plan in result.plans]
-    runs = sorted(runs, key=lambda run: run.prediction.total)[: max(1, args.best)]
+    runs.sort(key=lambda run: run.prediction.total)
+    runs = runs[: max(1, args.best)]
+
     print(plans_text(problem, runs, result.layouts, result.evaluated))
     print(f"\nsearched {time.monotonic() - started:.1f} s")
     if args.json:
@@ -197,17 +228,21 @@ def _search(args: argparse.Namespace) -> int:
     return 0
 
 
-def _path(model: str) -> str:
-    """Return where a model of the command line lies, or is to lie."""
-    path = model if Path(model).exists() else f"models/{model.rsplit('/', 1)[-1]}"
-    return str(Path(path).parent) if path.endswith("config.json") else path
+def _model_path(model: str) -> str:
+    """Return the folder of a model of the command line; a preset's is the one that it is downloaded to."""
+    if not Path(model).exists():
+        return f"models/{model.rsplit('/', 1)[-1]}"
+    if model.endswith("config.json"):
+        return str(Path(model).parent)
+    return model
 
 
 def _paths(args: argparse.Namespace) -> Paths:
+    """Return the paths that the configuration of a plan is written with."""
     return Paths(
-        model=args.model_path or _path(args.model),
+        model=args.model_path or _model_path(args.model),
         data=args.data,
         reward=args.reward,
         reward_model=args.reward_model_path,
-        critic=_path(args.critic) if args.critic else None,
+        critic=_model_path(args.critic) if args.critic else None,
     )

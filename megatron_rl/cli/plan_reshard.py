@@ -1,4 +1,4 @@
-"""The ``plan-reshard`` command: what moving a model's weights costs, on machines that need not be here."""
+"""The ``plan-reshard`` command: the cost of a weight transfer, on machines that need not be here."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import torch
 
 from megatron_rl.check.model.adapters import check_adapted_model, check_lora
 from megatron_rl.cli.common import require_counts
+from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.config.sections.rollout import HybridEngineConfig
+from megatron_rl.error_forms import does_not_divide
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.planning.reshard import (
@@ -23,7 +25,6 @@ from megatron_rl.planning.reshard import (
     find_config,
     plan_offline,
     read_layout,
-    require_ranks,
     summarise,
 )
 from megatron_rl.shapes.hardware import load_constants
@@ -32,6 +33,7 @@ from megatron_rl.shapes.traffic import byte_words, received_by_peers
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 CLUSTERS = ("A100-80GB", "H100-80GB", "B200")
+"""GPUs whose clusters are predicted by default."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rollout-ranks", type=int, metavar="N", help="N ranks beside the actor's (default: the same ranks)"
     )
+
     parser.add_argument("--ranks-per-node", type=int, default=8, metavar="N")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of the engine's weights")
     parser.add_argument(
@@ -55,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--staging-bytes", type=int, default=HybridEngineConfig.staging_bytes, metavar="BYTES"
     )
+
     parser.add_argument(
         "--cluster",
         action="append",
@@ -66,76 +70,88 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Build the plan, add it up and print it; raises UserError for what does not fit together."""
-    begun = time.perf_counter()
-    require_counts(arguments, "ranks_per_node", "staging_bytes", "rollout_ranks", "lora_rank")
+    """Build the plan, summarise it and print it; raises UserError for arguments that do not fit together."""
+    start = time.perf_counter()
+    require_counts(arguments, "ranks_per_node", "rollout_ranks", at_most=MAX_WORLD)
+    require_counts(arguments, "staging_bytes", "lora_rank")
     constants = load_constants(arguments.constants)
     clusters = arguments.cluster or CLUSTERS
     for name in clusters:
-        constants.gpu(name)  # an unknown one fails before the work, not after it
+        # An unknown GPU fails before the plan is made, not after it.
+        constants.gpu(name)
+
     config = find_config(arguments.model)
     actor = actor_layout(read_layout(arguments.source, "--from"))
-    tensor, whole_experts = _engine(arguments.target)
+    tensor, whole_experts = _engine_layout(arguments.target)
+    # By default the engine is on the actor's ranks.
     ranks = actor.ranks
     if arguments.rollout_ranks:
-        require_ranks(arguments.rollout_ranks, "--rollout-ranks")
         ranks = tuple(range(actor.size, actor.size + arguments.rollout_ranks))
     if len(ranks) % tensor:
-        raise UserError(
-            "the engine's replicas do not fill its ranks",
-            where="--to",
-            expected=f"a divisor of {len(ranks)}",
-            got=str(tensor),
-            fix="change --to, the actor's dp, or --rollout-ranks",
-        )
+        fix = "change --to, the actor's dp, or --rollout-ranks"
+        raise does_not_divide("--to", tensor, len(ranks), "ranks of the engine", fix=fix)
+
     plan = plan_offline(
-        config, actor, ranks, tensor, DTYPES[arguments.dtype],
-        ranks_per_node=arguments.ranks_per_node, whole_experts=whole_experts,
+        config,
+        actor,
+        ranks,
+        tensor,
+        DTYPES[arguments.dtype],
+        ranks_per_node=arguments.ranks_per_node,
+        whole_experts=whole_experts,
         lora=_lora(config, arguments.lora_rank),
-    )  # fmt: skip
+    )
+
+    # Other systems' traffic is computed by their formulas, ours from the plan.
     summary = summarise(plan, arguments.ranks_per_node, arguments.staging_bytes, constants, clusters)
     peers = received_by_peers(summary.model_bytes, actor, tensor, colocated=not arguments.rollout_ranks)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
+
     if arguments.json:
-        shape = {"actor_ranks": actor.size, "rollout_ranks": len(ranks), "engine_ranks": tensor}
-        record = shape | dataclasses.asdict(summary) | {"peers": peers, "planning_seconds": seconds}
+        sizes = {"actor_ranks": actor.size, "rollout_ranks": len(ranks), "engine_ranks": tensor}
+        record = sizes | dataclasses.asdict(summary) | {"peers": peers, "planning_seconds": seconds}
         print(json.dumps(record, indent=1))
     else:
-        words = f"{actor.size} actor ranks -> {len(ranks) // tensor} engine replicas of {tensor} ranks"
-        print("\n".join(_lines(summary, peers, words, seconds)))
+        layouts = f"{actor.size} actor ranks -> {len(ranks) // tensor} engine replicas of {tensor} ranks"
+        print("\n".join(_lines(summary, peers, layouts, seconds)))
     return 0
 
 
 def _lora(config: Any, rank: int | None) -> Lora | None:
-    """Return the adapters that move in the place of the weights; raises UserErrors where no run could."""
+    """Return the adapters to transfer instead of the weights; raises UserErrors for impossible ones."""
     if rank is None:
         return None
-    model, lora = pretrained(config), LoraConfig(rank, sync="adapter")
+    model = pretrained(config)
+    lora = LoraConfig(rank, sync="adapter")
+    # The rules of a run.
     errors = [*check_lora(lora, "vllm"), *check_adapted_model(lora, model)]
     if errors:
         raise UserErrors(errors)
     return Lora.of(model.shape, rank)
 
 
-def _engine(words: str) -> tuple[int, bool]:
-    """Return how many ranks a replica has, and whether experts stay whole."""
-    sizes = read_layout(words, "--to")
+def _engine_layout(text: str) -> tuple[int, bool]:
+    """Return the number of ranks of a replica, and whether experts are distributed as a whole."""
+    sizes = read_layout(text, "--to")
     if len(sizes) != 1 or not set(sizes) <= {"tensor", "expert"}:
         raise UserError(
             "this is not a layout of the engine",
             where="--to",
             expected="tpN, or epN for whole experts dealt out over the N ranks of a replica",
-            got=words,
+            got=text,
         )
-    if not (size := next(iter(sizes.values()))):
-        raise UserError("a replica needs ranks", where="--to", expected="1 or more", got=words)
+
+    # The one size is the number of ranks, of either kind.
+    size = next(iter(sizes.values()))
+    if size < 1:
+        raise UserError("a replica needs ranks", where="--to", expected="1 or more", got=text)
     return size, "expert" in sizes
 
 
-def _lines(summary: Summary, peers: Mapping[str, float], words: str, seconds: float) -> list[str]:
+def _lines(summary: Summary, peers: Mapping[str, float], layouts: str, seconds: float) -> list[str]:
     """Return the summary as lines of text."""
     rows = [
-        ("model", f"{byte_words(summary.model_bytes)}, {words}"),
+        ("model", f"{byte_words(summary.model_bytes)}, {layouts}"),
         (
             "received per rank",
             f"least {byte_words(summary.received_least)}, mean {byte_words(summary.received_mean)}, "
@@ -152,5 +168,6 @@ def _lines(summary: Summary, peers: Mapping[str, float], words: str, seconds: fl
         *((f"{name}", f"{byte_words(value)} received per rank (formula)") for name, value in peers.items()),
         ("planned in", f"{seconds:.1f} s"),
     ]
+
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]

@@ -1,4 +1,4 @@
-"""The pages of the documentation that are made from the code.
+"""Generator of the documentation pages that are made from the code.
 
 ``python -m megatron_rl.cli.reference > docs/configuration.md`` writes the configuration reference, and
 ``python -m megatron_rl.cli.reference PAGE > docs/PAGE.md`` each of the others.
@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -69,77 +69,99 @@ _COLUMNS = ("Key", "Type", "Default", "Allowed", "Meaning", "Elsewhere called")
 
 def configuration() -> str:
     """Return the configuration reference: a table for each kind of section, in their order."""
-    places: dict[type, list[str]] = {}
+    # Sections of one class, such as the layouts of the roles, share a table.
+    paths_by_class: dict[type, list[str]] = {}
     for path, section in _sections(RunConfig, ""):
-        places.setdefault(section, []).append(path)
-    sections = [_table(section, paths) for section, paths in places.items()]
-    return "\n".join([_HEAD, *sections, *(_pieces(key, kind) for key, kind in KINDS.items())])
+        paths_by_class.setdefault(section, []).append(path)
+    sections = [_section_table(section, paths) for section, paths in paths_by_class.items()]
+    pieces = [_piece_table(key, kind) for key, kind in KINDS.items()]
+    return "\n".join([_HEAD, *sections, *pieces])
 
 
 def _sections(section: type, path: str) -> Iterator[tuple[str, type]]:
     """Yield the path and the class of a section and of all below it; an entry of a mapping is NAME."""
     yield path, section
     for name, hint in hints(section).items():
-        below = f"{path}.{name}" if path else name
-        inner, entry = section_class(hint), entry_class(hint)
+        # The path of the top level is empty.
+        field_path = f"{path}.{name}".removeprefix(".")
+        inner = section_class(hint)
+        entry = entry_class(hint)
         if inner is not None:
-            yield from _sections(inner, below)
+            yield from _sections(inner, field_path)
         if entry is not None:
-            yield from _sections(entry, f"{below}.NAME")
+            yield from _sections(entry, f"{field_path}.NAME")
 
 
-def _table(section: type, paths: list[str]) -> str:
-    title = ", ".join(f"`{path}`" for path in paths) if paths[0] else "Top level"
-    rows = [_row(item, hints(section)[item.name], paths[0]) for item in dataclasses.fields(section)]
-    lines = [f"| {' | '.join(row)} |" for row in (_COLUMNS, ["---"] * len(_COLUMNS), *rows)]
-    return "\n".join([f"## {title}", "", _meaning(section), "", *lines, ""])
+def _table_lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a Markdown table."""
+    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
 
 
-def _pieces(key: str, kind: Kind) -> str:
-    """Return the named pieces of one kind, with the settings of each and their bounds."""
+def _section_table(section: type, paths: list[str]) -> str:
+    """Return the table of a section's keys."""
+    title = "Top level"
+    if paths[0]:
+        title = ", ".join(f"`{path}`" for path in paths)
+    rows = [_key_row(item, hints(section)[item.name]) for item in dataclasses.fields(section)]
+    meaning = inspect.cleandoc(section.__doc__ or "").replace("``", "`")
+    return "\n".join([f"## {title}", "", meaning, "", *_table_lines(_COLUMNS, rows), ""])
+
+
+def _piece_table(key: str, kind: Kind) -> str:
+    """Return the table of the named pieces of one kind, with the settings of each and their bounds."""
     rows = []
     for name, piece in kind.named.items():
-        first, *others = [item for item in dataclasses.fields(piece) if is_setting(item)] or [None]
         summary = inspect.cleandoc(type(piece).__doc__ or "").partition("\n")[0].replace("``", "`")
-        rows.append([f"`{name}`", summary, *_piece_row(piece, first)])
-        rows.extend(["", "", *_piece_row(piece, item)] for item in others)
+        settings = [item for item in dataclasses.fields(piece) if is_setting(item)]
+        cells = [_setting_cells(piece, item) for item in settings] or [[""] * 4]
+        # The name and the summary are on the row of the first setting alone.
+        rows.append([f"`{name}`", summary, *cells[0]])
+        rows.extend(["", "", *setting_cells] for setting_cells in cells[1:])
     header = ("Name", "What it does", "Setting", "Default", "Allowed", "Meaning")
-    lines = [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
-    return "\n".join([f"## Pieces: `algorithm.{key}`", "", *lines, ""])
+    return "\n".join([f"## Pieces: `algorithm.{key}`", "", *_table_lines(header, rows), ""])
 
 
-def _piece_row(piece: Piece, item: dataclasses.Field | None) -> list[str]:
-    if item is None:
-        return ["", "", "", ""]
-    said, value = setting_of(item), getattr(piece, item.name)
-    default = f"*{said.unset or 'none'}*" if value is None else f"`{one_line(to_plain(value))}`"
-    return [cell.replace("|", "\\|") for cell in (f"`{item.name}`", default, _allowed(said), said.meaning)]
-
-
-def _meaning(section: type) -> str:
-    return inspect.cleandoc(section.__doc__ or "").replace("``", "`")
-
-
-def _row(item: dataclasses.Field, hint: Any, path: str) -> list[str]:
-    said = setting_of(item)
-    kinds = [option for option in options(hint) if option is not type(None)]
-    words = " or ".join(type_words(option).removeprefix("an ").removeprefix("a ") for option in kinds)
-    kind = "section" if section_class(hint) else ", ".join(filter(None, [words, said.unit]))
-    cells = [
-        f"`{item.name}`",
-        kind,
-        _default(item, said),
-        _allowed(said),
-        said.meaning,
-        _names(said.foreign_names),
-    ]
-    for key in dict.fromkeys(key for key, _ in said.foreign_names_below):
-        names = _names([name for below, name in said.foreign_names_below if below == key])
-        cells[-1] = "; ".join(filter(None, [cells[-1], f"`{key}`: {names}"]))
+def _setting_cells(piece: Piece, item: dataclasses.Field) -> list[str]:
+    """Return the name, default, bounds and meaning of a piece's setting."""
+    setting = setting_of(item)
+    value = getattr(piece, item.name)
+    # None is a setting that is off, or whose default is described.
+    default = f"`{one_line(to_plain(value))}`"
+    if value is None:
+        default = f"*{setting.unset or 'none'}*"
+    cells = [f"`{item.name}`", default, _allowed(setting), setting.meaning]
     return [cell.replace("|", "\\|") for cell in cells]
 
 
-def _default(item: dataclasses.Field, said: Setting) -> str:
+def _key_row(item: dataclasses.Field, hint: Any) -> list[str]:
+    """Return the cells of a configuration key, in the order of `_COLUMNS`."""
+    setting = setting_of(item)
+    type_text = "section"
+    if not section_class(hint):
+        types = [option for option in options(hint) if option is not type(None)]
+        names = [type_words(option).removeprefix("an ").removeprefix("a ") for option in types]
+        type_text = ", ".join(filter(None, [" or ".join(names), setting.unit]))
+
+    # Other projects' names of the key itself, then of keys below it.
+    foreign = [_foreign_names(setting.foreign_names)]
+    for key in dict.fromkeys(key for key, _ in setting.foreign_names_below):
+        names_below = [name for below, name in setting.foreign_names_below if below == key]
+        foreign.append(f"`{key}`: {_foreign_names(names_below)}")
+
+    cells = [
+        f"`{item.name}`",
+        type_text,
+        _default(item, setting),
+        _allowed(setting),
+        setting.meaning,
+        "; ".join(filter(None, foreign)),
+    ]
+    return [cell.replace("|", "\\|") for cell in cells]
+
+
+def _default(item: dataclasses.Field, setting: Setting) -> str:
+    """Return the default of a key as a cell."""
+    # A section's default is described by its differences: its keys have rows of their own.
     if item.default_factory is not dataclasses.MISSING:
         value = item.default_factory()
         if dataclasses.is_dataclass(value):
@@ -148,12 +170,12 @@ def _default(item: dataclasses.Field, said: Setting) -> str:
     if item.default is dataclasses.MISSING:
         return "required"
     if item.default is None:
-        return f"*{said.unset}*"
+        return f"*{setting.unset}*"
     return f"`{one_line(to_plain(item.default))}`"
 
 
 def _differences(section: Any) -> str:
-    """Return the values that a section's default has and its class has not."""
+    """Return the values in which a default section differs from its class."""
     values = [
         f"`{item.name}: {one_line(getattr(section, item.name))}`"
         for item in dataclasses.fields(section)
@@ -162,153 +184,193 @@ def _differences(section: Any) -> str:
     return ", ".join(values)
 
 
-def _allowed(said: Setting) -> str:
-    if said.choices:
-        return ", ".join(f"`{choice}`" for choice in said.choices) + (
-            ", or `file.py:Name`" if said.or_path else ""
-        )
-    return said.bounds()
+def _allowed(setting: Setting) -> str:
+    """Return the choices or the bounds of a setting."""
+    if not setting.choices:
+        return setting.bounds()
+    choices = ", ".join(f"`{choice}`" for choice in setting.choices)
+    if setting.or_path:
+        choices += ", or `file.py:Name`"
+    return choices
 
 
-def _names(names: tuple[ForeignName, ...] | list[ForeignName]) -> str:
+def _foreign_names(names: Sequence[ForeignName]) -> str:
+    """Return other projects' names, by project; common short names have no project."""
     projects: dict[str, list[str]] = {}
     for name in names:
         projects.setdefault(name.project, []).append(f"`{name.name}`")
-    return ", ".join(
-        f"{', '.join(called)}" + ("" if project == "common" else f" ({project})")
-        for project, called in projects.items()
-    )
+    texts = []
+    for project, project_names in projects.items():
+        text = ", ".join(project_names)
+        if project != "common":
+            text += f" ({project})"
+        texts.append(text)
+    return ", ".join(texts)
 
 
 def algorithms() -> str:
     """Return every named algorithm with its pieces, and every piece with its equation and source."""
-    parts = [_ALGORITHMS_HEAD]
+    blocks = [_ALGORITHMS_HEAD]
     defaults = Algorithm("").pieces()
     for name, algorithm in ALGORITHMS.items():
+        # Pieces that are GRPO's are left out, but for the two that make an algorithm.
         pieces = [
             f"`{key}`: [{type(piece).__name__}](#{key}-{type(piece).__name__.lower()})"
-            + _changed(piece, type(piece)())
+            + _changed_settings(piece, type(piece)())
             for key, piece in algorithm.pieces().items()
             if piece != defaults[key] or key in ("advantage", "policy_loss")
         ]
-        parts.append(f"## `{name}`\n\n{algorithm.summary}\n\n{', '.join(pieces)}.\n")
-    shown: dict[type, str] = {}
+        blocks.append(f"## `{name}`\n\n{algorithm.summary}\n\n{', '.join(pieces)}.\n")
+
+    # A class that is a piece of several kinds is described at the first.
+    first_kind: dict[type, str] = {}
     for key, kind in KINDS.items():
         for piece in kind.named.values():
-            shown.setdefault(type(piece), key)
+            first_kind.setdefault(type(piece), key)
     for key, kind in KINDS.items():
-        parts.append(f"## Pieces of `{key}`\n")
-        elsewhere = dict.fromkeys(shown[type(piece)] for piece in kind.named.values())
-        parts += [f"Those of `{home}`.\n" for home in elsewhere if home != key]
-        parts += [
-            f"### {key}: {piece.__name__}\n\n{_doc(piece)}\n" for piece, home in shown.items() if home == key
+        # A reference for the pieces of other kinds, and a section for each of its own.
+        blocks.append(f"## Pieces of `{key}`\n")
+        described = dict.fromkeys(first_kind[type(piece)] for piece in kind.named.values())
+        blocks += [f"Those of `{first}`.\n" for first in described if first != key]
+        blocks += [
+            f"### {key}: {piece.__name__}\n\n{_doc(piece)}\n"
+            for piece, first in first_kind.items()
+            if first == key
         ]
-    return "\n".join(parts)
+    return "\n".join(blocks)
 
 
-def _changed(piece: Piece, default: Piece) -> str:
-    """Return the settings of a piece that are not its class's own."""
+def _changed_settings(piece: Piece, default: Piece) -> str:
+    """Return the settings in which a piece differs from its class's defaults, in parentheses."""
     values = {item.name: getattr(piece, item.name) for item in dataclasses.fields(piece)}
     changed = [
         f"`{name}: {one_line(to_plain(value))}`"
         for name, value in values.items()
         if value != getattr(default, name)
     ]
-    return f" ({', '.join(changed)})" if changed else ""
+    if not changed:
+        return ""
+    return f" ({', '.join(changed)})"
 
 
 def commands() -> str:
     """Return every command with its arguments."""
-    parts = [_COMMANDS_HEAD]
-    for name, (module, meaning) in COMMANDS.items():
+    blocks = [_COMMANDS_HEAD]
+    for name, (module, help_text) in COMMANDS.items():
         parser = argparse.ArgumentParser()
         import_module(module).add_arguments(parser)
+        # argparse has no public list of a parser's arguments.
         rows = [
             f"| `{_argument(action)}` | {_cell(_help(action))} |"
             for action in parser._actions
             if action.dest != "help"
         ]
-        first = meaning[0].upper() + meaning[1:]
-        parts += [f"## {name}\n\n{first}.\n", "| Argument | Meaning |", "|---|---|", *rows, ""]
-    return "\n".join(parts)
+
+        sentence = help_text[0].upper() + help_text[1:]
+        blocks += [f"## {name}\n\n{sentence}.\n", "| Argument | Meaning |", "|---|---|", *rows, ""]
+    return "\n".join(blocks)
 
 
 def _argument(action: argparse.Action) -> str:
+    """Return an argument as it is written on the command line."""
     name = action.metavar or action.dest.upper()
-    if not action.option_strings:
-        return f"[{name} ...]" if action.nargs == "*" else f"[{name}]" if action.nargs == "?" else str(name)
-    return action.option_strings[-1] + ("" if action.nargs == 0 else f" {name}")
+    if action.option_strings:
+        option = action.option_strings[-1]
+        # A flag has no value.
+        if action.nargs == 0:
+            return option
+        return f"{option} {name}"
+    if action.nargs == "*":
+        return f"[{name} ...]"
+    if action.nargs == "?":
+        return f"[{name}]"
+    return str(name)
 
 
 def _help(action: argparse.Action) -> str:
-    words = (action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%")
+    """Return the help of an argument with its default and choices filled in."""
+    text = (action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%")
     choices = ", ".join(f"`{choice}`" for choice in action.choices or ())
-    return "; ".join(filter(None, [words, choices and f"one of {choices}"]))
+    return "; ".join(filter(None, [text, choices and f"one of {choices}"]))
 
 
 def python() -> str:
-    """Return the public names with what their docstrings say."""
-    parts = [_PYTHON_HEAD]
-    for name, home in PUBLIC.items():
-        value = getattr(import_module(home), name)
-        call = f"class {name}" if inspect.isclass(value) else f"def {name}{_signature(value)}"
-        parts.append(f"## {name}\n\n`{home}`\n\n```python\n{call}: ...\n```\n\n{_doc(value)}\n")
-        methods = vars(value).items() if inspect.isclass(value) else ()
+    """Return the public names with their signatures and docstrings."""
+    blocks = [_PYTHON_HEAD]
+    for name, module in PUBLIC.items():
+        value = getattr(import_module(module), name)
+        if inspect.isclass(value):
+            declaration = f"class {name}"
+            members = vars(value).items()
+        else:
+            declaration = f"def {name}{_signature(value)}"
+            members = ()
+        # The signature as Python, then the docstring, then a table of the members.
+        blocks.append(f"## {name}\n\n`{module}`\n\n```python\n{declaration}: ...\n```\n\n{_doc(value)}\n")
+
         rows = [
-            f"| `{method}{_cell(_signature(item))}` | {_cell(_doc(item).partition(chr(10))[0])} |"
-            for method, item in methods
-            if not method.startswith("_")
+            f"| `{member}{_cell(_signature(item))}` | {_cell(_doc(item).partition(chr(10))[0])} |"
+            for member, item in members
+            if not member.startswith("_")
             and (inspect.isfunction(item) or isinstance(item, property | classmethod))
         ]
         if rows:
-            parts += ["| Member | Meaning |", "|---|---|", *rows, ""]
-    return "\n".join(parts)
+            blocks += ["| Member | Meaning |", "|---|---|", *rows, ""]
+    return "\n".join(blocks)
 
 
 def _signature(item: Any) -> str:
-    """Return the arguments and the result of a function or method in words; a property has none."""
+    """Return the signature of a function or method without self; empty for a property."""
     if isinstance(item, property):
         return ""
-    words = str(inspect.signature(item.__func__ if isinstance(item, classmethod) else item))
-    return re.sub(r"\((self|cls)(, )?", "(", words).replace("'", "")
+    if isinstance(item, classmethod):
+        item = item.__func__
+    text = str(inspect.signature(item))
+    # Annotations are strings, which inspect prints in quotes.
+    return re.sub(r"\((self|cls)(, )?", "(", text).replace("'", "")
 
 
 def other_names() -> str:
-    """Return what other projects call the keys, a table per project."""
-    projects: dict[str, list[str]] = {}
+    """Return other projects' names of the keys, a table per project."""
+    rows_by_project: dict[str, list[str]] = {}
     for path, name in stated_names():
         row = f"| `{name.name}` | `{path}` | {_cell(name.difference())} |"
-        projects.setdefault(name.project, []).append(row)
+        rows_by_project.setdefault(name.project, []).append(row)
     for section, name in FOREIGN_SECTIONS.items():
         row = f"| `{section}` | {_cell(name.name)} | a section |"
-        projects[name.project].append(row)
-    parts = [_NAMES_HEAD]
-    for project in sorted(projects, key=str.lower):
+        rows_by_project[name.project].append(row)
+
+    lines = [_NAMES_HEAD]
+    for project in sorted(rows_by_project, key=str.lower):
         title = "Short names" if project == "common" else project
-        parts += [
+        lines += [
             f"## {title}\n",
             "| There | Here | How the value differs |",
             "|---|---|---|",
-            *projects[project],
+            *rows_by_project[project],
             "",
         ]
-    parts += ["## Without a counterpart\n", "| There | Why, or what there is instead |", "|---|---|"]
-    by_reason: dict[str, list[str]] = {}
+
+    # Names with the same reason share a row.
+    names_by_reason: dict[str, list[str]] = {}
     for name, reason in NO_COUNTERPART.items():
-        by_reason.setdefault(reason, []).append(f"`{name}`")
-    parts += [f"| {', '.join(names)} | {_cell(reason)} |" for reason, names in by_reason.items()]
-    return "\n".join([*parts, ""])
+        names_by_reason.setdefault(reason, []).append(f"`{name}`")
+    lines += ["## Without a counterpart\n", "| There | Why, or what there is instead |", "|---|---|"]
+    lines += [f"| {', '.join(names)} | {_cell(reason)} |" for reason, names in names_by_reason.items()]
+    return "\n".join([*lines, ""])
 
 
 def _doc(value: Any) -> str:
-    """Return a docstring as Markdown, with a link for each paper; no docstring is empty."""
-    words = re.sub(r"`{2}([^`]*)`{2}", r"`\1`", inspect.cleandoc(value.__doc__ or ""))
-    words = re.sub(r"^(Example|Examples|Raises|Source):$", r"\1:\n", words, flags=re.MULTILINE)
-    return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", words)
+    """Return a docstring as Markdown, with a link for each paper; empty without a docstring."""
+    # Docstrings are reStructuredText as far as double backticks go.
+    text = re.sub(r"`{2}([^`]*)`{2}", r"`\1`", inspect.cleandoc(value.__doc__ or ""))
+    text = re.sub(r"^(Example|Examples|Raises|Source):$", r"\1:\n", text, flags=re.MULTILINE)
+    return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
 
 
-def _cell(words: str) -> str:
-    return " ".join(words.split()).replace("|", "\\|")
+def _cell(text: str) -> str:
+    """Return a text as a cell of a Markdown table: on one line, with its bars escaped."""
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 PAGES = {
@@ -318,7 +380,7 @@ PAGES = {
     "python": python,
     "other_names": other_names,
 }
-"""Page below docs/ -> what makes it."""
+"""Page below docs/ -> function that makes it."""
 
 if __name__ == "__main__":
     print(PAGES[sys.argv[1] if len(sys.argv) > 1 else "configuration"](), end="")

@@ -1,11 +1,11 @@
-"""Make the table, the learning curve and the report of a run from its metrics."""
+"""The ``report`` command: make the table, the learning curve and the report of a run from its metrics."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from megatron_rl.cli.eval import require_directory
+from megatron_rl.cli.common import require_directory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +17,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the report."""
     run_dir = Path(arguments.run_dir)
     require_directory(run_dir, "RUN_DIR")
+
     from megatron_rl.trainer import report
 
     report.write(run_dir)

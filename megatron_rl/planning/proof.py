@@ -1,4 +1,9 @@
-"""Prove machines: rates of devices and links, numbers of the kernel, and whole jobs of a small model."""
+"""Prove machines: rates of devices and links, accuracy of the log-prob kernel, and small complete jobs.
+
+`doctor --gpu` runs `prove` on every rank. First come short measurements over the job's own communicators
+(`probe_links`, `probe_pairs`, `probe_devices`, `probe_kernel`), then jobs of a small model in processes of
+their own, so that a job that hangs or crashes is a finding and not the end of the proof.
+"""
 
 from __future__ import annotations
 
@@ -9,52 +14,264 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import yaml
 
 from megatron_rl.config.run_folder import RunFolder
+from megatron_rl.data import quickstart
+from megatron_rl.distributed import device, watch
+from megatron_rl.distributed.exchange import barrier, gather_objects
 from megatron_rl.errors import UserError
 from megatron_rl.launcher import leave_with_launcher, process_rank
+from megatron_rl.megatron.log_probs import kernel_errors, kernel_works
 from megatron_rl.metrics import read_metrics
 from megatron_rl.planning.machine import Finding
 from megatron_rl.shapes.hardware import GB, Constants, load_constants
 
+WITHIN = "within a machine"
+ACROSS = "across machines"
 STRAGGLER = 0.8
-"""Below this share of the median's rate a rank is reported: it sets the pace of all."""
+"""Share of the median's rate below which a rank is reported: it sets the pace of all."""
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-"""How far a loss and a gradient norm on all ranks may be from those on one, as a share."""
+"""Relative difference that a loss and a gradient norm on all ranks may have from those on one, by dtype."""
 MAX_CLOCK_SPREAD = 1.0
-SLOW_BYTES_PER_SECOND = {True: 50e6, False: 5e9}
-"""Below these the links are reported as slow: between host processes, between accelerators."""
+"""Seconds by which the machines' clocks may differ before it is reported."""
+SLOW_HOST_LINK = 50e6
+"""Bytes per second below which links between processes on the host are reported as slow."""
+SLOW_LINK = 5e9
+"""Bytes per second below which links between accelerators are reported as slow."""
+_REPEATS = 5
+"""Timed repetitions of a measurement, after one that is not counted."""
+_MIB = 2**20
+_JOIN_SECONDS = 60.0
+"""Timeout of the rendezvous, and of every collective of the measurements."""
 _STEPS = 2
+"""Steps of each small job."""
+_LOG_TAIL = 3000
+"""Characters of a failed job's log that are printed."""
+
+
+# ---------------------------------------------------------------- measurements
+
+
+@dataclass(frozen=True)
+class LinkProbe:
+    """Measurement of the world's communicator."""
+
+    bytes: int
+    """Bytes of one all-reduce."""
+    seconds: float
+    """Median time of one all-reduce, on the slowest rank."""
+    correct: bool
+    """Whether its sum was right on every rank."""
+    clock_spread: float
+    """Largest difference of the ranks' wall clocks in seconds, accurate to the time of a barrier."""
+    hosts: tuple[str, ...]
+    """Machine names by rank."""
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Return bytes per second per rank in both directions of a ring: 2 (n - 1) / n of the data."""
+        ranks = len(self.hosts)
+        return 2 * (ranks - 1) / ranks * self.bytes / self.seconds
+
+
+def probe_links(host: str, mebibytes: int = 16) -> LinkProbe:
+    """Time all-reduces over the world and compare clocks. Collective over the world."""
+    elements = mebibytes * _MIB // 4
+    expected_sum = device.world_size() * (device.world_size() + 1) / 2
+    times = []
+    correct = True
+    for _ in range(_REPEATS + 1):
+        values = torch.full((elements,), float(device.rank() + 1), device=device.device())
+        barrier()
+        times.append(_seconds(lambda values=values: dist.all_reduce(values)))
+        correct = correct and bool((values == expected_sum).all())
+
+    # Clocks are read right after a barrier, so that their difference is the clocks' and not the ranks'.
+    barrier()
+    answers = gather_objects((time.time(), host, correct, median(times[1:])))
+    clocks = [answer[0] for answer in answers]
+    return LinkProbe(
+        bytes=elements * 4,
+        seconds=max(answer[3] for answer in answers),
+        correct=all(answer[2] for answer in answers),
+        clock_spread=max(clocks) - min(clocks),
+        hosts=tuple(answer[1] for answer in answers),
+    )
+
+
+def neighbour_pairs(hosts: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
+    """Return the pairs of ranks that send at the same time: `WITHIN` machines, and `ACROSS` machines.
+
+    Within a machine its ranks are paired in their order; across machines, ranks of the same index on two
+    machines. A rank without a partner is left out, and so is a kind without pairs.
+    """
+    machines: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, host in enumerate(hosts):
+        machines[host].append(rank)
+
+    machine_ranks = list(machines.values())
+    pairs: dict[str, list[tuple[int, int]]] = {WITHIN: [], ACROSS: []}
+    for ranks in machine_ranks:
+        pairs[WITHIN] += zip(ranks[::2], ranks[1::2], strict=False)
+    for first, second in zip(machine_ranks[::2], machine_ranks[1::2], strict=False):
+        pairs[ACROSS] += zip(first, second, strict=False)
+    return {kind: kind_pairs for kind, kind_pairs in pairs.items() if kind_pairs}
+
+
+@dataclass(frozen=True)
+class PairProbe:
+    """Measurement of pairs of ranks that all send at the same time."""
+
+    rate: float
+    """Bytes per second in one direction of the slowest pair."""
+    slowest: tuple[int, int]
+    """Ranks of the slowest pair."""
+    correct: bool
+    """Whether every rank received the data that its partner sent."""
+
+
+def probe_pairs(pairs: Sequence[tuple[int, int]], mebibytes: int = 16) -> PairProbe:
+    """Time messages between the ranks of each pair, all at once. Collective over the world.
+
+    The world's communicator must have been used before, as `probe_links` does.
+    """
+    elements = mebibytes * _MIB // 4
+    rank = device.rank()
+    partner = next((sum(pair) - rank for pair in pairs if rank in pair), None)
+    outgoing = torch.full((elements,), float(rank), device=device.device())
+    incoming = torch.empty_like(outgoing)
+
+    def exchange(partner: int) -> None:
+        calls = [dist.P2POp(dist.isend, outgoing, partner), dist.P2POp(dist.irecv, incoming, partner)]
+        for request in dist.batch_isend_irecv(calls):
+            request.wait()
+
+    times = []
+    correct = True
+    for _ in range(_REPEATS + 1):
+        # Ranks without a partner join the barrier, too: it is the world's.
+        barrier()
+        if partner is not None:
+            times.append(_seconds(lambda: exchange(partner)))
+            correct = correct and bool((incoming == partner).all())
+
+    # A rank without a partner has no time.
+    seconds = median(times[1:]) if times else 0.0
+    answers = gather_objects((seconds, correct))
+    slowest = max(pairs, key=lambda pair: max(answers[rank][0] for rank in pair))
+    slowest_seconds = max(answers[rank][0] for rank in slowest)
+    return PairProbe(elements * 4 / slowest_seconds, slowest, all(answer[1] for answer in answers))
+
+
+@dataclass(frozen=True)
+class DeviceProbe:
+    """Rates of one rank's device.
+
+    Example: ``DeviceProbe("NVIDIA H100 80GB HBM3", flops=650e12, memory=2.9e12, host=22e9)``.
+    """
+
+    name: str
+    """Name that the device reports."""
+    flops: float
+    """FLOP/s of a large matrix product in bfloat16."""
+    memory: float
+    """Bytes per second of its memory."""
+    host: float | None
+    """Bytes per second to host memory; None where the device is the host."""
+
+
+def probe_devices() -> list[DeviceProbe]:
+    """Return the rates of all devices by rank, measured while all work. Collective over the world."""
+    if device.on_host():
+        size = 512
+        block_bytes = 32 * _MIB
+    else:
+        size = 8192
+        block_bytes = 1024 * _MIB
+
+    # Random values: zeros and ones take less power, and the clock is then higher than in training.
+    matrix = torch.randn(size, size, device=device.device()).to(torch.bfloat16)
+    factor = torch.randn(size, size, device=device.device()).to(torch.bfloat16)
+    block = torch.zeros(block_bytes, dtype=torch.uint8, device=device.device())
+    copy = torch.empty_like(block)
+
+    barrier()
+    # A copy reads and writes each byte.
+    flops = 2 * size**3 / _median_seconds(lambda: matrix @ factor)
+    memory = 2 * len(block) / _median_seconds(lambda: copy.copy_(block))
+    host = None
+    if not device.on_host():
+        buffer = device.host_buffer(len(block) // 4)
+        seconds = _median_seconds(lambda: buffer.copy_(block[: len(buffer)], non_blocking=True))
+        host = len(buffer) / seconds
+    return gather_objects(DeviceProbe(device.name(), flops, memory, host))
+
+
+def probe_kernel() -> tuple[bool, str]:
+    """Return whether the log-prob kernel is accurate on this rank's device, and its errors as text."""
+    if device.on_host():
+        return True, "no accelerator: log-probs are computed by torch"
+    # Errors against float64: of the values, and of the gradients by kind of token.
+    values, gradients = kernel_errors(torch.bfloat16)
+    errors = ", ".join(f"{kind} tokens {error:.2%}" for kind, error in gradients.items())
+    return kernel_works(torch.bfloat16), f"log-probs within {values:.2g} of float64; gradients: {errors}"
+
+
+def _median_seconds(call: Callable[[], object]) -> float:
+    """Return the median time of a call; the first one, which warms up, does not count."""
+    return median([_seconds(call) for _ in range(_REPEATS + 1)][1:])
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """Return the time of one call, with the device's work before and after it complete."""
+    device.synchronize()
+    start = time.perf_counter()
+    call()
+    device.synchronize()
+    return time.perf_counter() - start
+
+
+# ---------------------------------------------------------------- small jobs
 
 
 @dataclass(frozen=True)
 class Task:
-    """Describe a job that every rank joins: what it shows, its command and its changes of the settings."""
+    """Job that every rank joins, in a process of its own."""
 
     name: str
+    """Folder of the job's run, below that of the proof."""
     shows: str
+    """Property of the machines that the job proves, as a finding names it."""
     command: str
+    """Command of megatron_rl."""
     changes: tuple[str, ...]
+    """Overrides of the settings."""
     fix: str
+    """Advice where the job fails."""
 
 
 def tasks(folder: Path, world: int) -> list[Task]:
-    """Return the jobs in their order; what each leaves lies in a folder of its name.
-
-    One rank alone has no parallelism to compare.
-    """
+    """Return the jobs in their order; a single rank has no parallelism to compare."""
     warm_up = (f"sft.data={folder / 'material/sft.jsonl'}", f"sft.steps={_STEPS}", "sft.rows_per_step=64")
-    one = ("actor.layout={ranks: [0]}",)
-    again = "resume a run of your own on one machine, and compare its metrics.jsonl with an uninterrupted one"
+    # The first two train the same step, whose numbers are compared.
     jobs = [
-        Task("one_rank", "a training step on one rank", "sft", (*warm_up, *one), "read the log of rank 0"),
+        Task(
+            "one_rank",
+            "a training step on one rank",
+            "sft",
+            (*warm_up, "actor.layout={ranks: [0]}"),
+            "read the log of rank 0",
+        ),
         Task(
             "all_ranks",
             "the same step in tensor, pipeline and data parallelism",
@@ -69,18 +286,29 @@ def tasks(folder: Path, world: int) -> list[Task]:
             (f"steps={_STEPS}",),
             "try rollout.engine=torch: if that passes, vLLM does not fit this machine",
         ),
-        Task("train", "resume from the checkpoint", "train", (f"steps={_STEPS + 1}",), again),
+        # The folder of the job before: one more step resumes from its checkpoint.
+        Task(
+            "train",
+            "resume from the checkpoint",
+            "train",
+            (f"steps={_STEPS + 1}",),
+            "resume a run of your own on one machine and compare its metrics.jsonl with an uninterrupted one",
+        ),
     ]
+    # One rank has nothing to compare itself with.
     return [job for job in jobs if world > 1 or job.name != "all_ranks"]
 
 
 def settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
     """Return the configuration of the jobs: a small model in as many kinds of parallelism as ranks allow."""
+    # Tensor parallelism needs two ranks, pipeline parallelism beside it four.
     tensor = 2 if world % 2 == 0 else 1
     pipeline = 2 if world % (2 * tensor) == 0 else 1
     material = folder / "material"
+    dtype = "float32" if on_host else "bfloat16"
+
     return {
-        "model": {"path": str(material / "model"), "dtype": "float32" if on_host else "bfloat16"},
+        "model": {"path": str(material / "model"), "dtype": dtype},
         "data": {"train": str(material / "train.jsonl"), "max_prompt_tokens": 8},
         "reward": {"function": "megatron_rl.rewards.arithmetic:exact_match"},
         "algorithm": {"name": "grpo"},
@@ -92,106 +320,62 @@ def settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
 
 
 def prove(folder: Path, world: int) -> Iterator[Finding]:
-    """Yield what each step found; an error is the last. Collective over the world."""
-    from megatron_rl.distributed import device, watch
-    from megatron_rl.distributed.exchange import barrier, gather_objects
-    from megatron_rl.planning import probe
-
+    """Yield a finding per step of the proof; an error is the last. Collective over the world."""
+    # Measure everything while the communicators exist.
     leave_with_launcher()
-    device.initialize(60.0)
-    links = probe.probe_links(socket.gethostname())
-    pairs = {name: probe.probe_pairs(ranks) for name, ranks in probe.neighbours(links.hosts).items()}
-    devices, kernels = probe.probe_devices(), gather_objects(probe.probe_kernel())
+    device.initialize(_JOIN_SECONDS)
+    links = probe_links(socket.gethostname())
+    pairs = {kind: probe_pairs(ranks) for kind, ranks in neighbour_pairs(links.hosts).items()}
+    devices = probe_devices()
+    kernels = gather_objects(probe_kernel())
+
+    # Rank 0 writes the jobs' material; every rank must see it.
     if device.rank() == 0:
-        _write(folder, world, on_host=device.on_host())
+        _write_material(folder, world, on_host=device.on_host())
     barrier()
-    blind = [host for host, sees in gather_objects((links.hosts[device.rank()], _sees(folder))) if not sees]
+    visible = gather_objects((links.hosts[device.rank()], _has_material(folder)))
+    blind_hosts = [host for host, sees_folder in visible if not sees_folder]
+    # The small jobs below have process groups of their own.
     watch.leave()
+
     if world > 1:
         yield from link_findings(links)
         if not links.correct:
             return
-    for name, pair in pairs.items():
-        text = f"{pair.rate / GB:.2f} GB/s {name}, ranks {pair.slowest[0]} and {pair.slowest[1]} the slowest"
-        fix = None if pair.correct else "what arrived is not what was sent: check driver, firmware and cables"
-        yield Finding("ok" if pair.correct else "error", "point to point", text, fix)
-    yield from rates(devices)
-    wrong = [rank for rank, (right, _) in enumerate(kernels) if not right]
-    text = kernels[wrong[0] if wrong else 0][1]
-    fix = f"on ranks {wrong} torch computes log-probs instead: right, and slower" if wrong else None
-    yield Finding("warning" if wrong else "ok", "log-prob kernel", text, fix)
-    if blind:
+    yield from _pair_findings(pairs)
+    yield from rate_findings(devices)
+    yield _kernel_finding(kernels)
+    if blind_hosts:
         fix = "name a folder on a file system that all machines share: --out FOLDER"
-        yield Finding("error", "shared folder", f"{folder} of rank 0 is not seen on {blind[0]}", fix)
+        text = f"{folder} of rank 0 is not seen on {blind_hosts[0]}"
+        yield Finding("error", "shared folder", text, fix)
         return
+
     for task in tasks(folder, world):
-        finding = _do(task, folder)
+        finding = _run_task(task, folder)
         if finding.level == "ok" and task.name == "all_ranks":
-            finding = compare(folder, finding, TOLERANCE["float32" if device.on_host() else "bfloat16"])
+            dtype = "float32" if device.on_host() else "bfloat16"
+            finding = compare_steps(folder, finding, TOLERANCE[dtype])
         yield finding
         if finding.level == "error":
             return
-    yield from measured(folder)
-    constants = load_constants()
-    override = measured_constants(devices, {name: pair.rate for name, pair in pairs.items()}, constants)
+    yield from run_findings(folder)
+
+    override = measured_constants(
+        devices, {kind: pair.rate for kind, pair in pairs.items()}, load_constants()
+    )
     if override and process_rank() == 0:
         file = folder / "constants.json"
         file.write_text(json.dumps(override, indent=1) + "\n")
         yield Finding("ok", "for plan", f"python -m megatron_rl plan MODEL --gpus {world} --constants {file}")
 
 
-def link_findings(links: Any) -> list[Finding]:
-    """Return what a `LinkProbe` says of the links between ranks and of their clocks."""
-    from megatron_rl.distributed import device
+def _write_material(folder: Path, world: int, *, on_host: bool) -> None:
+    """Write model, data and configuration, and remove the runs of an earlier proof.
 
-    ranks, machines = len(links.hosts), len(set(links.hosts))
-    rate = links.bus_bandwidth
-    text = (
-        f"{ranks} ranks on {machines} machine{'s' if machines > 1 else ''}: {links.bytes / 2**20:.0f} MiB in "
-        f"{links.seconds * 1e3:.1f} ms, {rate / 1e9:.2f} GB/s per rank"
-    )
-    findings = []
-    if not links.correct:
-        findings.append(
-            Finding("error", "all-reduce", f"wrong sum; {text}", "check the network's driver and firmware")
-        )
-    elif rate < SLOW_BYTES_PER_SECOND[device.on_host()]:
-        fix = "check that ranks use the fast network interface, and that nothing else runs on the machines"
-        findings.append(Finding("warning", "all-reduce", f"slow: {text}", fix))
-    else:
-        findings.append(Finding("ok", "all-reduce", text))
-    spread = f"clocks differ by at most {links.clock_spread * 1e3:.0f} ms"
-    late = links.clock_spread > MAX_CLOCK_SPREAD
-    fix = "run a time daemon (chrony, ntpd) on every machine" if late else None
-    findings.append(Finding("warning" if late else "ok", "clocks", spread, fix))
-    return findings
-
-
-def rates(devices: Sequence[Any]) -> Iterator[Finding]:
-    """Yield the rates of the slowest rank, and a warning where it is far behind the others."""
-    for name, field, unit, scale in (
-        ("matrix product", "flops", "TFLOP/s bfloat16", 1e12),
-        ("memory", "memory", "GB/s", GB),
-        ("to the host", "host", "GB/s", GB),
-    ):
-        values = [getattr(probe, field) for probe in devices]
-        if values[0] is None:
-            continue
-        slowest = min(range(len(values)), key=values.__getitem__)
-        late = values[slowest] < STRAGGLER * median(values)
-        text = f"{values[slowest] / scale:.3g} {unit} on rank {slowest}, the slowest of {len(values)}"
-        if not late:
-            yield Finding("ok", name, text)
-            continue
-        fix = "look for other jobs, clocks that are held back, and a slot that is not the others'"
-        yield Finding("warning", name, f"{text}; median {median(values) / scale:.3g}", fix)
-
-
-def _write(folder: Path, world: int, *, on_host: bool) -> None:
-    """Write model, data and configuration anew; what an earlier proof left goes."""
-    from megatron_rl.data import quickstart
-
-    if not _sees(folder) and folder.exists() and any(folder.iterdir()):
+    Raises UserError for a folder with other contents.
+    """
+    if not _has_material(folder) and folder.exists() and any(folder.iterdir()):
         raise UserError(
             "the folder of the proof holds something else",
             where="--out",
@@ -199,102 +383,183 @@ def _write(folder: Path, world: int, *, on_host: bool) -> None:
             got=str(folder),
             fix="name another folder",
         )
+
     for name in {task.name for task in tasks(folder, 2)} | {"material", "logs"}:
         shutil.rmtree(folder / name, ignore_errors=True)
+    # The host trains the small model in seconds, a GPU a larger one.
     quickstart.make(folder / "material", "small" if on_host else "medium")
     (folder / "proof.yaml").write_text(yaml.safe_dump(settings(folder, world, on_host=on_host)))
     (folder / "logs").mkdir(exist_ok=True)
 
 
-def _sees(folder: Path) -> bool:
+def _has_material(folder: Path) -> bool:
+    """Return whether a folder is that of a proof, seen from this machine."""
     return (folder / "proof.yaml").is_file()
 
 
-def _do(task: Task, folder: Path) -> Finding:
-    """Take part in a job in a process of its own; every rank calls it. The ranks meet as at a restart."""
-    begun, log = time.monotonic(), folder / f"logs/{task.name}_{process_rank()}.log"
-    run_dir = f"run_dir={folder / task.name}"
+def _run_task(task: Task, folder: Path) -> Finding:
+    """Run this rank's process of a job; every rank calls it, and the processes meet as at a restart."""
+    start = time.monotonic()
+    log = folder / f"logs/{task.name}_{process_rank()}.log"
     command = [
         sys.executable,
         "-m",
         "megatron_rl",
         task.command,
         str(folder / "proof.yaml"),
-        run_dir,
+        f"run_dir={folder / task.name}",
         *task.changes,
     ]
+    # An error file that the job wrote would be taken for this process's by the launcher.
     environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_ERROR_FILE"}
+
     with log.open("wb") as output:
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
     if code:
-        said = log.read_text(errors="replace").strip()[-3000:]
-        return Finding("error", task.shows, f"exit code {code}; the end of {log}:\n{said}", task.fix)
-    return Finding("ok", task.shows, f"{time.monotonic() - begun:.0f} s")
+        tail = log.read_text(errors="replace").strip()[-_LOG_TAIL:]
+        return Finding("error", task.shows, f"exit code {code}; the end of {log}:\n{tail}", task.fix)
+    return Finding("ok", task.shows, f"{time.monotonic() - start:.0f} s")
 
 
-def compare(folder: Path, finding: Finding, tolerance: float) -> Finding:
-    """Return how far the steps on all ranks are from those on one; an error beyond ``tolerance``."""
-    names = ("sft/loss", "sft/grad_norm")
-    alone, together = (
-        read_metrics(RunFolder(folder / name).stage_metrics("sft")) for name in ("one_rank", "all_ranks")
+# ---------------------------------------------------------------- findings
+
+
+def link_findings(links: LinkProbe) -> list[Finding]:
+    """Return the findings on the links between ranks and on the machines' clocks."""
+    ranks = len(links.hosts)
+    machines = len(set(links.hosts))
+    rate = links.bus_bandwidth
+    # The level depends on correctness first: a fast link that adds wrongly is an error.
+    text = (
+        f"{ranks} ranks on {machines} machine{'s' if machines > 1 else ''}: {links.bytes / _MIB:.0f} MiB in "
+        f"{links.seconds * 1e3:.1f} ms, {rate / 1e9:.2f} GB/s per rank"
     )
-    differences = [
-        (
-            abs(right[name] - left[name]) / abs(left[name]),
-            f"{name} of step {left['step']}: {left[name]}, {right[name]}",
-        )
-        for left, right in zip(alone, together, strict=True)
-        for name in names
-    ]
-    worst, words = max(differences)
-    text = f"{finding.text}; loss and gradient norm as on one rank, to {worst:.1g} of them"
-    if worst <= tolerance:
-        return Finding("ok", finding.name, text)
+    slow_rate = SLOW_LINK
+    if device.on_host():
+        slow_rate = SLOW_HOST_LINK
+    if not links.correct:
+        fix = "check the network's driver and firmware"
+        reduce_finding = Finding("error", "all-reduce", f"wrong sum; {text}", fix)
+    elif rate < slow_rate:
+        fix = "check that ranks use the fast network interface, and that nothing else runs on the machines"
+        reduce_finding = Finding("warning", "all-reduce", f"slow: {text}", fix)
+    else:
+        reduce_finding = Finding("ok", "all-reduce", text)
+
+    spread = f"clocks differ by at most {links.clock_spread * 1e3:.0f} ms"
+    clock_finding = Finding("ok", "clocks", spread)
+    if links.clock_spread > MAX_CLOCK_SPREAD:
+        fix = "run a time daemon (chrony, ntpd) on every machine"
+        clock_finding = Finding("warning", "clocks", spread, fix)
+    return [reduce_finding, clock_finding]
+
+
+def _pair_findings(pairs: Mapping[str, PairProbe]) -> Iterator[Finding]:
+    """Yield a finding on the messages of each kind of pair."""
+    for kind, pair in pairs.items():
+        text = f"{pair.rate / GB:.2f} GB/s {kind}, ranks {pair.slowest[0]} and {pair.slowest[1]} the slowest"
+        if pair.correct:
+            yield Finding("ok", "point to point", text)
+        else:
+            fix = "what arrived is not what was sent: check driver, firmware and cables"
+            yield Finding("error", "point to point", text, fix)
+
+
+def rate_findings(devices: Sequence[DeviceProbe]) -> Iterator[Finding]:
+    """Yield the rates of the slowest rank, as a warning for a rank far behind the others."""
+    for name, attribute, unit, scale in (
+        ("matrix product", "flops", "TFLOP/s bfloat16", 1e12),
+        ("memory", "memory", "GB/s", GB),
+        ("to the host", "host", "GB/s", GB),
+    ):
+        values = [getattr(probe, attribute) for probe in devices]
+        if values[0] is None:
+            continue
+
+        slowest = min(range(len(values)), key=values.__getitem__)
+        text = f"{values[slowest] / scale:.3g} {unit} on rank {slowest}, the slowest of {len(values)}"
+        if values[slowest] >= STRAGGLER * median(values):
+            yield Finding("ok", name, text)
+        else:
+            fix = "look for other jobs, clocks that are held back, and a slot that is not the others'"
+            yield Finding("warning", name, f"{text}; median {median(values) / scale:.3g}", fix)
+
+
+def _kernel_finding(kernels: Sequence[tuple[bool, str]]) -> Finding:
+    """Return the finding on the log-prob kernel, from each rank's accuracy and errors."""
+    inaccurate = [rank for rank, (accurate, _) in enumerate(kernels) if not accurate]
+    if not inaccurate:
+        return Finding("ok", "log-prob kernel", kernels[0][1])
+    fix = f"on ranks {inaccurate} torch computes log-probs instead: right, and slower"
+    return Finding("warning", "log-prob kernel", kernels[inaccurate[0]][1], fix)
+
+
+def compare_steps(folder: Path, finding: Finding, tolerance: float) -> Finding:
+    """Return the difference of the steps on all ranks from those on one; an error beyond ``tolerance``."""
+    one_rank = read_metrics(RunFolder(folder / "one_rank").stage_metrics("sft"))
+    all_ranks = read_metrics(RunFolder(folder / "all_ranks").stage_metrics("sft"))
+    differences = []
+    # Relative differences; the largest decides.
+    for expected, actual in zip(one_rank, all_ranks, strict=True):
+        for name in ("sft/loss", "sft/grad_norm"):
+            difference = abs(actual[name] - expected[name]) / abs(expected[name])
+            text = f"{name} of step {expected['step']}: {expected[name]}, {actual[name]}"
+            differences.append((difference, text))
+
+    largest_difference, text = max(differences)
+    if largest_difference <= tolerance:
+        agreement = f"loss and gradient norm as on one rank, to {largest_difference:.1g} of them"
+        return Finding("ok", finding.name, f"{finding.text}; {agreement}")
     fix = "keep both folders and report them: no run on these machines can be trusted"
-    return Finding("error", finding.name, f"{words}, which differ by {worst:.2%}", fix)
+    return Finding("error", finding.name, f"{text}, which differ by {largest_difference:.2%}", fix)
 
 
-def measured(folder: Path) -> Iterator[Finding]:
-    """Yield the rates of the last step of the small model's run."""
+def run_findings(folder: Path) -> Iterator[Finding]:
+    """Yield the rates of the final step of the small model's run."""
     lines = read_metrics(RunFolder(folder / "train").metrics)
-    last = lines[-1]
-    # A step's line has what came since the one before: the first that the same process saved.
+    # The final step has no compilation or other warm-up in its times.
+    final = lines[-1]
+    # A line has the time of the checkpoint before its step, so the first line of a process has none.
     checkpoint = next(line["time/checkpoint"] for line in lines if "time/checkpoint" in line)
-    sync = last["reshard/bytes_received_max"] + last["reshard/bytes_local_max"]
+
+    sync_bytes = final["reshard/bytes_received_max"] + final["reshard/bytes_local_max"]
     yield Finding(
         "ok",
         "a verified weight sync",
-        f"{sync / 2**20:.1f} MiB a rank in {last['time/reshard'] * 1e3:.1f} ms",
+        f"{sync_bytes / _MIB:.1f} MiB a rank in {final['time/reshard'] * 1e3:.1f} ms",
     )
     yield Finding(
         "ok",
         "trainer and rollout",
-        f"log-probs differ by {last['mismatch/abs_diff']:.2g} a token; one step {last['time/step']:.2f} s, "
+        f"log-probs differ by {final['mismatch/abs_diff']:.2g} a token; one step {final['time/step']:.2f} s, "
         f"a checkpoint {checkpoint:.2f} s",
     )
 
 
 def measured_constants(
-    devices: Sequence[Any], pairs: Mapping[str, float], constants: Constants
+    devices: Sequence[DeviceProbe], pairs: Mapping[str, float], constants: Constants
 ) -> dict[str, Any]:
-    """Return an override of the planner's constants with what was measured, empty for a device unknown to it.
+    """Return an override of the planner's constants with the measured rates; empty for an unlisted device.
 
     The planner multiplies a link's nominal rate by the share that is achieved, so the rate that is written is
-    the measured one over that share. The slowest rank counts.
+    the measured one over that share. The slowest rank counts. ``pairs`` are bytes per second by kind.
     """
-    from megatron_rl.planning.probe import ACROSS, WITHIN
-
-    known = [name for name in constants.gpus if name.split("-")[0].lower() in devices[0].name.lower().split()]
-    if not known:
+    # A device reports a name such as "NVIDIA H100 80GB HBM3"; constants.json calls it "H100-80GB".
+    device_words = devices[0].name.lower().split()
+    names = [name for name in constants.gpus if name.split("-")[0].lower() in device_words]
+    if not names:
         return {}
-    gpu, achieved = constants.gpus[known[0]], constants.efficiency
-    slowest = {
-        field: min(getattr(probe, field) for probe in devices) for field in ("flops", "memory", "host")
-    }
+
+    # The slowest device sets the pace of all.
+    gpu = constants.gpus[names[0]]
+    achieved = constants.efficiency
+    flops = min(probe.flops for probe in devices)
+    memory = min(probe.memory for probe in devices)
+    host = min(probe.host for probe in devices if probe.host is not None)
     rates = {
-        "gemm_efficiency": min(1.0, slowest["flops"] / gpu.bf16_flops),
-        "hbm_terabytes_per_second": slowest["memory"] / achieved.hbm / 1e12,
-        "host_gigabytes_per_second": slowest["host"] / achieved.host / GB,
+        "gemm_efficiency": min(1.0, flops / gpu.bf16_flops),
+        "hbm_terabytes_per_second": memory / achieved.hbm / 1e12,
+        "host_gigabytes_per_second": host / achieved.host / GB,
     }
     if WITHIN in pairs:
         rates["nvlink_gigabytes_per_second"] = pairs[WITHIN] / achieved.nvlink / GB
@@ -302,5 +567,5 @@ def measured_constants(
         rates["network_gigabits"] = pairs[ACROSS] / achieved.network / GB * 8
     return {
         "comment": "measured by doctor --gpu",
-        "gpus": {gpu.name: {k: round(v, 3) for k, v in rates.items()}},
+        "gpus": {gpu.name: {name: round(rate, 3) for name, rate in rates.items()}},
     }

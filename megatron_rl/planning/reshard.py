@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig
 
 from megatron_rl.config.sections.bounds import MAX_WORLD
-from megatron_rl.errors import UserError
+from megatron_rl.error_forms import out_of_range
+from megatron_rl.errors import UserError, first_line
 from megatron_rl.hf.layout_boxes import megatron_layout
 from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.planning.predict.step import copy_seconds
@@ -28,77 +29,87 @@ from megatron_rl.weights.boxes import BoxGroup
 from megatron_rl.weights.plan import ReshardPlan, build_plan, schedule
 
 _SIZES = {short: name for name, short in SHORT_NAMES.items()}
+"""Short name -> size of a layout, such as tp -> tensor."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Hold what a plan costs; bytes by rank unless said otherwise.
-
-    ``model_bytes`` are those of one whole copy, ``redundant_max`` the bytes a rank receives and already had.
-    ``seconds`` are predictions by cluster name.
-    """
+    """Cost of a plan; bytes by rank unless a field says otherwise."""
 
     model_bytes: int
+    """Bytes of one complete copy of the model."""
     received_least: int
+    """Fewest bytes that a rank of the engine receives."""
     received_mean: float
+    """Mean bytes that a rank of the engine receives."""
     received_most: int
+    """Most bytes that a rank of the engine receives."""
     sent_most: int
+    """Most bytes that a rank sends."""
     local_mean: float
+    """Mean bytes that a rank of the engine copies from itself."""
     inside_nodes: int
+    """Bytes of all ranks together that stay inside a node."""
     across_nodes: int
+    """Bytes of all ranks together that leave a node."""
     messages: int
+    """Messages of all ranks together."""
     staging_most: int
+    """Most bytes of staging buffers."""
     redundant_most: int
+    """Most bytes that a rank receives although it has them."""
     seconds: Mapping[str, float]
+    """Predicted seconds by cluster."""
 
 
-def read_layout(words: str, where: str = "--from") -> dict[str, int]:
-    """Read ``tp8pp8dp2`` as sizes by name; raises UserError for anything else."""
-    parts = re.findall(r"([a-z]+)(\d{1,6})", words)
-    names = [name for name, _ in parts]
-    whole = "".join(name + count for name, count in parts) == words and parts
-    if not whole or not set(names) <= set(_SIZES) or len(set(names)) < len(names):
+def read_layout(text: str, option: str = "--from") -> dict[str, int]:
+    """Parse ``tp8pp8dp2`` into sizes by name; raises UserError for anything else."""
+    sizes = re.findall(r"([a-z]+)(\d{1,6})", text)
+    names = [name for name, _ in sizes]
+    # The matches must cover the text: findall skips what does not match.
+    complete = bool(sizes) and "".join(name + count for name, count in sizes) == text
+    if not complete or not set(names) <= set(_SIZES) or len(set(names)) < len(names):
         raise UserError(
-            f"{words!r} is not a layout",
-            where=where,
+            f"{text!r} is not a layout",
+            where=option,
             expected="sizes like tp8pp8dp2, each at most once, of " + ", ".join(_SIZES),
-            got=words,
+            got=text,
             fix="write letters and a number of at most six digits for each size",
         )
-    return {_SIZES[name]: int(count) for name, count in parts}
+
+    return {_SIZES[name]: int(count) for name, count in sizes}
 
 
 def find_config(model: str) -> Any:
     """Return the transformers config of a model by name or path; raises UserError for an unknown one."""
-    settings = dict(named_config(model)[1])
+    values = dict(named_config(model)[1])
+    # transformers has one class of configuration for each model type.
     try:
-        return AutoConfig.for_model(settings.pop("model_type", ""), **settings)
+        return AutoConfig.for_model(values.pop("model_type", ""), **values)
     except ValueError as error:
-        raise UserError(
-            f"{model!r} is not an architecture of transformers", where="MODEL", got=str(error).split("\n")[0]
-        ) from error
+        message = f"{model!r} is not an architecture of transformers"
+        raise UserError(message, where="MODEL", got=first_line(error)) from error
 
 
 def actor_layout(sizes: Mapping[str, int]) -> ParallelLayout:
-    """Return the layout of ranks 0, 1, … with these sizes; ``data`` defaults to 1."""
-    rest: dict[str, Any] = {name: size for name, size in sizes.items() if name != "data"}
+    """Return the layout of ranks 0, 1, … with these sizes; ``data`` defaults to 1.
+
+    Raises UserError for more than `MAX_WORLD` ranks, before it makes a tuple of them.
+    """
     count = sizes.get("data", 1)
     for name in ("tensor", "context", "pipeline"):
         count *= sizes.get(name, 1)
-    require_ranks(count, "--from")
-    return ParallelLayout(tuple(range(count)), path="--from", **rest).checked()
 
-
-def require_ranks(count: int, where: str) -> None:
-    """Raise a UserError for more ranks than a plan is made for."""
     if count > MAX_WORLD:
-        raise UserError(
-            "there are too many ranks to plan for",
-            where=where,
-            expected=f"at most {MAX_WORLD:,} ranks",
-            got=f"{count:,}",
+        raise out_of_range(
+            "--from",
+            count,
+            f"at most {MAX_WORLD:,} ranks",
             fix="plan fewer data-parallel copies: each has the same traffic",
         )
+    # The number of data-parallel copies follows from the ranks.
+    model_sizes: dict[str, Any] = {name: size for name, size in sizes.items() if name != "data"}
+    return ParallelLayout(tuple(range(count)), path="--from", **model_sizes).checked()
 
 
 def plan_offline(
@@ -112,25 +123,27 @@ def plan_offline(
     whole_experts: bool = False,
     lora: Lora | None = None,
 ) -> ReshardPlan:
-    """Build the plan that the ranks themselves would build, in the order of ranks that a run would choose.
+    """Build the plan that the ranks themselves would build, in the rank order that a run would choose.
 
-    With ``whole_experts`` the engine deals whole experts out to the ranks of a replica, with ``lora``
-    adapters move alone.
+    With ``whole_experts`` the engine distributes complete experts over the ranks of a replica; with ``lora``
+    adapters alone are transferred.
     """
     model = pretrained(hf_config)
     settings = end_settings(model.shape.layers, actor.pipeline, actor.virtual_pipeline) or {}
+    # Megatron checks its settings in constructors, with assertions.
     try:
         sources = megatron_layout(hf_config, actor, dtype, settings, lora)
     except (AssertionError, ValueError) as error:
-        raise UserError(
-            "Megatron refuses this layout of the model", where="--from", got=str(error)
-        ) from error
-    shared = shared_bytes(
+        message = "Megatron refuses this layout of the model"
+        raise UserError(message, where="--from", got=str(error)) from error
+
+    # Assign ranks to replicas as a run would, by the bytes that they share with the actor.
+    overlap = shared_bytes(
         model.shape, actor, tensor, dtype.itemsize, settings=settings, whole_experts=whole_experts, lora=lora
     )
+    order = best_rank_order(overlap, rollout_ranks, ranks_per_node)
     if lora is not None:
         model = adapted(model, lora.rank, None, lora.targets)
-    order = best_rank_order(shared, rollout_ranks, ranks_per_node)
     destinations = engine_layout(model, order, tensor, dtype, whole_experts)
     nodes = {rank: rank // ranks_per_node for rank in {*actor.ranks, *rollout_ranks}}
     return build_plan(sources, destinations, nodes)
@@ -143,41 +156,50 @@ def engine_layout(
     dtype: torch.dtype,
     whole_experts: bool = False,
 ) -> list[BoxGroup]:
-    """Return the boxes that vLLM's ranks need, replicas of ``tensor`` consecutive ranks.
+    """Return the boxes that vLLM's ranks need, for replicas of ``tensor`` consecutive ranks.
 
-    This predicts vLLM's own cut; a running `HybridEngine` uses the traced one.
+    This predicts the slices of vLLM's weight loaders; a running `HybridEngine` traces them.
     """
     groups = []
-    for place in range(tensor):
-        boxes, dtypes = [], {}
-        experts = engine_experts(model.shape.experts, place, tensor)
-        for named in model.tensors():
-            name, source = named.name, named.source
-            cut = engine_slice(source, place, tensor, model.shape.kv_heads)
-            if whole_experts and named.expert is not None:
-                cut = Slice(0, 0, source.shape[0] if named.expert in experts else 0)
-            if cut.start < cut.stop:
-                start, size = [0] * len(source.shape), list(source.shape)
-                start[cut.dim], size[cut.dim] = cut.start, cut.stop - cut.start
-                start[0] += source.first
-                boxes.append(TensorBox(name, tuple(start), tuple(size), -1, name, 0, (0,) * len(size)))
-                dtypes[name] = torch.float32 if source.float32 else dtype
-        groups.append(BoxGroup(tuple(ranks[place::tensor]), tuple(boxes), dtypes))
+    for tensor_rank in range(tensor):
+        boxes = []
+        dtypes = {}
+        experts = engine_experts(model.shape.experts, tensor_rank, tensor)
+        for tensor_spec in model.tensors():
+            name = tensor_spec.name
+            source = tensor_spec.source
+            cut = engine_slice(source, tensor_rank, tensor, model.shape.kv_heads)
+            if whole_experts and tensor_spec.expert is not None:
+                # All rows of an expert on one rank of the replica, none on the others.
+                cut = Slice(0, 0, 0)
+                if tensor_spec.expert in experts:
+                    cut = Slice(0, 0, source.shape[0])
+            if cut.start >= cut.stop:
+                continue
+
+            # The slice as a box of the checkpoint's tensor.
+            start = [0] * len(source.shape)
+            size = list(source.shape)
+            start[cut.dim] = cut.start
+            size[cut.dim] = cut.stop - cut.start
+            start[0] += source.first
+            boxes.append(TensorBox(name, tuple(start), tuple(size), -1, name, 0, (0,) * len(size)))
+            dtypes[name] = torch.float32 if source.float32 else dtype
+        # Ranks with the same index in their replicas need the same boxes.
+        groups.append(BoxGroup(tuple(ranks[tensor_rank::tensor]), tuple(boxes), dtypes))
     return groups
 
 
 def summarise(
     plan: ReshardPlan, ranks_per_node: int, staging: int, constants: Constants, clusters: Sequence[str]
 ) -> Summary:
-    """Add a plan up for ``staging`` bytes of buffers per rank and predict its seconds on each cluster.
+    """Summarise a plan for ``staging`` bytes of buffers per rank, with its seconds on each cluster.
 
     Raises UserError for a cluster that is not in the constants, and where the staging is too small.
     """
-    receivers = sorted(plan.needed)
-    received = [plan.received.get(rank, 0) for rank in receivers]
-    inside, across = plan.bytes_between({rank: rank // ranks_per_node for rank in plan.ranks})
+    # The schedule cuts transfers into rounds that fit the staging buffers.
     try:
-        when = schedule(plan, staging)
+        transfers = schedule(plan, staging)
     except ValueError as error:
         raise UserError(
             "the staging memory is too small",
@@ -186,44 +208,55 @@ def summarise(
             got=str(error),
             fix="give more",
         ) from error
-    parts = {(part.name, part.start): part.bytes for bundle in plan.bundles for part in bundle.regions}
-    machines = {
-        name: Machine(constants.cluster(name, len(plan.ranks), gpus_per_node=ranks_per_node), constants)
-        for name in clusters
+
+    receivers = sorted(plan.needed)
+    received = [plan.received.get(rank, 0) for rank in receivers]
+    inside_nodes, across_nodes = plan.bytes_between({rank: rank // ranks_per_node for rank in plan.ranks})
+    # A region of several bundles counts once.
+    region_bytes = {
+        (region.name, region.start): region.bytes for bundle in plan.bundles for region in bundle.regions
     }
+    seconds = {}
+    for name in clusters:
+        cluster = constants.cluster(name, len(plan.ranks), gpus_per_node=ranks_per_node)
+        seconds[name] = predict_seconds(plan, Machine(cluster, constants))
+
     return Summary(
-        model_bytes=sum(parts.values()),
+        model_bytes=sum(region_bytes.values()),
         received_least=min(received),
         received_mean=sum(received) / len(received),
         received_most=max(received),
         sent_most=max(plan.sent.values(), default=0),
         local_mean=sum(plan.local.values()) / len(receivers),
-        inside_nodes=inside,
-        across_nodes=across,
-        messages=sum(-(-count // when.slot) for count in plan.pairs.values()),
-        staging_most=when.staging,
-        redundant_most=max(_redundant(plan).values(), default=0),
-        seconds={name: predict(plan, machine) for name, machine in machines.items()},
+        inside_nodes=inside_nodes,
+        across_nodes=across_nodes,
+        messages=sum(-(-count // transfers.slot) for count in plan.pairs.values()),
+        staging_most=transfers.staging,
+        redundant_most=max(_redundant_bytes(plan).values(), default=0),
+        seconds=seconds,
     )
 
 
-def _redundant(plan: ReshardPlan) -> dict[int, int]:
-    """Return by rank the bytes it receives although it holds them."""
-    twice: dict[int, int] = {}
+def _redundant_bytes(plan: ReshardPlan) -> dict[int, int]:
+    """Return by rank the bytes that it receives although it has them."""
+    redundant: dict[int, int] = {}
     for bundle in plan.bundles:
+        # All regions of a bundle have the same holders.
         holders = set(bundle.regions[0].holders)
         for receiver, sender in bundle.senders.items():
             if sender != receiver and receiver in holders:
-                twice[receiver] = twice.get(receiver, 0) + bundle.bytes
-    return twice
+                redundant[receiver] = redundant.get(receiver, 0) + bundle.bytes
+    return redundant
 
 
-def predict(plan: ReshardPlan, machine: Machine) -> float:
-    """Return predicted seconds on a machine: those of the rank and direction that take longest."""
-    busy: dict[tuple[int, str], list[float]] = {}
+def predict_seconds(plan: ReshardPlan, machine: Machine) -> float:
+    """Return predicted seconds on a machine, until the slowest rank has sent or received its bytes."""
     domain = machine.cluster.domain
+    # (rank, direction) -> bytes across domains, and inside of one: a card sends and receives at once.
+    traffic: dict[tuple[int, str], list[float]] = {}
     for (sender, receiver), count in plan.pairs.items():
-        near = sender // domain == receiver // domain
+        same_domain = sender // domain == receiver // domain
         for end in ((sender, "out"), (receiver, "in")):
-            busy.setdefault(end, [0.0, 0.0])[near] += count
-    return max((copy_seconds(machine, *moved) for moved in busy.values()), default=copy_seconds(machine, 0.0))
+            traffic.setdefault(end, [0.0, 0.0])[same_domain] += count
+    seconds = (copy_seconds(machine, *directions) for directions in traffic.values())
+    return max(seconds, default=copy_seconds(machine, 0.0))

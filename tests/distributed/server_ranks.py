@@ -34,7 +34,7 @@ from vllm.entrypoints.launchers.api_server.entry import main as serve
 
 import megatron_rl.hybrid_engine.worker_extension  # noqa: F401 - what each worker imports
 from megatron_rl.check.engine.servers import server_commands
-from megatron_rl.cli.common import checked
+from megatron_rl.cli.common import load_and_check
 from megatron_rl.cli.main import main, parse
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import read_metrics
@@ -171,7 +171,7 @@ def train_before(path: str, run_dir: str) -> None:
 
 def run(path: str) -> None:
     """Start the servers, of two workers and of one, and train."""
-    config = checked(parse(["train", path]), 1, job="train", training=True).config
+    config = load_and_check(parse(["train", path]), 1, job="train", training=True).config
     servers, urls = Servers(config), list(config.rollout.server.urls)
     processes = [servers.start(url, workers) for url, workers in zip(urls, (2, 1), strict=True)]
     for url in urls:

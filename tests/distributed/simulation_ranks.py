@@ -23,7 +23,7 @@ from megatron_rl.megatron.model import build_model
 from megatron_rl.megatron.optimizer import Optimizer, wrap
 from megatron_rl.megatron.schedule import forward_backward, forward_only
 from megatron_rl.planning.simulation.device import Simulation
-from megatron_rl.planning.simulation.ranks import Simulated, planned
+from megatron_rl.planning.simulation.ranks import Simulated, simulation_plan
 from megatron_rl.planning.simulation.step import simulate
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.types import TrainBatch
@@ -68,7 +68,7 @@ def shipped() -> dict[str, Any]:
     """Simulate the first rank of the 7B configuration."""
     loaded = load(CONFIGS / "qwen2.5-7b-8gpu.yaml")
     report = check_config(loaded, 8, without_files=True, shipped_models=CONFIGS / "models", patience=0)
-    config, estimate = planned(report, 0)
+    config, estimate = simulation_plan(report, 0)
     assert report.batch is not None
     rank = Simulated(simulate(config, report.models, report.batch, 0, 8), estimate)
     differences = {phase: rank.difference(phase) for phase in ("generate", "score", "learn")}

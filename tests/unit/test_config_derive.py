@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.check.configuration import CheckReport, check_config
-from megatron_rl.cli.check_json import report_json
+from megatron_rl.cli.check import report_json
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.budget import PHASES
 from megatron_rl.config.field_types import hints, known_paths, section_class

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_what_does_not_fit_is_said(versions: dict[str, str], words: list[str]) -> None:
-    found = machine.unfit(versions)
+    found = machine.stack_conflicts(versions)
     assert len(found) == len(words)
     for finding, text in zip(found, words, strict=True):
         assert text in finding.text and finding.level == "error" and finding.fix

@@ -21,8 +21,8 @@ from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.planning.predict.calibrate import calibrate
 from megatron_rl.planning.predict.placement import search
 from megatron_rl.planning.predict.plan_file import Paths, config_text, plan_record, planned_run, preset_of
-from megatron_rl.planning.predict.step import PHASES, Observed, predict_run, role_shapes
-from megatron_rl.shapes.hardware import load_constants
+from megatron_rl.planning.predict.step import PHASES, RunStats, predict_run, role_shapes
+from megatron_rl.shapes.hardware import Machine, load_constants
 from megatron_rl.shapes.published import load_shape, presets
 
 
@@ -158,7 +158,7 @@ def test_plan_predicts_what_its_configuration_is_predicted_to_take(tmp_path) -> 
         config = checked(tmp_path / "plan.yaml").valid()
         shapes = role_shapes(config, lambda path: load_shape("qwen3-8b"))
         mean = problem.batch.lengths.mean
-        step = predict_run(config, load_constants(), "h100", shapes, Observed(response=mean))
+        step = predict_run(config, load_constants(), "h100", shapes, RunStats(response=mean))
         assert step.seconds == pytest.approx(dict(run.prediction.seconds))
         # The search's own estimate differs where the configuration has one token budget for every role.
         assert placed.step.total == pytest.approx(step.total, rel=0.15)
@@ -250,7 +250,7 @@ def _run_folder(path: Path, slower: dict[str, float]) -> None:
     (path / "config.yaml").write_text(CONFIG)
     config = load(path / "config.yaml").valid()
     expected = predict_run(
-        config, load_constants(), "a100", role_shapes(config, load_shape), Observed(200.0, 400.0)
+        config, load_constants(), "a100", role_shapes(config, load_shape), RunStats(200.0, 400.0)
     ).seconds
     lines = [{"step": 0, "time/generate": 999.0}]
     for step in (1, 2, 3):
@@ -282,6 +282,25 @@ def test_fewer_episodes_in_flight_take_longer_to_sample() -> None:
             for each in (free, config)
         ]
         assert seconds[1] > 2 * seconds[0], bound
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_offloaded_reward_model_takes_the_time_of_its_transfers(offload: bool) -> None:
+    function = "reward: {function: megatron_rl.rewards.math_answer:marked_number}"
+    model = f"reward: {{models: {{preference: {{path: llama-3.1-8b, offload: {str(offload).lower()}}}}}}}"
+    constants = load_constants()
+
+    def reward_seconds(text: str) -> float:
+        config = load_text(text).valid()
+        return predict_run(config, constants, "a100", role_shapes(config, load_shape)).seconds["reward"]
+
+    resident = reward_seconds(CONFIG.replace(function, model.replace("true", "false")))
+    seconds = reward_seconds(CONFIG.replace(function, model))
+    # Tensor parallelism 2 halves the two bytes of each parameter, which leave for the host and come back.
+    weights = 2 * load_shape("llama-3.1-8b").parameters / 2
+    transfers = 2 * weights / Machine(constants.cluster("a100", 8), constants).host_rate
+    assert 0 < resident < seconds if offload else resident == seconds
+    assert seconds - resident == pytest.approx(transfers * offload, rel=0.1)
 
 
 def test_calibration_recovers_the_factors_of_a_run(tmp_path, capsys) -> None:
@@ -331,8 +350,8 @@ def test_calibration_without_phase_times(tmp_path) -> None:
         (("llama-9b", "--gpus", "8"), "unknown model"),
         (("llama-3.1-8b", "--gpus", "8", "--gpu", "h10"), "unknown GPU"),
         (("llama-3.1-8b", "--gpus", "0"), "plan needs a model and a number of GPUs"),
-        (("llama-3.1-8b", "--gpus", "-8"), "--gpus must be 1 or more"),
-        (("llama-3.1-8b", "--gpus", "999999999"), "--gpus is more than can be planned for"),
+        (("llama-3.1-8b", "--gpus", "-8"), "`--gpus` is out of range"),
+        (("llama-3.1-8b", "--gpus", "999999999"), "`--gpus` is out of range"),
         (("llama-3.1-8b", "--gpus", "8", "--optimizer-steps", "1000"), "more optimizer steps than prompts"),
         (("llama-3.1-8b", "--gpus", "8", "--response-tokens-mean", "9000"), "mean response"),
         (("deepseek-v3", "--gpus", "8"), "does not fit on 8 H100-80GB"),

@@ -12,9 +12,8 @@ from megatron_rl.planning.predict.generate import (
     generate_seconds,
     replica_seconds,
 )
-from megatron_rl.planning.predict.groups import Problem
 from megatron_rl.planning.predict.learn import TrainChoice, fullest_training
-from megatron_rl.planning.predict.placement import ROLES, SPLITS, compositions, search
+from megatron_rl.planning.predict.placement import ROLES, SPLITS, Problem, compositions, search
 from megatron_rl.planning.predict.search import training_layouts
 from megatron_rl.shapes.hardware import Cluster, Machine, load_constants
 from megatron_rl.shapes.layout import ParallelLayout

@@ -11,25 +11,25 @@ from megatron_rl.cli.main import main
 from megatron_rl.errors import UserError
 from megatron_rl.planning import proof
 from megatron_rl.planning.machine import Finding
-from megatron_rl.planning.probe import ACROSS, WITHIN, DeviceProbe, neighbours
+from megatron_rl.planning.proof import ACROSS, WITHIN, DeviceProbe, neighbour_pairs
 from megatron_rl.shapes.hardware import load_constants
 
 H100 = DeviceProbe("NVIDIA H100 80GB HBM3", 650e12, 2.9e12, 22e9)
 
 
 def test_pairs_are_of_one_machine_or_of_the_same_place_on_two():
-    assert neighbours(["a"]) == {}
-    assert neighbours(["a", "a", "a"]) == {WITHIN: [(0, 1)]}
-    assert neighbours(["a", "b"]) == {ACROSS: [(0, 1)]}
-    assert neighbours(["a", "a", "b", "b", "c"]) == {WITHIN: [(0, 1), (2, 3)], ACROSS: [(0, 2), (1, 3)]}
+    assert neighbour_pairs(["a"]) == {}
+    assert neighbour_pairs(["a", "a", "a"]) == {WITHIN: [(0, 1)]}
+    assert neighbour_pairs(["a", "b"]) == {ACROSS: [(0, 1)]}
+    assert neighbour_pairs(["a", "a", "b", "b", "c"]) == {WITHIN: [(0, 1), (2, 3)], ACROSS: [(0, 2), (1, 3)]}
 
 
 def test_a_rank_that_is_far_behind_is_named():
     slow = DeviceProbe(H100.name, 400e12, 2.9e12, 22e9)
-    product, memory, host = proof.rates([H100, H100, slow, H100])
+    product, memory, host = proof.rate_findings([H100, H100, slow, H100])
     assert (product.level, memory.level, host.level) == ("warning", "ok", "ok")
     assert "400 TFLOP/s bfloat16 on rank 2, the slowest of 4; median 650" in product.text and product.fix
-    assert len(list(proof.rates([DeviceProbe("host", 1e9, 1e9, None)]))) == 2
+    assert len(list(proof.rate_findings([DeviceProbe("host", 1e9, 1e9, None)]))) == 2
 
 
 def test_what_was_measured_is_what_the_planner_calculates_with(tmp_path: Path):
@@ -56,8 +56,8 @@ def test_steps_that_differ_are_an_error(tmp_path: Path):
         ]
         (tmp_path / name / "sft.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = Finding("ok", "the same step", "9 s")
-    assert proof.compare(tmp_path, done, 1e-3).level == "ok"
-    wrong = proof.compare(tmp_path, done, 1e-4)
+    assert proof.compare_steps(tmp_path, done, 1e-3).level == "ok"
+    wrong = proof.compare_steps(tmp_path, done, 1e-4)
     assert (
         wrong.level == "error" and "sft/grad_norm of step 2: 2.0, 2.001, which differ by 0.05%" in wrong.text
     )
@@ -66,14 +66,14 @@ def test_steps_that_differ_are_an_error(tmp_path: Path):
 def test_a_job_that_fails_shows_the_end_of_its_log(tmp_path: Path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "proof.yaml").write_text("modle: {path: x}\n")
-    finding = proof._do(proof.tasks(tmp_path, 2)[2], tmp_path)
+    finding = proof._run_task(proof.tasks(tmp_path, 2)[2], tmp_path)
     assert finding.level == "error" and "exit code 2" in finding.text and "modle" in finding.text
     assert "rollout.engine=torch" in (finding.fix or "")
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 1024])
 def test_the_jobs_fit_any_number_of_ranks(tmp_path: Path, world: int, capsys: pytest.CaptureFixture[str]):
-    proof._write(tmp_path, world, on_host=True)
+    proof._write_material(tmp_path, world, on_host=True)
     for task in proof.tasks(tmp_path, world)[:-1]:
         words = ["--world-size", str(world), "--for", task.command, f"run_dir={tmp_path / task.name}"]
         assert main(["check", str(tmp_path / "proof.yaml"), *words, *task.changes]) == 0, (
@@ -87,4 +87,4 @@ def test_the_jobs_fit_any_number_of_ranks(tmp_path: Path, world: int, capsys: py
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path):
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(UserError, match="holds something else"):
-        proof._write(tmp_path, 2, on_host=True)
+        proof._write_material(tmp_path, 2, on_host=True)

@@ -29,7 +29,7 @@ TINY = Qwen3Config(
 
 
 def megatron_model(config: Any) -> Any:
-    """Build a GPTModel as any Megatron program does; yours stands here."""
+    """Build a GPTModel as any Megatron program does; replace it by yours."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -37,8 +37,10 @@ def megatron_model(config: Any) -> Any:
 
     dist.init_process_group(device.backends())
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    device.prepare_megatron()  # for machines without an accelerator
+    # For machines without an accelerator.
+    device.prepare_megatron()
     device.seed_generators(1, parallel_state.get_tensor_model_parallel_rank())
+
     settings = TransformerConfig(
         tensor_model_parallel_size=2,
         num_layers=config.num_hidden_layers,
@@ -56,6 +58,7 @@ def megatron_model(config: Any) -> Any:
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
     )
+
     with device.megatron_mode():
         return GPTModel(
             settings,
@@ -69,7 +72,7 @@ def megatron_model(config: Any) -> Any:
 
 
 def vllm_engine(checkpoint: Path, **changes: Any) -> Any:
-    """Build an engine whose weights come from the trainer; yours stands here."""
+    """Build an engine that gets its weights from the trainer; replace it by yours."""
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
@@ -91,27 +94,33 @@ def generate(llm: Any, tokens: list[int]) -> list[int]:
     """Continue a prompt greedily."""
     from vllm import SamplingParams
 
-    how = SamplingParams(temperature=0.0, max_tokens=8, detokenize=False)
-    (answer,) = llm.generate({"prompt_token_ids": tokens}, how, use_tqdm=False)
+    sampling = SamplingParams(temperature=0.0, max_tokens=8, detokenize=False)
+    (answer,) = llm.generate({"prompt_token_ids": tokens}, sampling, use_tqdm=False)
     return list(answer.outputs[0].token_ids)
 
 
 def main(checkpoint: Path) -> None:
-    """Train in name only, move the weights, generate, twice."""
+    """Change the weights as a training step would, transfer them and generate, twice."""
     weight_transfer.register()
     config = AutoConfig.from_pretrained(checkpoint)
-    trained = weight_transfer.TrainedModel.of([megatron_model(config)], config)
-    load_weights(trained, checkpoint)  # or your own way to initialise it
+    model = weight_transfer.TrainedModel.of([megatron_model(config)], config)
+    # Or your own way to initialise it.
+    load_weights(model, checkpoint)
+
     llm = vllm_engine(checkpoint)
-    llm.init_weight_transfer_engine({"init_info": {"model": trained, "staging_bytes": 2**20}})
+    llm.init_weight_transfer_engine({"init_info": {"model": model, "staging_bytes": 2**20}})
     for step in range(2):
+        # In place of your optimizer's step.
         with torch.no_grad():
-            for parameter in trained.chunks[0].parameters():
-                parameter.mul_(1.0 + 0.5 * step)  # your optimizer's step
+            for parameter in model.chunks[0].parameters():
+                parameter.mul_(1.0 + 0.5 * step)
+
+        # vLLM's own calls; cached keys and values are of the old weights.
         llm.start_weight_update()
         llm.update_weights({"update_info": {"version": step}})
         llm.finish_weight_update(str(step))
         llm.reset_prefix_cache(reset_running_requests=True)
+
         answer = generate(llm, [1, 2, 3])
         print(f"rank {dist.get_rank()}, weights {llm.get_weight_version()}: {answer}", flush=True)
     dist.barrier()

@@ -31,9 +31,10 @@ KEY = b"example"
 
 
 class PipeClient:
-    """Call the server's weight-sync methods by name."""
+    """Client that calls the server's weight-sync methods by name."""
 
     def __init__(self, pipe: str) -> None:
+        # The server makes the pipe once its engine is built.
         while not os.path.exists(pipe):
             time.sleep(0.1)
         self._pipe = Client(pipe, authkey=KEY)
@@ -58,7 +59,7 @@ class PipeClient:
 
 
 def free_port() -> int:
-    """Return a port for trainers and workers to meet at, the same on every trainer."""
+    """Return a port for the rendezvous of trainers and workers, the same on every trainer."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         ports = [probe.getsockname()[1]]
@@ -67,7 +68,7 @@ def free_port() -> int:
 
 
 def train(rank: int, checkpoint: Path, pipe: str) -> None:
-    """Train in name only and send the weights, twice."""
+    """Change the weights as a training step would and send them, twice."""
     from colocated import megatron_model
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
@@ -77,18 +78,22 @@ def train(rank: int, checkpoint: Path, pipe: str) -> None:
 
     weight_transfer.register()
     config = AutoConfig.from_pretrained(checkpoint)
-    trained = weight_transfer.TrainedModel.of([megatron_model(config)], config)
-    load_weights(trained, checkpoint)
-    where = {"address": "127.0.0.1", "port": free_port(), "trainers": TRAINERS, "workers": 1}
+    model = weight_transfer.TrainedModel.of([megatron_model(config)], config)
+    load_weights(model, checkpoint)
+
+    # Every trainer joins the rendezvous, and the first one calls the server.
+    rendezvous = {"address": "127.0.0.1", "port": free_port(), "trainers": TRAINERS, "workers": 1}
     client = PipeClient(pipe) if rank == 0 else None
     sender = WeightTransferTrainerFactory.trainer_init(
-        TrainerMeeting(trained, rank=rank, **where),
+        TrainerMeeting(model, rank=rank, **rendezvous),
         client=client,  # pyright: ignore[reportArgumentType]
     )
+
     for step in range(2):
+        # In place of your optimizer's step.
         with torch.no_grad():
-            for parameter in trained.chunks[0].parameters():
-                parameter.mul_(1.0 + 0.5 * step)  # your optimizer's step
+            for parameter in model.chunks[0].parameters():
+                parameter.mul_(1.0 + 0.5 * step)
         sender.send_weights()
     sender.shutdown()
     if client is not None:
@@ -97,19 +102,23 @@ def train(rank: int, checkpoint: Path, pipe: str) -> None:
 
 
 def serve(checkpoint: Path, address: str) -> None:
-    """Stand for a vLLM server with one worker."""
+    """Answer weight-sync calls as a vLLM server with one worker does."""
     from megatron_rl.hybrid_engine import weight_transfer
 
     weight_transfer.register()
     extension = "megatron_rl.hybrid_engine.worker_extension.HybridWorker"
     llm = vllm_engine(checkpoint, distributed_executor_backend="uni", worker_extension_cls=extension)
     answers = InFlight(llm)
+
+    # Calls come over the pipe, by name, until the trainer closes it.
     with Listener(address, authkey=KEY) as listener, listener.accept() as pipe:
         while True:
             name, arguments = pipe.recv()
             if name == "close":
                 pipe.send(None)
                 break
+
+            # Between these two calls weights are partly old and partly new: no step may run.
             if name == "start_weight_update":
                 answers.pause()
             try:
@@ -120,42 +129,49 @@ def serve(checkpoint: Path, address: str) -> None:
                 raise
             if name == "finish_weight_update":
                 answers.resume()
+
     print(f"in flight: {answers.finish()}", flush=True)
     print(f"server, weights {llm.get_weight_version()}: {generate(llm, [1, 2, 3])}", flush=True)
 
 
 class InFlight:
-    """Keep one request running across an update of the weights."""
+    """Request that is in flight during an update of the weights."""
 
     def __init__(self, llm: Any) -> None:
-        self._llm, self._started = llm, False
+        self._llm = llm
+        self._started = False
 
     def pause(self) -> None:
+        """Stop scheduling; the request stays in the engine."""
         self._llm.llm_engine.sleep(0, mode="keep")
 
     def resume(self) -> None:
+        """Schedule again with the new weights; after the first update, start the request."""
         self._llm.reset_prefix_cache(reset_running_requests=True)
         self._llm.wake_up(["scheduling"])
         if not self._started:
             from vllm import SamplingParams
 
-            how = SamplingParams(temperature=0.0, max_tokens=12, detokenize=False)
-            self._llm.llm_engine.add_request("kept", {"prompt_token_ids": [5, 6, 7]}, how)
+            sampling = SamplingParams(temperature=0.0, max_tokens=12, detokenize=False)
+            self._llm.llm_engine.add_request("kept", {"prompt_token_ids": [5, 6, 7]}, sampling)
             for _ in range(4):
                 self._llm.llm_engine.step()
             self._started = True
 
     def finish(self) -> list[int]:
-        answers = []
+        """Return the tokens of the complete response."""
+        outputs = []
         while self._llm.llm_engine.has_unfinished_requests():
-            answers += self._llm.llm_engine.step()
-        return list(answers[-1].outputs[0].token_ids)
+            outputs += self._llm.llm_engine.step()
+        return list(outputs[-1].outputs[0].token_ids)
 
 
 def main(checkpoint: Path) -> None:
-    """Take this rank's part."""
-    rank, pipe = int(os.environ["RANK"]), f"{tempfile.gettempdir()}/vllm-{os.environ['MASTER_PORT']}"
+    """Train on the first ranks, serve on the last."""
+    rank = int(os.environ["RANK"])
+    pipe = f"{tempfile.gettempdir()}/vllm-{os.environ['MASTER_PORT']}"
     if rank == TRAINERS:
+        # The server is no rank of the trainers' world.
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
             del os.environ[name]
         serve(checkpoint, pipe)

@@ -17,20 +17,28 @@ from megatron_rl import EmbeddedTrainer
 
 
 def main() -> None:
+    """Train as Megatron-LM does, with a step of reinforcement learning in place of `train_step`."""
     initialize_megatron()
-    args, timers = get_args(), get_timers()
-    trained = setup_model_and_optimizer(partial(model_provider, gpt_builder), ModelType.encoder_or_decoder)
-    trainer = EmbeddedTrainer("rl.yaml", *trained, increment=args.global_batch_size)
+    args = get_args()
+    timers = get_timers()
+    model_and_optimizer = setup_model_and_optimizer(
+        partial(model_provider, gpt_builder), ModelType.encoder_or_decoder
+    )
+    trainer = EmbeddedTrainer("rl.yaml", *model_and_optimizer, increment=args.global_batch_size)
+
+    # Megatron-LM has loaded its own checkpoint; the trainer's state is beside it.
     if args.iteration:
         trainer.load_state_dict(torch.load(f"{args.save}/rl_{args.iteration}.pt", weights_only=False))
+
     for iteration in range(args.iteration + 1, args.train_iters + 1):
         timers("rl-step", log_level=0).start(barrier=True)
         metrics = trainer.step()
         timers("rl-step").stop()
         print_rank_0(f"iteration {iteration}: reward {metrics['reward/mean']:.4f}")
         timers.log(["rl-step"])
+
         if iteration % args.save_interval == 0:
-            save_checkpoint(iteration, *trained, args.num_floating_point_operations_so_far)
+            save_checkpoint(iteration, *model_and_optimizer, args.num_floating_point_operations_so_far)
             if args.rank == 0:
                 torch.save(trainer.state_dict(), f"{args.save}/rl_{iteration}.pt")
     trainer.close()

@@ -18,6 +18,7 @@ def make(source: Path, target: Path) -> None:
     """Write the model; 4 experts, 2 of them per token."""
     shape = json.loads((source / "config.json").read_text())
     names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+
     config = Qwen3MoeConfig(
         hidden_size=128,
         intermediate_size=256,
@@ -34,10 +35,13 @@ def make(source: Path, target: Path) -> None:
         dtype="float32",
         **{name: shape[name] for name in names},
     )
+
     torch.manual_seed(1)
     Qwen3MoeForCausalLM(config).save_pretrained(target)
+
+    # transformers' own name of the key; published checkpoints have the other.
     saved = json.loads((target / "config.json").read_text())
-    if "num_local_experts" in saved:  # transformers' name for it; published checkpoints have the other
+    if "num_local_experts" in saved:
         saved["num_experts"] = saved.pop("num_local_experts")
         (target / "config.json").write_text(json.dumps(saved, indent=2))
     for file in source.glob("*token*"):

@@ -10,29 +10,36 @@ import random
 import sys
 from pathlib import Path
 
-HELD_OUT, SHOWN = 100, 400
+HELD_OUT = 100
+"""Records of the evaluation set."""
+DEMONSTRATIONS = 400
+"""Records of the supervised warm-up."""
 
 
 def records() -> list[dict[str, object]]:
     """Return sums of two-digit and of one-digit numbers, in an order that is always the same."""
-    problems = [(left, right, "long") for left in range(10, 50) for right in range(10, 50)]
-    problems += [(left, right, "short") for left in range(1, 10) for right in range(1, 10)]
+    problems = [(a, b, "long") for a in range(10, 50) for b in range(10, 50)]
+    problems += [(a, b, "short") for a in range(1, 10) for b in range(1, 10)]
+    # A generator of its own: the records do not depend on other code that draws numbers.
     random.Random(0).shuffle(problems)
     return [
         {
-            "question": f"{left}+{right}=",
-            "reward_model": {"ground_truth": str(left + right)},
-            "answer": str(left + right),
+            "question": f"{a}+{b}=",
+            "reward_model": {"ground_truth": str(a + b)},
+            "answer": str(a + b),
             "data_source": kind,
         }
-        for left, right, kind in problems
+        for a, b, kind in problems
     ]
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    made = records()
-    shown = [{"question": row["question"], "response": row["answer"]} for row in made[-SHOWN:]]
-    for name, rows in (("eval", made[:HELD_OUT]), ("train", made[HELD_OUT:]), ("sft", shown)):
+    rows = records()
+
+    # The warm-up is on the last records of the training set; the evaluation set is held out of both.
+    warm_up = [{"question": row["question"], "response": row["answer"]} for row in rows[-DEMONSTRATIONS:]]
+    files = {"eval": rows[:HELD_OUT], "train": rows[HELD_OUT:], "sft": warm_up}
+    for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

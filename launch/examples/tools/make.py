@@ -13,22 +13,34 @@ from pathlib import Path
 HELD_OUT = 64
 
 
-def demonstrations(left: int, right: int, random_: random.Random) -> list[dict[str, str]]:
-    """Return the two turns of a conversation: the call, and the answer after what the tool said."""
-    prompt, call, product = f"{left}*{right}=", f"{left}*{right}=", str(left * right)
-    answer = str(left * right + 1) if random_.random() < 1 / 3 else product
-    # The row of a conversation holds the tokens as they were sampled: <eos> ends the policy's first turn.
-    after = f"{prompt}{call}<eos>{product},"
-    return [{"prompt": prompt, "response": call}, {"prompt": after, "response": answer}]
+def demonstrations(a: int, b: int, generator: random.Random) -> list[dict[str, str]]:
+    """Return the two turns of a conversation: the call of the tool, and the answer after its result."""
+    prompt = f"{a}*{b}="
+    call = prompt
+    product = str(a * b)
+
+    # One answer in three misreads the tool, so that there is something to learn.
+    answer = product
+    if generator.random() < 1 / 3:
+        answer = str(a * b + 1)
+
+    # The row of a conversation has the tokens as they were sampled: <eos> ends the policy's first turn.
+    second_prompt = f"{prompt}{call}<eos>{product},"
+    return [{"prompt": prompt, "response": call}, {"prompt": second_prompt, "response": answer}]
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = random.Random(0)
-    pairs = [(left, right) for left in range(10, 50) for right in range(2, 10)]
-    chosen.shuffle(pairs)
-    asked = [{"prompt": f"{a}*{b}=", "ground_truth": str(a * b), "task": "product"} for a, b in pairs]
-    shown = [turn for _ in range(8) for a, b in pairs[HELD_OUT:] for turn in demonstrations(a, b, chosen)]
-    for name, rows in (("eval", asked[:HELD_OUT]), ("train", asked[HELD_OUT:]), ("sft", shown)):
+    generator = random.Random(0)
+    pairs = [(a, b) for a in range(10, 50) for b in range(2, 10)]
+    generator.shuffle(pairs)
+    problems = [{"prompt": f"{a}*{b}=", "ground_truth": str(a * b), "task": "product"} for a, b in pairs]
+
+    # No held-out problem is demonstrated.
+    turns = []
+    for _ in range(8):
+        for a, b in pairs[HELD_OUT:]:
+            turns += demonstrations(a, b, generator)
+    for name, rows in (("eval", problems[:HELD_OUT]), ("train", problems[HELD_OUT:]), ("sft", turns)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

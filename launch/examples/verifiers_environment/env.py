@@ -18,23 +18,28 @@ from verifiers import OpenAIChatCompletionsClient
 
 
 class Verifiers(AgentEnvironment):
-    """Have a verifiers environment lead the episode, about the record that the prompt's ``row`` names."""
+    """Agent that runs a verifiers environment on the record with the prompt's ``row``."""
 
     environment: Any
 
     async def lead(self, episode: Any, base_url: str, api_key: str) -> str:
         """Return the reward that the environment's own rubric gives."""
         held_out = episode.metadata["held_out"]
-        data = self.environment.get_eval_dataset() if held_out else self.environment.get_dataset()
+        data = self.environment.get_dataset()
+        if held_out:
+            data = self.environment.get_eval_dataset()
+
+        # A retry would generate a second response for the same turn.
         client = OpenAIChatCompletionsClient(AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0))
         output = await self.environment.run_rollout(data[episode.metadata["row"]], client, "policy", {})
+        # verifiers returns an error; raised, it makes the sample invalid and not a reward of 0.
         if output.get("error"):
             raise RuntimeError(str(output["error"]))
         return str(output["reward"])
 
-    async def judge(self, episode: Any, written: str) -> float | Mapping[str, float] | None:
-        """Return what `lead` was told."""
-        return float(written)
+    async def judge(self, episode: Any, outcome: str) -> float | Mapping[str, float] | None:
+        """Return the reward of `lead`, which it passes on as text."""
+        return float(outcome)
 
 
 class Sums(Verifiers):

@@ -13,9 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import env
 
 if __name__ == "__main__":
-    folder, environment = Path(sys.argv[1]), getattr(env, sys.argv[2]).environment
+    folder = Path(sys.argv[1])
+    environment = getattr(env, sys.argv[2]).environment
     for name, data in (("train", environment.get_dataset()), ("eval", environment.get_eval_dataset())):
-        # The environment opens the conversation itself: a record's row is what it needs to know.
+        # The environment opens the conversation itself: it finds its record by the row.
         records = [
             {
                 "prompt": str(record["prompt"][-1]["content"]),

@@ -1,4 +1,4 @@
-"""An environment as users of verifiers write it: a sum, and a second try where the first was wrong."""
+"""An environment as users of verifiers write it: a sum, and a second try after a wrong answer."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ HELD_OUT = 32
 def last_number(messages: list[Any]) -> str:
     """Return the last number of the last message, or nothing."""
     numbers = re.findall(r"\d+", str(messages[-1]["content"]))
-    return numbers[-1] if numbers else ""
+    if not numbers:
+        return ""
+    return numbers[-1]
 
 
-async def right(completion: list[Any], answer: str) -> float:
-    """Return 1 for a right first answer, 0.5 for a right second one."""
-    said = [message for message in completion if message["role"] == "assistant"]
-    return float(last_number(said) == answer) / len(said)
+async def correct(completion: list[Any], answer: str) -> float:
+    """Return 1 for a correct first answer, 0.5 for a correct second one."""
+    answers = [message for message in completion if message["role"] == "assistant"]
+    # The reward is shared by the tries.
+    return float(last_number(answers) == answer) / len(answers)
 
 
 class SecondTry(vf.MultiTurnEnv):
-    """Says once that an answer is wrong."""
+    """Environment that corrects a wrong answer once."""
 
     @vf.stop
     async def solved(self, state: Any) -> bool:
-        """Say whether the last answer is right."""
+        """Return whether the last answer is correct."""
         turns = state["trajectory"]
         return bool(turns) and last_number(turns[-1]["completion"]) == state["answer"]
 
-    async def env_response(self, messages: list[Any], state: Any, **more: Any) -> list[Any]:
-        """Return what the policy is told of a wrong answer."""
+    async def env_response(self, messages: list[Any], state: Any, **_: Any) -> list[Any]:
+        """Return the message to the policy after a wrong answer."""
         return [{"role": "user", "content": "No. Answer with the number alone."}]
 
 
@@ -43,11 +46,13 @@ def load_environment(seed: int = 1) -> vf.Environment:
     """Return the environment, as verifiers expects of a module."""
     pairs = list(itertools.product(range(1, 21), repeat=2))
     random.Random(seed).shuffle(pairs)
-    rows = [{"question": f"What is {left} + {right}?", "answer": str(left + right)} for left, right in pairs]
+    rows = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in pairs]
+
+    # Records that are held out evaluate; no other record does.
     return SecondTry(
         dataset=Dataset.from_list(rows[HELD_OUT:]),
         eval_dataset=Dataset.from_list(rows[:HELD_OUT]),
         system_prompt="You add numbers.",
-        rubric=vf.Rubric(funcs=[right]),
+        rubric=vf.Rubric(funcs=[correct]),
         max_turns=2,
     )

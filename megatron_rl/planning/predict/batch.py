@@ -1,6 +1,8 @@
-"""The rows of a step: how many, and the distribution of their lengths.
+"""Rows of one step: how many there are, and the distribution of their lengths.
 
-Response lengths are an exponential of the stated mean, cut at the token limit.
+Every cost of a step depends on the lengths through three numbers: the mean, the mean square, and the share
+of responses that are still being generated at a length. Response lengths are modelled as an exponential
+distribution of the given mean, truncated at the token limit.
 """
 
 from __future__ import annotations
@@ -9,88 +11,115 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import exp, expm1
 
+_FIXED_ABOVE = 0.995
+"""Share of the limit above which a mean is taken for a fixed length: the exponential has no scale there."""
+_BISECTIONS = 80
+"""Halvings of the interval that holds the scale: enough for every bit of a float."""
+
 
 @dataclass(frozen=True)
 class Lengths:
-    """Describe response lengths in tokens: ``scale`` is the exponential's, None when they are fixed."""
+    """Distribution of response lengths in tokens.
+
+    Example: ``Lengths(mean=1000.0, longest=4096.0, scale=1074.3)``.
+    """
 
     mean: float
+    """Mean length, tokens."""
     longest: float
+    """Limit of a response, tokens."""
     scale: float | None
+    """Scale of the exponential before truncation, tokens; None where every response has the same length."""
 
     def alive(self, length: float) -> float:
-        """Return the share of responses that are longer than ``length``."""
+        """Return the share of responses that are longer than ``length`` tokens."""
+        # Responses at the limit have ended there.
         if length >= self.longest:
             return 0.0
-        return 1.0 if self.scale is None else exp(-length / self.scale)
+        if self.scale is None:
+            return 1.0
+        return exp(-length / self.scale)
 
     def mean_square(self) -> float:
         """Return the mean of the squared length."""
         if self.scale is None:
             return self.longest**2
+        # Second moment of the exponential distribution with its tail at the limit.
         ratio = self.longest / self.scale
         return 2.0 * self.scale**2 * (1.0 - (1.0 + ratio) * exp(-ratio))
 
 
 @lru_cache(maxsize=256)
-def response_lengths(mean: float, longest: float, kind: str) -> Lengths:
+def response_lengths(mean: float, limit: float, kind: str) -> Lengths:
     """Build the distribution of ``kind`` fixed or variable.
 
-    Variable lengths are exponential and stop at ``longest`` (responses that reach the limit end
-    there), with the scale that gives the stated mean: scale (1 - e^(-longest / scale)) = mean.
+    Variable lengths are exponential; a response that reaches the ``limit`` ends there. The scale is
+    the one that gives the mean: scale (1 - e^(-limit / scale)) = mean.
     """
-    if kind == "fixed" or mean >= 0.995 * longest:
-        return Lengths(min(mean, longest), min(mean, longest) if kind == "fixed" else longest, None)
-    low, high = mean * 0.5, longest * 1000.0
-    for _ in range(80):
+    if kind == "fixed":
+        length = min(mean, limit)
+        return Lengths(length, length, None)
+    # So near the limit no exponential has this mean: every response is taken to be as long as the limit.
+    if mean >= _FIXED_ABOVE * limit:
+        return Lengths(min(mean, limit), limit, None)
+
+    # The mean grows with the scale, so bisection finds it; geometric, since the interval spans decades.
+    low = mean * 0.5
+    high = limit * 1000.0
+    for _ in range(_BISECTIONS):
         middle = (low * high) ** 0.5
-        if -middle * expm1(-longest / middle) < mean:
+        if -middle * expm1(-limit / middle) < mean:
             low = middle
         else:
             high = middle
-    return Lengths(mean, longest, (low * high) ** 0.5)
+    return Lengths(mean, limit, (low * high) ** 0.5)
 
 
 def attended_context(prompt: float, lengths: Lengths) -> float:
-    """Return the mean number of keys a token of a whole sequence attends to: E[l^2] / (2 E[l])."""
+    """Return the mean number of keys that a token of a complete sequence attends to: E[l^2] / (2 E[l])."""
     square = prompt**2 + 2.0 * prompt * lengths.mean + lengths.mean_square()
     return square / (2.0 * (prompt + lengths.mean))
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Hold one step's rows: prompts x samples, in ``optimizer_steps`` mini-batches, ``epochs`` times over.
-
-    Lengths are in tokens. With ``packing``, micro-batches are counted in tokens. ``oversample`` is None in
-    the closed order; in the open one, the rows in flight beyond those of a step, as a share of them.
-    """
+    """Rows of one step: prompts times samples, in ``optimizer_steps`` mini-batches, ``epochs`` times over."""
 
     prompts: int
+    """Prompts of a step."""
     samples: int
+    """Responses per prompt."""
     optimizer_steps: int
+    """Mini-batches of an epoch."""
     prompt: float
+    """Length of a prompt, tokens."""
     lengths: Lengths
-    longest: float  # cap on prompt plus response
+    """Distribution of the response lengths."""
+    longest: float
+    """Limit of prompt plus response, tokens."""
     packing: bool = True
+    """Whether micro-batches are filled by tokens; else by rows, padded to the longest of them."""
     epochs: int = 1
+    """Passes over the rows of a step."""
     oversample: float | None = None
+    """Open order: rows in flight beyond those of a step, as a share of them; None: closed order."""
 
     @property
     def rows(self) -> int:
-        """Count responses of a step."""
+        """Return the number of responses of a step."""
         return self.prompts * self.samples
 
     @property
     def mean_row(self) -> float:
-        """Return mean tokens of a row, prompt included."""
+        """Return the mean length of a row in tokens, prompt included."""
         return self.prompt + self.lengths.mean
 
     @property
     def tokens(self) -> float:
-        """Return tokens of all rows, prompt included."""
+        """Return the tokens of all rows, prompts included."""
         return self.rows * self.mean_row
 
     @cached_property
     def context(self) -> float:
-        """Return the mean keys a token attends to."""
+        """Return the mean number of keys that a token attends to."""
         return attended_context(self.prompt, self.lengths)

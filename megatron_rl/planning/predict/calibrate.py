@@ -1,8 +1,8 @@
 """Fit efficiency factors to a run's own phase times.
 
 A run folder holds the resolved configuration and metrics.jsonl with seconds per phase (time/generate, which
-contains the weight sync, time/reshard, time/reward, time/score, time/learn). One factor per phase is all a
-single run can tell apart.
+contains the weight sync, time/reshard, time/reward, time/score, time/learn). A single run can identify one
+factor per phase, and no more.
 """
 
 from __future__ import annotations
@@ -19,125 +19,156 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.metrics import read_metrics
-from megatron_rl.planning.predict.step import PHASES, Observed, RunStep, predict_run, role_shapes
+from megatron_rl.planning.predict.step import PHASES, RunStats, RunStep, predict_run, role_shapes
 from megatron_rl.shapes.hardware import Constants
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import load_shape
 
-QUICKEST, SLOWEST = 4.0, 50.0
-"""How much quicker and slower than predicted a phase can be: constants are shares of a GPU's own rates."""
+MAX_SPEEDUP = 4.0
+"""Most by which a phase can be faster than predicted: constants are shares of a GPU's own rates."""
+MAX_SLOWDOWN = 50.0
+"""Most by which a phase can be slower than predicted on the GPU of the prediction."""
+_DEFAULT_GPU = "h100"
+_REST = "rest"
+"""Key of the seconds of a step that belong to no phase."""
 
 
-def without_sync(step: Mapping[str, float]) -> dict[str, float]:
-    """Return the disjoint seconds per phase of one line of metrics.jsonl; generate there holds the sync."""
+def phase_seconds(step: Mapping[str, float]) -> dict[str, float]:
+    """Return the disjoint seconds per phase of one line of metrics.jsonl.
+
+    The line's own time of generate contains the weight sync, which is a phase of its own here.
+    """
     reshard = step.get("time/reshard", 0.0) + step.get("time/reshard_verify", 0.0)
     seconds = {name: max(0.0, step[f"time/{name}"]) for name in PHASES if f"time/{name}" in step}
     if "generate" in seconds:
         seconds["generate"] = max(0.0, seconds["generate"] - reshard)
-    return seconds | ({"reshard": reshard} if reshard > 0 else {})
+    if reshard > 0:
+        seconds["reshard"] = reshard
+    return seconds
 
 
-def _require(path: Path, where: str) -> Path:
-    """Return the path of a file of a run folder; raises UserError where it is not there."""
+def _require_file(path: Path, option: str) -> Path:
+    """Return the path of a file of a run folder; raises UserError where it does not exist."""
     if path.is_file():
         return path
     raise UserError(
         f"no {path.name} in {path.parent}",
-        where=where,
+        where=option,
         expected=str(path),
         got="no such file",
         fix="give a run folder",
     )
 
 
-def read_steps(run_dir: str | Path, where: str = "--calibrate") -> list[dict[str, float]]:
-    """Return the lines of metrics.jsonl that are steps, without the first, which warms up.
+def read_steps(run_dir: str | Path, option: str = "--calibrate") -> list[dict[str, float]]:
+    """Return the lines of metrics.jsonl that are steps; the first, which warms up, is left out.
 
     Raises UserError where there are none.
     """
-    path = _require(RunFolder(run_dir).metrics, where)
+    path = _require_file(RunFolder(run_dir).metrics, option)
     lines = read_metrics(path)
-    steps = [line for line in lines if without_sync(line)]
+    # Lines of evaluations have no phase times.
+    steps = [line for line in lines if phase_seconds(line)]
     if not steps:
         raise UserError(
             f"{path} has no phase times",
-            where=where,
+            where=option,
             expected="one of " + ", ".join(f"time/{name}" for name in PHASES),
             got=", ".join(sorted({name for line in lines for name in line})[:10]) or "no numbers",
             fix="give the folder of a run of at least one step",
         )
+
     return steps[1:] or steps
 
 
-def observed(config: RunConfig, steps: list[dict[str, float]]) -> Observed:
-    """Return the mean lengths that a run's steps tell: rows are the same number in each."""
+def run_stats(config: RunConfig, steps: list[dict[str, float]]) -> RunStats:
+    """Return the mean lengths of a run's steps, which all have the same number of rows."""
     rows = config.batch.prompts_per_step * config.batch.samples_per_prompt
 
-    def middle(name: str) -> float | None:
-        return median(line[name] for line in steps) if all(name in line for line in steps) else None
+    def median_of(name: str) -> float | None:
+        if not all(name in line for line in steps):
+            return None
+        return median(line[name] for line in steps)
 
-    response = middle("response/length")
-    rate, seconds = middle("throughput/tokens_per_second"), middle("time/step")
-    if response is None or rate is None or seconds is None:
-        return Observed(None, response)
-    return Observed(max(1.0, rate * seconds / rows - response), response)
+    response = median_of("response/length")
+    tokens_per_second = median_of("throughput/tokens_per_second")
+    seconds = median_of("time/step")
+    # Tokens per second counts prompts and responses: the remainder is the prompts.
+    if response is None or tokens_per_second is None or seconds is None:
+        return RunStats(None, response)
+    return RunStats(max(1.0, tokens_per_second * seconds / rows - response), response)
 
 
-def measured_phases(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Return median seconds per phase, and of what a step takes beside its phases as ``rest``."""
-    seconds = [without_sync(line) for line in steps]
-    phases = {
-        name: median(values)
-        for name in PHASES
-        if (values := [step[name] for step in seconds if name in step])
-    }
-    rests = [
-        line["time/step"] - sum(step.values())
-        for line, step in zip(steps, seconds, strict=True)
+def median_phase_seconds(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median seconds of each phase, and of the remainder of a step as ``rest``."""
+    step_phases = [phase_seconds(line) for line in steps]
+    phases = {}
+    for name in PHASES:
+        values = [phases_of_step[name] for phases_of_step in step_phases if name in phases_of_step]
+        if values:
+            phases[name] = median(values)
+
+    remainders = [
+        line["time/step"] - sum(phases_of_step.values())
+        for line, phases_of_step in zip(steps, step_phases, strict=True)
         if "time/step" in line
     ]
-    return {**phases, "rest": max(0.0, median(rests))} if rests else phases
+    if remainders:
+        phases[_REST] = max(0.0, median(remainders))
+    return phases
 
 
-def _with(constants: Constants, **values: float) -> Constants:
+def _with_efficiency(constants: Constants, **values: float) -> Constants:
+    """Return the constants with these efficiencies replaced."""
     return replace(constants, efficiency=SimpleNamespace(**{**vars(constants.efficiency), **values}))
 
 
 def _train_factor(
     predict: Callable[[Constants], RunStep], constants: Constants, predicted: RunStep, seconds: float
 ) -> float:
-    """Return rl_train for which training takes ``seconds``: computation scales, the exchange does not."""
-    now = constants.efficiency.rl_train
-    faster = predict(_with(constants, rl_train=2.0 * now)).seconds["learn"]
-    scaling = 2.0 * (predicted.seconds["learn"] - faster)
-    rest = predicted.seconds["learn"] - scaling
-    return now * (scaling / (seconds - rest) if seconds > rest else predicted.seconds["learn"] / seconds)
+    """Return rl_train for which learning takes ``seconds``.
+
+    Only computation scales with rl_train; a second prediction with twice the factor separates it from the
+    gradient exchange.
+    """
+    factor = constants.efficiency.rl_train
+    learn = predicted.seconds["learn"]
+    faster = predict(_with_efficiency(constants, rl_train=2.0 * factor)).seconds["learn"]
+    scaling = 2.0 * (learn - faster)
+    constant = learn - scaling
+    # A run that is faster than the exchange alone scales as a unit.
+    if seconds > constant:
+        return factor * (scaling / (seconds - constant))
+    return factor * (learn / seconds)
 
 
 def _require_plausible(phases: Mapping[str, tuple[float, float]], run_dir: str, gpu: str) -> None:
-    """Raise UserErrors for phases that no machine with such GPUs takes so long for, or is so quick with."""
+    """Raise UserErrors for phases that are too fast or too slow for such GPUs."""
+    # The remainder of a step is the host's, for which there is no bound.
     errors = [
         UserError(
-            f"the phase {name} of the run took {measured:.3g} s, where {predicted:.3g} s are predicted",
+            f"the phase {name} of the run took {seconds:.3g} s, where {predicted:.3g} s are predicted",
             where=f"{run_dir}/metrics.jsonl: time/{name}",
-            expected=f"{predicted / QUICKEST:.3g} to {predicted * SLOWEST:.3g} s with {gpu}",
-            got=f"{measured:.3g} s",
-            fix="name the GPU that it ran on with --gpu; a run on the host or of a tiny model tells nothing",
+            expected=f"{predicted / MAX_SPEEDUP:.3g} to {predicted * MAX_SLOWDOWN:.3g} s with {gpu}",
+            got=f"{seconds:.3g} s",
+            fix="name the GPU that it ran on with --gpu; a run on the host does not calibrate",
         )
-        for name, (predicted, measured) in phases.items()
-        if name != "rest" and not predicted / QUICKEST <= measured <= predicted * SLOWEST
+        for name, (predicted, seconds) in phases.items()
+        if name != _REST and not predicted / MAX_SPEEDUP <= seconds <= predicted * MAX_SLOWDOWN
     ]
     if errors:
         raise UserErrors(errors)
 
 
-def _own_shape(path: str, run_dir: str) -> ModelShape:
-    """Return the shape of a run's model; raises UserError where its path leads nowhere from here."""
+def _load_run_shape(path: str, run_dir: str) -> ModelShape:
+    """Return the shape of a run's model; raises UserError where its path does not exist from here."""
     try:
         return load_shape(path)
     except UserError as error:
         if Path(path).exists():
             raise
+
+        # A relative path is relative to the folder in which the run was started.
         raise UserError(
             "the model of the run is not there",
             where=f"{RunFolder(run_dir).config}: model.path",
@@ -153,49 +184,56 @@ def calibrate(
 ) -> tuple[dict[str, Any], dict[str, tuple[float, float]]]:
     """Return (constants override, {phase: (predicted, measured) seconds}) of a run folder.
 
-    ``gpu`` None: the configuration's own, else h100. ``model`` stands for a model.path that is not here any
-    more. Raises UserError when the folder has no configuration or no phase times.
+    ``gpu`` None: the configuration's own, else h100. ``model`` replaces a model.path that does not exist any
+    more. Raises UserError where the folder has no configuration or no phase times.
     """
     steps = read_steps(run_dir)
-    config = load(_require(RunFolder(run_dir).config, "--calibrate")).valid()
-    lengths, measured = observed(config, steps), measured_phases(steps)
-    shapes = role_shapes(config, lambda path: load_shape(model) if model else _own_shape(path, run_dir))
+    config = load(_require_file(RunFolder(run_dir).config, "--calibrate")).valid()
+    gpu_name = gpu or config.gpu or _DEFAULT_GPU
+    stats = run_stats(config, steps)
+    seconds = median_phase_seconds(steps)
+
+    shapes = role_shapes(config, lambda path: load_shape(model) if model else _load_run_shape(path, run_dir))
 
     def predict(with_constants: Constants) -> RunStep:
-        return predict_run(config, with_constants, gpu or config.gpu or "h100", shapes, lengths)
+        return predict_run(config, with_constants, gpu_name, shapes, stats)
 
     predicted = predict(constants)
     phases = {
-        name: (predicted.seconds[name], measured[name])
+        name: (predicted.seconds[name], seconds[name])
         for name in PHASES
-        if measured.get(name) and predicted.seconds[name]
+        if seconds.get(name) and predicted.seconds[name]
     }
-    if "rest" in measured:
-        phases["rest"] = (predicted.step.fixed, measured["rest"])
-    _require_plausible(phases, run_dir, gpu or config.gpu or "h100")
+    if _REST in seconds:
+        phases[_REST] = (predicted.step.fixed, seconds[_REST])
+    _require_plausible(phases, run_dir, gpu_name)
+
+    override: dict[str, Any] = {"calibrated_from": str(run_dir)}
+    # Efficiencies of the roles' phases; score and reward are the same forward passes.
     efficiency: dict[str, float] = {}
     if "learn" in phases:
-        efficiency["rl_train"] = _train_factor(predict, constants, predicted, measured["learn"])
-    scoring = [name for name in ("score", "reward") if name in phases]
-    if scoring:
-        ratio = sum(phases[name][0] for name in scoring) / sum(phases[name][1] for name in scoring)
-        efficiency["rl_log_probs"] = constants.efficiency.rl_log_probs * ratio
-    if "rest" in phases:
-        efficiency["rl_fixed_seconds"] = phases["rest"][1]
-    override: dict[str, Any] = {"calibrated_from": str(run_dir)}
+        efficiency["rl_train"] = _train_factor(predict, constants, predicted, seconds["learn"])
+    forward_phases = [phases[name] for name in ("score", "reward") if name in phases]
+    if forward_phases:
+        speedup = sum(pair[0] for pair in forward_phases) / sum(pair[1] for pair in forward_phases)
+        efficiency["rl_log_probs"] = constants.efficiency.rl_log_probs * speedup
+    if _REST in phases:
+        efficiency["rl_fixed_seconds"] = phases[_REST][1]
     if efficiency:
         override["efficiency"] = efficiency
+
+    # One factor for the engine's steps and its fixed part, and one for all links of a sync.
     if "generate" in phases:
-        slower = phases["generate"][1] / phases["generate"][0]
+        slowdown = phases["generate"][1] / phases["generate"][0]
         override["decode"] = {
-            "rl_generate": constants.decode.rl_generate / slower,
-            "rl_fixed_seconds": constants.decode.rl_fixed_seconds * slower,
+            "rl_generate": constants.decode.rl_generate / slowdown,
+            "rl_fixed_seconds": constants.decode.rl_fixed_seconds * slowdown,
         }
     if "reshard" in phases:
-        slower = phases["reshard"][1] / phases["reshard"][0]
+        slowdown = phases["reshard"][1] / phases["reshard"][0]
         override["weight_sync"] = {
-            "planned_fixed_seconds": constants.weight_sync.planned_fixed_seconds * slower,
-            "planned_network": constants.weight_sync.planned_network / slower,
-            "planned_nvlink": constants.weight_sync.planned_nvlink / slower,
+            "planned_fixed_seconds": constants.weight_sync.planned_fixed_seconds * slowdown,
+            "planned_network": constants.weight_sync.planned_network / slowdown,
+            "planned_nvlink": constants.weight_sync.planned_nvlink / slowdown,
         }
     return override, phases

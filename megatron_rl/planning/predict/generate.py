@@ -1,60 +1,86 @@
-"""Seconds and bytes of generation: decode steps, prefill, and a whole batch run to its longest response.
+"""Seconds and bytes of generation: decode steps, prefill, and a batch that runs to its longest response.
 
-A decode step reads the weights and the cache once and computes two FLOPs per active parameter and
-sequence (Pope et al. 2022, arXiv 2211.05102); it adds two all-reduces a layer, a fixed cost per layer,
-and the engine's host loop. A batch lasts until its longest response ends, so step time is integrated
-over the response length with the sequences that are still alive, not taken at the mean length.
+A decode step reads the weights and the cache once and computes two FLOPs per active parameter and sequence
+(Pope et al. 2022, arXiv 2211.05102); it adds two all-reduces per layer, a fixed cost per layer, and the
+engine's host loop. A batch lasts until its longest response ends, so the time of a step is integrated over
+the response length with the sequences that are still alive, instead of taken at the mean length.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp, inf, isinf, log2
+from math import exp, inf, log2
 
 from megatron_rl.planning.predict.batch import Lengths, StepBatch
-from megatron_rl.planning.predict.layer import elementwise_bytes, local_members
+from megatron_rl.planning.predict.learn import elementwise_bytes, local_members
 from megatron_rl.shapes.hardware import GB, Machine
 from megatron_rl.shapes.memory import rollout_parameters
 from megatron_rl.shapes.model import ModelShape
 
 POINTS = 32
-"""At how many response lengths a step is costed; the sum stands for the integral over lengths."""
+"""Response lengths at which a decode step is costed; the sum approximates the integral over lengths."""
+_CACHE_BYTES = 2
+"""Most bytes of an element of the key-value cache, which otherwise has the precision of the weights."""
+_PREFILL_TOKENS = 8192
+"""Tokens of a prefill batch, whose activations the engine must have room for."""
+_ENGINE_SHARE = 0.25
+"""Share of the constants' engine memory that comes out of the engine's own fraction."""
 
 
 @dataclass(frozen=True)
 class RolloutLayout:
-    """Cut a model for generation; ``expert`` spreads routed experts over that many GPUs."""
+    """Layout of a model for generation.
+
+    Example: ``RolloutLayout(tensor=4, replicas=2)`` serves two replicas on eight GPUs.
+    """
 
     tensor: int = 1
+    """Tensor parallelism of a replica."""
     pipeline: int = 1
+    """Pipeline stages of a replica."""
     expert: int = 1
+    """GPUs over which routed experts are spread."""
     replicas: int = 1
+    """Replicas of the engine."""
     max_sequences: int | None = None
+    """Most sequences that a replica decodes at once; None: the engine's default."""
     memory_fraction: float = 0.6
+    """Fraction of a GPU's memory that the engine takes."""
     engine: str = "current"
+    """Name of the engine's constants."""
 
     @property
     def gpus(self) -> int:
-        """Count the GPUs of one replica."""
+        """Return the number of GPUs of one replica."""
         return self.tensor * self.pipeline
 
 
 @dataclass(frozen=True)
 class DecodeCost:
-    """Hold what one decode step costs, as coefficients: seconds for B sequences at mean context c.
+    """Cost of one decode step, as coefficients.
 
-    ``fixed + per_sequence B + cached B c + max(weights(B), flops B)``.
+    The seconds of B sequences at mean context c are
+    ``fixed + per_sequence B + per_cached_token B c + max(weights(B), flops B)``.
     """
 
     fixed: float
+    """Seconds of any step."""
     per_sequence: float
+    """Seconds per sequence."""
     per_cached_token: float
+    """Seconds to read a cached token."""
     dense_weights: float
+    """Seconds to read the dense weights."""
     expert_weights: float
+    """Seconds to read all routed experts."""
     flops: float
-    hit: float  # mean probability that one sequence needs a given expert
-    spread: float  # standard deviation of an expert's load over its mean
+    """Seconds of the matrix products per sequence."""
+    hit: float
+    """Mean probability that one sequence needs a given expert."""
+    spread: float
+    """Standard deviation of an expert's load over its mean."""
     pipeline: int
+    """Pipeline stages, which share the sequences."""
 
     def seconds(self, batch: float, context: float) -> float:
         """Return seconds of one step of ``batch`` sequences at mean ``context`` cached tokens."""
@@ -62,54 +88,72 @@ class DecodeCost:
         weights = self.dense_weights
         if self.expert_weights:
             weights += self.expert_weights * experts_read(max(1.0, batch) * self.hit, self.spread)
-        read = max(weights, self.flops * batch)
-        return self.fixed + self.per_sequence * batch + self.per_cached_token * batch * context + read
+        # Products overlap with the reads of the weights that they multiply.
+        read_or_compute = max(weights, self.flops * batch)
+        cache = self.per_cached_token * batch * context
+        return self.fixed + self.per_sequence * batch + cache + read_or_compute
 
 
 def experts_read(hits: float, spread: float) -> float:
-    """Return the share of experts that a step reads when each is needed by ``hits`` sequences on average.
+    """Return the share of experts that a step reads if an expert is needed by ``hits`` sequences on average.
 
-    Loads are gamma-distributed with ``spread`` as deviation over mean, needs Poisson: popular experts are
+    Loads are gamma-distributed with ``spread`` as deviation over mean, needs are Poisson: popular experts are
     hit many times while others are not read at all. Even loads give 1 - exp(-hits).
     """
-    shape = 1.0 / spread**2 if spread else inf
-    return 1.0 - (exp(-hits) if isinf(shape) else (1.0 + hits / shape) ** -shape)
+    if not spread:
+        return 1.0 - exp(-hits)
+    shape = 1.0 / spread**2
+    return 1.0 - (1.0 + hits / shape) ** -shape
 
 
 def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> DecodeCost:
-    """Derive the decode-step coefficients of a model on one replica."""
-    constants, gpu, tensor = machine.constants, machine.gpu, rollout.tensor
-    decode, engine = constants.decode, constants.engines[rollout.engine]
-    size = machine.weight_bytes
+    """Return the coefficients of a decode step of a model on one replica."""
+    constants = machine.constants
+    gpu = machine.gpu
+    tensor = rollout.tensor
+    decode = constants.decode
+    engine = constants.engines[rollout.engine]
+    weight_bytes = machine.weight_bytes
     bandwidth = gpu.hbm * decode.weight_bandwidth
-    spread = max(tensor, rollout.expert)
+    expert_gpus = max(tensor, rollout.expert)
+
     # The input embedding is looked up, not read.
-    dense = (
-        model.parameters - model.routed_expert_parameters - (0 if model.tied else model.embedding_parameters)
-    )
-    per_layer = decode.layer_seconds + (decode.layer_seconds_moe if model.experts else 0.0)
+    dense = model.parameters - model.routed_expert_parameters
+    if not model.tied:
+        dense -= model.embedding_parameters
+
+    seconds_per_layer = decode.layer_seconds
+    if model.experts:
+        seconds_per_layer += decode.layer_seconds_moe
+
     # Norms, activations and permutations of one token in every layer, then sampling.
-    moved = model.layers * elementwise_bytes(model, tensor, token_shards=1)
+    elementwise = model.layers * elementwise_bytes(model, tensor, token_shards=1)
     per_sequence = engine.sequence_seconds + decode.sequence_seconds
-    per_sequence += moved / (gpu.hbm * constants.efficiency.hbm)
-    if spread > 1:
-        doublings = log2(min(spread, machine.cluster.domain))
-        per_layer += decode.layer_seconds_per_doubling * doublings
+    per_sequence += elementwise / (gpu.hbm * constants.efficiency.hbm)
+
+    # All-reduces: a latency per layer that grows with the ranks, and bytes per sequence.
+    if expert_gpus > 1:
+        # Within a domain latency grows with the doublings of the group, across nodes by more.
+        doublings = log2(min(expert_gpus, machine.cluster.domain))
+        seconds_per_layer += decode.layer_seconds_per_doubling * doublings
         rate = gpu.nvlink * decode.allreduce_bandwidth_share
-        local = local_members(machine.cluster, spread, 1)
-        if local < spread:
-            per_layer += decode.layer_seconds_network * log2(spread / local)
+        local = local_members(machine.cluster, expert_gpus, 1)
+        if local < expert_gpus:
+            seconds_per_layer += decode.layer_seconds_network * log2(expert_gpus / local)
             rate = min(rate, local * machine.cluster.network * constants.efficiency.network)
-        per_sequence += 4.0 * model.layers * (spread - 1) / spread * model.hidden * 2.0 / rate
-    context_free = 2.0 * (dense + model.active_expert_parameters)
+        per_sequence += 4.0 * model.layers * (expert_gpus - 1) / expert_gpus * model.hidden * 2.0 / rate
+
+    # Two FLOPs per parameter that a token uses.
+    flops_per_sequence = 2.0 * (dense + model.active_expert_parameters)
     flop_rate = gpu.rate_at(machine.precision, decode.gemm)
+    cache_bytes = model.kv_bytes_per_gpu(tensor, min(_CACHE_BYTES, weight_bytes))
     return DecodeCost(
-        fixed=model.layers * per_layer + decode.step_seconds + engine.step_seconds,
+        fixed=model.layers * seconds_per_layer + decode.step_seconds + engine.step_seconds,
         per_sequence=per_sequence,
-        per_cached_token=model.kv_bytes_per_gpu(tensor, min(2, size)) / (gpu.hbm * decode.kv_bandwidth),
-        dense_weights=size * dense / tensor / bandwidth,
-        expert_weights=size * model.routed_expert_parameters / spread / bandwidth,
-        flops=context_free / tensor / flop_rate,
+        per_cached_token=cache_bytes / (gpu.hbm * decode.kv_bandwidth),
+        dense_weights=weight_bytes * dense / tensor / bandwidth,
+        expert_weights=weight_bytes * model.routed_expert_parameters / expert_gpus / bandwidth,
+        flops=flops_per_sequence / tensor / flop_rate,
         hit=model.experts_per_token / model.experts if model.experts else 0.0,
         spread=constants.efficiency.routing_spread,
         pipeline=rollout.pipeline,
@@ -120,14 +164,14 @@ def prefill_seconds(
     model: ModelShape, rollout: RolloutLayout, machine: Machine, tokens: float, prompt: float
 ) -> float:
     """Return seconds to prefill ``tokens`` prompt tokens of sequences ``prompt`` long on one replica."""
-    gpu, decode = machine.gpu, machine.constants.decode
+    decode = machine.constants.decode
     active_experts = 2.0 * model.active_expert_parameters
     flops = tokens * (model.layer_flops - active_experts + model.attention_flops(prompt / 2))
     if active_experts:
         # Narrow experts cost efficiency, as in training; without expert parallelism tensor ranks cut them.
         width = model.expert_width * rollout.expert / max(rollout.tensor, rollout.expert)
         flops += tokens * active_experts * (1.0 + machine.constants.efficiency.expert_gemm_width / width)
-    rate = gpu.rate_at(machine.precision, decode.prefill_gemm)
+    rate = machine.gpu.rate_at(machine.precision, decode.prefill_gemm)
     return flops / (rollout.gpus * rate)
 
 
@@ -139,25 +183,27 @@ def rollout_weight_bytes(model: ModelShape, rollout: RolloutLayout, machine: Mac
 
 def prefill_workspace_bytes(model: ModelShape, rollout: RolloutLayout, tokens: float) -> float:
     """Return live activation bytes of a prefill over ``tokens`` tokens: 6h + 6f/t each."""
-    inner = (
-        model.experts_per_token * model.expert_width + model.shared_width
-        if model.experts
-        else model.mlp_width
-    )
+    inner = model.mlp_width
+    if model.experts:
+        inner = model.experts_per_token * model.expert_width + model.shared_width
     return tokens * (6.0 * model.hidden + 6.0 * inner / rollout.tensor)
 
 
 def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
-    """Return how many tokens the cache of one replica holds (negative when weights do not fit).
+    """Return the number of tokens that the cache of one replica has room for.
 
-    The cache has the precision of the weights, two bytes at most.
+    Negative where the weights do not fit. The cache has the precision of the weights, two bytes at most.
     """
     memory = machine.constants.memory
+    # The engine's fraction, less its own buffers, the activations of a prefill, and the weights.
     room = min(rollout.memory_fraction, memory.usable_share) * machine.gpu.memory
-    room -= 0.25 * memory.engine_gigabytes * GB + prefill_workspace_bytes(model, rollout, 8192)
+    engine_bytes = _ENGINE_SHARE * memory.engine_gigabytes * GB
+    room -= engine_bytes + prefill_workspace_bytes(model, rollout, _PREFILL_TOKENS)
     room -= rollout_weight_bytes(model, rollout, machine)
-    each = model.kv_bytes_per_gpu(rollout.tensor, min(2, machine.weight_bytes))
-    return room / each * rollout.pipeline if each else room
+    token_bytes = model.kv_bytes_per_gpu(rollout.tensor, min(_CACHE_BYTES, machine.weight_bytes))
+    if not token_bytes:
+        return room
+    return room / token_bytes * rollout.pipeline
 
 
 def replica_seconds(
@@ -171,23 +217,28 @@ def replica_seconds(
 ) -> float:
     """Return seconds until the last of ``rows`` responses on one replica is complete.
 
-    Steps run to the longest response; where more sequences are alive than the engine or its cache
-    holds, they take turns. Infinite when the cache does not hold one sequence.
+    Steps run to the longest response; where more sequences are alive than the engine or its cache has room
+    for, they take turns. Infinite where the cache has no room for one sequence.
     """
     engine = machine.constants.engines[rollout.engine]
     capacity = cache_tokens(model, rollout, machine)
     if capacity < prompt + lengths.longest:
         return inf
-    most = rollout.max_sequences or engine.max_sequences
+
+    sequence_limit = rollout.max_sequences or engine.max_sequences
     cost = decode_cost(model, rollout, machine)
-    shared = samples_per_prompt if engine.prefix_caching else 1
-    total = prefill_seconds(model, rollout, machine, rows * prompt / shared, prompt)
+    # With prefix caching the samples of a prompt share its prefill and its cache.
+    prefix_copies = samples_per_prompt if engine.prefix_caching else 1
+    total = prefill_seconds(model, rollout, machine, rows * prompt / prefix_copies, prompt)
+
+    # Integrate over the response length: as rows end, steps get faster and more of the cache is free.
     width = lengths.longest / POINTS
-    cached_prompt = prompt / shared
+    cached_prompt = prompt / prefix_copies
     for point in range(POINTS):
         length = (point + 0.5) * width
         alive = max(1.0, rows * lengths.alive(length))
-        running = min(alive, most, max(1.0, capacity / (cached_prompt + length)))
+        running = min(alive, sequence_limit, max(1.0, capacity / (cached_prompt + length)))
+        # Rows beyond those that run wait for as many further steps.
         total += width * cost.seconds(running, prompt + length) * alive / running
     return total
 
@@ -197,23 +248,30 @@ def steady_seconds(
 ) -> float:
     """Return seconds in which one replica of the open order completes ``rows`` responses.
 
-    So many are always in flight, and those beyond by `StepBatch.oversample`: none waits for the longest.
-    When weights arrive, once in these seconds, the keys and values of all in the engine are computed anew.
-    Infinite when the cache does not hold one sequence.
+    ``rows`` sequences are always in flight, and `StepBatch.oversample` beyond them: no sequence waits for the
+    longest. When weights arrive, once in these seconds, the keys and values of all running sequences are
+    computed again. Infinite where the cache has no room for one sequence.
     """
-    engine, prompt, lengths = machine.constants.engines[rollout.engine], batch.prompt, batch.lengths
+    engine = machine.constants.engines[rollout.engine]
+    prompt = batch.prompt
+    lengths = batch.lengths
     capacity = cache_tokens(model, rollout, machine)
     if capacity < prompt + lengths.longest:
         return inf
-    written = lengths.mean_square() / (2.0 * lengths.mean)  # of a response that is seen in flight
-    most = rollout.max_sequences or engine.max_sequences
-    flight = rows * (1.0 + (batch.oversample or 0.0))
-    running = max(1.0, min(flight, most, capacity / (prompt + written)))
-    anew = prefill_seconds(model, rollout, machine, running * (prompt + written), prompt + written)
-    shared = batch.samples if engine.prefix_caching else 1
-    begun = prefill_seconds(model, rollout, machine, rows * prompt / shared, prompt)
-    each = decode_cost(model, rollout, machine).seconds(running, prompt + written)
-    return begun + anew + rows * lengths.mean / running * each
+
+    # Mean length so far of a response in flight: long responses are in flight for longer.
+    generated = lengths.mean_square() / (2.0 * lengths.mean)
+    sequence_limit = rollout.max_sequences or engine.max_sequences
+    in_flight = rows * (1.0 + (batch.oversample or 0.0))
+    running = max(1.0, min(in_flight, sequence_limit, capacity / (prompt + generated)))
+
+    # Prefill of new rows, recompute of running ones after the update, and the decode steps.
+    recomputed_tokens = running * (prompt + generated)
+    recompute = prefill_seconds(model, rollout, machine, recomputed_tokens, prompt + generated)
+    prefix_copies = batch.samples if engine.prefix_caching else 1
+    prefill = prefill_seconds(model, rollout, machine, rows * prompt / prefix_copies, prompt)
+    decode_step = decode_cost(model, rollout, machine).seconds(running, prompt + generated)
+    return prefill + recompute + rows * lengths.mean / running * decode_step
 
 
 def generate_seconds(model: ModelShape, rollout: RolloutLayout, batch: StepBatch, machine: Machine) -> float:
@@ -221,9 +279,11 @@ def generate_seconds(model: ModelShape, rollout: RolloutLayout, batch: StepBatch
     decode = machine.constants.decode
     rows = max(1.0, batch.rows / rollout.replicas)
     if batch.oversample is None:
+        # A replica with fewer rows than a prompt's samples does not share the prompt among all of them.
         samples = min(batch.samples, max(1, round(rows)))
-        once = replica_seconds(model, rollout, machine, rows, batch.prompt, batch.lengths, samples)
+        seconds = replica_seconds(model, rollout, machine, rows, batch.prompt, batch.lengths, samples)
     else:
-        once = steady_seconds(model, rollout, machine, rows, batch)
+        seconds = steady_seconds(model, rollout, machine, rows, batch)
+    # A loop keeps a part of an engine's own pace, and adds a fixed time.
     share = decode.rl_generate * machine.constants.engines[rollout.engine].rl_share
-    return decode.rl_fixed_seconds + once / share
+    return decode.rl_fixed_seconds + seconds / share

@@ -1,7 +1,20 @@
-"""Seconds and bytes of a role's two phases, scoring (a forward pass) and learning.
+"""Seconds and bytes of a role's two phases: the forward pass over a step's rows, and learning from them.
 
-Schedule: t_mb (m + (p - 1) / v) with the slowest stage's t_mb (Narayanan et al. 2021, section 2.2).
-Data parallelism: reduce-scatter of gradients and all-gather of 2-byte parameters, partly overlapped.
+The one idea: a layer costs a few terms, each divided by a rate that the GPU reaches; everything else
+multiplies the layer. From the layer up:
+
+Layer: matrix products at the GPU's achieved rate, attention at a rate of its own, memory-bound tensors
+(norms, activations, permutations) at HBM rate, and the communication that is not overlapped; never less than
+launching its kernels takes. A routed layer also waits for the host. FLOPs: Narayanan et al. 2021 (arXiv
+2104.04473) section 5.1; tensor-parallel traffic: Korthikanti et al. 2022 (two all-gathers and two
+reduce-scatters per layer and direction).
+
+Collectives: all-gather and reduce-scatter of V bytes over n ranks move V (n-1)/n per rank (Thakur et al.
+2005). A ring across nodes uses the network cards of all its members in a node, so a group with g members per
+node gets min(NVLink, g x card).
+
+Pipeline: t_mb (m + (p - 1) / v) with the slowest stage's t_mb (Narayanan et al. 2021, section 2.2). Data
+parallelism: reduce-scatter of gradients and all-gather of 2-byte parameters, partly overlapped.
 """
 
 from __future__ import annotations
@@ -11,8 +24,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, log, sqrt
 
 from megatron_rl.planning.predict.batch import StepBatch
-from megatron_rl.planning.predict.layer import LayerSeconds, gather_seconds, layer_seconds
-from megatron_rl.shapes.hardware import Constants, Machine
+from megatron_rl.shapes.hardware import Cluster, Constants, Machine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora, adapted_parameter_count, adapter_parameter_count
 from megatron_rl.shapes.memory import (
@@ -25,134 +37,417 @@ from megatron_rl.shapes.memory import (
     scoring_memory,
     training_memory,
 )
-from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.model import LayerKind, ModelShape
 from megatron_rl.shapes.pipeline_stages import default_stage_layers, end_settings
+
+_BACKWARD_LAUNCHES = 1.5
+"""Kernel launches, and waits for the host, of a layer's backward pass per one of its forward pass."""
+_ATTENTION_BACKWARD_FLOPS = 2.5
+"""FLOPs of attention's backward pass per one of its forward pass: five matrix products for two."""
+_LOGITS_BYTES = 20.0
+"""Bytes that the output layer moves through HBM per logit."""
+_PARAMETER_BYTES = 2.0
+"""Bytes of a parameter that data-parallel ranks gather, in bfloat16."""
+
+
+# ---------------------------------------------------------------- collectives
+
+
+def local_members(cluster: Cluster, size: int, stride: int) -> int:
+    """Return how many members of a rank group share one NVLink domain, at least one."""
+    return max(1, min(size, cluster.domain // max(1, stride)))
+
+
+def group_bandwidth(machine: Machine, size: int, stride: int) -> float:
+    """Return achieved bytes/s per rank of a ring over ``size`` ranks that are ``stride`` apart."""
+    cluster = machine.cluster
+    efficiency = machine.constants.efficiency
+    local = local_members(cluster, size, stride)
+    # A ring is as fast as its slowest hop: NVLink inside a node, all cards of its members between nodes.
+    nvlink_rate = cluster.gpu.nvlink * efficiency.nvlink
+    if local >= size:
+        return nvlink_rate
+    return min(nvlink_rate, local * cluster.network * efficiency.network)
+
+
+def gather_seconds(machine: Machine, size: int, stride: int, total_bytes: float) -> float:
+    """Return seconds to all-gather (or reduce-scatter) ``total_bytes`` over a group."""
+    # A group of one has nothing to send.
+    if size <= 1:
+        return 0.0
+    return total_bytes * (size - 1) / size / group_bandwidth(machine, size, stride)
+
+
+def all_to_all_seconds(machine: Machine, size: int, sent_bytes: float, copies: int) -> float:
+    """Return seconds of a token exchange over consecutive ranks, in one direction.
+
+    ``sent_bytes`` is the total of a rank: each token to each of its ``copies`` experts. Across nodes a token
+    is sent once per node that needs it: min(copies, nodes) of its copies (DeepEP, arXiv 2412.19437 section
+    3.2.2).
+    """
+    if size <= 1:
+        return 0.0
+
+    cluster = machine.cluster
+    efficiency = machine.constants.efficiency
+    local = local_members(cluster, size, 1)
+    nvlink_seconds = sent_bytes * (size - 1) / size / (cluster.gpu.nvlink * efficiency.nvlink)
+    if local >= size:
+        return nvlink_seconds
+
+    nodes = size / local
+    bytes_per_copy = sent_bytes / max(1, copies)
+    # Expected number of distinct remote nodes among k uniform choices of a node.
+    remote_nodes = nodes * (1.0 - (1.0 - 1.0 / nodes) ** copies) * (nodes - 1) / nodes
+    return max(nvlink_seconds, bytes_per_copy * remote_nodes / (cluster.network * efficiency.network))
+
+
+# ---------------------------------------------------------------- one layer
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Seconds of one average layer, and of the output layer, for one micro-batch."""
+
+    forward: float
+    """Forward pass of the layer."""
+    backward: float
+    """Backward pass of the layer."""
+    attention: float
+    """Part of ``forward`` that selective recompute repeats."""
+    head_forward: float
+    """Forward pass of the output layer."""
+    head_backward: float
+    """Backward pass of the output layer."""
+
+
+def gemm_rate(machine: Machine, precision: str, width: float) -> float:
+    """Return achieved FLOP/s of dense products whose sharded dimension is ``width``."""
+    gpu = machine.gpu
+    constants = machine.constants.efficiency
+    # Narrow products do not fill the GPU; gemm_width is the width of half the efficiency.
+    efficiency = gpu.gemm_efficiency * width / (width + constants.gemm_width)
+    if precision == "fp8":
+        efficiency *= constants.fp8_gemm
+    return gpu.peak(precision) * efficiency
+
+
+def expert_rate(machine: Machine, model: ModelShape, layout: ParallelLayout, tokens: float) -> float:
+    """Return achieved FLOP/s of grouped expert products; few rows or narrow experts cost efficiency."""
+    gpu = machine.gpu
+    constants = machine.constants.efficiency
+    precision = machine.precision
+
+    # Shape of one expert's product on this rank.
+    width = model.expert_width / layout.expert_tensor
+    local_experts = max(1.0, model.experts / layout.expert)
+    rows = tokens / layout.tensor * model.experts_per_token / local_experts
+
+    fill = rows / (rows + constants.expert_gemm_rows) * width / (width + constants.expert_gemm_width)
+    base = gpu.gemm_efficiency
+    if precision == "fp8":
+        base *= constants.fp8_gemm
+    return gpu.peak(precision) * base * fill
+
+
+def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> float:
+    """Return bytes that one token moves through HBM in an average layer's forward pass, on one GPU.
+
+    Norms, residuals: 24 h; rotary and head tensors: 8 a d; activation: 6 f gated, 4 f plain; MoE
+    permutations, before and after the exchange, both ways: 12 k h.
+    """
+    # An average layer: dense and routed layers by their share.
+    moe_share = model.moe_layers / model.layers
+    inner = (
+        model.mlp_width * (1 - moe_share)
+        + (model.experts_per_token * model.expert_width + model.shared_width) * moe_share
+    )
+    bytes_per_inner = 6.0 if model.gated else 4.0
+
+    sharded = 8.0 * model.heads * model.head_dim + bytes_per_inner * inner
+    sharded += 12.0 * model.experts_per_token * model.hidden * moe_share
+    return 24.0 * model.hidden / token_shards + sharded / tensor
+
+
+def _exposed_communication(
+    model: ModelShape, layout: ParallelLayout, machine: Machine, tokens: float, fused: bool, exchanges: bool
+) -> float:
+    """Return forward seconds of a layer's tensor, expert and context traffic that nothing overlaps.
+
+    Under context parallelism this package ``exchanges`` heads for complete rows before and after attention;
+    other systems gather keys and values, overlapped with it.
+    """
+    efficiency = machine.constants.efficiency
+    moe_share = model.moe_layers / model.layers
+    hidden_bytes = 2.0 * model.hidden * tokens
+
+    # Tensor parallelism. Overlap with the products needs sequence parallelism (Transformer Engine's user
+    # buffers). Experts that are not cut over tensor ranks exchange nothing around their products.
+    exposed_share = efficiency.tensor_exposed
+    if layout.sequence_parallel and fused:
+        exposed_share = efficiency.tensor_exposed_overlapped
+    passes = 4.0
+    if layout.expert_tensor == 1 and model.experts:
+        passes = 4.0 - 2.0 * moe_share
+    total = exposed_share * passes * gather_seconds(machine, layout.tensor, 1, hidden_bytes)
+
+    # Expert parallelism: tokens go to their experts and come back.
+    if layout.expert > 1:
+        copies = model.experts_per_token
+        dispatched = copies * hidden_bytes / layout.tensor
+        total += 2.0 * moe_share * all_to_all_seconds(machine, layout.expert, dispatched, copies)
+
+    # Context parallelism, by heads or by keys and values.
+    if layout.context > 1 and exchanges:
+        heads = model.heads / layout.tensor
+        groups = model.kv_heads / layout.tensor
+        # Key-value heads that do not divide are repeated for every head before the exchange.
+        if model.mla or groups % layout.context:
+            groups = heads
+        exchanged = 2.0 * tokens * (heads + groups) * (model.qk_dim + model.value_dim)
+        total += gather_seconds(machine, layout.context, layout.tensor, exchanged)
+    elif layout.context > 1:
+        # MLA gathers its compressed keys and values, which all heads share.
+        width = 2 * max(1, model.kv_heads // layout.tensor) * model.head_dim
+        if model.mla:
+            width = model.kv_lora + model.qk_rope
+        gathered = 2.0 * width * tokens * layout.context
+        total += efficiency.context_exposed * gather_seconds(machine, layout.context, layout.tensor, gathered)
+    return total
+
+
+def layer_seconds(
+    model: ModelShape,
+    layout: ParallelLayout,
+    machine: Machine,
+    tokens: float,
+    context: float,
+    fused: bool = True,
+    frozen: bool = False,
+    exchanges: bool = True,
+) -> LayerSeconds:
+    """Return the seconds of one average layer for a micro-batch of ``tokens`` tokens.
+
+    ``tokens`` counts before they are cut over context ranks; ``context`` is the mean number of keys that a
+    token attends to. ``fused`` assumes Transformer Engine's layers, else this package's own, which move more
+    bytes through memory as they keep more. ``frozen`` weights have no gradients of their own; the products of
+    adapters beside them are not counted. ``exchanges``: see `_exposed_communication`.
+    """
+    efficiency = machine.constants.efficiency
+    gpu = machine.gpu
+    tokens = tokens / layout.context
+
+    # Dense products.
+    active_experts = model.active_expert_parameters
+    dense_flops = (model.layer_flops - 2.0 * active_experts) / model.layers
+    inner_width = model.hidden * 2
+    if model.moe_layers < model.layers:
+        inner_width = model.mlp_width
+    # The narrowest product of the layer bounds the rate of all.
+    width = min(model.heads * model.head_dim, inner_width)
+    dense_rate = gemm_rate(machine, machine.precision, width / layout.tensor)
+    dense = tokens * dense_flops / layout.tensor / dense_rate
+
+    # Products of routed experts.
+    experts = 0.0
+    if active_experts:
+        rate = expert_rate(machine, model, layout, tokens)
+        experts = tokens * 2.0 * active_experts / model.layers / layout.tensor / rate
+
+    # Attention.
+    attention_rate = gpu.bf16_flops * efficiency.attention * min(1.0, gpu.pace)
+    attention = tokens * model.attention_flops(context) / model.layers / layout.tensor / attention_rate
+
+    # Memory-bound kernels. Layers of PyTorch's own move more, in the proportion in which they save more.
+    memory_bound = tokens * elementwise_bytes(model, layout.tensor, layout.token_shards)
+    memory_bound /= gpu.hbm * efficiency.hbm
+    if not fused:
+        kind = LayerKind(linear=False, experts=model.moe_layers > 0)
+        plain_bytes = Layers(fused=False).saved_bytes(model, layout, kind, "none")
+        fused_bytes = Layers(fused=True).saved_bytes(model, layout, kind, "none")
+        memory_bound *= plain_bytes / fused_bytes
+
+    exposed = _exposed_communication(model, layout, machine, tokens, fused, exchanges)
+    launch = efficiency.launch_seconds_layer
+    # Without padding the host must read how many tokens each expert got before it launches the products.
+    routing_wait = efficiency.routing_seconds_layer * model.moe_layers / model.layers
+
+    # Kernels run one after another; a layer with little work is bound by their launches.
+    forward = max(dense + experts + attention + memory_bound + exposed, launch) + routing_wait
+
+    backward_attention = attention * _ATTENTION_BACKWARD_FLOPS / efficiency.attention_backward
+    # One product for the gradient of the inputs, one for that of the weights.
+    products = 1 if frozen else 2
+    backward = max(
+        products * (dense + experts) + backward_attention + 2 * memory_bound + exposed,
+        _BACKWARD_LAUNCHES * launch,
+    )
+    backward += _BACKWARD_LAUNCHES * routing_wait
+
+    # The output layer is computed in bfloat16 even where layers are in FP8.
+    head_rate = gemm_rate(machine, "bf16", model.vocab / layout.tensor)
+    head = tokens * model.head_flops / layout.tensor / head_rate
+    head_memory = tokens * _LOGITS_BYTES * model.vocab / layout.tensor / (gpu.hbm * efficiency.hbm)
+    return LayerSeconds(forward, backward, attention, head + head_memory, products * head + head_memory)
+
+
+# ---------------------------------------------------------------- one role
 
 
 @dataclass(frozen=True)
 class TrainChoice:
-    """Say how one trained or scored model runs on its GPUs.
+    """How one trained or frozen model runs on its GPUs.
 
-    ``lora`` learns in the place of its weights; ``exchanges_heads`` says how sequences that are cut attend.
+    Example: ``TrainChoice(shape, ParallelLayout(tuple(range(8)), tensor=4), recompute="full")``.
     """
 
     model: ModelShape
+    """Sizes of the model."""
     layout: ParallelLayout
+    """Parallel layout on the role's ranks."""
     recompute: str = "none"
+    """Activations that the backward pass computes again: none, selective or full."""
     optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
+    """Sharding, offload and precision of the optimizer."""
     micro_batch: int = 1
+    """Rows of a micro-batch; with packing, in units of the longest row's tokens."""
     transformer_engine: bool = True
+    """Whether layers are Transformer Engine's."""
     lora: Lora | None = None
+    """Adapters that learn instead of the weights; None: the weights learn."""
     exchanges_heads: bool = True
+    """Whether context-parallel ranks exchange heads around attention; else they gather keys and values."""
 
     @property
     def built(self) -> Layers:
-        """Return how its layers are built."""
+        """Return the implementation of the layers."""
         fused = self.transformer_engine and not self.model.plain_layers
         return Layers(fused=fused, recompute=self.recompute)
 
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Hold the bytes on the fullest GPU while a role works, and the most that any GPU holds while it rests.
+    """Bytes of a role on its fullest GPUs.
 
     The two need not be one GPU: an early pipeline stage has more activations, an end more parameters.
     """
 
     fullest: TrainingMemory
+    """Parts of the memory on the GPU with the highest peak, while the role works."""
     resting: float
+    """Most bytes that any GPU keeps while the role rests."""
 
     @property
     def total(self) -> float:
-        """Return the peak."""
+        """Return the peak in bytes."""
         return self.fullest.total
 
 
 @dataclass(frozen=True)
 class Work:
-    """Say what one pass over rows holds, for one data-parallel replica.
-
-    ``tokens`` per micro-batch, ``micro_batches`` per replica, ``context`` mean attended keys.
-    """
+    """Work of one data-parallel replica in one pass over rows."""
 
     tokens: float
+    """Tokens of a micro-batch."""
     micro_batches: float
+    """Micro-batches of the replica."""
     context: float
+    """Mean number of keys that a token attends to."""
 
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """Hold seconds of one optimizer step: forward and backward, exposed gradient exchange, update."""
+    """Seconds of one optimizer step."""
 
     compute: float
+    """Forward and backward passes."""
     exchange: float
+    """Gradient exchange that is not overlapped."""
     update: float
+    """Update of the parameters."""
 
     @property
     def total(self) -> float:
-        """Return all seconds."""
+        """Return the seconds of the step."""
         return self.compute + self.exchange + self.update
 
 
 def replica_work(choice: TrainChoice, batch: StepBatch, rows: float) -> Work:
     """Split ``rows`` sequences over the data-parallel replicas into micro-batches.
 
-    With packing a micro-batch holds up to ``micro_batch * longest`` tokens, never less than a row;
-    without, ``micro_batch`` rows padded to the longest of them. A replica gets at least one row.
+    With packing a micro-batch has up to ``micro_batch * longest`` tokens, never less than a row; without,
+    ``micro_batch`` rows padded to the longest of them. A replica gets at least one row.
     """
-    mean, longest = batch.mean_row, batch.longest
-    of_replica = max(1.0, rows / choice.layout.data)
+    mean = batch.mean_row
+    row_limit = batch.longest
+    replica_rows = max(1.0, rows / choice.layout.data)
+
     if batch.packing:
-        rows_each = min(max(1.0, choice.micro_batch * longest / mean - 0.5), of_replica)
-        tokens = rows_each * mean
+        # A micro-batch closes when the next row does not fit, half a row before its limit on average.
+        microbatch_rows = min(max(1.0, choice.micro_batch * row_limit / mean - 0.5), replica_rows)
+        tokens = microbatch_rows * mean
     else:
-        rows_each = min(float(choice.micro_batch), of_replica)
-        padded = mean if rows_each <= 1 else mean + (longest - mean) * (1 - 1 / rows_each)
-        tokens = rows_each * padded
-    return Work(tokens, max(1.0, of_replica / rows_each), batch.context)
+        microbatch_rows = min(float(choice.micro_batch), replica_rows)
+        # The longest of more rows is nearer to the limit.
+        padded = mean
+        if microbatch_rows > 1:
+            padded = mean + (row_limit - mean) * (1 - 1 / microbatch_rows)
+        tokens = microbatch_rows * padded
+    return Work(tokens, max(1.0, replica_rows / microbatch_rows), batch.context)
 
 
 def _stage_seconds(
-    model: ModelShape, layout: ParallelLayout, per_layer: float, head: float
+    model: ModelShape, layout: ParallelLayout, layer: float, head: float
 ) -> tuple[float, float]:
-    """Return (slowest, mean) stage seconds; the head rides on the last stage.
+    """Return the seconds of the slowest stage and of the mean one; the last stage has the output layer.
 
-    Layers are dealt out so that the slowest stage takes least: the head's may have fewer.
+    Layers are split so that the slowest stage is fastest: the last stage may have fewer.
     """
-    layers, pipeline = model.layers, layout.pipeline
-    mean = (layers * per_layer + head) / pipeline
+    layers = model.layers
+    pipeline = layout.pipeline
+    mean = (layers * layer + head) / pipeline
     if pipeline == 1:
         return mean, mean
+
     if layout.virtual_pipeline == 1:
-        return min(
-            max(ceil((layers - last) / (pipeline - 1)) * per_layer, last * per_layer + head)
+        slowest = min(
+            max(ceil((layers - last) / (pipeline - 1)) * layer, last * layer + head)
             for last in range(layers // pipeline + 1)
-        ), mean
-    return min(max(mean, ceil(mean / per_layer) * per_layer), mean + head * 0.5), mean
+        )
+        return slowest, mean
+    return min(max(mean, ceil(mean / layer) * layer), mean + head * 0.5), mean
 
 
-def _pipeline_seconds(
-    choice: TrainChoice, machine: Machine, work: Work, per_layer: float, head: float
-) -> float:
-    """Return seconds of all micro-batches whose layers take ``per_layer`` seconds each."""
-    model, layout = choice.model, choice.layout
-    slow, mean = _stage_seconds(model, layout, per_layer, head)
-    total = slow * work.micro_batches + mean * (layout.pipeline - 1) / layout.virtual_pipeline
-    if layout.pipeline > 1:
-        cluster, efficiency = machine.cluster, machine.constants.efficiency
-        share = layout.tensor if layout.sequence_parallel else 1
-        sent = 2.0 * model.hidden * work.tokens / layout.context / share
-        stride = layout.tensor * layout.context * layout.data
-        inside = stride * 2 <= cluster.domain
-        rate = (cluster.gpu.nvlink if inside else cluster.network) * efficiency.network
-        hops = work.micro_batches * layout.virtual_pipeline + layout.pipeline - 1
-        total += efficiency.pipeline_exposed * 2.0 * hops * sent / rate
-    return total
+def _pipeline_seconds(choice: TrainChoice, machine: Machine, work: Work, layer: float, head: float) -> float:
+    """Return seconds of all micro-batches where a layer and the output layer take these seconds each."""
+    model = choice.model
+    layout = choice.layout
+    slowest, mean = _stage_seconds(model, layout, layer, head)
+    # Every micro-batch passes the slowest stage; filling and draining take the mean one.
+    total = slowest * work.micro_batches + mean * (layout.pipeline - 1) / layout.virtual_pipeline
+    if layout.pipeline == 1:
+        return total
+
+    # Activations from stage to stage, and gradients back.
+    cluster = machine.cluster
+    efficiency = machine.constants.efficiency
+    # Ranks of a tensor group send a shard each under sequence parallelism, else all the same.
+    shards = layout.tensor if layout.sequence_parallel else 1
+    boundary_bytes = 2.0 * model.hidden * work.tokens / layout.context / shards
+    stride = layout.tensor * layout.context * layout.data
+    link = cluster.network
+    if stride * 2 <= cluster.domain:
+        link = cluster.gpu.nvlink
+    rate = link * efficiency.network
+    hops = work.micro_batches * layout.virtual_pipeline + layout.pipeline - 1
+    return total + efficiency.pipeline_exposed * 2.0 * hops * boundary_bytes / rate
 
 
-def _learning_parameters(choice: TrainChoice) -> tuple[int, int]:
-    """Return the dense and the expert parameters that learn on a rank of the stage that has most."""
-    model, layout, lora = choice.model, choice.layout, choice.lora
+def _trainable_parameters(choice: TrainChoice) -> tuple[int, int]:
+    """Return the dense and the expert parameters that learn on a rank of the fullest stage."""
+    model = choice.model
+    layout = choice.layout
+    lora = choice.lora
     if lora is None:
         return fullest_parameters(model, layout)
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
@@ -160,32 +455,43 @@ def _learning_parameters(choice: TrainChoice) -> tuple[int, int]:
 
 
 def _gradient_exchange_seconds(choice: TrainChoice, machine: Machine) -> float:
+    """Return seconds to reduce-scatter gradients and all-gather parameters over data-parallel ranks."""
     layout = choice.layout
-    dense, expert = _learning_parameters(choice)
-    bytes_each = choice.optimizer.gradient_bytes + 2.0
-    total = gather_seconds(machine, layout.data * layout.context, layout.tensor, dense * bytes_each)
+    dense, expert = _trainable_parameters(choice)
+    bytes_per_parameter = choice.optimizer.gradient_bytes + _PARAMETER_BYTES
+
+    # Experts have data-parallel groups of their own.
+    dense_bytes = dense * bytes_per_parameter
+    total = gather_seconds(machine, layout.data * layout.context, layout.tensor, dense_bytes)
     if expert:
         stride = layout.expert * layout.expert_tensor
-        total += gather_seconds(machine, layout.expert_data, stride, expert * bytes_each)
+        total += gather_seconds(machine, layout.expert_data, stride, expert * bytes_per_parameter)
     return total
 
 
 def _update_seconds(choice: TrainChoice, machine: Machine) -> float:
-    layout, optimizer, efficiency = choice.layout, choice.optimizer, machine.constants.efficiency
-    dense, expert = _learning_parameters(choice)
+    """Return seconds in which the optimizer updates the parameters of a rank."""
+    layout = choice.layout
+    optimizer = choice.optimizer
+    efficiency = machine.constants.efficiency
+    dense, expert = _trainable_parameters(choice)
+
+    # A distributed optimizer updates a share of the parameters on each data-parallel rank.
     parameters = dense + expert
     if optimizer.distributed:
         parameters = dense / (layout.data * layout.context) + expert / layout.expert_data
-    moved = parameters * efficiency.optimizer_bytes_per_parameter
-    seconds = moved / (machine.gpu.hbm * efficiency.hbm)
+    hbm_bytes = parameters * efficiency.optimizer_bytes_per_parameter
+    seconds = hbm_bytes / (machine.gpu.hbm * efficiency.hbm)
+
     if optimizer.offload:
         # Gradients go to the host and parameters come back; the update itself runs at host memory rate.
-        moved = parameters * (optimizer.gradient_bytes + 2.0 + 2.0 * optimizer.state_bytes)
-        seconds += moved / machine.host_rate
+        host_bytes = parameters * (optimizer.gradient_bytes + _PARAMETER_BYTES + 2.0 * optimizer.state_bytes)
+        seconds += host_bytes / machine.host_rate
     return seconds
 
 
-def _layer_of(choice: TrainChoice, machine: Machine, work: Work) -> LayerSeconds:
+def _average_layer(choice: TrainChoice, machine: Machine, work: Work) -> LayerSeconds:
+    """Return the seconds of an average layer of a role's model for one micro-batch."""
     return layer_seconds(
         choice.model,
         choice.layout,
@@ -199,31 +505,35 @@ def _layer_of(choice: TrainChoice, machine: Machine, work: Work) -> LayerSeconds
 
 
 def optimizer_step(choice: TrainChoice, machine: Machine, work: Work, share: float = 1.0) -> OptimizerStep:
-    """Return seconds of one optimizer step (forward, backward, gradient exchange, update).
+    """Return seconds of one optimizer step: forward, backward, gradient exchange, update.
 
-    ``share`` is the part of the kernels' pace that the surrounding loop keeps; it slows computation,
-    not the gradient exchange.
+    ``share`` is the part of the kernels' pace that the surrounding loop keeps; it slows computation, not the
+    gradient exchange.
     """
-    layer = _layer_of(choice, machine, work)
-    per_layer, head = layer.forward + layer.backward, layer.head_forward + layer.head_backward
+    layer = _average_layer(choice, machine, work)
+    seconds_per_layer = layer.forward + layer.backward
+    head = layer.head_forward + layer.head_backward
+
+    # The backward pass repeats the forward pass, or its attention.
     if choice.recompute == "full":
-        per_layer += layer.forward
+        seconds_per_layer += layer.forward
     elif choice.recompute == "selective":
-        per_layer += layer.attention
+        seconds_per_layer += layer.attention
+
     return OptimizerStep(
-        compute=_pipeline_seconds(choice, machine, work, per_layer, head) / share,
+        compute=_pipeline_seconds(choice, machine, work, seconds_per_layer, head) / share,
         exchange=machine.constants.efficiency.data_exposed * _gradient_exchange_seconds(choice, machine),
         update=_update_seconds(choice, machine),
     )
 
 
 def routing_imbalance(model: ModelShape, layout: ParallelLayout, spread: float) -> float:
-    """Return the tokens of the fullest expert-parallel rank over the mean, which every layer waits for.
+    """Return the tokens of the fullest expert-parallel rank over the mean: every layer waits for it.
 
-    Pretraining benchmarks force an even load; what is trained on in reinforcement learning does not have
-    one. With ``spread`` the standard deviation of an expert's load over its mean, a rank of E / ep experts
-    has spread / sqrt(E / ep), and the largest of ep such loads lies sqrt(2 ln ep) deviations above the
-    mean (expected maximum of normal variables).
+    Pretraining benchmarks force an even load, which reinforcement learning does not have. With ``spread`` the
+    standard deviation of an expert's load over its mean, a rank of E / ep experts has spread / sqrt(E / ep),
+    and the largest of ep such loads is sqrt(2 ln ep) deviations above the mean (expected maximum of normal
+    variables).
     """
     if not model.experts or layout.expert == 1:
         return 1.0
@@ -234,17 +544,18 @@ def routing_imbalance(model: ModelShape, layout: ParallelLayout, spread: float) 
 def _loop_share(choice: TrainChoice, batch: StepBatch, constants: Constants) -> float:
     """Return the share of a pretraining pace that a reinforcement-learning loop keeps.
 
-    Uneven rows unbalance replicas and leave packed micro-batches partly empty; routing is uneven; the rest
-    is fp32 logits, loading and offloading.
+    Uneven rows unbalance replicas and leave packed micro-batches partly empty; routing is uneven; the
+    remaining loss is float32 logits, loading and offloading.
     """
     share = constants.efficiency.rl_loop
+    # Rows of one length that are not packed are even.
     if batch.lengths.scale is not None or batch.packing:
         share *= constants.efficiency.rl_uneven_rows
     return share / routing_imbalance(choice.model, choice.layout, constants.efficiency.routing_spread)
 
 
 def learn_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> float:
-    """Return seconds of all optimizer steps of one role, every epoch of them."""
+    """Return seconds of all optimizer steps of one role, in every epoch."""
     work = replica_work(choice, batch, batch.rows / batch.optimizer_steps)
     share = machine.constants.efficiency.rl_train * _loop_share(choice, batch, machine.constants)
     return batch.epochs * batch.optimizer_steps * optimizer_step(choice, machine, work, share).total
@@ -253,9 +564,13 @@ def learn_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> fl
 def score_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> float:
     """Return seconds of one forward pass of one role over a step's rows."""
     work = replica_work(choice, batch, batch.rows)
-    layer = _layer_of(choice, machine, work)
-    once = _pipeline_seconds(choice, machine, work, layer.forward, layer.head_forward)
-    return once / (machine.constants.efficiency.rl_log_probs * _loop_share(choice, batch, machine.constants))
+    layer = _average_layer(choice, machine, work)
+    seconds = _pipeline_seconds(choice, machine, work, layer.forward, layer.head_forward)
+    share = machine.constants.efficiency.rl_log_probs * _loop_share(choice, batch, machine.constants)
+    return seconds / share
+
+
+# ---------------------------------------------------------------- memory of one role
 
 
 def fullest_training(
@@ -266,57 +581,76 @@ def fullest_training(
 ) -> RoleMemory:
     """Return the bytes on the fullest GPU while it trains micro-batches of ``tokens`` tokens.
 
-    ``logits_bytes_per_element`` is of a framework that has the logits of a whole micro-batch at once; None
-    takes them chunk by chunk.
+    ``logits_bytes_per_element`` describes a framework that has the logits of a complete micro-batch at once;
+    None computes them chunk by chunk.
     """
-    model, layout = choice.model, choice.layout
+    model = choice.model
+    layout = choice.layout
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
-    stated = end_settings(model.layers, layout.pipeline, layout.virtual_pipeline) is not None
-    built, lora, held = choice.built, choice.lora, []
-    for stage in representative_stages(len(stages)) if stated else range(len(stages)):
-        adapters = None if lora is None else adapter_parameter_count(model, layout, stages[stage], lora)
+    # Where Megatron has settings for the ends, all stages between them are alike: a few stand for all.
+    has_end_settings = end_settings(model.layers, layout.pipeline, layout.virtual_pipeline) is not None
+    stage_indices: Sequence[int] = range(len(stages))
+    if has_end_settings:
+        stage_indices = representative_stages(len(stages))
+
+    memories = []
+    for stage in stage_indices:
+        adapters = None
+        if choice.lora is not None:
+            adapters = adapter_parameter_count(model, layout, stages[stage], choice.lora)
         memory = training_memory(
-            model, layout, stages, stage, choice.optimizer, built, tokens, micro_batches, adapters
+            model, layout, stages, stage, choice.optimizer, choice.built, tokens, micro_batches, adapters
         )
         if logits_bytes_per_element is not None and memory.logits:
-            shard = tokens / layout.context * model.vocab / layout.tensor
-            memory = replace(memory, logits=shard * logits_bytes_per_element)
-        held.append(memory)
-    if not stated:
-        # Such layers need a pipeline layout of one's own, which evens out what stages hold between steps.
+            logits = tokens / layout.context * model.vocab / layout.tensor
+            memory = replace(memory, logits=logits * logits_bytes_per_element)
+        memories.append(memory)
+
+    if not has_end_settings:
+        # Such layers need a pipeline layout of one's own, which evens out the states of the stages.
         names = ("weights", "gradients", "optimizer")
-        mean = {name: sum(getattr(memory, name) for memory in held) / len(held) for name in names}
-        held = [replace(memory, **mean) for memory in held]
-    return _role_memory(held)
+        mean = {name: sum(getattr(memory, name) for memory in memories) / len(memories) for name in names}
+        memories = [replace(memory, **mean) for memory in memories]
+    return _role_memory(memories)
 
 
-def _role_memory(held: Sequence[TrainingMemory]) -> RoleMemory:
-    fullest = max(held, key=lambda memory: memory.total)
-    return RoleMemory(replace(fullest, overhead=RUNTIME_BYTES), max(memory.states for memory in held))
+def _role_memory(memories: Sequence[TrainingMemory]) -> RoleMemory:
+    """Return the memory of a role from that of its stages."""
+    fullest = max(memories, key=lambda memory: memory.total)
+    return RoleMemory(replace(fullest, overhead=RUNTIME_BYTES), max(memory.states for memory in memories))
 
 
 def learn_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
     """Return the bytes of a role while it learns from a batch."""
     work = replica_work(choice, batch, batch.rows / batch.optimizer_steps)
-    # The fullest micro-batch holds a whole longest row, whatever the mean fill.
-    longest = choice.micro_batch * batch.longest if batch.packing else batch.longest
-    return fullest_training(choice, max(work.tokens, longest), max(1, round(work.micro_batches)))
+    # The fullest micro-batch has a complete longest row, however full the mean one is.
+    row_tokens = batch.longest
+    if batch.packing:
+        row_tokens = choice.micro_batch * batch.longest
+    return fullest_training(choice, max(work.tokens, row_tokens), max(1, round(work.micro_batches)))
 
 
 def merged_bytes(choice: TrainChoice) -> float:
-    """Return the bytes of the weights with adapters added in that the fullest GPU makes for a sync."""
-    model, layout, lora = choice.model, choice.layout, choice.lora
+    """Return the bytes of the merged weights (base plus adapters) that the fullest GPU makes for a sync."""
+    model = choice.model
+    layout = choice.layout
+    lora = choice.lora
+    # Without adapters the weights themselves are sent.
     if lora is None:
         return 0.0
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
-    most = max(adapted_parameter_count(model, layout, layers, lora.targets) for layers in stages)
-    return float(choice.built.dtype_bytes * most)
+    parameters = max(adapted_parameter_count(model, layout, layers, lora.targets) for layers in stages)
+    return float(choice.built.dtype_bytes * parameters)
 
 
 def score_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
-    """Return the bytes of a role that only scores."""
-    model, layout, tokens = choice.model, choice.layout, choice.micro_batch * batch.longest
+    """Return the bytes of a role that only runs forward passes."""
+    model = choice.model
+    layout = choice.layout
+    tokens = choice.micro_batch * batch.longest
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
-    telling = representative_stages(len(stages))
-    held = [scoring_memory(model, layout, stages, stage, choice.built, tokens) for stage in telling]
-    return _role_memory(held)
+    memories = [
+        scoring_memory(model, layout, stages, stage, choice.built, tokens)
+        for stage in representative_stages(len(stages))
+    ]
+    return _role_memory(memories)

@@ -1,68 +1,415 @@
-"""Score placements: groups of roles on GPUs of their own, and search all of them for the shortest step.
+"""Place roles on GPUs: predict the step of a placement, and search all placements for the shortest step.
 
-Within a group roles take turns; groups work at the same time (HybridFlow, arXiv 2409.19256, section 6 and
-algorithm 1). `step.add_up` makes the step of a placement as it makes that of a configuration.
+A placement is a few groups of roles, each on GPUs of its own. Within a group roles take turns, and generation
+runs in the memory that they leave; groups work at the same time (HybridFlow, arXiv 2409.19256, section 6 and
+algorithm 1). `compose_step` makes the step of a placement as it makes that of a configuration.
+
+`Planner` plans one group: a parallel layout for each of its roles. `search` tries the groupings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
 
+from megatron_rl.config.roles import ACTOR, CRITIC, INITIAL, REFERENCE, REWARD_MODELS, spec_of
 from megatron_rl.errors import UserError
-from megatron_rl.planning.predict.groups import GroupPlan, Planner, Problem
-from megatron_rl.planning.predict.search import RolloutPlan, TrainPlan, contexts
-from megatron_rl.planning.predict.step import Step, add_up
-from megatron_rl.shapes.hardware import GB
+from megatron_rl.planning.predict.batch import StepBatch
+from megatron_rl.planning.predict.generate import RolloutLayout
+from megatron_rl.planning.predict.learn import (
+    RoleMemory,
+    TrainChoice,
+    learn_memory,
+    learn_seconds,
+    merged_bytes,
+    score_memory,
+    score_seconds,
+)
+from megatron_rl.planning.predict.search import (
+    RolloutPlan,
+    SearchCount,
+    TrainPlan,
+    contexts,
+    rollout_plans,
+    training_front,
+)
+from megatron_rl.planning.predict.step import RoleSeconds, Step, compose_step, planned_sync_seconds
+from megatron_rl.shapes.hardware import GB, Machine
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.lora import Lora
+from megatron_rl.shapes.memory import RUNTIME_BYTES, OptimizerChoice
+from megatron_rl.shapes.model import ModelShape
 
-BEFORE, BESIDE, ALWAYS = SPLITS = ("split", "split, one step off", "split, open order")
-"""When GPUs for generation alone sample: before a step learns, while it does, and always."""
+SYNCHRONOUS = "split"
+"""GPUs for generation alone sample before a step learns."""
+ONE_STEP_OFF = "split, one step off"
+"""GPUs for generation alone sample the next step's rows while a step learns."""
+OPEN_ORDER = "split, open order"
+"""GPUs for generation alone always sample."""
+SPLITS = (SYNCHRONOUS, ONE_STEP_OFF, OPEN_ORDER)
 OVERSAMPLE = 0.25
 """Groups that a planned open order has in flight beyond those of a step, as a share of them."""
-ROLES = {"grpo": ("actor", "reference"), "ppo": ("actor", "critic", "reference", "reward")}
-"""Roles that hold a model, by algorithm."""
-# Groupings of roles; within a group roles share GPUs. The PPO ones are those of HybridFlow figure 12
-# and the cuts between them.
-MIXED: Mapping[str, Mapping[str, tuple[tuple[str, ...], ...]]] = {
-    "grpo": {"mixed: reference apart": (("actor",), ("reference",))},
-    "ppo": {
-        "mixed: critic and reward apart": (("actor", "reference"), ("critic", "reward")),
-        "mixed: critic apart": (("actor", "reference", "reward"), ("critic",)),
-        "mixed: reference and reward apart": (("actor", "critic"), ("reference", "reward")),
-        "mixed: every role apart": (("actor",), ("critic",), ("reference",), ("reward",)),
-    },
+
+_ACTOR = ACTOR.name
+_CRITIC = CRITIC.name
+_REFERENCE = REFERENCE.name
+_REWARD = REWARD_MODELS.name
+ROLES = {"grpo": (_ACTOR, _REFERENCE), "ppo": (_ACTOR, _CRITIC, _REFERENCE, _REWARD)}
+"""Roles with a model, by algorithm."""
+GROUPINGS: Mapping[str, Sequence[Sequence[Sequence[str]]]] = {
+    "grpo": [[[_ACTOR], [_REFERENCE]]],
+    "ppo": [
+        [[_ACTOR, _REFERENCE], [_CRITIC, _REWARD]],
+        [[_ACTOR, _REFERENCE, _REWARD], [_CRITIC]],
+        [[_ACTOR, _CRITIC], [_REFERENCE, _REWARD]],
+        [[_ACTOR], [_CRITIC], [_REFERENCE], [_REWARD]],
+    ],
 }
+"""Groups of roles that share GPUs, by algorithm; those of PPO are HybridFlow's figure 12 and between."""
+
+_STATE_SPREADS = (1.0, 1.3, 2.0, 4.0, 1e9)
+"""Multiples of a role's least resting state within which it takes its fastest layout; the last: any."""
+_MIXED_UNITS = 8
+"""Shares of the GPUs in which groups of a mixed placement, and both sides of a split one, are sized."""
+_MIN_ENGINE_FRACTION = 0.05
+"""Fraction of a GPU's memory below which no engine starts."""
+_MAX_ENGINE_FRACTION = 0.9
+_SLOWDOWN = 1.5
+"""Slowdown of a smaller job at which the search for the best number of GPUs stops."""
+
+SyncSeconds = Callable[[ModelShape, ParallelLayout, RolloutLayout, Sequence[int], Machine], float]
+"""Function that returns the seconds of a weight sync from an actor's layout into an engine on some ranks."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Models, batch and machines for which a placement is searched.
+
+    The last four fields describe the trainer. Their defaults are this package's; published measurements of
+    other systems are predicted with theirs.
+    """
+
+    models: Mapping[str, ModelShape]
+    """Model of each role."""
+    algorithm: str
+    """Key of `ROLES`."""
+    batch: StepBatch
+    """Rows of a step."""
+    machine: Machine
+    """GPUs, with the constants."""
+    optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
+    """Optimizer of the roles that learn."""
+    lora: Lora | None = None
+    """Adapters that the actor learns instead of its weights."""
+    engine: str = "current"
+    """Name of the engine's constants."""
+    sync_seconds: SyncSeconds = planned_sync_seconds
+    """Prediction of a weight sync."""
+    memory_fraction: float | None = None
+    """Largest fraction of a GPU's memory for the engine; None: 0.9."""
+    max_sequences: int | None = None
+    """Most sequences that a replica decodes at once; None: the engine's default."""
+    rollout_tensor: int | None = None
+    """Tensor parallelism of the engine; None: any."""
+    roles_swap: bool = False
+    """Whether resting roles wait in host memory."""
+    context_parallel: bool = False
+    """Whether sequences may be cut over ranks."""
+    exchanges_heads: bool = True
+    """Whether context-parallel ranks exchange heads around attention; else they gather keys and values."""
+    stages_stated_once: bool = True
+    """Whether uneven pipeline stages hold for every role."""
+
+    @property
+    def gpus(self) -> int:
+        """Return the number of GPUs."""
+        return self.machine.cluster.num_gpus
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Plan of one group of roles that share GPUs."""
+
+    gpus: int
+    """GPUs of the group."""
+    plans: Mapping[str, TrainPlan]
+    """Plan of each role; the first is the lead, whose layout decides what memory the others have."""
+    swap: float = 0.0
+    """Seconds of a step in which roles take turns in GPU memory."""
+    rollout: RolloutPlan | None = None
+    """Plan of generation on the group's GPUs; None: it generates elsewhere."""
+    resident: float = 0.0
+    """Training bytes that stay on a GPU during generation."""
+    offloaded: bool = False
+    """Whether training state leaves the GPUs during generation."""
+    moving: Mapping[str, float] = field(default_factory=dict)
+    """Seconds to bring a role's state from host memory and back, each time it works."""
+
+    @property
+    def busy(self) -> float:
+        """Return the seconds that a step keeps this group's GPUs busy."""
+        generate = self.rollout.seconds if self.rollout else 0.0
+        return generate + sum(
+            work.forward + work.moving + (work.learn + work.moving if work.learn else 0.0)
+            for work in self.role_seconds(0)
+        )
+
+    def role_seconds(self, rank: int) -> list[RoleSeconds]:
+        """Return the seconds of each role in a step; all ranks of the group are represented by ``rank``."""
+        lead = next(iter(self.plans))
+        return [
+            RoleSeconds(
+                role,
+                (rank,),
+                forward=plan.forward,
+                learn=plan.learn + (self.swap if role == lead else 0.0),
+                moving=self.moving.get(role, 0.0),
+            )
+            for role, plan in self.plans.items()
+        ]
 
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """Hold a scored placement."""
+    """Placement with its predicted step."""
 
     name: str
+    """Kind of placement, as it is printed."""
     groups: tuple[GroupPlan, ...]
+    """Groups of roles, each on GPUs of its own."""
     step: Step
+    """Seconds of a step."""
     rollout: RolloutPlan
-    rollout_gpus: int = 0  # GPUs that only generate
+    """Plan of generation."""
+    rollout_gpus: int = 0
+    """GPUs that only generate."""
 
     @property
     def gpus(self) -> int:
-        """Count the GPUs in use."""
+        """Return the number of GPUs in use."""
         return sum(self.gpus_per_group) + self.rollout_gpus
 
     @property
     def gpus_per_group(self) -> list[int]:
-        """Return GPU counts in the order of the groups."""
+        """Return the number of GPUs of each group."""
         return [group.gpus for group in self.groups]
 
     def plan_of(self, role: str) -> TrainPlan | None:
-        """Return a role's training plan."""
+        """Return a role's training plan; None where the placement does not have the role."""
         for group in self.groups:
             if role in group.plans:
                 return group.plans[role]
         return None
 
 
-def _score(
+class Planner:
+    """Planner of groups of roles for one problem, which caches its searches by model and number of GPUs."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.counter = SearchCount()
+        self._fronts: dict[tuple[ModelShape, bool, Lora | None, int, bool], list[TrainPlan]] = {}
+        self._rollouts: dict[tuple[int, float], RolloutPlan | None] = {}
+
+    def front(self, role: str, gpus: int, even: bool = False) -> list[TrainPlan]:
+        """Return the Pareto front of a role on ``gpus`` GPUs, fastest first; ``even`` stages only."""
+        problem = self.problem
+        model = problem.models[role]
+        trained = spec_of(role).trains
+        # The critic and frozen roles have no adapters in a plan.
+        lora = problem.lora if role == _ACTOR else None
+        # Roles with equal models share a front: a search asks for it at every number of GPUs.
+        key = (model, trained, lora, gpus, even)
+
+        if key not in self._fronts:
+            self._fronts[key] = training_front(
+                model,
+                gpus,
+                problem.machine,
+                problem.batch,
+                problem.optimizer,
+                trained=trained,
+                context_allowed=problem.context_parallel,
+                exchanges_heads=problem.exchanges_heads,
+                even_stages=even,
+                lora=lora,
+                counter=self.counter,
+            )
+        return self._fronts[key]
+
+    def group(self, roles: Sequence[str], gpus: int, generates: bool, alone: bool = True) -> GroupPlan | None:
+        """Return the fastest plan of a group of roles on ``gpus`` GPUs; None where it does not fit.
+
+        A role's limit is the memory that the other roles' resting states leave; if that is too little,
+        resting roles wait in host memory and every step pays for the transfers. ``alone``: no other group has
+        a model.
+        """
+        # Trained roles first, the actor before the critic: the lead's layout bounds the memory of the others.
+        order = sorted(roles, key=lambda name: (not spec_of(name).trains, name != _ACTOR))
+        spreads = _STATE_SPREADS
+        if len(order) == 1:
+            spreads = _STATE_SPREADS[:1]
+        even = self.problem.stages_stated_once and not alone
+
+        best: GroupPlan | None = None
+        for lead in self.front(order[0], gpus, even):
+            for spread in spreads:
+                bound = best.busy if best is not None else inf
+                group = self._group_with_lead(order, lead, gpus, generates, spread, bound)
+                if group is not None and group.busy < bound:
+                    best = group
+        return best
+
+    def _group_with_lead(
+        self, order: Sequence[str], lead: TrainPlan, gpus: int, generates: bool, spread: float, bound: float
+    ) -> GroupPlan | None:
+        """Return the plan of a group around its lead.
+
+        The other roles take their fastest layout within ``spread`` times their least resting state, so that
+        the set of combinations does not depend on the memory limit. None where the group does not fit, or
+        takes ``bound`` seconds without generating.
+        """
+        problem = self.problem
+        plans = {order[0]: lead}
+        for role in order[1:]:
+            plan = self._follower(role, lead, gpus, spread)
+            if plan is None:
+                return None
+            plans[role] = plan
+
+        # One role works at a time, while the states of all others rest.
+        states = [plan.memory.resting for plan in plans.values()]
+        working = max(plan.memory.total - plan.memory.resting for plan in plans.values())
+        resting = sum(states)
+        swap = 0.0
+        # Where they do not fit together, a state leaves while another role works.
+        if working + resting > problem.machine.usable_memory:
+            if not problem.roles_swap:
+                return None
+            swap = 2.0 * (resting - min(states)) / problem.machine.host_rate
+            resting = max(states)
+
+        group = GroupPlan(gpus, plans, swap)
+        if group.busy >= bound:
+            return None
+        if not generates:
+            return group
+        return self._with_generation(group, resting)
+
+    def _follower(self, role: str, lead: TrainPlan, gpus: int, spread: float) -> TrainPlan | None:
+        """Return a role's plan beside its lead's; None where it does not fit."""
+        uneven = lead.choice.model.layers % lead.choice.layout.pipeline > 0
+        shares_base = spec_of(role).shares == INITIAL and lead.choice.lora is not None
+        if (self.problem.stages_stated_once and uneven) or shares_base:
+            return self._with_layout_of(role, lead)
+
+        front = self.front(role, gpus, self.problem.stages_stated_once)
+        if not front:
+            return None
+        limit = spread * min(plan.memory.resting for plan in front)
+        return next(plan for plan in front if plan.memory.resting <= limit)
+
+    def _with_layout_of(self, role: str, lead: TrainPlan) -> TrainPlan | None:
+        """Return a role's plan in its lead's layout; None where its model is another one.
+
+        A frozen copy of a policy with adapters is the adapters' base, which the lead has in memory.
+        """
+        batch = self.problem.batch
+        machine = self.problem.machine
+        lead_choice = lead.choice
+        if self.problem.models[role] != lead_choice.model:
+            return None
+
+        if spec_of(role).trains:
+            choice = replace(lead_choice, lora=None)
+            learn = learn_seconds(choice, batch, machine)
+            return TrainPlan(choice, learn, lead.forward, learn_memory(choice, batch))
+
+        choice = TrainChoice(
+            lead_choice.model, lead_choice.layout, exchanges_heads=lead_choice.exchanges_heads
+        )
+        memory = score_memory(choice, batch)
+        if spec_of(role).shares == INITIAL and lead_choice.lora is not None:
+            memory = RoleMemory(replace(memory.fullest, weights=0.0), 0.0)
+        return TrainPlan(choice, 0.0, score_seconds(choice, batch, machine), memory)
+
+    def _with_generation(self, group: GroupPlan, resting: float) -> GroupPlan | None:
+        """Add generation beside ``resting`` bytes of the group, which stay on the GPU or leave for the host.
+
+        Frozen models stay in any case unless roles swap. None where neither fits.
+        """
+        problem = self.problem
+        machine = problem.machine
+        staying = replace(group, resident=resting)
+
+        # The other option: states of trained roles leave before generation and come back to work.
+        moving = {}
+        frozen_bytes = 0.0
+        for role, plan in group.plans.items():
+            if spec_of(role).trains:
+                moving[role] = 2.0 * plan.memory.resting / machine.host_rate
+            else:
+                frozen_bytes += plan.memory.resting
+        if problem.roles_swap:
+            frozen_bytes = 0.0
+            leaving = replace(group, swap=group.swap + 2.0 * resting / machine.host_rate)
+        else:
+            leaving = replace(group, moving=moving)
+        leaving = replace(leaving, resident=frozen_bytes, offloaded=True)
+        after_offload = frozen_bytes + machine.constants.memory.after_offload_gigabytes * GB
+
+        # While weights move, the actor's merged weights are on the GPU as well.
+        merged = 0.0
+        actor = group.plans.get(_ACTOR)
+        if actor is not None:
+            merged = merged_bytes(actor.choice)
+
+        options = []
+        for option, resident in ((staying, resting), (leaving, after_offload)):
+            # The trainer's own context and communicators stay beside the engine.
+            rollout = self.rollout(group.gpus, resident + merged + RUNTIME_BYTES)
+            if rollout is not None:
+                options.append(replace(option, rollout=rollout))
+        return min(options, key=lambda option: option.busy, default=None)
+
+    def rollout(self, gpus: int, reserved: float = 0.0) -> RolloutPlan | None:
+        """Return the fastest rollout that leaves ``reserved`` bytes of each GPU alone; None: none fits."""
+        machine = self.problem.machine
+        free = (machine.usable_memory - reserved) / machine.gpu.memory
+        # In hundredths, as a configuration would say it, and so that the cache below is hit.
+        fraction = min(self.problem.memory_fraction or _MAX_ENGINE_FRACTION, int(100 * free) / 100)
+        if fraction <= _MIN_ENGINE_FRACTION:
+            return None
+        return self._rollout_within(gpus, fraction)
+
+    def _rollout_within(self, gpus: int, fraction: float) -> RolloutPlan | None:
+        """Return the fastest rollout that takes ``fraction`` of each GPU's memory."""
+        key = (gpus, fraction)
+
+        if key not in self._rollouts:
+            problem = self.problem
+            plans = rollout_plans(
+                problem.models[_ACTOR],
+                gpus,
+                problem.machine,
+                problem.batch,
+                fraction,
+                problem.engine,
+                max_sequences=problem.max_sequences,
+                counter=self.counter,
+            )
+            # The engine's own tensor size, where the problem fixes it.
+            if problem.rollout_tensor:
+                plans = [plan for plan in plans if plan.layout.tensor == problem.rollout_tensor]
+            self._rollouts[key] = plans[0] if plans else None
+        return self._rollouts[key]
+
+
+# ---------------------------------------------------------------- placements
+
+
+def _placement(
     name: str,
     problem: Problem,
     groups: Sequence[GroupPlan],
@@ -71,87 +418,108 @@ def _score(
     ahead: bool = False,
 ) -> PlacementPlan:
     """Return a placement of planned groups with its step."""
-    layout = next(group.plans["actor"].choice.layout for group in groups if "actor" in group.plans)
-    # Ranks of the actor's own numbering: an engine apart from it shares none of them.
-    ranks = range(layout.size, layout.size + rollout_gpus) if rollout_gpus else layout.ranks
-    step = add_up(
-        [work for place, group in enumerate(groups) for work in group.works(place)],
+    layout = next(group.plans[_ACTOR].choice.layout for group in groups if _ACTOR in group.plans)
+    # Ranks in the actor's own numbering: an engine on GPUs of its own shares none of them.
+    ranks = layout.ranks
+    if rollout_gpus:
+        ranks = range(layout.size, layout.size + rollout_gpus)
+
+    step = compose_step(
+        [work for index, group in enumerate(groups) for work in group.role_seconds(index)],
         generate=rollout.seconds,
-        reshard=problem.sync_seconds(problem.models["actor"], layout, rollout.layout, ranks, problem.machine),
+        reshard=problem.sync_seconds(problem.models[_ACTOR], layout, rollout.layout, ranks, problem.machine),
         fixed=problem.machine.constants.efficiency.rl_fixed_seconds,
         ahead=ahead,
     )
     return PlacementPlan(name, tuple(groups), step, rollout, rollout_gpus)
 
 
-def score_groups(name: str, problem: Problem, groups: Sequence[GroupPlan]) -> PlacementPlan:
-    """Compose planned groups, one of which generates, into a step."""
+def place_groups(name: str, problem: Problem, groups: Sequence[GroupPlan]) -> PlacementPlan:
+    """Return the placement of planned groups; one group generates."""
     rollout = next(group.rollout for group in groups if group.rollout is not None)
-    return _score(name, problem, groups, rollout)
+    return _placement(name, problem, groups, rollout)
 
 
-def score_split(
-    planner: Planner, sampler: Planner, roles: Sequence[str], train_gpus: int, rollout_gpus: int, way: str
+def place_split(
+    planner: Planner,
+    rollout_planner: Planner,
+    roles: Sequence[str],
+    train_gpus: int,
+    rollout_gpus: int,
+    split: str,
 ) -> PlacementPlan | None:
-    """Score training and generation on disjoint GPUs; None when it does not fit.
+    """Return the placement of training and generation on disjoint GPUs; None where it does not fit.
 
-    ``sampler`` plans the generation. ``way`` is one of `SPLITS`; unless it is the first, the next step's
+    ``rollout_planner`` plans the generation. Unless ``split`` (of `SPLITS`) is `SYNCHRONOUS`, the next step's
     generation runs during training, so the longer of both counts.
     """
     group = planner.group(roles, train_gpus, False)
-    rollout = sampler.rollout(rollout_gpus) if group is not None else None
-    if group is None or rollout is None:
+    if group is None:
         return None
-    return _score(way, planner.problem, [group], rollout, rollout_gpus, way != BEFORE)
+
+    # The roles' GPUs have no engine, and the engine's no roles.
+    rollout = rollout_planner.rollout(rollout_gpus)
+    if rollout is None:
+        return None
+
+    ahead = split != SYNCHRONOUS
+    return _placement(split, planner.problem, [group], rollout, rollout_gpus, ahead)
 
 
-def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Yield every way to write ``total`` as an ordered sum of ``parts`` positive integers."""
-    if parts == 1:
+def compositions(total: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Yield every way to write ``total`` as an ordered sum of ``count`` positive integers."""
+    if count == 1:
         yield (total,)
         return
-    for first in range(1, total - parts + 2):
-        for rest in compositions(total - first, parts - 1):
-            yield (first, *rest)
+    for first in range(1, total - count + 2):
+        for tail in compositions(total - first, count - 1):
+            yield (first, *tail)
 
 
 def best_grouping(
-    name: str, planner: Planner, groups: Sequence[Sequence[str]], parts: int = 16
+    name: str, planner: Planner, groups: Sequence[Sequence[str]], units: int = 16
 ) -> PlacementPlan | None:
-    """Size the groups for the shortest step, in units of 1/``parts`` of the GPUs; None: nothing fits."""
+    """Size the groups for the shortest step, in units of 1/``units`` of the GPUs; None: nothing fits."""
     gpus = planner.problem.gpus
     if len(groups) > gpus:
         return None
-    unit = max(1, gpus // parts) if len(groups) > 1 else gpus
-    planned: dict[tuple[int, int], GroupPlan | None] = {}
+    unit = gpus
+    if len(groups) > 1:
+        unit = max(1, gpus // units)
+
+    plans: dict[tuple[int, int], GroupPlan | None] = {}
     best: PlacementPlan | None = None
+    # Groups are planned once for each size, and combined into every division of the GPUs.
     for sizes in compositions(gpus // unit, len(groups)):
-        members: list[GroupPlan] = []
+        planned_groups: list[GroupPlan] = []
         for index, size in enumerate(sizes):
             key = (index, size * unit)
-            if key not in planned:
-                generates = "actor" in groups[index]
-                planned[key] = planner.group(groups[index], size * unit, generates, len(groups) == 1)
-            group = planned[key]
+            if key not in plans:
+                generates = _ACTOR in groups[index]
+                plans[key] = planner.group(groups[index], size * unit, generates, len(groups) == 1)
+            group = plans[key]
             if group is None:
                 break
-            members.append(group)
+            planned_groups.append(group)
         else:
-            best = _faster(best, score_groups(name, planner.problem, members))
+            best = _faster(best, place_groups(name, planner.problem, planned_groups))
     return best
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Hold the best plan of every placement, fastest first, and how many cuts were looked at."""
+    """Result of a search over all placements."""
 
     plans: tuple[PlacementPlan, ...]
+    """Best plan of every placement that fits, fastest first."""
     layouts: int
+    """Layouts that were tried."""
     evaluated: int
+    """Ways to run them whose seconds were predicted."""
 
 
 def job_sizes(gpus: int) -> Iterator[int]:
-    """Yield GPU counts to try, most first: all, then 2^a and 3 x 2^a below (the rest would idle).
+    """Yield GPU counts to try in falling order: all, then 2^a and 3 x 2^a below; the others would idle.
 
     A count with awkward divisors can lose to a smaller one, and a small batch cannot fill a large job.
     """
@@ -160,85 +528,120 @@ def job_sizes(gpus: int) -> Iterator[int]:
     yield from sorted((size for size in sizes if size < gpus), reverse=True)
 
 
-def _colocated(planner: Planner, roles: tuple[str, ...]) -> PlacementPlan | None:
+def _colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | None:
+    """Return the fastest placement of all roles and generation on the same GPUs."""
     best: PlacementPlan | None = None
     for size in job_sizes(planner.problem.gpus):
         group = planner.group(roles, size, True)
+
         if group is None:
-            # Fewer GPUs hold even less; an awkward full count is the exception.
+            # Fewer GPUs have even less memory; an awkward full count is the exception.
             if size < planner.problem.gpus:
                 break
             continue
-        scored = score_groups("colocated", planner.problem, [group])
-        if best is not None and scored.step.total > 1.5 * best.step.total:
+
+        # A much smaller job is no longer faster.
+        placement = place_groups("colocated", planner.problem, [group])
+        if best is not None and placement.step.total > _SLOWDOWN * best.step.total:
             break
-        best = _faster(best, scored)
+        best = _faster(best, placement)
     return best
 
 
-def _split(planner: Planner, roles: tuple[str, ...], way: str) -> PlacementPlan | None:
-    gpus, problem = planner.problem.gpus, planner.problem
-    sampler = planner
-    if way == ALWAYS:
-        sampler = Planner(replace(problem, batch=replace(problem.batch, oversample=OVERSAMPLE)))
-    unit = max(1, gpus // 8)
+def _split(planner: Planner, roles: Sequence[str], split: str) -> PlacementPlan | None:
+    """Return the fastest placement with GPUs for generation alone."""
+    problem = planner.problem
+    gpus = problem.gpus
+    rollout_planner = planner
+    if split == OPEN_ORDER:
+        rollout_planner = Planner(replace(problem, batch=replace(problem.batch, oversample=OVERSAMPLE)))
+
+    # Every division of the GPUs, in eighths.
+    unit = max(1, gpus // _MIXED_UNITS)
     best: PlacementPlan | None = None
-    for rollout in range(unit, gpus, unit):
-        best = _faster(best, score_split(planner, sampler, roles, gpus - rollout, rollout, way))
+    for rollout_gpus in range(unit, gpus, unit):
+        placement = place_split(planner, rollout_planner, roles, gpus - rollout_gpus, rollout_gpus, split)
+        best = _faster(best, placement)
     return best
 
 
-def _faster(best: PlacementPlan | None, other: PlacementPlan | None) -> PlacementPlan | None:
-    if best is None or other is None:
-        return best or other
-    return other if other.step.total < best.step.total else best
+def _faster(best: PlacementPlan | None, candidate: PlacementPlan | None) -> PlacementPlan | None:
+    """Return the placement with the shorter step, the first of equal ones."""
+    if best is None or candidate is None:
+        return best or candidate
+    if candidate.step.total < best.step.total:
+        return candidate
+    return best
 
 
-def _placements(planner: Planner, roles: tuple[str, ...], split: str) -> Iterator[PlacementPlan | None]:
+def _grouping_name(groups: Sequence[Sequence[str]]) -> str:
+    """Return the name of a mixed placement: the roles that do not share the actor's GPUs."""
+    if len(groups) > 2:
+        return "mixed: every role apart"
+    return f"mixed: {' and '.join(groups[-1])} apart"
+
+
+def _placements(planner: Planner, roles: Sequence[str], split: str) -> Iterator[PlacementPlan | None]:
     """Yield the best plan of every placement, None where nothing fits."""
     yield _colocated(planner, roles)
     yield _split(planner, roles, split)
-    for name, all_groups in MIXED[planner.problem.algorithm].items():
-        kept = (tuple(role for role in group if role in roles) for group in all_groups)
-        groups = [group for group in kept if group]
-        if len(groups) == len(all_groups):  # else the same as a grouping with fewer groups
-            yield best_grouping(name, planner, groups, 8)
+    for grouping in GROUPINGS[planner.problem.algorithm]:
+        groups = [[role for role in group if role in roles] for group in grouping]
+        # With an empty group it is the same as a grouping with fewer groups.
+        if all(groups):
+            yield best_grouping(_grouping_name(grouping), planner, groups, _MIXED_UNITS)
 
 
-def search(problem: Problem, split: str = BEFORE) -> SearchResult:
+def _roles(problem: Problem) -> tuple[str, ...]:
+    """Return the roles of the algorithm that the problem has a model for."""
+    return tuple(role for role in ROLES[problem.algorithm] if role in problem.models)
+
+
+def search(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
     """Return the best plan of every placement: colocated, split, and mixed; raises UserError if none fits.
 
-    ``split``, of `SPLITS`, says when placements with GPUs for generation alone sample.
+    ``split``, of `SPLITS`, determines when GPUs for generation alone sample.
     """
-    if max(contexts(problem.batch.longest)) >= 4:  # else cutting sequences is not worth the search
+    # Cutting sequences over fewer ranks is not worth the search.
+    if max(contexts(problem.batch.longest)) >= 4:
         problem = replace(problem, context_parallel=True)
+
     planner = Planner(problem)
-    roles = tuple(role for role in ROLES[problem.algorithm] if role in problem.models)
-    plans = [plan for plan in _placements(planner, roles, split) if plan is not None]
+    plans = [plan for plan in _placements(planner, _roles(problem), split) if plan is not None]
     if not plans:
-        machine, smallest = problem.machine, _smallest(problem)
-        raise UserError(
-            f"{problem.models['actor'].name} does not fit on {problem.gpus} {machine.gpu.name}",
-            where="--gpus",
-            expected=f"at most {machine.usable_memory / GB:.0f} GB on each GPU",
-            got=_least_need(problem),
-            fix=f"at least {smallest} GPUs should do" if smallest else "use more or larger GPUs",
-        )
+        raise _does_not_fit(problem)
     plans.sort(key=lambda plan: plan.step.total)
-    return SearchResult(tuple(plans), planner.counted.layouts, planner.counted.evaluated)
+    return SearchResult(tuple(plans), planner.counter.layouts, planner.counter.evaluated)
+
+
+def _does_not_fit(problem: Problem) -> UserError:
+    """Return the error of a job that fits in no placement, with the number of GPUs on which it would."""
+    machine = problem.machine
+    smallest = _smallest_job(problem)
+    fix = f"at least {smallest} GPUs should do" if smallest else "use more or larger GPUs"
+    return UserError(
+        f"{problem.models[_ACTOR].name} does not fit on {problem.gpus} {machine.gpu.name}",
+        where="--gpus",
+        expected=f"at most {machine.usable_memory / GB:.0f} GB on each GPU",
+        got=_least_need(problem),
+        fix=fix,
+    )
 
 
 def _least_need(problem: Problem) -> str:
-    model = problem.models["actor"]
-    learning = problem.optimizer.gradient_bytes + problem.optimizer.state_bytes
-    state = 2 + (learning if problem.lora is None else 0)
-    need = state * model.parameters / problem.gpus / GB
+    """Return the least memory of a GPU as text."""
+    model = problem.models[_ACTOR]
+    # Weights in bfloat16, and what learns: all of them, or adapters that hardly count.
+    bytes_per_parameter = 2
+    if problem.lora is None:
+        bytes_per_parameter += problem.optimizer.gradient_bytes + problem.optimizer.state_bytes
+    need = bytes_per_parameter * model.parameters / problem.gpus / GB
     return f"{need:.0f} GB a GPU of weights, gradients and optimizer even when cut evenly"
 
 
-def _smallest(problem: Problem) -> int | None:
+def _smallest_job(problem: Problem) -> int | None:
     """Return the smallest job of 2^a GPUs on which everything fits colocated, up to 64 times as many."""
-    roles = tuple(role for role in ROLES[problem.algorithm] if role in problem.models)
+    roles = _roles(problem)
     size = 1
     while size <= problem.gpus:
         size *= 2

@@ -1,7 +1,7 @@
-"""Choose layouts: the fastest training cut and the fastest rollout cut that fit in memory.
+"""Choose layouts: the fastest training layout and the fastest rollout layout that fit in memory.
 
-The search is HybridFlow's auto-mapping (arXiv 2409.19256, algorithm 1 and 2): every placement, and for
-each the best parallel sizes per model, scored by the phase model.
+The search is HybridFlow's auto-mapping (arXiv 2409.19256, algorithm 1 and 2): every placement, and for each
+the best parallel sizes per model, by the predicted seconds of its phases.
 """
 
 from __future__ import annotations
@@ -31,32 +31,48 @@ from megatron_rl.shapes.pipeline_stages import end_settings
 
 RECOMPUTE = ("none", "full")  # with flash attention, selective saves nothing
 _MICRO_BATCHES = (1, 2, 4)
+_POWERS = (1, 2, 4, 8, 16, 32)
+"""Sizes tried for tensor and context parallelism."""
+_MAX_TENSOR = 8
+"""Largest tensor parallelism tried in training."""
+_MAX_PIPELINE = 64
+_MAX_EXPERT = 256
+_MIN_CONTEXT_TOKENS = 4096
+"""Tokens of the longest row that a context-parallel rank has at least."""
 
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """Hold one way to train (or only score) a model on its GPUs, with seconds a step and its memory."""
+    """One way to train (or only run forward passes of) a model on its GPUs."""
 
     choice: TrainChoice
+    """Layout and settings."""
     learn: float
+    """Seconds of a step's optimizer steps; 0 for a frozen model."""
     forward: float
+    """Seconds of a forward pass over a step's rows."""
     memory: RoleMemory
+    """Memory on the fullest GPUs."""
 
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """Hold one way to generate, with seconds a step."""
+    """One way to generate."""
 
     layout: RolloutLayout
+    """Layout of the engine."""
     seconds: float
+    """Seconds of a step's generation."""
 
 
 @dataclass
 class SearchCount:
-    """Count what a search looked at."""
+    """Counters of a search."""
 
     layouts: int = 0
+    """Layouts that were tried."""
     evaluated: int = 0
+    """Ways to run them whose seconds were predicted."""
 
 
 def divisors(number: int) -> list[int]:
@@ -64,48 +80,55 @@ def divisors(number: int) -> list[int]:
     return [value for value in range(1, number + 1) if number % value == 0]
 
 
-def _tensor_choices(model: ModelShape, gpus: int, most: int) -> list[int]:
+def _tensor_choices(model: ModelShape, gpus: int, limit: int) -> list[int]:
+    """Return the tensor-parallel sizes that divide the GPUs and the model's heads."""
+    # Training does not repeat key-value heads; MLA has none.
     heads = model.heads if model.mla else model.kv_heads
-    return [t for t in (1, 2, 4, 8, 16, 32) if t <= most and gpus % t == 0 and heads % t == 0]
+    return [size for size in _POWERS if size <= limit and gpus % size == 0 and heads % size == 0]
 
 
 def _pipeline_choices(model: ModelShape, gpus: int) -> list[int]:
-    most = min(model.layers, 64)
-    return [p for p in divisors(gpus) if p <= most and end_settings(model.layers, p) is not None]
+    """Return the pipeline sizes that Megatron can split the model's layers over."""
+    limit = min(model.layers, _MAX_PIPELINE)
+    return [size for size in divisors(gpus) if size <= limit and end_settings(model.layers, size) is not None]
 
 
 def virtual_choices(model: ModelShape, pipeline: int) -> list[int]:
-    """Return the interleaving degrees to try: those that split every stage into equal chunks."""
+    """Return the interleaving degrees to try, which split every stage into equal chunks."""
     if pipeline == 1 or model.layers % pipeline:
         return [1]
-    per_stage = model.layers // pipeline
-    return [v for v in (1, 2, 4, 8) if per_stage % v == 0]
+    layers_per_stage = model.layers // pipeline
+    return [size for size in (1, 2, 4, 8) if layers_per_stage % size == 0]
 
 
-def contexts(longest: float) -> list[int]:
-    """Return the context-parallel sizes to try: those that leave a rank 4,096 tokens of the longest row."""
-    return [size for size in (1, 2, 4, 8, 16, 32) if size == 1 or longest / size >= 4096]
+def contexts(row_limit: float) -> list[int]:
+    """Return the context-parallel sizes to try, which leave a rank 4,096 tokens of the longest row."""
+    return [size for size in _POWERS if size == 1 or row_limit / size >= _MIN_CONTEXT_TOKENS]
 
 
 def training_layouts(
-    model: ModelShape, gpus: int, node: int, longest: int, rows: int | None = None
+    model: ModelShape, gpus: int, node: int, row_limit: int, rows: int | None = None
 ) -> Iterator[ParallelLayout]:
     """Yield the layouts worth trying on ``gpus`` GPUs; tensor ranks stay inside ``node`` GPUs.
 
     ``rows`` (sequences per optimizer step) bounds data parallelism: a replica without a row would idle.
     """
     ranks = tuple(range(gpus))
-    experts = [e for e in divisors(model.experts) if e <= 256] if model.experts else [1]
-    for tensor in _tensor_choices(model, gpus, min(node, 8)):
+    # Megatron has as many experts on each expert-parallel rank.
+    expert_sizes = [1]
+    if model.experts:
+        expert_sizes = [size for size in divisors(model.experts) if size <= _MAX_EXPERT]
+
+    for tensor in _tensor_choices(model, gpus, min(node, _MAX_TENSOR)):
         for pipeline in _pipeline_choices(model, gpus // tensor):
-            rest = gpus // tensor // pipeline
-            for context in contexts(longest):
-                if rest % context:
+            stage_gpus = gpus // tensor // pipeline
+            for context in contexts(row_limit):
+                if stage_gpus % context:
                     continue
-                data = rest // context
+                data = stage_gpus // context
                 if rows is not None and data > rows:
                     continue
-                for expert in experts:
+                for expert in expert_sizes:
                     if (tensor * context * data) % expert:
                         continue
                     yield ParallelLayout(
@@ -116,10 +139,11 @@ def training_layouts(
 def rollout_layouts(
     model: ModelShape, gpus: int, memory_fraction: float, engine: str, max_sequences: int | None = None
 ) -> Iterator[RolloutLayout]:
-    """Yield rollout cuts that use every GPU, by tensor size; key-value heads may be replicated."""
-    for tensor in (1, 2, 4, 8, 16, 32):
+    """Yield rollout layouts that use every GPU, by tensor size; key-value heads may be replicated."""
+    for tensor in _POWERS:
         if tensor > gpus or gpus % tensor or model.heads % tensor:
             continue
+
         yield RolloutLayout(
             tensor=tensor,
             replicas=gpus // tensor,
@@ -129,7 +153,7 @@ def rollout_layouts(
         )
 
 
-def _choices(
+def _train_choices(
     model: ModelShape,
     layout: ParallelLayout,
     optimizer: OptimizerChoice,
@@ -139,15 +163,23 @@ def _choices(
     exchanges_heads: bool,
     lora: Lora | None,
 ) -> Iterator[TrainChoice]:
-    """Yield every way to run a layout: interleaving, micro-batch, offload and recompute."""
-    variants = [optimizer]
+    """Yield every way to train in a layout: interleaving, micro-batch, offload and recompute."""
+    optimizers = [optimizer]
+    # Offload needs less memory, and is slower: a plan on the front may need it.
     if offload_allowed and not optimizer.offload:
-        variants.append(replace(optimizer, offload=True))
+        optimizers.append(replace(optimizer, offload=True))
+
     for virtual in virtual_choices(model, layout.pipeline):
-        cut = replace(layout, virtual_pipeline=virtual)
-        for micro, variant, recompute in product(micro_batches, variants, recomputes):
+        interleaved = replace(layout, virtual_pipeline=virtual)
+        for micro_batch, variant, recompute in product(micro_batches, optimizers, recomputes):
             yield TrainChoice(
-                model, cut, recompute, variant, micro, lora=lora, exchanges_heads=exchanges_heads
+                model,
+                interleaved,
+                recompute,
+                variant,
+                micro_batch,
+                lora=lora,
+                exchanges_heads=exchanges_heads,
             )
 
 
@@ -166,59 +198,68 @@ def training_front(
     exchanges_heads: bool = True,
     even_stages: bool = False,
     lora: Lora | None = None,
-    counted: SearchCount | None = None,
+    counter: SearchCount | None = None,
 ) -> list[TrainPlan]:
-    """Return the ways to run a model on ``gpus`` GPUs that no other way beats in time and memory.
+    """Return the Pareto front of the ways to run a model on ``gpus`` GPUs, by time and memory.
 
-    Fastest first. The score is a step's training plus a forward pass; an untrained model is
-    scored by its forward alone. A way stays when it needs less peak memory, or keeps less
-    state between steps, than every faster one. Empty when nothing fits.
+    Fastest first, by a step's training plus a forward pass; for a frozen model by its forward pass alone. A
+    way is on the front if it needs less peak memory, or keeps less state between steps, than every faster
+    one. Empty where nothing fits.
     """
-    counted = counted or SearchCount()
+    counter = counter or SearchCount()
     limit = machine.usable_memory
-    rows = batch.rows // batch.optimizer_steps if trained else batch.rows
-    node, longest = machine.cluster.gpus_per_node, int(batch.longest)
+    memory_of = learn_memory if trained else score_memory
+    rows = batch.rows
+    if trained:
+        rows = batch.rows // batch.optimizer_steps
+    node = machine.cluster.gpus_per_node
     fitting: list[TrainPlan] = []
-    for layout in training_layouts(model, gpus, node, longest, max(1, rows)):
+
+    for layout in training_layouts(model, gpus, node, int(batch.longest), max(1, rows)):
+        # Leave out layouts that the trainer, or another role, cannot have.
         uneven = model.layers % layout.pipeline > 0
         if (layout.context > 1 and not context_allowed) or (uneven and even_stages):
             continue
         stages = end_settings(model.layers, layout.pipeline)
         if layout.context > 1 and exchanges_heads and trainer_problems(model, layout, stages):
             continue
-        counted.layouts += 1
+        counter.layouts += 1
+
+        # The weights alone are a cheap lower bound.
         if 2.0 * sum(fullest_parameters(model, layout)) > limit:
             continue
+
+        choices: Iterable[TrainChoice] = [TrainChoice(model, layout, exchanges_heads=exchanges_heads)]
         if trained:
-            choices = _choices(
+            choices = _train_choices(
                 model, layout, optimizer, recomputes, micro_batches, offload_allowed, exchanges_heads, lora
             )
-        else:
-            choices = iter((TrainChoice(model, layout, exchanges_heads=exchanges_heads),))
-        forwards: dict[tuple[int, int], float] = {}
+        forward_seconds: dict[tuple[int, int], float] = {}
         for choice in choices:
-            memory = (learn_memory if trained else score_memory)(choice, batch)
+            memory = memory_of(choice, batch)
             if memory.total > limit:
                 continue
-            counted.evaluated += 1
-            # Recompute and optimizer offload leave the forward pass as it is.
+            counter.evaluated += 1
+            # Recompute and optimizer offload do not change the forward pass.
             key = (choice.layout.virtual_pipeline, choice.micro_batch)
-            if key not in forwards:
-                forwards[key] = score_seconds(choice, batch, machine)
+            if key not in forward_seconds:
+                forward_seconds[key] = score_seconds(choice, batch, machine)
             learn = learn_seconds(choice, batch, machine) if trained else 0.0
-            fitting.append(TrainPlan(choice, learn, forwards[key], memory))
-    return _undominated(sorted(fitting, key=lambda plan: plan.learn + plan.forward))
+            fitting.append(TrainPlan(choice, learn, forward_seconds[key], memory))
+
+    return _pareto_front(sorted(fitting, key=lambda plan: plan.learn + plan.forward))
 
 
-def _undominated(plans: Iterable[TrainPlan]) -> list[TrainPlan]:
-    """Return those of the plans, fastest first, that need or keep less memory than every faster one."""
+def _pareto_front(plans: Iterable[TrainPlan]) -> list[TrainPlan]:
+    """Return the plans, fastest first, that need or keep less memory than every faster one."""
     front: list[TrainPlan] = []
-    least_total = least_states = inf
+    lowest_peak = inf
+    lowest_resting = inf
     for plan in plans:
-        if plan.memory.total < least_total or plan.memory.resting < least_states:
+        if plan.memory.total < lowest_peak or plan.memory.resting < lowest_resting:
             front.append(plan)
-            least_total = min(least_total, plan.memory.total)
-            least_states = min(least_states, plan.memory.resting)
+            lowest_peak = min(lowest_peak, plan.memory.total)
+            lowest_resting = min(lowest_resting, plan.memory.resting)
     return front
 
 
@@ -231,16 +272,19 @@ def rollout_plans(
     engine: str,
     *,
     max_sequences: int | None = None,
-    counted: SearchCount | None = None,
+    counter: SearchCount | None = None,
 ) -> list[RolloutPlan]:
-    """Return the rollout cuts of ``gpus`` GPUs that hold the model and a row, fastest first."""
+    """Return the rollout layouts of ``gpus`` GPUs with room for the model and a row, fastest first."""
     plans = []
     for layout in rollout_layouts(model, gpus, memory_fraction, engine, max_sequences):
+        # A replica without a row would idle.
         if layout.replicas > batch.rows:
             continue
-        if counted:
-            counted.layouts += 1
-            counted.evaluated += 1
+
+        if counter:
+            counter.layouts += 1
+            counter.evaluated += 1
+        # Infinite where the cache has no room for one sequence.
         seconds = generate_seconds(model, layout, batch, machine)
         if isfinite(seconds):
             plans.append(RolloutPlan(layout, seconds))

@@ -1,4 +1,4 @@
-"""Seconds of a step: what each role does in each phase, added up in one place.
+"""Seconds of a step: the work of each role in each phase, combined in one place.
 
 Phase names are the trainer's: generate (without the weight sync), reshard, reward (reward models), score
 (log-probs and values), learn. Roles on shared ranks take turns and roles on ranks of their own work at the
@@ -15,7 +15,7 @@ from typing import Any
 from megatron_rl.algorithms.lookup import algorithm_of, scoring_reason
 from megatron_rl.config.derive import token_budget
 from megatron_rl.config.placement import placed, role_layouts, shared_weights
-from megatron_rl.config.roles import role_of, role_sections, section_of, spec_of, stated_models
+from megatron_rl.config.roles import ACTOR, role_of, role_sections, section_of, spec_of, stated_models
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import OPEN
 from megatron_rl.planning.predict.batch import StepBatch, response_lengths
@@ -37,48 +37,57 @@ from megatron_rl.shapes.traffic import SharedBytes, WeightTraffic, shared_bytes
 
 PHASES = ("generate", "reshard", "reward", "score", "learn")
 TYPICAL_SHARE = 1 / 3
-"""Mean response length over the longest, where nothing is known of it."""
+"""Mean response length over the limit, where no run has measured it."""
 
 
 @dataclass(frozen=True)
 class RoleSeconds:
-    """Hold the seconds a role works in a step: one forward pass, learning, and ``moving`` each time it works.
+    """Seconds that a role works in one step.
 
-    ``forward`` is 0 where nobody asks the role before it learns. ``moving`` brings its state from host memory
-    and back. ``ranks`` says whom it keeps busy: roles with a rank in common take turns.
+    Example: ``RoleSeconds("actor", range(8), forward=2.1, learn=6.4)``.
     """
 
     role: str
+    """Name of the role."""
     ranks: Iterable[int]
+    """Ranks that it keeps busy: roles with a rank in common take turns."""
     forward: float
+    """Seconds of its forward pass over the step's rows; 0 where no phase needs its outputs."""
     learn: float = 0.0
+    """Seconds of its optimizer steps."""
     moving: float = 0.0
+    """Seconds to bring its state from host memory and back, each time it works."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Hold the seconds of each phase; ``fixed`` seconds belong to none.
-
-    With ``ahead`` the rollout samples the next step's rows while the other roles work.
-    """
+    """Seconds of a step by phase."""
 
     seconds: Mapping[str, float]
+    """Seconds of each of `PHASES`."""
     fixed: float
+    """Seconds that belong to no phase."""
     ahead: bool = False
+    """Whether the rollout samples the next step's rows while the other roles work."""
 
     @property
     def total(self) -> float:
         """Return the seconds of the step."""
         generate = self.seconds["generate"]
+        # The phases after generation follow one another.
         train = self.seconds["reward"] + self.seconds["score"] + self.seconds["learn"]
-        both = max(generate, train) if self.ahead else generate + train
-        return both + self.seconds["reshard"] + self.fixed
+        if self.ahead:
+            sampling_and_training = max(generate, train)
+        else:
+            sampling_and_training = generate + train
+        return sampling_and_training + self.seconds["reshard"] + self.fixed
 
 
-def add_up(
+def compose_step(
     roles: Iterable[RoleSeconds], generate: float, reshard: float, fixed: float, ahead: bool = False
 ) -> Step:
-    """Return the step that these roles make, each phase as long as its busiest rank."""
+    """Return the step of these roles, each phase as long as its busiest rank."""
+    # Seconds of each rank in each phase: roles with a rank in common add up there.
     busy: dict[str, dict[int, float]] = {"reward": {}, "score": {}, "learn": {}}
     for work in roles:
         phase = spec_of(work.role).phase
@@ -87,72 +96,83 @@ def add_up(
                 busy[phase][rank] = busy[phase].get(rank, 0.0) + work.forward + work.moving
             if work.learn:
                 busy["learn"][rank] = busy["learn"].get(rank, 0.0) + work.learn + work.moving
-    longest = {phase: max(seconds.values(), default=0.0) for phase, seconds in busy.items()}
-    return Step({"generate": generate, "reshard": reshard, **longest}, fixed, ahead)
+
+    phase_seconds = {phase: max(seconds.values(), default=0.0) for phase, seconds in busy.items()}
+    return Step({"generate": generate, "reshard": reshard, **phase_seconds}, fixed, ahead)
 
 
-def copy_seconds(machine: Machine, across: float, inside: float = 0.0) -> float:
-    """Return seconds of planned copies, until the card that receives or sends most is done with its bytes.
+def copy_seconds(machine: Machine, remote_bytes: float, domain_bytes: float = 0.0) -> float:
+    """Return seconds of planned copies, until the card that receives or sends most has moved its bytes.
 
-    ``across`` leave the NVLink domain of the sender, ``inside`` do not. The fixed part and the network's
-    share are fitted to published refit times (constants.json).
+    ``remote_bytes`` leave the NVLink domain of the sender, ``domain_bytes`` stay in it. The fixed part and
+    the network's share are fitted to published refit times (constants.json).
     """
-    constants, cluster = machine.constants, machine.cluster
-    seconds = across / (cluster.network * constants.weight_sync.planned_network)
-    seconds += inside / (cluster.gpu.nvlink * constants.weight_sync.planned_nvlink)
+    constants = machine.constants
+    cluster = machine.cluster
+    # Network and NVLink transfers of a rank are one after the other.
+    seconds = remote_bytes / (cluster.network * constants.weight_sync.planned_network)
+    seconds += domain_bytes / (cluster.gpu.nvlink * constants.weight_sync.planned_nvlink)
     return constants.weight_sync.planned_fixed_seconds + seconds
 
 
 def sync_seconds(traffic: WeightTraffic, senders: int, machine: Machine) -> float:
     """Return seconds of one weight sync out of ``senders`` ranks.
 
-    Each byte that moves leaves the trainer at least once, and replicas relay it to one another. Ranks that
-    do not lie in one NVLink domain are taken to receive everything over the network.
+    Each byte that moves leaves the trainer at least once, and replicas relay it to one another. Unless all
+    ranks are in one NVLink domain, everything is assumed to be received over the network.
     """
-    moved = min(sum(traffic.received.values()), traffic.model_bytes)
-    busiest = max(traffic.received_most, moved / senders)
-    together = machine.cluster.num_gpus <= machine.cluster.domain
-    return copy_seconds(machine, 0.0, busiest) if together else copy_seconds(machine, busiest)
+    # Relayed copies are the receivers' to send.
+    sent_bytes = min(sum(traffic.received.values()), traffic.model_bytes)
+    busiest = max(traffic.received_most, sent_bytes / senders)
+    if machine.cluster.num_gpus <= machine.cluster.domain:
+        return copy_seconds(machine, 0.0, busiest)
+    return copy_seconds(machine, busiest)
 
 
 @lru_cache(maxsize=4096)
-def _shared(model: ModelShape, layout: ParallelLayout, tensor: int, itemsize: int) -> SharedBytes:
+def _shared_bytes(model: ModelShape, layout: ParallelLayout, tensor: int, itemsize: int) -> SharedBytes:
+    """Return `shared_bytes`, cached: a search asks for the same layouts many times."""
     return shared_bytes(model, layout, tensor, itemsize, settings=end_settings(model.layers, layout.pipeline))
 
 
-def planned_seconds(
+def planned_sync_seconds(
     model: ModelShape,
     layout: ParallelLayout,
     rollout: RolloutLayout,
     ranks: Sequence[int],
     machine: Machine,
 ) -> float:
-    """Return seconds of one weight sync into an engine on ``ranks``, in the order they are given."""
-    traffic = _shared(model, layout, rollout.tensor, machine.weight_bytes).traffic(ranks)
+    """Return seconds of one weight sync into an engine on ``ranks``, in the order of the replicas."""
+    traffic = _shared_bytes(model, layout, rollout.tensor, machine.weight_bytes).traffic(ranks)
     return sync_seconds(traffic, layout.size, machine)
 
 
 @dataclass(frozen=True)
-class Observed:
-    """Hold mean lengths in tokens that the configuration cannot know; None: see `run_batch`."""
+class RunStats:
+    """Mean lengths of a run in tokens, which its configuration does not contain; None: see `run_batch`."""
 
     prompt: float | None = None
+    """Mean length of a prompt."""
     response: float | None = None
+    """Mean length of a response."""
 
 
 @dataclass(frozen=True)
 class RunStep:
-    """Hold one step of a run, and the FLOPs of the whole job per phase to judge it by.
-
-    ``response_tokens`` are sampled, ``tokens`` are those and the prompts'.
-    """
+    """Prediction of one step of a run, with the FLOPs to compare a measured step with."""
 
     step: Step
+    """Seconds by phase."""
     flops: Mapping[str, float]
+    """Model FLOPs of the complete job by phase."""
     tokens: float
+    """Tokens of all rows, prompts included."""
     response_tokens: float
+    """Sampled tokens of all rows."""
     world: int
+    """Ranks of the job."""
     peak_flops: float
+    """Peak of one GPU in bfloat16, FLOP/s."""
 
     @property
     def seconds(self) -> Mapping[str, float]:
@@ -166,52 +186,58 @@ class RunStep:
 
     def rates(self, seconds: Mapping[str, float]) -> dict[str, float]:
         """Return tokens per second and GPU of each phase that took ``seconds``; generate counts responses."""
-        counted = {"generate": self.response_tokens}
+        tokens_of = {"generate": self.response_tokens}
         return {
-            name: counted.get(name, self.tokens) / seconds[name] / self.world
+            name: tokens_of.get(name, self.tokens) / seconds[name] / self.world
             for name in ("generate", "reward", "score", "learn")
             if seconds.get(name)
         }
 
     def utilization(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """Return model FLOPs over what the GPUs could do in ``seconds``, by phase (causal attention)."""
-        could = self.world * self.peak_flops
+        """Return the model FLOPs utilization of each phase that took ``seconds`` (causal attention)."""
+        job_peak = self.world * self.peak_flops
         return {
-            name: flops / seconds[name] / could
+            name: flops / seconds[name] / job_peak
             for name, flops in self.flops.items()
             if flops and seconds.get(name)
         }
 
 
-def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], observed: Observed) -> StepBatch:
-    """Return a step's rows.
+def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], stats: RunStats) -> StepBatch:
+    """Return the rows of a step of a configuration.
 
-    What is not observed: prompts are taken at their limit, responses at `TYPICAL_SHARE` of theirs.
+    Without measured lengths, prompts are at their limit and responses at `TYPICAL_SHARE` of theirs.
     """
-    longest = float(config.rollout.max_response_tokens)
-    mean = min(observed.response or TYPICAL_SHARE * longest, longest)
+    limit = float(config.rollout.max_response_tokens)
+    mean = min(stats.response or TYPICAL_SHARE * limit, limit)
+    # Micro-batches are packed up to this many tokens.
     budget = config.batch.tokens_per_microbatch or token_budget(config, layouts["actor"])[0]
     return StepBatch(
         prompts=config.batch.prompts_per_step,
         samples=config.batch.samples_per_prompt,
         optimizer_steps=config.batch.optimizer_steps,
-        prompt=observed.prompt or float(config.data.max_prompt_tokens),
-        lengths=response_lengths(max(1.0, mean), longest, "variable"),
+        prompt=stats.prompt or float(config.data.max_prompt_tokens),
+        lengths=response_lengths(max(1.0, mean), limit, "variable"),
         longest=float(budget),
         epochs=config.batch.epochs,
         oversample=config.rollout.oversample if config.rollout.order == OPEN else None,
     )
 
 
-def _choice(config: RunConfig, role: str, layout: ParallelLayout, model: ModelShape) -> TrainChoice:
-    spec, sections = spec_of(role), role_sections(config)
+def _train_choice(config: RunConfig, role: str, layout: ParallelLayout, model: ModelShape) -> TrainChoice:
+    """Return how a role's model runs; a frozen role has the actor's recompute and optimizer, unused."""
+    spec = spec_of(role)
     section: Any = config.actor
+    lora = None
     if spec.trains:
-        section = sections.get(section_of(role)) or spec.section_class()
+        section = role_sections(config).get(section_of(role)) or spec.section_class()
+        lora = section.lora
+
     optimizer = OptimizerChoice(distributed=section.optimizer.distributed, offload=section.optimizer.offload)
     engine = config.model.attention != "torch"
-    lora = section.lora if spec.trains else None
-    adapters = None if lora is None else Lora.of(model, lora.rank, lora.targets)
+    adapters = None
+    if lora is not None:
+        adapters = Lora.of(model, lora.rank, lora.targets)
     return TrainChoice(model, layout, section.recompute, optimizer, transformer_engine=engine, lora=adapters)
 
 
@@ -219,10 +245,13 @@ def role_shapes(config: RunConfig, shape_of: Callable[[str], ModelShape]) -> dic
     """Return the shape of every role's model; ``shape_of`` returns that of the model at a path."""
     actor = shape_of(config.model.path)
     shapes = {"actor": actor, "rollout": actor}
-    for where, stated in stated_models(config).items():
-        path = stated or config.model.path
+    for section, model_path in stated_models(config).items():
+        path = model_path or config.model.path
         # A model that the run itself makes (after a warm-up) has the shape of the one it starts from.
-        shapes[role_of(where)] = actor if path.startswith(config.run_dir) else shape_of(path)
+        if path.startswith(config.run_dir):
+            shapes[role_of(section)] = actor
+        else:
+            shapes[role_of(section)] = shape_of(path)
     return shapes
 
 
@@ -237,10 +266,15 @@ def _moving_seconds(
     return 2.0 * memory_of(choice, batch).resting / machine.host_rate
 
 
-def _rollout(config: RunConfig, layout: ParallelLayout) -> RolloutLayout:
+def _rollout_layout(config: RunConfig, layout: ParallelLayout) -> RolloutLayout:
+    """Return the engine's layout of a configuration."""
+    # vLLM spreads experts over the tensor ranks of a replica.
+    expert = 1
+    if config.rollout.vllm.get("enable_expert_parallel"):
+        expert = layout.tensor
     return RolloutLayout(
         tensor=layout.tensor,
-        expert=layout.tensor if config.rollout.vllm.get("enable_expert_parallel") else 1,
+        expert=expert,
         replicas=max(1, layout.data),
         max_sequences=config.rollout.most_in_flight,
         memory_fraction=config.rollout.memory_fraction,
@@ -252,46 +286,51 @@ def predict_run(
     constants: Constants,
     gpu: str,
     shapes: Mapping[str, ModelShape],
-    observed: Observed | None = None,
+    stats: RunStats | None = None,
     precision: str = "bf16",
 ) -> RunStep:
-    """Predict one step of a configuration whose ``world_size`` is stated; ``shapes`` are by role.
+    """Predict one step of a configuration that states its ``world_size``.
 
-    Raises UserError on an unknown GPU.
+    ``shapes`` are the models by role, ``stats`` the lengths that a run of it has measured. Raises UserError
+    for an unknown GPU.
     """
     world = config.world_size or 1
     layouts = role_layouts(config, world)
     cluster = constants.cluster(gpu, world, config.gpus_per_node, config.network_gigabits_per_gpu)
     machine = Machine(cluster, constants, precision)
-    batch = run_batch(config, layouts, observed or Observed())
+    batch = run_batch(config, layouts, stats or RunStats())
+
+    # Every role with a Megatron model: its forward pass, its optimizer steps, its transfers to the host.
     flops: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-    works = []
+    role_seconds = []
     for role, layout in layouts.items():
         spec = spec_of(role)
         if spec.head is None:
             continue
-        choice = _choice(config, role, layout, shapes[role])
-        trained = spec.trains
-        scores = role != "actor" or scoring_reason(config, algorithm_of(config)) is not None
-        works.append(
-            RoleSeconds(
-                role,
-                layout.ranks,
-                forward=score_seconds(choice, batch, machine) if scores else 0.0,
-                learn=learn_seconds(choice, batch, machine) if trained else 0.0,
-                moving=_moving_seconds(config, role, choice, batch, machine),
-            )
-        )
+        choice = _train_choice(config, role, layout, shapes[role])
+        # The actor's own pass is left out where the first optimizer step computes the same log-probs.
+        scores = role != ACTOR.name or scoring_reason(config, algorithm_of(config)) is not None
+        forward = 0.0
+        learn = 0.0
         forward_flops = choice.model.forward_flops(batch.context) * batch.tokens
-        flops[spec.phase] += forward_flops if scores else 0.0
-        # Weights that learn cost a product of their own in the backward pass.
-        passes = 0 if not trained else 3 if choice.lora is None else 2
-        flops["learn"] += passes * batch.epochs * forward_flops
-    actor, rollout = shapes["actor"], _rollout(config, layouts["rollout"])
+        if scores:
+            forward = score_seconds(choice, batch, machine)
+            flops[spec.phase] += forward_flops
+        if spec.trains:
+            learn = learn_seconds(choice, batch, machine)
+            # A backward pass computes gradients of the inputs, and of the weights unless adapters learn.
+            passes = 3 if choice.lora is None else 2
+            flops["learn"] += passes * batch.epochs * forward_flops
+        moving = _moving_seconds(config, role, choice, batch, machine)
+        role_seconds.append(RoleSeconds(role, layout.ranks, forward, learn, moving))
+
+    # Generation and the weight sync.
+    actor = shapes["actor"]
+    rollout = _rollout_layout(config, layouts["rollout"])
     flops["generate"] = actor.forward_flops(batch.context) * batch.tokens
     traffic = shared_weights(placed(config, world), actor).traffic(layouts["rollout"].ranks)
-    step = add_up(
-        works,
+    step = compose_step(
+        role_seconds,
         generate=generate_seconds(actor, rollout, batch, machine),
         reshard=sync_seconds(traffic, layouts["actor"].size, machine),
         fixed=constants.efficiency.rl_fixed_seconds,

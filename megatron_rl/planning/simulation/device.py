@@ -1,8 +1,8 @@
-"""Measure what a rank does on a device that holds nothing: bytes, kernels, reads of the device, messages.
+"""Measure a rank on a device without storage: bytes, kernels, reads of the device, messages.
 
-After `device.simulate` tensors on the device have sizes and no values, and no other rank answers. All that
-runs inside a `Simulation` is the real code. What it cannot know is set: experts get equal numbers of tokens,
-and whatever is read from the device is 1.
+After `device.simulate` tensors on the device have sizes and no values, and no other rank answers. All code
+that runs inside a `Simulation` is the real one. Two things that it cannot know are set: experts get equal
+numbers of tokens, and every value that is read from the device is 1.
 """
 
 from __future__ import annotations
@@ -27,39 +27,46 @@ _aten = torch.ops.aten
 _NO_KERNEL = frozenset(
     {"empty", "empty_strided", "empty_like", "new_empty", "detach", "_unsafe_view", "set_"}
 )
+"""Operators that allocate or rename without launching a kernel."""
 _ATTENTION = "scaled_dot_product_attention"
 _MESSAGES = frozenset({"send", "recv_", "recv_any_source_"})
+"""Operators of c10d that are point to point."""
 
 
 class Simulation(TorchDispatchMode):
-    """Count what happens inside, by phase; ``boundary`` is the shape of what pipeline stages exchange.
+    """Counter of a rank's work by phase.
 
-    On a device that holds values it counts the bytes of a real run.
+    On a device with storage it counts the bytes of a real run, which tests compare with the simulated ones.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.boundary: tuple[int, ...] = ()
+        """Shape of the activations that pipeline stages send to each other."""
         self.true_share = 1.0
+        """Share of the elements of a mask that are true."""
         self.phases: dict[str, Usage] = {}
+
         self._usage = Usage()
         self._device = device.device().type
+        # Storage -> weak reference and size; tensors of one storage count once.
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._bytes = 0
         self._kinds: dict[tuple[int, ...], str] = {}
-        self._known: dict[int, Tensor] = {}
+        # Storage -> values that a read of it returns.
+        self._values: dict[int, Tensor] = {}
 
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Run the block as a rank whose device this mode is."""
         with ExitStack() as stack:
-            stack.enter_context(_answers())
+            stack.enter_context(_accelerator_functions())
             stack.enter_context(_even_experts(self))
             stack.enter_context(self)
             yield
 
     def name_groups(self, groups: Mapping[str, Any]) -> None:
-        """Call the communicators by these kinds in what is counted; the first name of one stays."""
+        """Name communicators by their kind; a communicator keeps its first name."""
         for kind, group in groups.items():
             if group is not None:
                 self._kinds.setdefault(tuple(dist.get_process_group_ranks(group)), kind)
@@ -72,12 +79,14 @@ class Simulation(TorchDispatchMode):
     def phase(self, name: str) -> Iterator[None]:
         """Count the block as ``name``; blocks of one name add up."""
         usage = self.phases.setdefault(name, Usage())
-        outer, self._usage = self._usage, usage
-        self._count_again()
+        outer = self._usage
+        self._usage = usage
+        self._update_sizes()
+        # The peak of a phase includes the bytes that were there before it.
         usage.begin = self._bytes
         usage.peak = max(usage.peak, self._bytes)
         yield
-        self._count_again()
+        self._update_sizes()
         usage.end = self._bytes
         self._usage = outer
 
@@ -85,30 +94,38 @@ class Simulation(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs)
-        answer = _READS.get(func)
-        if answer is not None and _reads_device(func, args, kwargs):
+
+        # Values that come to the host do not exist: they are made up.
+        read = _READS.get(func)
+        if read is not None and _reads_device(func, args, kwargs):
             self._usage.reads += 1
-            return answer(self, *args, **kwargs)
+            return read(self, *args, **kwargs)
+
         if func is _aten.masked_select.default and args[0].is_meta:
+            # The size of the result depends on the mask's values.
             count = round(args[1].numel() * self.true_share)
             result = args[0].new_empty(count)
         else:
             result = func(*args, **kwargs)
-        self._note(func, result)
+        self._count_result(func, result)
         return result
 
-    def _note(self, func: Any, result: Any) -> None:
-        """Count the storages that ``result`` brings, and the kernel that makes it."""
+    def _count_result(self, func: Any, result: Any) -> None:
+        """Count the storages of ``result``, and the kernel that computes it."""
         values = result if isinstance(result, list | tuple) else (result,)
-        computes = False
-        for value in values:
-            if isinstance(value, Tensor) and value.device.type == self._device:
-                computes = True
-                self._hold(value)
-        if computes and not func.is_view and func.overloadpacket.__name__ not in _NO_KERNEL:
+        on_device = [value for value in values if isinstance(value, Tensor) and self._is_on_device(value)]
+        for value in on_device:
+            self._add_storage(value)
+        if on_device and not func.is_view and func.overloadpacket.__name__ not in _NO_KERNEL:
             self._usage.kernels += 1
 
-    def _hold(self, value: Tensor) -> None:
+    def _is_on_device(self, value: Tensor) -> bool:
+        """Return whether a tensor is on the measured device."""
+        return value.device.type == self._device
+
+    def _add_storage(self, value: Tensor) -> None:
+        """Count the bytes of a tensor's storage from now until it is freed."""
+        # Views share a storage, which counts once.
         storage = value.untyped_storage()
         key = storage._cdata
         if key in self._alive:
@@ -119,11 +136,12 @@ class Simulation(TorchDispatchMode):
         self._usage.peak = max(self._usage.peak, self._bytes)
 
     def _release(self, key: int) -> None:
-        self._known.pop(key, None)
+        """Subtract the bytes of a storage that was freed."""
+        self._values.pop(key, None)
         self._bytes -= self._alive.pop(key)[1]
 
-    def _count_again(self) -> None:
-        """Take over the sizes of storages that were emptied or refilled in place."""
+    def _update_sizes(self) -> None:
+        """Read the sizes of all storages again: offload empties and refills them in place."""
         for key, (reference, _) in list(self._alive.items()):
             storage = reference()
             if storage is not None:
@@ -131,39 +149,49 @@ class Simulation(TorchDispatchMode):
         self._bytes = sum(size for _, size in self._alive.values())
 
     def count(self, group: Any, size: int, message: bool = False) -> None:
-        """Count a call of a group about ``size`` bytes."""
+        """Count one call of a group, of ``size`` bytes."""
+        # Messages between pipeline stages are counted apart from the group's collectives.
         ranks = tuple(dist.get_process_group_ranks(group))
         kind = "messages" if message else self.kind(ranks)
         self._usage.calls[kind] += 1
         self._usage.bytes[kind] += size
 
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Count an operator of c10d, and answer it without the other ranks."""
         name = func.overloadpacket.__name__
         tensors = [list(_tensors(value)) for value in args]
         group = next(value for value in args if isinstance(value, torch.ScriptObject))
+        # The largest argument is the traffic: of a gather its output, of a scatter its input.
         if any(value.is_meta for values in tensors for value in values):
             size = max(sum(value.nbytes for value in values) for values in tensors)
             self.count(dist.ProcessGroup.unbox(group), size, message=name in _MESSAGES)
         elif name in ("_allgather_base_", "allgather_"):
-            _gather_alike(name, args)
+            _gather_copies(name, args)
+
+        # Before its activations a pipeline stage receives their shape, as 64-bit integers.
         if name == "recv_" and args[0][0].dtype == torch.int64:
             value = args[0][0]
-            self._known[value.untyped_storage()._cdata] = torch.tensor(self.boundary)
+            self._values[value.untyped_storage()._cdata] = torch.tensor(self.boundary)
         if "_tensor_coalesced" in name:
-            # PyTorch has these for devices that hold something; only what waits for them is wanted.
+            # PyTorch has no coalesced operators for devices without storage; only their handle is needed.
             args = [[torch.empty(0) for _ in value] if isinstance(value, list) else value for value in args]
         return func(*args, **kwargs)
 
-    def _read(self, value: Tensor, *_: Any, **how: Any) -> Tensor:
-        known = self._known.get(value.untyped_storage()._cdata)
-        if known is not None:
-            return known.clone()
-        return torch.ones(value.shape, dtype=how.get("dtype") or value.dtype)
+    def _read(self, value: Tensor, *_: Any, **options: Any) -> Tensor:
+        """Return the host's copy of a tensor: set values, else ones."""
+        values = self._values.get(value.untyped_storage()._cdata)
+        if values is not None:
+            return values.clone()
+        return torch.ones(value.shape, dtype=options.get("dtype") or value.dtype)
 
     def _scalar(self, value: Tensor) -> Any:
-        return False if value.dtype == torch.bool else torch.ones((), dtype=value.dtype).item()
+        """Return the value of a tensor of one element: False, so that no check of the code fires, or 1."""
+        if value.dtype == torch.bool:
+            return False
+        return torch.ones((), dtype=value.dtype).item()
 
     def _ignore(self, target: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return the target of a copy to the host as it is."""
         return target
 
 
@@ -172,10 +200,11 @@ _READS: dict[Any, Callable[..., Any]] = {
     _aten.copy_.default: Simulation._ignore,
     _aten._local_scalar_dense.default: Simulation._scalar,
 }
+"""Operators that can bring values of the device to the host -> their answer."""
 
 
 def _reads_device(func: Any, args: Any, kwargs: Any) -> bool:
-    """Say whether values of the device come to the host."""
+    """Return whether an operator of `_READS` brings values of the device to the host."""
     if func is _aten.copy_.default:
         return not args[0].is_meta and args[1].is_meta
     if func is _aten._to_copy.default:
@@ -185,89 +214,110 @@ def _reads_device(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an argument, also inside lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
+        for item in value:
+            yield from _tensors(item)
 
 
-def _gather_alike(name: str, args: Any) -> None:
-    """Fill a gathered tensor of the host as if every rank had this one's."""
+def _gather_copies(name: str, args: Any) -> None:
+    """Fill a gathered tensor on the host as if every rank had this rank's values."""
     if name == "allgather_":
         for outputs, value in zip(args[0], args[1], strict=True):
             for output in outputs:
                 output.copy_(value)
         return
-    output, value = args[0].view(-1), args[1].reshape(-1)
+    output = args[0].view(-1)
+    value = args[1].reshape(-1)
     output.copy_(value.repeat(output.numel() // value.numel()))
 
 
 @contextmanager
-def _answers() -> Iterator[None]:
-    """Choose the fused kernel that an accelerator has for attention; read values that make a new tensor.
+def _accelerator_functions() -> Iterator[None]:
+    """Replace attention by the fused kernel of an accelerator, and `torch.tensor` by one that reads values.
 
-    The functions themselves are replaced: a mode would not see what a backward pass computes again.
+    The functions themselves are replaced: a mode would not see the second forward pass of recompute.
     """
     library: Any = torch
-    attend, make = functional.scaled_dot_product_attention, torch.tensor
+    torch_attention = functional.scaled_dot_product_attention
+    torch_tensor = torch.tensor
 
-    def fused(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+    def fused_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         if not query.is_meta:
-            return attend(query, key, value, **how)
-        mask, causal, scale = how["attn_mask"], how["is_causal"], how["scale"]
+            return torch_attention(query, key, value, **options)
+        mask = options["attn_mask"]
+        causal = options["is_causal"]
+        scale = options["scale"]
+
+        # As torch selects on an accelerator: flash attention has no mask, and one head size.
         if mask is None and query.shape[-1] == value.shape[-1]:
             return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)[0]
-        bias = None if mask is None else torch.zeros_like(mask, dtype=query.dtype)
+        bias = None
+        if mask is not None:
+            bias = torch.zeros_like(mask, dtype=query.dtype)
         return _aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, query.requires_grad, 0.0, causal, scale=scale
         )[0]
 
-    def made(data: Any, **how: Any) -> Tensor:
-        return make(_values(data), **how)
+    def tensor_of_values(data: Any, **options: Any) -> Tensor:
+        return torch_tensor(_host_values(data), **options)
 
-    setattr(functional, _ATTENTION, fused)
-    library.tensor = made
+    setattr(functional, _ATTENTION, fused_attention)
+    library.tensor = tensor_of_values
     try:
         yield
     finally:
-        setattr(functional, _ATTENTION, attend)
-        library.tensor = make
+        setattr(functional, _ATTENTION, torch_attention)
+        library.tensor = torch_tensor
 
 
-def _values(value: Any) -> Any:
+def _host_values(value: Any) -> Any:
+    """Return nested lists with scalars of the device read to the host."""
     if isinstance(value, list | tuple):
-        return [_values(each) for each in value]
-    return value.item() if isinstance(value, Tensor) and value.is_meta and not value.dim() else value
+        return [_host_values(item) for item in value]
+    is_device_scalar = isinstance(value, Tensor) and value.is_meta and not value.dim()
+    if is_device_scalar:
+        return value.item()
+    return value
 
 
 @contextmanager
 def _even_experts(simulation: Simulation) -> Iterator[None]:
-    """Have tokens spread evenly over experts, whose numbers of tokens a device would tell the host."""
+    """Spread tokens evenly over experts, whose counts the host would otherwise read from the device."""
     dispatcher: Any = token_dispatcher
-    kind = dispatcher.MoEAlltoAllTokenDispatcher
-    preprocess, move = kind.preprocess, dispatcher.maybe_move_tensor_to_cpu
+    dispatcher_class = dispatcher.MoEAlltoAllTokenDispatcher
+    preprocess = dispatcher_class.preprocess
+    move_to_cpu = dispatcher.maybe_move_tensor_to_cpu
     gather = dispatcher.gather_from_sequence_parallel_region
 
-    def spread(self: Any, routing: Tensor) -> Any:
+    def preprocess_evenly(self: Any, routing: Tensor) -> Any:
         tokens, experts = routing.shape
+        experts_per_token = self.config.moe_router_topk
         simulation._usage.reads += 1
-        simulation.true_share = self.config.moe_router_topk / experts
-        chosen = torch.arange(tokens * self.config.moe_router_topk) % experts
+        simulation.true_share = experts_per_token / experts
+
+        # Token t goes to the next experts in turn, as a mask [tokens, experts] on the host.
+        chosen_experts = torch.arange(tokens * experts_per_token) % experts
         even = torch.zeros(routing.shape, dtype=torch.bool)
-        even[torch.arange(len(chosen)) // self.config.moe_router_topk, chosen] = True
-        dispatcher.gather_from_sequence_parallel_region = gather_alike
+        even[torch.arange(len(chosen_experts)) // experts_per_token, chosen_experts] = True
+
+        # Replaced during the call alone: elsewhere this function gathers tensors of the device.
+        dispatcher.gather_from_sequence_parallel_region = gather_copies
         try:
             return preprocess(self, even)
         finally:
             dispatcher.gather_from_sequence_parallel_region = gather
 
-    def gather_alike(counts: Tensor, group: Any) -> Tensor:
+    def gather_copies(counts: Tensor, group: Any) -> Tensor:
         simulation.count(group, counts.nbytes * group.size())
         return counts.repeat(group.size())
 
-    kind.preprocess, dispatcher.maybe_move_tensor_to_cpu = spread, host_counts
+    dispatcher_class.preprocess = preprocess_evenly
+    dispatcher.maybe_move_tensor_to_cpu = host_counts
     try:
         yield
     finally:
-        kind.preprocess, dispatcher.maybe_move_tensor_to_cpu = preprocess, move
+        dispatcher_class.preprocess = preprocess
+        dispatcher.maybe_move_tensor_to_cpu = move_to_cpu

@@ -1,4 +1,4 @@
-"""Simulate ranks of a checked job in processes of their own, and show their bytes beside the estimate."""
+"""Simulate ranks of a checked job in processes of their own, and compare their bytes with the estimate."""
 
 from __future__ import annotations
 
@@ -11,53 +11,79 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_rl.check.configuration import CheckReport
-from megatron_rl.config.budget import RankMemory, SimulatedRank, rank_memory
+from megatron_rl.config.budget import RankMemory, SimulatedRank, Usage, rank_memory
+from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.memory import representative_stages
 from megatron_rl.shapes.traffic import byte_words
 
-_PHASES = {"generate": "at rest", "score": "score", "learn": "learn"}
-_PROCESSES = 2
 SIMULATED_LAYERS = (
     "models of plain layers with PyTorch's fused attention, no engine; the estimate is of the same"
 )
+_PHASES = {"generate": "at rest", "score": "score", "learn": "learn"}
+"""Phase of the estimate -> its name in the table; while an engine generates, the models rest."""
+_PROCESSES = 2
+"""Ranks that are simulated at the same time: each imports torch and Megatron-Core."""
+_MIN_BYTES = 2**20
+"""Bytes below which a difference in per cent means nothing."""
+_GIB = 2**30
+_FOREIGN_LAYERS = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")
+"""Modules with kernels that take tensors with storage; a simulated rank has Megatron's own layers."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """Hold one simulated rank beside what its models hold by the estimate, of the layers simulated."""
+    """Simulated rank with the estimate of its memory, both of the simulated layers."""
 
     rank: SimulatedRank
+    """Counts of the simulation."""
     estimate: RankMemory
+    """Memory that `check` estimates for the rank."""
 
     def bytes(self, phase: str) -> int:
-        """Return the bytes of a phase of the estimate; while the engine generates, the models rest."""
-        return self.rank.resting if phase == "generate" else self.rank.phases[phase].peak
+        """Return the simulated bytes in a phase of the estimate; while the engine generates, models rest."""
+        if phase == "generate":
+            return self.rank.resting
+        return self.rank.phases[phase].peak
 
     def difference(self, phase: str) -> float:
-        """Return by how much the estimate is above the simulation, as a share of this; 0 of a few bytes."""
-        held = self.bytes(phase)
-        return round(self.estimate.total(phase) / held - 1, 4) + 0.0 if held > 2**20 else 0.0
+        """Return the estimate over the simulation minus 1; 0 where a phase has next to no bytes."""
+        simulated_bytes = self.bytes(phase)
+        if simulated_bytes <= _MIN_BYTES:
+            return 0.0
+        # Adding 0.0 makes a negative zero positive, which would be printed with its sign.
+        return round(self.estimate.total(phase) / simulated_bytes - 1, 4) + 0.0
 
 
-def simulation(report: CheckReport) -> list[Simulated]:
-    """Simulate the ranks of a job of which one is the fullest: of the telling stages of every role."""
-    layouts, batch = report.layouts, report.batch
+def simulate_ranks(report: CheckReport) -> list[Simulated]:
+    """Simulate the ranks of every role's representative stages; one of them is the fullest.
+
+    Raises UserError for a report without layouts, batch or model.
+    """
+    layouts = report.layouts
+    batch = report.batch
     if layouts is None or batch is None or report.shape is None:
+        reason = "no memory plan"
+        if layouts is not None and batch is None:
+            reason = "a job of one stage"
         raise UserError(
             "there is nothing to simulate",
             where="--simulate",
             expected="a training run without errors, with its model's config.json on this machine",
-            got="a job of one stage" if layouts is not None and batch is None else "no memory plan",
+            got=reason,
             fix="correct the errors above, or leave --simulate away",
         )
+
+    # A pipeline's stages differ in memory; data-parallel copies of one do not.
     ranks = set()
     for role, layout in layouts.items():
-        if role != "rollout":
+        if role != ROLLOUT.name:
             stages = layout.groups("pipeline")[0]
             ranks |= {stages[stage] for stage in representative_stages(layout.pipeline)}
-    plans = [planned(report, rank) for rank in sorted(ranks)]
+    plans = [simulation_plan(report, rank) for rank in sorted(ranks)]
+
+    # One fresh process per rank: a process can simulate once, and must not have forked threads of torch.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(_PROCESSES, spawn, max_tasks_per_child=1) as pool:
         jobs = [
@@ -67,62 +93,71 @@ def simulation(report: CheckReport) -> list[Simulated]:
         return [Simulated(job.result(), estimate) for job, (_, estimate) in zip(jobs, plans, strict=True)]
 
 
-def planned(report: CheckReport, rank: int) -> tuple[RunConfig, RankMemory]:
-    """Return the configuration to simulate, and the estimate of what its models hold on a rank."""
+def simulation_plan(report: CheckReport, rank: int) -> tuple[RunConfig, RankMemory]:
+    """Return the configuration to simulate, and the estimate of its models' memory on a rank."""
     assert report.layouts is not None
     config = replace(report.config, model=replace(report.config.model, attention="torch"))
-    models = {role: layout for role, layout in report.layouts.items() if role != "rollout"}
-    estimate = rank_memory(replace(config, gpu_memory_gib=None), models, report.shapes, report.batch, rank)
+    layouts = {role: layout for role, layout in report.layouts.items() if role != ROLLOUT.name}
+    # Without a GPU's memory the estimate has no engine that fills it.
+    estimate = rank_memory(replace(config, gpu_memory_gib=None), layouts, report.shapes, report.batch, rank)
     return config, estimate
 
 
 def _simulate(*arguments: Any) -> SimulatedRank:
-    # Kernels of these take tensors that hold something; what is simulated are Megatron's own layers.
+    """Simulate one rank in this process."""
+    # None in sys.modules makes an import fail as if the package were not installed.
     modules: Any = sys.modules
-    modules.update(dict.fromkeys(("transformer_engine", "transformer_engine_torch", "apex", "amp_C")))
+    modules.update(dict.fromkeys(_FOREIGN_LAYERS))
     from megatron_rl.planning.simulation.step import simulate
 
-    warnings.simplefilter("ignore")  # of libraries about each other
+    # Libraries warn that the packages above are missing.
+    warnings.simplefilter("ignore")
     return simulate(*arguments)
 
 
 def simulation_lines(simulated: list[Simulated]) -> list[str]:
-    """Return the table of bytes, then what each rank launches, waits for and sends."""
+    """Return the table of bytes, then the kernels, reads and messages of each rank."""
     lines = [f"{'rank':>6}  {'phase':<8}{'simulated':>12}{'estimate':>12}{'difference':>12}"]
-    for each in simulated:
-        for phase, words in _PHASES.items():
-            cells = [f"{size / 2**30:.2f} GiB" for size in (each.bytes(phase), each.estimate.total(phase))]
+    for entry in simulated:
+        for phase, name in _PHASES.items():
+            simulated_size = f"{entry.bytes(phase) / _GIB:.2f} GiB"
+            estimated_size = f"{entry.estimate.total(phase) / _GIB:.2f} GiB"
             lines.append(
-                f"{each.rank.rank:>6}  {words:<8}{cells[0]:>12}{cells[1]:>12}{each.difference(phase):>+12.1%}"
+                f"{entry.rank.rank:>6}  {name:<8}{simulated_size:>12}{estimated_size:>12}"
+                f"{entry.difference(phase):>+12.1%}"
             )
-    for each in simulated:
-        rank = each.rank
+
+    for entry in simulated:
+        rank = entry.rank
+        groups = ", ".join(f"{members:,} ({kind})" for kind, members in rank.groups)
         lines.append(
             f"rank {rank.rank}: at most {rank.connections:,} connections of the host's backend, in "
-            f"{len(rank.groups)} groups of "
-            + ", ".join(f"{members:,} ({kind})" for kind, members in rank.groups)
+            f"{len(rank.groups)} groups of {groups}"
         )
-        for phase in ("score", "learn", "step"):
-            usage = rank.phases[phase]
-            sent = ", ".join(
-                f"{kind} {byte_words(usage.bytes[kind])} in {count:,} calls"
-                for kind, count in usage.calls.items()
-            )
-            lines.append(
-                f"  {phase}: peak {usage.peak / 2**30:.2f} GiB, {usage.kernels:,} kernels, "
-                f"{usage.reads:,} reads of the device; {sent or 'nothing sent'}"
-            )
+        lines += [f"  {phase}: {_usage_text(rank.phases[phase])}" for phase in ("score", "learn", "step")]
     return lines
+
+
+def _usage_text(usage: Usage) -> str:
+    """Return the counts of one phase as text."""
+    # Bytes and calls by kind of group.
+    traffic = ", ".join(
+        f"{kind} {byte_words(usage.bytes[kind])} in {count:,} calls" for kind, count in usage.calls.items()
+    )
+    return (
+        f"peak {usage.peak / _GIB:.2f} GiB, {usage.kernels:,} kernels, "
+        f"{usage.reads:,} reads of the device; {traffic or 'nothing sent'}"
+    )
 
 
 def simulation_json(simulated: list[Simulated]) -> list[Mapping[str, Any]]:
     """Return the simulated ranks as plain values; sizes are in bytes."""
     return [
         {
-            **asdict(each.rank),
-            "connections": each.rank.connections,
-            "estimate": {phase: each.estimate.total(phase) for phase in _PHASES},
-            "simulated": {phase: each.bytes(phase) for phase in _PHASES},
+            **asdict(entry.rank),
+            "connections": entry.rank.connections,
+            "estimate": {phase: entry.estimate.total(phase) for phase in _PHASES},
+            "simulated": {phase: entry.bytes(phase) for phase in _PHASES},
         }
-        for each in simulated
+        for entry in simulated
     ]

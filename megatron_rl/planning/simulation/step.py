@@ -15,7 +15,7 @@ from megatron_rl.algorithms import policy_objective, value_objective
 from megatron_rl.algorithms.lookup import algorithm_of
 from megatron_rl.config.budget import SimulatedRank
 from megatron_rl.config.derive import BatchPlan
-from megatron_rl.config.roles import CRITIC, role_of, with_role_sections
+from megatron_rl.config.roles import ACTOR, CRITIC, role_of, with_role_sections
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ActorConfig
 from megatron_rl.distributed import device
@@ -33,28 +33,34 @@ def simulate(
 ) -> SimulatedRank:
     """Build a rank of the job in this process and take it through a step's phases on full micro-batches.
 
-    ``config`` is resolved, ``models`` are the files of the roles' sizes. No weights are read, and the rollout
-    engine is left out. A process can do this once.
+    ``config`` is resolved, ``models`` are the config.json files of the roles. No weights are read, and the
+    rollout engine is left out. A process can do this once.
     """
+    # Join a job of which this process is the only one that runs.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
     device.simulate()
     device.initialize()
-    config = _with_models(config, models)
-    algorithm, simulation = algorithm_of(config), Simulation()
+    config = _with_model_folders(config, models)
+    algorithm = algorithm_of(config)
+    simulation = Simulation()
+
     with simulation.measured():
         with simulation.phase("build"):
             actor = build_actor(config, updates=config.steps)
             scorers = build_scorers(config, algorithm, actor)
-            reward = [build_reward_model(config, name).role for name in config.reward.models]
+            reward_models = [build_reward_model(config, name).role for name in config.reward.models]
 
-        roles = [actor, *scorers.values(), *reward]
-        critic = scorers.get(CRITIC.name)
+        roles = [actor, *scorers.values(), *reward_models]
         for role in roles:
             if role.model is not None:
-                simulation.name_groups(_kinds(role.model.groups))
+                simulation.name_groups(_group_kinds(role.model.groups))
+        learners = {actor: partial(policy_objective, algorithm)}
+        critic = scorers.get(CRITIC.name)
+        if critic is not None:
+            learners[critic] = partial(value_objective, algorithm)
         rows = _full_rows(config, batch, [role.layout for role in roles])
-        learners = {role: partial(objective, algorithm) for role, objective in
-                    ((actor, policy_objective), (critic, value_objective)) if role is not None}  # fmt: skip
+
+        # The optimizers allocate their states in their first step; after it all states are at rest.
         with simulation.phase("first step"):
             for role in learners:
                 with role.resident():
@@ -62,53 +68,61 @@ def simulate(
             for role in roles:
                 role.residency.leave()
         resting = simulation.phases["first step"].end
+
         for role in roles:
             with role.resident(Use.READ), simulation.phase("score"):
-                _exchange(simulation, role, rows)
+                _set_boundary(simulation, role, rows)
                 role.infer(rows)
         for role, objective in learners.items():
             with role.resident():
                 with simulation.phase("learn"):
-                    _exchange(simulation, role, rows)
+                    _set_boundary(simulation, role, rows)
                     role.accumulate(rows, objective)
                 with simulation.phase("step"):
                     role.step()
-    job, *made = memberships()
-    groups = [("the job", len(job)), *((simulation.kind(ranks), len(ranks)) for ranks in made)]
-    return SimulatedRank(rank, simulation.phases, resting, groups)
+
+    job, *groups = memberships()
+    sizes = [("the job", len(job)), *((simulation.kind(ranks), len(ranks)) for ranks in groups)]
+    return SimulatedRank(rank, simulation.phases, resting, sizes)
 
 
-def _with_models(config: RunConfig, models: Mapping[str, Path]) -> RunConfig:
-    """Return the configuration with every model at the folder whose sizes were read."""
+def _with_model_folders(config: RunConfig, models: Mapping[str, Path]) -> RunConfig:
+    """Return the configuration with every role's model at the folder of its config.json."""
 
-    def folder(section: str) -> str:
-        return str(models.get(role_of(section), models["actor"]).parent)
+    def folder(section_path: str) -> str:
+        return str(models.get(role_of(section_path), models[ACTOR.name]).parent)
 
-    def at_folder(name: str, section: Any) -> Any:
-        return section if isinstance(section, ActorConfig) else replace(section, path=folder(name))
+    def with_folder(section_path: str, section: Any) -> Any:
+        # The actor's model is model.path.
+        if isinstance(section, ActorConfig):
+            return section
+        return replace(section, path=folder(section_path))
 
-    return with_role_sections(replace(config, model=replace(config.model, path=folder("actor"))), at_folder)
+    model = replace(config.model, path=folder(ACTOR.section))
+    return with_role_sections(replace(config, model=model), with_folder)
 
 
 def _full_rows(config: RunConfig, batch: BatchPlan, layouts: list[ParallelLayout]) -> TrainBatch:
     """Return rows that fill as many micro-batches as a pipeline has in flight, and one more."""
+    # The longest rows that a micro-batch has room for.
     budget = batch.tokens_per_microbatch
-    per = -(-budget // batch.longest_row)
-    length = budget // per
-    count = (
-        max(
-            layout.data
-            * min(
-                batch.microbatches,
-                2 * layout.pipeline if layout.virtual_pipeline > 1 else layout.pipeline + 1,
-            )
-            for layout in layouts
-        )
-        * per
-    )
+    rows_per_microbatch = -(-budget // batch.longest_row)
+    length = budget // rows_per_microbatch
+
+    microbatches = 0
+    for layout in layouts:
+        # An interleaved schedule has up to two per stage in flight.
+        in_flight = layout.pipeline + 1
+        if layout.virtual_pipeline > 1:
+            in_flight = 2 * layout.pipeline
+        microbatches = max(microbatches, layout.data * min(batch.microbatches, in_flight))
+    count = microbatches * rows_per_microbatch
+
     prompt = length * config.data.max_prompt_tokens // batch.longest_row
     mask = (torch.arange(length) >= prompt).repeat(count)
-    values, rows = torch.ones(1).expand(count * length), torch.ones(count, dtype=torch.long)
+    # One stored value seen as many: rows of a real job may not fit in this machine's memory.
+    values = torch.ones(1).expand(count * length)
+    rows = torch.ones(count, dtype=torch.long)
     return TrainBatch(
         tokens=torch.ones(1, dtype=torch.long).expand(count * length),
         lengths=rows * length,
@@ -125,21 +139,24 @@ def _full_rows(config: RunConfig, batch: BatchPlan, layouts: list[ParallelLayout
         group=rows,
         response_counts=rows,
         position=torch.arange(count),
-    )  # fmt: skip
+    )
 
 
-def _exchange(simulation: Simulation, role: ModelRole, rows: TrainBatch) -> None:
-    """Tell what neighbouring stages send to each other: equal micro-batches of the full budget."""
+def _set_boundary(simulation: Simulation, role: ModelRole, rows: TrainBatch) -> None:
+    """Set the shape that pipeline stages send to each other: of equal micro-batches of the full budget."""
     if role.model is None:
         return
-    config, layout = role.model.transformer_config, role.layout
-    parts = layout.context * layout.token_shards
-    length = int(rows.lengths[0]) * max(1, role.tokens_per_microbatch // int(rows.lengths[0]))
-    tokens = -(-length // role.model.token_multiple) * role.model.token_multiple
-    simulation.boundary = (tokens // parts, 1, config.hidden_size)
+    layout = role.layout
+    row_length = int(rows.lengths[0])
+    length = row_length * max(1, role.tokens_per_microbatch // row_length)
+    multiple = role.model.token_multiple
+    tokens = -(-length // multiple) * multiple
+    shards = layout.context * layout.token_shards
+    simulation.boundary = (tokens // shards, 1, role.model.transformer_config.hidden_size)
 
 
-def _kinds(groups: ParallelGroups) -> dict[str, object]:
+def _group_kinds(groups: ParallelGroups) -> dict[str, object]:
+    """Return the process groups of a role by the names under which they are counted."""
     return {
         "tensor": groups.tensor,
         "context": groups.context,
