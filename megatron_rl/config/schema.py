@@ -206,11 +206,13 @@ class CheckpointConfig:
             "verl": "resume_mode, resume_from_path",
             "transformers": "resume_from_checkpoint",
             "OpenRLHF": "load_checkpoint",
+            "common": "resume",
         },
         their_values={
             "resume_mode": {"disable": "never"},
             "resume_from_checkpoint": {True: "auto", False: "never"},
             "load_checkpoint": {True: "auto", False: "never"},
+            "resume": {True: "auto", False: "never"},
         },
     )
     trust: bool = setting(
@@ -318,6 +320,7 @@ class RunConfig:
         None,
         "Name of the GPU, whose memory `check` compares and whose speed predictions are of.",
         unset="no predictions",
+        also_called={"common": "gpu_type, gpu_name, gpu_model"},
     )
     gpu_memory_gib: float | None = setting(
         None,
@@ -338,8 +341,11 @@ class RunConfig:
         "Ranks of layouts that name none: every rank to every role (colocate), the second half to the "
         "rollout alone (standalone), or the second half to the critic and the reward models (split).",
         choices=("colocate", "standalone", "split"),
-        also_called={"OpenRLHF": "colocate_all_models"},
-        their_values={"colocate_all_models": {True: "colocate"}},
+        also_called={"OpenRLHF": "colocate_all_models", "slime": "colocate"},
+        their_values={
+            "colocate_all_models": {True: "colocate"},
+            "colocate": {True: "colocate", False: "standalone"},
+        },
     )
     algorithm: AlgorithmConfig = setting(AlgorithmConfig(), "How the actor learns from rewards.")
     batch: BatchConfig = setting(BatchConfig(), "Sizes of a step's batches.")
