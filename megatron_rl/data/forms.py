@@ -22,6 +22,7 @@ from megatron_rl.data.records import (
     read_responses,
     require_characters,
     require_fields,
+    require_last_answer,
     require_responses,
     with_inner,
 )
@@ -163,6 +164,7 @@ class RecordReader:
         """Raise UserError where a record lacks its prompt, a response, or a ground truth that is read."""
         data = self.data
         others = (data.tools_field, data.task_field, None if self.responses else data.ground_truth_field)
+        require_last_answer(record, data.prompt_field, self.responses, self.setting)
         require_fields(record, data.asked | dict(self.responses), self.setting, others)
         reader = self.consumers.ground_truth
         if self.responses or reader is None:
