@@ -214,11 +214,13 @@ class CheckpointConfig:
             "verl": "resume_mode, resume_from_path",
             "transformers": "resume_from_checkpoint",
             "OpenRLHF": "load_checkpoint",
+            "common": "resume",
         },
         their_values={
             "resume_mode": {"disable": "never"},
             "resume_from_checkpoint": {True: "auto", False: "never"},
             "load_checkpoint": {True: "auto", False: "never"},
+            "resume": {True: "auto", False: "never"},
         },
     )
     trust: bool = setting(
@@ -336,6 +338,7 @@ class RunConfig:
         None,
         "Name of the GPU, for the memory that `check` compares with and for predictions of speed.",
         unset="no predictions",
+        also_called={"common": "gpu_type, gpu_name, gpu_model"},
     )
     gpu_memory_gib: float | None = setting(
         None,
@@ -356,8 +359,11 @@ class RunConfig:
         "Ranks of the layouts that name none: all ranks for every role (colocate), the second half for the "
         "rollout alone (standalone), or the second half for the critic and the reward models (split).",
         choices=("colocate", "standalone", "split"),
-        also_called={"OpenRLHF": "colocate_all_models"},
-        their_values={"colocate_all_models": {True: "colocate"}},
+        also_called={"OpenRLHF": "colocate_all_models", "slime": "colocate"},
+        their_values={
+            "colocate_all_models": {True: "colocate"},
+            "colocate": {True: "colocate", False: "standalone"},
+        },
     )
     # Training.
     algorithm: AlgorithmConfig = setting(AlgorithmConfig(), "Algorithm that trains the actor on rewards.")

@@ -164,6 +164,16 @@ def test_a_prompt_that_ends_with_the_answer_is_refused() -> None:
     assert "remove the answer from `messages`" in (error.fix or "")
 
 
+@pytest.mark.parametrize("messages", [[ASKS], [ASKS, ANSWERS, {"role": "user", "content": "2+2"}]])
+def test_messages_that_end_with_a_question_hold_nothing_to_learn(messages: list[Any]) -> None:
+    error = refused({"prompt": messages, "id": "a7"}, RESPONSE)
+    assert "do not end with an answer" in error.message
+    assert "field" not in error.fix
+
+    elsewhere = refused({"prompt": messages, "completion": "4"}, RESPONSE)
+    assert elsewhere.fix == "set sft.response_field=completion"
+
+
 def test_nulls_of_a_table_are_left_out_of_calls_and_tools() -> None:
     rows = [
         {"prompt": [ASKS, called("weather", {"city": "Oslo"}), {"role": "tool", "content": "5"}],

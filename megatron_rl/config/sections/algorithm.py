@@ -66,7 +66,7 @@ class AlgorithmConfig:
             "gamma": {"verl": "gamma", "common": "discount_factor"},
             "lam": {"verl": "lam", "OpenRLHF": "lambd", "NeMo-RL": "gae_lambda"},
             "scale_by_std": {
-                "verl": "norm_adv_by_std_in_grpo",
+                "verl": "norm_adv_by_std_in_grpo, norm_adv_by_std",
                 "TRL": "scale_rewards",
                 "NeMo-RL": "normalize_rewards",
                 "OpenRLHF": "no_advantage_std_norm",

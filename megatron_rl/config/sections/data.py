@@ -36,7 +36,7 @@ class DataConfig:
             "verl": "train_files",
             "NeMo-RL": "train_data_path",
             "slime": "prompt_data",
-            "common": "train_data, data.path, data_path, dataset_path, dataset_name, dataset",
+            "common": "train_data, train_file, data.path, data_path, dataset_path, dataset_name, dataset",
             "AReaL": "train_dataset.path",
         },
     )

@@ -144,7 +144,8 @@ class EvaluationConfig:
             "AReaL": "valid_dataset.path",
             "OpenRLHF": "eval_dataset, eval_n_samples_per_prompt, eval_temperature",
             "ms-swift": "val_dataset",
-            "common": "eval_data, eval_files, validation_data, register_evaluator, evaluators",
+            "common": "eval_data, eval_files, validation_data, data.val, data.validation, "
+            "register_evaluator, evaluators",
         },
         conversion="ours has a name for each set: NAME.data, NAME.samples, NAME.evaluators ...",
     )

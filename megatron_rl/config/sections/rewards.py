@@ -266,7 +266,7 @@ class RewardConfig:
             "slime": "custom_rm_path",
             "TRL": "reward_funcs",
             "OpenRLHF": "remote_rm_url",
-            "common": "reward_function, reward_fn, reward_fn_path",
+            "common": "reward_function, reward_fn, reward_fn_path, reward.fn",
         },
         conversion={
             "custom_reward_function.path": "path/to/file.py:function",
@@ -283,7 +283,7 @@ class RewardConfig:
         1,
         "Processes per rank that call the function.",
         **PROCESSES,
-        also_called={"verl": "reward_model.num_workers"},
+        also_called={"verl": "reward_model.num_workers", "common": "reward.num_workers"},
     )
     concurrency: int = setting(
         16, "Largest number of open calls of an `async def` function per worker.", unit="calls", **MANY
