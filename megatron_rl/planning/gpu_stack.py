@@ -143,6 +143,42 @@ def _torch_without_vllm(torch: str, built: list[str]) -> list[Finding]:
     return []
 
 
+COMPILED_HERE = "transformer-engine-torch"
+"""Package that comes as source and is compiled against the installed torch, after everything else."""
+
+ANOTHER_INDEX_FOR_CUDA_12 = frozenset({"torch", "vllm", "transformer-engine-cu13"})
+"""Packages whose wheels on the package index are for CUDA 13."""
+
+
+def missing_requirements(lock: str, versions: Mapping[str, str], cuda: int = CUDA) -> list[str]:
+    """Return the lines of a lock file that have to be installed beside a machine's own packages.
+
+    ``lock`` is the file's text, a ``name==version`` a line; ``versions`` maps the names of the machine's own
+    packages to their versions. A torch of the machine's own comes with the CUDA libraries it was built with,
+    and so does a torch for another CUDA: NVIDIA's wheels in the lock are left out then.
+    """
+    brought = {distribution_name(name) for name in versions}
+    skipped = {COMPILED_HERE}
+    if cuda != CUDA:
+        skipped |= ANOTHER_INDEX_FOR_CUDA_12
+    brings_cuda = "torch" in brought or cuda != CUDA
+
+    missing = []
+    for line in lock.splitlines():
+        requirement = line.partition("#")[0].strip()
+        name = distribution_name(requirement.partition("==")[0])
+        is_cuda_library = name.startswith("nvidia-") or name == "triton"
+        if not requirement or name in brought | skipped or (brings_cuda and is_cuda_library):
+            continue
+        missing.append(requirement)
+    return missing
+
+
+def distribution_name(name: str) -> str:
+    """Return a distribution's name in the form that indexes compare: lower case, words joined by hyphens."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def is_nvidia_apex(version: str) -> bool:
     """Return whether a version of the distribution `apex` is one of NVIDIA's Apex."""
     return release(version) == release(NVIDIA_APEX)

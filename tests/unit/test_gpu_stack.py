@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import doctest
+from pathlib import Path
 
 import pytest
 
 from megatron_rl.planning import gpu_stack
-from megatron_rl.planning.gpu_stack import release, unfit_driver, unfit_packages
+from megatron_rl.planning.gpu_stack import (
+    TORCH,
+    TRANSFORMER_ENGINE,
+    VLLM,
+    missing_requirements,
+    release,
+    unfit_driver,
+    unfit_packages,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = sorted((ROOT / "launch").glob("constraints-gpu-py*.txt"))
 
 FITS = {
     "a bare machine": {},
@@ -124,3 +136,28 @@ def test_the_examples_of_releases_hold():
 @pytest.mark.parametrize("version", ["", "unknown", "main"])
 def test_a_version_without_numbers_is_no_release(version: str):
     assert release(version) == (0, 0)
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.stem)
+def test_a_bare_machine_gets_the_whole_lock(lock: Path):
+    missing = missing_requirements(lock.read_text(encoding="utf-8"), {})
+    expected = {f"torch=={TORCH}", f"vllm=={VLLM}", f"transformer-engine=={TRANSFORMER_ENGINE}"}
+    assert expected <= set(missing)
+    assert all("==" in requirement for requirement in missing)
+    assert any(requirement.startswith("nvidia-cudnn-cu13==") for requirement in missing)
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.stem)
+def test_a_container_keeps_its_torch_and_cuda_libraries(lock: Path):
+    machine = {"torch": "2.13.0a0+9186a08b2c.nv26.07", "transformer_engine": "2.17.0", "numpy": "2.3.0"}
+    missing = missing_requirements(lock.read_text(encoding="utf-8"), machine)
+    names = {requirement.partition("==")[0].lower() for requirement in missing}
+    assert not names & {"torch", "triton", "numpy", "transformer-engine", "nvidia-cudnn-cu13"}
+    assert {"vllm", "megatron-core", "transformers"} <= names
+
+
+def test_a_driver_of_cuda_12_gets_torch_and_vllm_from_their_own_indexes():
+    missing = missing_requirements(LOCKS[-1].read_text(encoding="utf-8"), {}, cuda=12)
+    names = {requirement.partition("==")[0].lower() for requirement in missing}
+    assert not names & {"torch", "vllm", "transformer-engine-cu13", "nvidia-nccl-cu13"}
+    assert {"transformer-engine", "megatron-core"} <= names
