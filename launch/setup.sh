@@ -1,25 +1,34 @@
 #!/usr/bin/env bash
 # Make .venv and install what megatron_rl needs. Does nothing, quickly, when that is done already.
 #
-#   launch/setup.sh [--dev] [--cpu | --gpu]
+#   launch/setup.sh [--dev] [--cpu | --gpu] [--cuda 12]
 #
 #   --dev         also the tools of launch/test.sh and launch/lint.sh
 #   --cpu, --gpu  overrule the detection (a GPU machine is one where nvidia-smi lists a GPU)
-#   PYTHON=…      the interpreter that .venv is made with (default: the first of python3.11, python3.12,
-#                 python3 that is 3.11 or newer and can make environments)
+#   --cuda 12     the GPU stack for drivers 525 to 579, which cannot run CUDA 13
+#   PYTHON=…      the interpreter that .venv is made with (default: the first of python3.12, pyenv's 3.12,
+#                 python3.11, python3 that is 3.11 or newer and can make environments)
+#
+# Python 3.12 gets Megatron-Core 0.19, Python 3.11 the last version that supports it, 0.16.1.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 
 dev=no
 device=""
-for argument in "$@"; do
-    case "$argument" in
+cuda=13
+while [ $# -gt 0 ]; do
+    case "$1" in
         --dev) dev=yes ;;
         --cpu) device=cpu ;;
         --gpu) device=gpu ;;
-        *) echo "setup: unknown argument $argument (known: --dev --cpu --gpu)" >&2; exit 2 ;;
+        --cuda)
+            shift
+            cuda="${1:-}"
+            if [ "$cuda" != 12 ] && [ "$cuda" != 13 ]; then echo "setup: --cuda is 12 or 13" >&2; exit 2; fi ;;
+        *) echo "setup: unknown argument $1 (known: --dev --cpu --gpu --cuda 12)" >&2; exit 2 ;;
     esac
+    shift
 done
 if [ -z "$device" ]; then
     device=cpu
@@ -43,15 +52,23 @@ fi
 
 usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
 
+# pyenv has a command for each version that only works where that version is chosen: its folder always does.
+pyenv_python() {
+    local version
+    command -v pyenv >/dev/null || return 0
+    version="$(pyenv latest "$1" 2>/dev/null)" || return 0
+    echo "$(pyenv prefix "$version")/bin/python"
+}
+
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-python3.11 python3.12 python3}; do
+    for candidate in ${PYTHON:-python3.12 $(pyenv_python 3.12) python3.11 python3}; do
         if command -v "$candidate" >/dev/null && usable "$candidate"; then echo "$candidate"; return; fi
     done
     fail "no usable Python" \
         "expected: Python 3.11 or newer with the venv and ensurepip modules" \
         "got: ${PYTHON:-$(python3 --version 2>/dev/null || echo 'no python3')} on PATH" \
-        "fix: install Python 3.11 (and python3.11-venv on Debian or Ubuntu), or set PYTHON=/path/to/python3.11"
+        "fix: install Python 3.12 (and python3.12-venv on Debian or Ubuntu), or set PYTHON=/path/to/python3.12"
 }
 
 make_venv() {
@@ -138,42 +155,101 @@ from vllm import LLM
 EOF
 }
 
-# Where the machine brings nothing, every version is known beforehand.
+# The GPU stack at one version each, as pip resolved it: launch/constraints-gpu-py312.txt and its like.
 gpu_lock() {
     local lock
     lock="launch/$("$python" -c 'import sys; print("constraints-gpu-py%d%d.txt" % sys.version_info[:2])')"
-    if [ -f "$lock" ]; then echo "$lock"; else say "no $lock: pip chooses the versions"; echo /dev/null; fi
+    if [ ! -f "$lock" ]; then
+        fail "there is no lock of the GPU stack for $("$python" --version)" \
+            "expected: $lock" "got: no such file" "fix: set PYTHON to Python 3.12 or 3.11, and remove .venv"
+    fi
+    echo "$lock"
 }
 
-# What a container brings was built together: it stays, and pip has to do with it.
+# torch and vLLM for CUDA 12, from their own indexes: the package index has those for CUDA 13.
+install_cuda_12() { # lock
+    local torch vllm te
+    torch="$(grep '^torch==' "$1")"
+    vllm="$(sed -n 's/^vllm==//p' "$1")"
+    te="$(sed -n 's/^transformer-engine==//p' "$1")"
+    pip_install --extra-index-url https://download.pytorch.org/whl/cu129 "$torch+cu129" &&
+        pip_install --no-deps "https://github.com/vllm-project/vllm/releases/download/v$vllm/vllm-$vllm+cu129-cp38-abi3-manylinux_2_35_$(uname -m).whl" &&
+        pip_install --no-deps "transformer_engine_cu12==$te"
+}
+
+# Transformer Engine's torch part comes as source and has to be compiled against the installed torch
+# (`--no-build-isolation`; isolated, pip would compile against the newest torch, whose ABI is another). The
+# headers are those of NVIDIA's wheels, so that no CUDA toolkit has to be installed.
+install_transformer_engine() { # lock
+    local wanted
+    if "$python" -c 'import transformer_engine.pytorch' >/dev/null 2>&1; then return; fi
+    wanted="transformer_engine_torch==$(sed -n 's/^transformer-engine==//p' "$1")"
+    say "compiling $wanted against the installed torch (10 to 30 minutes, once)"
+    NVTE_BUILD_USE_NVIDIA_WHEELS=1 MAX_JOBS="${MAX_JOBS:-$(nproc)}" \
+        pip_install --no-deps --no-build-isolation "$wanted" || fail "could not compile $wanted" \
+        "expected: a C++17 compiler (g++), and the headers of NVIDIA's wheels in .venv" \
+        "got: the compiler's message above" \
+        "fix: install g++ (apt-get install g++) and run launch/setup.sh again, or start from an image that has it (launch/Dockerfile)"
+}
+
+self_test_gpu() {
+    "$python" - <<'EOF'
+import importlib.util
+import shutil
+import sys
+
+import torch
+import megatron.core
+import transformer_engine.pytorch as te
+import vllm
+
+print(f"setup: torch {torch.__version__}, {torch.cuda.device_count()} GPU(s)", file=sys.stderr)
+print(f"setup: vllm {vllm.__version__}, megatron-core {megatron.core.__version__}", file=sys.stderr)
+if importlib.util.find_spec("apex") is None:
+    print("setup: without Apex, which Transformer Engine replaces here", file=sys.stderr)
+if shutil.which("nvidia-smi") is None:  # an image is built without its GPUs
+    sys.exit(print("setup: no GPU here: run launch/setup.sh --gpu again where there is one", file=sys.stderr))
+if not torch.cuda.is_available():
+    sys.exit("setup: this torch sees no GPU; fix: install a CUDA build that fits the driver (nvidia-smi)")
+
+layer = te.Linear(64, 64, params_dtype=torch.bfloat16, device="cuda")
+total = layer(torch.ones(8, 64, dtype=torch.bfloat16, device="cuda")).sum()
+total.backward()
+torch.cuda.synchronize()
+print("setup: a layer of Transformer Engine has run forward and backward", file=sys.stderr)
+EOF
+}
+
 install_gpu() {
-    local extras=gpu constraints="$venv/machine.txt"
-    if [ "$dev" = yes ]; then extras=gpu,dev; fi
-    "$python" -m megatron_rl doctor --before-install "$constraints" >&2 || fail \
-        "the packages of this machine do not go with the GPU stack; nothing was installed" \
-        "expected: none of torch, vllm, Transformer Engine and Apex, or builds that fit" \
-        "got: the packages above" "fix: as said above"
-    if [ ! -s "$constraints" ]; then constraints="$(gpu_lock)"; fi
-    say "installing the GPU stack with the versions of $constraints"
-    pip_install -c "$constraints" -e ".[$extras]" || fail "could not install megatron_rl[$extras]" \
-        "expected: torch, vllm and megatron-core for this machine's driver on the configured index" \
-        "got: pip's message above" \
-        "fix: start from a container that has torch and vllm, or install them into .venv first"
+    local wanted="$venv/gpu.txt" lock
+    lock="$(gpu_lock)"
+    # What a container brings was built together: it stays, and $wanted has the lines of the lock that it lacks.
+    "$python" -m megatron_rl doctor --before-install "$wanted" --lock "$lock" --cuda "$cuda" >&2 || fail \
+        "this machine does not go with the GPU stack; nothing was downloaded" \
+        "expected: a driver for CUDA $cuda; none of torch, vllm, Transformer Engine and Apex, or builds that fit" \
+        "got: the lines above" "fix: as said above"
+
+    say "installing the GPU stack of $lock for CUDA $cuda (about 8 GB)"
+    pip_install --no-deps -r "$wanted" || fail "could not install the packages of $lock" \
+        "expected: every package of it on the configured index, at that version" \
+        "got: pip's message above, which names the first one missing" \
+        "fix: check the network and 'pip config list'; a missing wheel can be put where PIP_FIND_LINKS points"
+    if [ "$cuda" = 12 ] && ! "$python" -c 'import torch' 2>/dev/null; then
+        install_cuda_12 "$lock" || fail "could not install torch and vLLM for CUDA 12" \
+            "expected: their wheels for CUDA 12.9 on PyTorch's index and among vLLM's releases" \
+            "got: pip's message above" "fix: update the driver to 580 or later, and run launch/setup.sh --gpu"
+    fi
+    install_transformer_engine "$lock"
+    pip_install --no-deps --no-build-isolation -e . || fail "could not install megatron_rl itself" \
+        "expected: an editable install of $root" "got: pip's message above" \
+        "fix: rm -rf .venv, then run launch/setup.sh again"
+
     "$python" -m megatron_rl doctor --quick >&2 || fail "the installed stack does not fit together" \
         "expected: no FAIL in what doctor says" "got: the lines above" \
         "fix: rm -rf .venv, mend what is said, then run launch/setup.sh again"
-    "$python" - <<'EOF'
-import importlib.util
-import sys
-import torch
-
-print(f"setup: torch {torch.__version__}, {torch.cuda.device_count()} GPU(s)", file=sys.stderr)
-for name in ("vllm", "megatron.core", "transformer_engine", "apex"):
-    state = "found" if importlib.util.find_spec(name) else "not found"
-    print(f"setup: {name} {state}", file=sys.stderr)
-if not torch.cuda.is_available():
-    sys.exit("setup: this torch sees no GPU; fix: install a CUDA build that fits the driver (nvidia-smi)")
-EOF
+    self_test_gpu || fail "the installed stack does not run" \
+        "expected: a layer of Transformer Engine on a GPU" "got: the message above" \
+        "fix: launch/setup.sh says what is installed; docs/install.md has the usual causes"
 }
 
 # The stamp says what was installed, for which Python and at which path; anything else installs again.
@@ -185,24 +261,23 @@ done_already() { [ -f "$venv/.installed-$1" ] && [ "$(cat "$venv/.installed-$1")
 
 make_venv
 if [ "$device" = gpu ]; then
-    now="$(stamp gpu setup.py)-$dev"
+    now="$(stamp "gpu$cuda" setup.py launch/constraints-gpu-py3*.txt)"
     if ! done_already gpu "$now"; then
         install_gpu
         echo "$now" >"$venv/.installed-gpu"
         say "done: $venv"
     fi
-    exit 0
-fi
-
-now="$(stamp cpu launch/requirements-cpu.txt setup.py)"
-if ! done_already cpu "$now"; then
-    install_cpu
-    # The project itself, in place; the lock file brings the setuptools that builds it.
-    pip_install --no-deps --no-build-isolation -e . || fail "could not install megatron_rl itself" \
-        "expected: an editable install of $root" "got: pip's message above" \
-        "fix: rm -rf .venv, then run launch/setup.sh again"
-    echo "$now" >"$venv/.installed-cpu"
-    say "done: $venv"
+else
+    now="$(stamp cpu launch/requirements-cpu.txt setup.py)"
+    if ! done_already cpu "$now"; then
+        install_cpu
+        # The project itself, in place; the lock file brings the setuptools that builds it.
+        pip_install --no-deps --no-build-isolation -e . || fail "could not install megatron_rl itself" \
+            "expected: an editable install of $root" "got: pip's message above" \
+            "fix: rm -rf .venv, then run launch/setup.sh again"
+        echo "$now" >"$venv/.installed-cpu"
+        say "done: $venv"
+    fi
 fi
 if [ "$dev" = yes ]; then
     now="$(stamp dev launch/requirements-dev.txt)"

@@ -123,6 +123,14 @@ class ParallelGroups:
         )
         groups.embd = self.embedding
 
+        # Megatron-Core 0.19 has groups that also span generalised tensor parallelism, which is not used here:
+        # they are then those without it. 0.16 has no such fields and ignores them.
+        groups.dp_cp_gtp_remat = self.data_context  # pyright: ignore[reportAttributeAccessIssue]
+        groups.expt_dp_gtp_remat = self.expert_data  # pyright: ignore[reportAttributeAccessIssue]
+        groups.tp_ep_pp_with_egtp_remat = self.expert_model  # pyright: ignore[reportAttributeAccessIssue]
+        groups.gtp_remat = None  # pyright: ignore[reportAttributeAccessIssue]
+        groups.expt_gtp_remat = None  # pyright: ignore[reportAttributeAccessIssue]
+
         # An unset field has no attribute, and Megatron reads some of these without their feature.
         groups.pos_embd = None  # pyright: ignore[reportAttributeAccessIssue]
         groups.hcp = None  # pyright: ignore[reportAttributeAccessIssue]

@@ -17,3 +17,10 @@ def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=Non
     if enabled or calibrating:
         raise NotImplementedError("the stand-in of Transformer Engine computes in no 8-bit format")
     return nullcontext()
+
+
+def fp8_model_init(enabled=True, recipe=None, preserve_high_precision_init_val=False):
+    """Return a context in which modules are built with weights of the full precision, as outside of it."""
+    if enabled:
+        raise NotImplementedError("the stand-in of Transformer Engine computes in no 8-bit format")
+    return nullcontext()
