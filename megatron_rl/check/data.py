@@ -25,22 +25,34 @@ from megatron_rl.check.model.tokenizer import (
     read_tokenizer,
 )
 from megatron_rl.config.sections.data import DataConfig
-from megatron_rl.data.chat_format import ConversationText, TurnEnd, find_turn_end, turn_end_problem
+from megatron_rl.data.chat_format import (
+    ConversationText,
+    TurnEnd,
+    find_turn_end,
+    framing_marks,
+    turn_end_problem,
+)
 from megatron_rl.data.forms import RecordReader
 from megatron_rl.data.messages import (
     asked_messages,
     end_of_thoughts,
     no_tokens_error,
+    nothing_taught,
     said_texts,
+    teaches_nothing,
     templated,
     unended_thoughts,
 )
 from megatron_rl.data.records import (
+    KINDS,
+    DataPath,
     Record,
+    data_files,
     empty_error,
-    nothing_taught,
+    missing_error,
+    partial_warning,
     read_table,
-    teaches_nothing,
+    unreadable_error,
     values_of,
 )
 from megatron_rl.data.rendered_text import (
@@ -50,16 +62,7 @@ from megatron_rl.data.rendered_text import (
     rendered_prompts,
     response_pieces,
 )
-from megatron_rl.data.shards import (
-    KINDS,
-    DataPath,
-    data_files,
-    missing_error,
-    partial_warning,
-    unreadable_error,
-)
 from megatron_rl.data.template_renderer import TemplateRenderer
-from megatron_rl.data.visible_text import framing_marks
 from megatron_rl.errors import UserError
 
 MIN_RECORDS = 200

@@ -11,7 +11,7 @@ from megatron_rl.config.derive import longest_row
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.stages import PreferenceConfig
 from megatron_rl.config.stage_plan import SECTIONS, StagePlan, stage_plans
-from megatron_rl.data.shards import source_text
+from megatron_rl.data.records import source_text
 from megatron_rl.error_forms import requires
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.model import ModelShape

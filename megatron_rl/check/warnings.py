@@ -11,8 +11,8 @@ from megatron_rl.algorithms.returns import Vapo
 from megatron_rl.check.model.megatron_settings import is_off
 from megatron_rl.check.stages import unused_settings
 from megatron_rl.config.derive import BatchPlan
+from megatron_rl.config.field_types import format_ranges
 from megatron_rl.config.placement import megatron_sections
-from megatron_rl.config.ranges import format_ranges
 from megatron_rl.config.roles import MODEL_ROLES, learner_sections
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig

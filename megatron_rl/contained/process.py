@@ -106,7 +106,7 @@ class ContainedProcess:
 
     Arguments:
         serve: ``module:function`` that serves the requests in the process.
-        limits: a section of limits, as `megatron_rl.config.sections.limits.LimitsConfig`, as a mapping.
+        limits: a section of limits, as `megatron_rl.config.sections.bounds.LimitsConfig`, as a mapping.
         code: ``module:name`` or ``file.py:name`` of the user's code; the process sees its folder.
 
     `replies` is the descriptor to wait for. `disorder` is the reason if the process has violated the

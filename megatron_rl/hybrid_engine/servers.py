@@ -32,8 +32,7 @@ from megatron_rl.rollout.engines.servers.base import (
     make_servers,
     start_call,
 )
-from megatron_rl.rollout.engines.servers.generator import ServerGenerator
-from megatron_rl.rollout.engines.servers.lease import Lease
+from megatron_rl.rollout.engines.servers.client import Lease, ServerGenerator
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.weights.execute import WeightMismatchError
 

@@ -71,8 +71,8 @@ from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.roles.reward import RewardModel, RewardRole
 from megatron_rl.roles.rollout import RolloutRole
 from megatron_rl.rollout.engines.base import make_engine
-from megatron_rl.rollout.engines.servers.generator import ServerGenerator
-from megatron_rl.rollout.engines.vllm.tools import make_tool_parser
+from megatron_rl.rollout.engines.servers.client import ServerGenerator
+from megatron_rl.rollout.engines.vllm import make_tool_parser
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import AdaptedModel
 from megatron_rl.shapes.pretrained import read_pretrained

@@ -19,7 +19,7 @@ from megatron_rl.check.rewards.functions import FunctionRef, check_function
 from megatron_rl.config.roles import role_of, stated_models, with_role_sections
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.starting_model import ModelConfig
+from megatron_rl.config.sections.models import ModelConfig
 from megatron_rl.config.source import Origin
 from megatron_rl.error_forms import requires
 from megatron_rl.errors import UserError, UserErrors, each

@@ -241,7 +241,7 @@ def check_optimizer(optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any
 def _host_optimizer_errors(optimizer: OptimizerConfig, path: str) -> Iterator[UserError]:
     """Yield the errors of settings that an optimizer on the host (``offload``) excludes.
 
-    `megatron_rl.megatron.host_optimizer` steps as AdamW with float32 states, for the distributed optimizer.
+    `megatron_rl.megatron.optimizer` steps as AdamW with float32 states, for the distributed optimizer.
     """
     conflicts: list[tuple[str, Any, str]] = []  # setting, its value, the expected one
     if optimizer.name != "adam":

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.check.files import Files, read_json_object
-from megatron_rl.config.sampling_profiles import stop_error, stop_strings
-from megatron_rl.config.sections.rollout import RolloutConfig
-from megatron_rl.data.template_process import DEFAULT
-from megatron_rl.data.template_renderer import TemplateRenderer, can_render
-from megatron_rl.data.visible_text import listed_end_ids
+from megatron_rl.config.sections.rollout import RolloutConfig, stop_error, stop_strings
+from megatron_rl.data.chat_format import listed_end_ids
+from megatron_rl.data.template_renderer import DEFAULT, TemplateRenderer, can_render
 from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError
 

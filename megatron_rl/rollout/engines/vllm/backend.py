@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from megatron_rl.check.engine.servers import BACKEND
 from megatron_rl.config.sections.rollout import HybridEngineConfig
-from megatron_rl.rollout.engines.servers.base import alongside
+from megatron_rl.rollout.engines.servers.base import start_call
 from megatron_rl.rollout.engines.vllm.orphans import end_with_server
 from megatron_rl.rollout.engines.vllm.weights import LiveWeights, check_writable
 
@@ -185,10 +185,10 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
         """
         told = {name: value for name, value in vars(init_info).items() if name not in ("model", "rank")}
         meeting = TransferRendezvous(model=init_info.model, **told)
-        call = alongside(client.init_weight_transfer_engine, told) if init_info.is_sender else None
+        call = start_call(client.init_weight_transfer_engine, told) if init_info.is_sender else None
         transfer, end = _connect[0](meeting, None, init_info.rank)
         if call is not None:
-            call()
+            call.result()
         return cls(transfer, end, client, init_info.is_sender)
 
     def send_weights(self) -> None:
@@ -198,10 +198,10 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
         call = None
         if self.is_sender:
             self.client.start_weight_update()
-            call = alongside(self.client.update_weights, {"version": self._version})
+            call = start_call(self.client.update_weights, {"version": self._version})
         self._transfer.sync()
         if call is not None:
-            call()
+            call.result()
             self.client.finish_weight_update(str(self._version))
 
     def shutdown(self) -> None:
