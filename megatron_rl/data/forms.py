@@ -23,6 +23,7 @@ from megatron_rl.config.sections.rewards import JudgeConfig
 from megatron_rl.data.messages import (
     read_responses,
     require_fields,
+    require_last_answer,
     require_prompt,
     require_responses,
     require_template_for,
@@ -275,6 +276,7 @@ class RecordReader:
         other_fields = [data.tools_field, data.task_field]
         if not self.responses:
             other_fields.append(data.ground_truth_field)
+        require_last_answer(record, data.prompt_field, self.responses, self.setting)
         require_fields(record, data.asked | dict(self.responses), self.setting, other_fields)
 
         # The ground truth, unless nothing can read it.

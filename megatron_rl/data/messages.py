@@ -128,6 +128,36 @@ def _absent_field_fix(
     return f"give every record a field `{name}`, or set {key} to one that every record has"
 
 
+def require_last_answer(
+    record: Record, prompt_field: str, responses: Mapping[str, str], setting: str
+) -> None:
+    """Raise UserError for messages whose last turn is not the assistant's answer that would be learned.
+
+    ``responses`` maps fields of responses to the settings that name them. A record in which another field may
+    have the response is left to `require_fields`, which names that field.
+    """
+    messages = record.values.get(prompt_field)
+    absent = [name for name in responses if record.values.get(name) is None]
+    if len(responses) != 1 or not absent or not isinstance(messages, list) or not messages:
+        return
+
+    (name,) = absent
+    others = [key for key, value in record.values.items() if value is not None and key != prompt_field]
+    usual = _USUAL_FIELDS.get(responses[name].rpartition(".")[2], ())
+    if nearest(name, others) or any(field in others for field in usual):
+        return
+
+    last = messages[-1]
+    role = last.get("role") if isinstance(last, Mapping) else None
+    raise UserError(
+        "the messages of a record do not end with an answer of the assistant",
+        where=f"{record.where} ({setting})",
+        expected=f"the assistant's message, which is learned, as the last in `{prompt_field}`",
+        got=f"{role or 'no role'} in the last of {len(messages)} messages",
+        fix="remove the messages behind the last answer, or the record where it has none",
+    )
+
+
 # Prompts
 
 

@@ -346,7 +346,7 @@ class LoraConfig:
         "Rank of every adapter.",
         **MANY,
         advice="8 to 128 are usual",
-        also_called={"verl": "lora_rank", "PEFT": "lora_r", "common": "lora_dim"},
+        also_called={"verl": "lora_rank", "PEFT": "lora_r, peft.r", "common": "lora_dim"},
         their_values={"lora_rank": {0: REMOVED}, "lora_dim": {0: REMOVED}, "lora_r": {0: REMOVED}},
     )
     alpha: float | None = setting(
@@ -476,7 +476,7 @@ class ReferenceConfig:
         None,
         "Hugging Face checkpoint of the reference.",
         unset=AFTER_STAGES,
-        also_called={"slime": "ref_load", "common": "ref_model_path, ref_model, reference_model"},
+        also_called={"slime": "ref_load", "common": "ref_model_path, ref_model, reference_model, ref.path"},
     )
     layout: LayoutConfig | None = setting(
         None, "Ranks and parallelism of the reference.", unset="the actor's"

@@ -134,7 +134,7 @@ class RolloutConfig:
         also_called={
             "verl": "rollout.name",
             "NeMo-RL": "generation.backend",
-            "common": "inference_engine, rollout_backend",
+            "common": "inference_engine, rollout_backend, rollout.backend",
         },
     )
     ranks: tuple[int, ...] | None = setting(
@@ -142,13 +142,12 @@ class RolloutConfig:
         'Ranks of the engine: a list, or ranges such as "0-31,40".',
         unset="what `placement` gives the rollout",
         also_called={
-            "slime": "rollout_num_gpus, colocate",
+            "slime": "rollout_num_gpus",
             "OpenRLHF": "vllm_num_engines",
             "common": "rollout_gpus",
         },
         conversion={
             "rollout_num_gpus": RANKS_LISTED,
-            "colocate": "roles share ranks unless their ranks are set apart",
             "rollout_gpus": RANKS_LISTED,
             "vllm_num_engines": "the number of engines is that of the ranks / rollout.tensor",
         },
