@@ -115,6 +115,7 @@ class ModelRole:
         if self.records is None:
             return shard
 
+        # Gives a rank without rows the column's dtype and shape, which every rank must have.
         no_experts = torch.zeros((0, *self.records), dtype=torch.int16)
         experts = [micro.experts for micro in micro_outputs if micro.experts is not None]
         columns = {

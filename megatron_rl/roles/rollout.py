@@ -72,6 +72,7 @@ class RolloutRole:
         self._parse = parse
         self._in_process = in_process
 
+        # One rank of a replica runs the environments, whose turns the others receive from it.
         self._hosts: Hosts | None = None
         if environment is not None and engine is not None and layout.coordinates(rank).tensor == 0:
             self._hosts = Hosts(environment)

@@ -140,7 +140,7 @@ def test_the_warm_up_has_a_file_of_its_own(folder: RunFolder) -> None:
         trackers(folder) as told,
         MetricsLog(folder, 5, phase="sft", console=io.StringIO(), trackers=told) as log,
     ):
-        log.write(1, {"sft/loss": 2.0}, shown=False)
+        log.write(1, {"sft/loss": 2.0}, to_console=False)
     assert read_metrics(folder.stage_metrics("sft")) == [{"step": 1, "sft/loss": 2.0}]
     assert not folder.metrics.exists()
     assert scalars(folder, "sft/loss", "sft") == [(1, 2.0)]
@@ -177,7 +177,7 @@ def test_progress_prints_plain_lines_without_a_terminal(monkeypatch: pytest.Monk
     assert lines[:3] == ["loading …", "loading 1/3  layer 0", "loading 3/3"]
     assert lines[3].startswith("loading: done after 0:0")
     silent = io.StringIO()
-    with Progress("loading", 3, shown=False, console=silent) as progress:
+    with Progress("loading", 3, enabled=False, console=silent) as progress:
         progress.advance()
     assert silent.getvalue() == ""
     with pytest.raises(RuntimeError), Progress("loading", console=console):
