@@ -59,6 +59,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     Tables have null in a message that lacks a field, and OpenAI's format has the arguments of a call as JSON
     text.
     """
+    # Templates test whether a field is defined: a null one would count as present.
     cleaned_messages = []
     for message in messages:
         fields = {name: value for name, value in message.items() if value is not None}

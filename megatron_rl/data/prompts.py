@@ -137,6 +137,7 @@ class PromptSource:
         ``temperature`` and ``top_p`` override the sampling profiles; temperature 0 is greedy and switches
         their filters off.
         """
+        # The order is not asked, so that an evaluation in mid-run leaves training data where they are.
         count = len(self)
         if limit is not None:
             count = min(limit, count)
@@ -190,6 +191,7 @@ class PromptSource:
         records = [self._records[row] for row in ids]
         tokens = [self._tokens[row] for row in ids]
 
+        # A record without a task has the default one, and with it the default sampling.
         data = self._data
         tasks = tuple(str(record.values.get(data.task_field) or DEFAULT_TASK) for record in records)
         return PromptBatch(

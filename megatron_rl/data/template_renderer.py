@@ -144,6 +144,7 @@ class TemplateRenderer:
         if self._exhausted is not None and len(batch) == 1:
             return [RenderRefused(self._exhausted)]
 
+        # Writing fails, or reading ends early, if the process ends over the batch.
         process = self._running_process()
         assert process.stdin is not None and process.stdout is not None
         line = ""

@@ -296,6 +296,7 @@ def _digest_file(file: Path) -> Path:
 
 def _damage(file: Path) -> str | None:
     """Return how a file differs from its digest, None for an intact file."""
+    # The digest names its file: a copied folder may have digests of other files.
     try:
         name, digest = _digest_file(file).read_text(encoding="utf-8").split()
     except (OSError, ValueError):

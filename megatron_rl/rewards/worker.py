@@ -60,18 +60,18 @@ TOKENS = "tokens"
 GROUP = "group"
 """Argument for a function with a parameter of that name: the responses of a group."""
 
-_SINGLE = "`response`, one text (or `group`, the texts of all responses to a prompt)"
+_SINGLE = "`response`, one text, or `group`, the texts of all responses to a prompt"
 _NAMES_OF_OTHERS = {
     # verl's custom_reward_function, and its batched form.
-    "data_source": "`metadata`, whose key `data_source` has it",
+    "data_source": '`metadata["data_source"]`',
     "solution_str": "`response`",
-    "extra_info": "`metadata`, whose key `extra_info` has it",
-    "data_sources": "`metadata`, whose key `data_source` has it",
+    "extra_info": '`metadata["extra_info"]`',
+    "data_sources": '`metadata["data_source"]`',
     "solution_strs": _SINGLE,
     "ground_truths": "`ground_truth`, of one prompt",
-    "extra_infos": "`metadata`, whose key `extra_info` has it",
+    "extra_infos": '`metadata["extra_info"]`',
     # TRL's reward_funcs, whose columns come as further parameters.
-    "prompts": "`prompt`, one text",
+    "prompts": "`prompt`",
     "completions": _SINGLE,
     "completion": "`response`",
     "completion_ids": "`tokens`",
@@ -247,12 +247,12 @@ def parameter_hints(names: Iterable[str]) -> str:
 
     Example:
         >>> parameter_hints(["solution_str", "style"])
-        'write `response` for `solution_str`'
+        'replace them: `solution_str` is `response` here'
     """
-    hints = [f"{_NAMES_OF_OTHERS[name]} for `{name}`" for name in names if name in _NAMES_OF_OTHERS]
+    hints = [f"`{name}` is {_NAMES_OF_OTHERS[name]} here" for name in names if name in _NAMES_OF_OTHERS]
     if not hints:
         return ""
-    return f"write {'; '.join(hints)}"
+    return f"replace them: {'; '.join(hints)}"
 
 
 def called_by_name(function: Callable[..., Any]) -> Callable[..., Any]:

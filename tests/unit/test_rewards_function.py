@@ -415,9 +415,12 @@ def test_a_function_is_given_what_it_names_and_nothing_else(tmp_path: Path) -> N
     [
         (
             "data_source, solution_str, ground_truth, extra_info=None",
-            ["`metadata`, whose key `data_source` has it for `data_source`", "`response` for `solution_str`"],
+            ['`data_source` is `metadata["data_source"]` here', "`solution_str` is `response` here"],
         ),
-        ("prompts, completions, **kwargs", ["`prompt`, one text for `prompts`", "(or `group`, "]),
+        (
+            "prompts, completions, **kwargs",
+            ["`prompts` is `prompt` here", "`completions` is `response`, one text, or `group`, "],
+        ),
     ],
 )
 def test_parameters_of_other_projects_are_answered_with_ours(
