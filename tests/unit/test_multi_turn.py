@@ -191,6 +191,36 @@ def test_interruptions_and_environments_made_anew_change_nothing(hosts: Hosts):
     ]
 
 
+FIXED = """
+from dataclasses import dataclass
+from megatron_rl import Environment
+
+@dataclass
+class Fixed(Environment):
+    text: str
+
+    async def run(self, episode):
+        await episode.generate(limit=2)
+        episode.observe(self.text)
+        await episode.generate(limit=9)
+        return 1.0
+"""
+
+
+@pytest.mark.parametrize("text", ["-", "+" * 30], ids=["another", "a longer one"])
+def test_a_replayed_environment_with_another_observation_fails_its_episode(tmp_path: Path, text: str):
+    (tmp_path / "fixed.py").write_text(FIXED)
+    groups = started(prompts(["go"], [0]), 1, seed=4, version=3)
+    for observation, failure in (("+", None), (text, "diverged")):
+        config = EnvironmentConfig(f"{tmp_path / 'fixed.py'}:Fixed", settings={"text": observation})
+        hosts = Hosts(config)
+        groups = sample(hosts, groups, 3)
+        hosts.close()
+        outcome = groups[0].sequences[0].outcome
+        assert (outcome and outcome.failure) == failure
+    assert groups[0].sequences[0].finish_reason == FINISH_FAILED
+
+
 @pytest.mark.parametrize("order", [(0,), (1, 0), (2, 0, 3, 1)])
 def test_groups_from_a_queue_are_the_same_whichever_replica_has_them(hosts: Hosts, order: tuple[int, ...]):
     """Replicas that come one after the other: the first takes all that no other begins with."""
