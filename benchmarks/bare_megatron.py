@@ -61,7 +61,7 @@ class BareMegatron:
     """Model and optimizer of a Megatron-Core user. Collective over the world.
 
     ``like`` gives settings and weights. With ``own_layers`` attention, norm and rotary embedding are
-    Megatron's local ones, which take unpacked sequences; else those of ``like``, for packed rows.
+    Megatron's local ones, which take unpacked sequences; else the layers of ``like``, for packed rows.
     """
 
     def __init__(self, like: ParallelModel, learning_rate: float, own_layers: bool) -> None:

@@ -5,7 +5,7 @@
 chunked   ours: logits of a chunk of tokens at a time, projected again in the backward pass
 kernel    ours on an accelerator with Triton: a forward pass without logits, the same backward pass
 unfused   all logits at once through autograd: log_softmax, gather, entropy
-liger     Liger's fused linear cross entropy where it is installed; it has no entropy and no gradient of it
+liger     Liger's fused linear cross entropy, if installed; it has no entropy and no gradient of it
 
 The methods take turns. Each is checked first: log-probs, entropy and gradients against float64 (of the
 first 256 tokens' outputs), or it is not measured. Metrics: seconds of the forward pass without gradients

@@ -6,11 +6,11 @@ A model of 25.7M parameters, responses with a long tail (a mean of 0.15 of the l
 reaches) and as many ranks as there are cores, at least two. ``colocate`` has all roles on all ranks; in the
 others the second half of the ranks only samples and the first half only learns: ``lockstep``, one after the
 other; ``closed``, at the same time with ``asynchrony.steps_ahead`` 1, where a step learns from exactly its
-prompts; and ``open``, where it learns from what is complete.
+prompts; and ``open``, in which it learns from the groups that are complete.
 
-Neither side can be busy all the time where one has more to do, so the work is balanced first: the engine
+Neither side can be busy all the time if one has more to do, so the work is balanced first: the engine
 works on so many rows at once (``rollout.vllm.max_num_seqs``) that sampling takes as long as learning, by two
-probes in the open order. What is idle then is what an order costs. All orders do the same work.
+probes in the open order. The idle time that remains is the cost of the order. All orders do the same work.
 
 Runs take turns; the first two steps of each warm up and are not counted. Metrics: seconds per step with its
 ratio to colocate, and the share of a step in which each kind of rank waits for the other.

@@ -3,8 +3,8 @@
     python benchmarks/random_model.py FOLDER [--shape 1.5B]
     python benchmarks/throughput.py FOLDER/run.yaml
 
-No hub is asked. Shapes are those of Qwen2.5, drawn in bfloat16 on the GPU where there is one. A model of
-random weights hardly ever ends a response, so nearly all have the length of the limit.
+Nothing is downloaded. Shapes are Qwen2.5's; weights are drawn in bfloat16, on a GPU if there is one. A model
+of random weights hardly ever ends a response, so nearly all have the length of the limit.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ hybrid_engine_verified  the same with every checksum compared, as it runs by def
 gather_all              every rank gathers the whole model, then one load_weights
 per_tensor              per tensor: broadcast over the pipeline, gather over tensor ranks, load_weights (verl)
 bucketed                the same in buckets of 16 MiB (mbridge, Megatron-Bridge, NeMo-RL)
-mbridge                 mbridge's own export_weights into load_weights, where it is installed
+mbridge                 mbridge's own export_weights into load_weights, if installed
 core_resharding         Megatron-Core's own resharding, Megatron to Megatron
 
 gather_all, per_tensor and bucketed are implementations of these algorithms in reshard_peers.py, not the

@@ -2,7 +2,7 @@
 
     python benchmarks/rollout.py [--quick] [--repeats N] [--json FILE]
 
-Responses have log-normal lengths, of which half of the variance is the prompt's, and engines work on 16 rows
+Responses have log-normal lengths, with half of the variance between prompts, and engines work on 16 rows
 at once. Each turn draws its own lengths: which order is ahead depends on the draw, since nobody knows
 beforehand which response is the longest.
 

@@ -4,8 +4,8 @@
                                [--quick] [--at-least X] [--gain X] [--json FILE] [KEY=VALUE …]
 
 Every seed is a run of its own with ``seed=N``; ``{seed}`` and ``{folder}`` in KEY=VALUE and in COMMAND stand
-for the number and the seed's folder. COMMAND runs first. Seeds that are done already are not run again, so an
-interrupted call goes on. The quickstart, with another model, other problems and another order in each run::
+for the number and the seed's folder. COMMAND runs first. Complete seeds are not run again, so an
+interrupted call resumes. The quickstart, with another model, other problems and another order in each run::
 
     python benchmarks/seeds.py configs/quickstart.yaml --at-least 0.9 --gain 0.3 \\
         --prepare "python -m megatron_rl.data.quickstart {folder} --seed {seed}" model.path={folder}/model \\

@@ -129,7 +129,7 @@ def simulate(
 ) -> list[tuple[float, int]]:
     """Return the completion time and the tokens of each response, in order of time.
 
-    ``lengths`` are those of the responses to each prompt. Engines work on ``rows`` at once. A replica has
+    ``lengths`` has the response lengths of each prompt. Engines work on ``rows`` at once. A replica has
     up to ``max_in_flight`` responses: ``rows`` in the continuous order, all responses in lockstep, where none
     remains to be drawn. Groups are drawn in order of time.
     """

@@ -1,4 +1,4 @@
-"""Time of a training step by phase, and what a bare Megatron-Core step and TRL take for the same work.
+"""Time of a training step by phase, beside a bare Megatron-Core step and TRL on the same work.
 
     python benchmarks/step_time.py [--quick] [--repeats N] [--json FILE]
                                   [--without step,trl,learn] [--continuous-batching]

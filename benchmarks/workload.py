@@ -1,7 +1,7 @@
 """Work that step_time.py gives to every method: model, prompts, reward, and varying lengths.
 
 The weights are random, with one exception: the probability of ending a response is nearly the same at every
-token, so that lengths are spread like those of a trained model. One dimension of the residual stream is a
+token, so that lengths are spread as in a trained model. One dimension of the residual stream is a
 constant that no layer writes to, and only the end token's output row reads it. Unless stated otherwise the
 mean length is about 0.4 of the limit, and about one response in ten reaches the limit.
 """

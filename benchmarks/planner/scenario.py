@@ -198,10 +198,9 @@ class Scenario:
 
     def rollout_with(self, tensor: int, gpus: int) -> RolloutLayout:
         """Return the scenario's rollout layout at a tensor size."""
-        # Replicas are as many as fit, unless the scenario states them.
         section = self.section("rollout")
         pipeline = int(section.get("pipeline") or 1)
-        # The number of replicas belongs to the scenario's own tensor size.
+        # A number of replicas belongs to the scenario's own tensor size; at another, as many as fit.
         replicas = None
         if section.get("tensor") == tensor:
             replicas = section.get("replicas")

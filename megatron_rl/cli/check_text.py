@@ -499,7 +499,7 @@ def _servers(config: RunConfig) -> list[str]:
     """Return the command that starts an inference server of the configuration."""
     # The command depends on the model's architecture.
     if not (Path(config.model.path) / "config.json").is_file():
-        return ["the command that starts one stands here once the model does in model.path"]
+        return ["the command that starts one is printed here once the model is in model.path"]
     command = ENGINES[config.rollout.engine].start_command
     if command is None:
         return ["start them as the engine's own documentation says"]

@@ -1,4 +1,4 @@
-"""The ``train`` command and those of the stages: check a configuration, then start the trainer."""
+"""The ``train`` command and the commands of the stages: check a configuration, then start the trainer."""
 
 from __future__ import annotations
 

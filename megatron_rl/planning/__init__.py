@@ -1,1 +1,1 @@
-"""Predict what a run takes before machines are there, and prove machines: nothing of a run imports it."""
+"""Predictions of a run before there are machines, and proofs of machines: nothing of a run imports it."""

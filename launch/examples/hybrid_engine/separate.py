@@ -1,4 +1,4 @@
-"""Send your Megatron model's weights to vLLM workers of another job, each byte where it is needed.
+"""Send your Megatron model's weights to vLLM workers of another job, each byte to the workers that need it.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 3 launch/examples/hybrid_engine/separate.py
 

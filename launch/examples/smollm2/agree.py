@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=2 torchrun --nproc-per-node 1 launch/examples/smollm2/agree.py CONFIG [KEY=VALUE …]
 
 vLLM samples with the weights that the trainer sent it; the other two compute the log-probs of its tokens.
-Prints the mean and the largest absolute difference per token of each pair, in model.dtype, and those of
+Prints the mean and the largest absolute difference per token of each pair, in model.dtype, and the same for
 transformers in float32.
 """
 

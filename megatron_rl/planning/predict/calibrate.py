@@ -63,7 +63,7 @@ def _require_file(path: Path, option: str) -> Path:
 def read_steps(run_dir: str | Path, option: str = "--calibrate") -> list[dict[str, float]]:
     """Return the lines of metrics.jsonl that are steps; the first, which warms up, is left out.
 
-    Raises UserError where there are none.
+    Raises UserError for a run without steps.
     """
     path = _require_file(RunFolder(run_dir).metrics, option)
     lines = read_metrics(path)

@@ -631,7 +631,7 @@ def _does_not_fit(problem: Problem) -> UserError:
 def _least_need(problem: Problem) -> str:
     """Return the least memory of a GPU as text."""
     model = problem.models[_ACTOR]
-    # Weights in bfloat16, and what learns: all of them, or adapters that hardly count.
+    # Weights in bfloat16, with gradients and optimizer states unless adapters learn, which hardly count.
     bytes_per_parameter = 2
     if problem.lora is None:
         bytes_per_parameter += problem.optimizer.gradient_bytes + problem.optimizer.state_bytes
