@@ -124,7 +124,7 @@ class Worker:
             problems.insert(0, f"it requires {', '.join(unavailable)}")
             fix = parameter_hints(unavailable) or "rename its parameters, or give them a default"
         raise UserError(
-            f"the function {self.config.function} cannot be called as it will be",
+            f"the function {self.config.function} does not fit the arguments of its call",
             where=self._key,
             expected=f"parameters among {', '.join(sorted(available))}, and the names of reward.arguments",
             got=" and ".join(problems),

@@ -21,7 +21,7 @@ from megatron_rl.errors import UserError, nearest
 from megatron_rl.redaction import HIDDEN, is_hidden
 from megatron_rl.rewards.calls import loading_errors
 from megatron_rl.rewards.judgement import JUDGEMENT, is_function
-from megatron_rl.rewards.worker import ARGUMENTS, GROUP, TOKENS, TURNS
+from megatron_rl.rewards.worker import ARGUMENTS, GROUP, TOKENS, TURNS, parameter_hints
 from megatron_rl.user_code import find_module, missing_file
 
 RESERVED_ARGUMENTS = (*ARGUMENTS, TURNS, TOKENS, GROUP)
@@ -288,12 +288,12 @@ def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> 
             where=f"{path}:{node.lineno}",
             expected=expected,
             got=" and ".join(problems),
-            fix=_signature_fix(function, bool(refused), bool(unfilled)),
+            fix=_signature_fix(function, bool(refused), unfilled),
         )
     ]
 
 
-def _signature_fix(function: FunctionRef, refused: bool, unfilled: bool) -> str:
+def _signature_fix(function: FunctionRef, refused: bool, unfilled: Sequence[str]) -> str:
     """Return the fix of a function that refuses arguments, has unfilled parameters, or both."""
     if refused and unfilled:
         return "call it from a function with the expected parameters, or rename them and add **kwargs"
@@ -303,7 +303,8 @@ def _signature_fix(function: FunctionRef, refused: bool, unfilled: bool) -> str:
     if function.key == "reward.function":
         fixes.insert(0, "set them in reward.arguments")
     if not function.passes_all:
-        fixes.insert(0, "rename them to arguments of the call")
+        hints = parameter_hints(unfilled)
+        fixes.insert(0, hints or "rename them to arguments of the call")
     return ", or ".join(fixes)
 
 
