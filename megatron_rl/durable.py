@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_rl.errors import UserError
-from megatron_rl.progress import advance
+from megatron_rl.progress import count_progress
 
 DIGESTS = "checksums.json"
 
@@ -138,7 +138,7 @@ def _digest(path: Path) -> str:
         while block := file.read(_READ_BYTES):
             digest.update(block)
             # A large checkpoint takes longer than the hang detector allows without progress.
-            advance("blocks of files")
+            count_progress("blocks of files")
     return str(digest)
 
 
@@ -249,7 +249,7 @@ def replaced_name(path: Path) -> Path:
     return path.with_name(path.name + REPLACED)
 
 
-def without_final_name(folder: Path) -> list[Path]:
+def unreplaced_folders(folder: Path) -> list[Path]:
     """Return the folders that a killed `publish` has renamed and not yet replaced, sorted by name."""
     if not folder.is_dir():
         return []
@@ -258,8 +258,8 @@ def without_final_name(folder: Path) -> list[Path]:
 
 
 def recover_replaced(folder: Path) -> list[Path]:
-    """Restore the names of the folders of `without_final_name`; return their paths."""
-    recovered = [path.rename(path.with_suffix("")) for path in without_final_name(folder)]
+    """Restore the names of the folders of `unreplaced_folders`; return their paths."""
+    recovered = [path.rename(path.with_suffix("")) for path in unreplaced_folders(folder)]
     if recovered:
         sync_folder(folder)
     return recovered

@@ -90,14 +90,14 @@ class UserErrors(UserError):
         return "\n".join(numbered(self.errors, "error"))
 
 
-def each(error: UserError) -> tuple[UserError, ...]:
+def single_errors(error: UserError) -> tuple[UserError, ...]:
     """Return the single errors of an error: itself, or all errors of a `UserErrors`."""
     if isinstance(error, UserErrors):
         return error.errors
     return (error,)
 
 
-def require_none(errors: Sequence[UserError]) -> None:
+def raise_errors(errors: Sequence[UserError]) -> None:
     """Raise the error or errors, if there are any."""
     if len(errors) == 1:
         raise errors[0]
@@ -230,7 +230,7 @@ def neighbours(path: Path) -> str:
     return f"no {path.name} in {parent}; there is {close}"
 
 
-def some_of(names: Sequence[str], count: int) -> str:
+def join_names(names: Sequence[str], count: int) -> str:
     """Return the first ``count`` names as text, with the number of further ones.
 
     Example:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.errors import UserError, each, numbered, require_none
+from megatron_rl.errors import UserError, numbered, raise_errors, single_errors
 
 # Seconds between two checks that the launcher is alive.
 _CHECK_SECONDS = 1.0
@@ -66,7 +66,7 @@ def read_launch(environment: Mapping[str, str], *, joins: bool = False) -> Launc
             if environment.get(name, "1") not in ("", "1"):
                 errors.append(_unknown_launcher(name, launcher, environment[name]))
 
-        require_none(errors)
+        raise_errors(errors)
         return Launch()
 
     world_size = _integer(environment, "WORLD_SIZE", 1, None, errors)
@@ -77,12 +77,12 @@ def read_launch(environment: Mapping[str, str], *, joins: bool = False) -> Launc
         if not environment.get("MASTER_ADDR"):
             errors.append(_error("MASTER_ADDR", "the host of rank 0", environment.get("MASTER_ADDR")))
 
-    require_none(errors)
+    raise_errors(errors)
     assert world_size is not None and rank is not None and local_rank is not None
     return Launch(rank, world_size, local_rank, alone=False)
 
 
-def launch(*, joins: bool = False) -> Launch:
+def current_launch(*, joins: bool = False) -> Launch:
     """Return the position of this process in its job; see `read_launch`."""
     return read_launch(os.environ, joins=joins)
 
@@ -209,7 +209,7 @@ def report_errors(error: UserError) -> None:
             return
         print(f"rank {rank} on {socket.gethostname()}:", file=sys.stderr)
 
-    print("\n".join(numbered(each(error), "error")), file=sys.stderr, flush=True)
+    print("\n".join(numbered(single_errors(error), "error")), file=sys.stderr, flush=True)
     if rank == 0:
         _write_summary(error)
 
@@ -220,7 +220,7 @@ def _write_summary(error: UserError) -> None:
     if not path:
         return
 
-    first, *further_errors = each(error)
+    first, *further_errors = single_errors(error)
     text = f"bad input, no crash\n\nerror: {first}\n"
     if further_errors:
         text += f"\n{len(further_errors)} more, printed above torchrun's own traceback\n"

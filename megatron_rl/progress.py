@@ -5,12 +5,12 @@ from collections import Counter
 _counts: Counter[str] = Counter()
 
 
-def advance(unit: str) -> None:
+def count_progress(unit: str) -> None:
     """Count one more completed ``unit`` of work, such as a micro-batch."""
     _counts[unit] += 1
 
 
-def done() -> str:
+def progress_text() -> str:
     """Return the counts as text.
 
     Example: ``"3 blocks of files, 12 micro-batches"``.

@@ -18,7 +18,7 @@ from megatron_rl.config.parse import parse_settings
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.setting import is_setting
 from megatron_rl.config.source import describe
-from megatron_rl.errors import UserError, UserErrors, each, nearest
+from megatron_rl.errors import UserError, UserErrors, nearest, single_errors
 from megatron_rl.user_code import load_path
 
 # Megatron's settings that make a forward pass in training differ from one in evaluation mode.
@@ -77,7 +77,7 @@ def get_algorithm(
     try:
         algorithm = _load_algorithm(name)
     except UserError as error:
-        raise UserErrors(each(error)) from error
+        raise UserErrors(single_errors(error)) from error
 
     # A key with an error keeps the algorithm's piece, so that the other keys are still validated.
     errors: list[UserError] = []
@@ -86,7 +86,7 @@ def get_algorithm(
         try:
             changes[key] = _make_piece(key, value, getattr(algorithm, key, None))
         except UserError as error:
-            errors.extend(each(error))
+            errors.extend(single_errors(error))
     algorithm = replace(algorithm, **changes)
 
     # The limit is a default of some settings, so it comes before their validation.

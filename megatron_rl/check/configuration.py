@@ -56,19 +56,19 @@ from megatron_rl.config.budget import RankMemory, memory_plan
 from megatron_rl.config.derive import BatchPlan, batch_plan, default_attention, resolve
 from megatron_rl.config.load import LoadedConfig, flatten
 from megatron_rl.config.placement import (
+    explicit_megatron_settings,
     layout_sections,
     megatron_sections,
     megatron_settings,
     role_layouts,
     shared_weights,
-    stated_settings,
 )
-from megatron_rl.config.roles import NUMBER, learner_sections, role_of, section_of, spec_of, where_of
+from megatron_rl.config.roles import NUMBER, layout_path_of, learner_sections, role_of, section_of, spec_of
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.setting import with_value
 from megatron_rl.config.source import DEFAULT, Origin, Section
-from megatron_rl.config.stage_plan import for_job, has_use, stage_plans
+from megatron_rl.config.stage_plan import for_job, job_reads, stage_plans
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.shapes.fit import engine_problems, learning_problems, trainer_problems
 from megatron_rl.shapes.layout import ParallelLayout
@@ -229,7 +229,7 @@ def check_config(
         config, loaded.broken, allow_missing=without_files
     )
 
-    origins = {key: origin for key, origin in loaded.origins.items() if has_use(config.job, key)}
+    origins = {key: origin for key, origin in loaded.origins.items() if job_reads(config.job, key)}
     origins |= megatron_origins
 
     # Single values first: an invalid one hides every rule that would compare it.
@@ -401,7 +401,7 @@ def _check_layouts(check: _Check, world: int) -> dict[str, ParallelLayout]:
         # A role without a section has the actor's sizes: their errors name the actor's key, also in a job
         # without the actor, and are reported once for each number of ranks.
         source = layout
-        if role != "rollout" and sections[where_of(role)] is None:
+        if role != "rollout" and sections[layout_path_of(role)] is None:
             source = replace(layout, path="actor.layout")
         keys = (source.path,)
         if role == "rollout":
@@ -437,7 +437,7 @@ def _check_against_models(check: _Check, inputs: Inputs, layouts: Mapping[str, P
         check.refuse(check_lora(lora, engine, key))
         model_file = inputs.models.get(role_of(section), inputs.models.get("actor"))
         if shape is not None and model_file is not None and check.is_valid(key):
-            _, settings = stated_settings(config, section)
+            _, settings = explicit_megatron_settings(config, section)
             check.add(check_adapted_model(lora, read_pretrained(model_file), key, settings))
 
     if shape is None:
@@ -455,7 +455,7 @@ def _fit_errors(check: _Check, inputs: Inputs, role: str, layout: ParallelLayout
     """Return the errors of a layout that does not fit the shape of its role's model."""
     if not check.is_valid(*megatron_sections(check.config)):
         return []
-    has_section = role == "rollout" or layout_sections(check.config)[where_of(role)] is not None
+    has_section = role == "rollout" or layout_sections(check.config)[layout_path_of(role)] is not None
     has_shape = role in inputs.shapes or (has_section and role not in inputs.roles_without_shape)
     shape = inputs.shapes.get(role, inputs.shape)
     if not has_shape or shape is None:  # a role that shares layout and model with the actor has its errors

@@ -29,19 +29,19 @@ from megatron_rl.data.chat_format import (
     ConversationText,
     TurnEnd,
     find_turn_end,
-    framing_marks,
-    turn_end_problem,
+    template_tokens,
+    turn_end_mismatch,
 )
 from megatron_rl.data.forms import RecordReader
 from megatron_rl.data.messages import (
-    asked_messages,
-    end_of_thoughts,
+    closing_thought_tag,
+    is_uninformative,
+    message_texts,
     no_tokens_error,
-    nothing_taught,
-    said_texts,
-    teaches_nothing,
-    templated,
-    unended_thoughts,
+    prompt_messages,
+    unclosed_thoughts_warning,
+    uninformative_text,
+    uses_chat_template,
 )
 from megatron_rl.data.records import (
     KINDS,
@@ -50,17 +50,17 @@ from megatron_rl.data.records import (
     data_files,
     empty_error,
     missing_error,
+    parse_line,
     partial_warning,
     read_table,
     unreadable_error,
-    values_of,
 )
 from megatron_rl.data.rendered_text import (
-    LOOKED_AT,
-    odd_prompts,
-    odd_responses,
+    EXAMINED_RECORDS,
+    prompt_warnings,
     rendered_prompts,
     response_pieces,
+    response_warnings,
 )
 from megatron_rl.data.template_renderer import TemplateRenderer
 from megatron_rl.errors import UserError
@@ -357,7 +357,7 @@ def _read_lines(
                 continue
             location = f"{path}:{number}"
             try:
-                yield Record(values_of(line, f"{location} ({setting})"), location)
+                yield Record(parse_line(line, f"{location} ({setting})"), location)
             except UserError as error:
                 yield error
 
@@ -368,11 +368,11 @@ def _uninstructive(data_set: DataSet, records: Sequence[Record]) -> Iterator[Use
     if not fields:
         return
     locations = [
-        record.where for record in records if teaches_nothing(*(record.values[name] for name in fields))
+        record.where for record in records if is_uninformative(*(record.values[name] for name in fields))
     ]
     if locations:
         yield UserError(
-            nothing_taught(locations, len(records), len(fields) > 1),
+            uninformative_text(locations, len(records), len(fields) > 1),
             where=data_set.path,
             got=f"{', '.join(fields)} of {len(records)} records that were read",
             fix="correct or remove the records",
@@ -482,7 +482,7 @@ class TokenCounter:
         """Return the added tokens that the template renders around messages."""
         if self.tokenizer is None:
             return set()
-        return framing_marks(self.renderer, added_token_ids(self.tokenizer).values())
+        return template_tokens(self.renderer, added_token_ids(self.tokenizer).values())
 
     @cached_property
     def thoughts_end(self) -> str | None:
@@ -490,7 +490,7 @@ class TokenCounter:
         if self.chat is None:
             return None
         with suppress(UserError):
-            return end_of_thoughts(self.chat.opening)
+            return closing_thought_tag(self.chat.opening)
         return None
 
     def close(self) -> None:
@@ -535,7 +535,7 @@ class TokenCounter:
                 files.warnings.append(error)
 
         if not data_set.path.endswith(".held_out"):  # a stage's training data has the same form
-            files.warnings.extend(self._text_warnings(data_set, records[:LOOKED_AT]))
+            files.warnings.extend(self._text_warnings(data_set, records[:EXAMINED_RECORDS]))
 
     def _text_warnings(self, data_set: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
         """Yield the warnings of the first records' rendered texts, and of the template that renders them."""
@@ -543,7 +543,7 @@ class TokenCounter:
             return
 
         data = data_set.data
-        through_template = any(templated(record, data) for record in records)
+        through_template = any(uses_chat_template(record, data) for record in records)
         end_texts = [*self.end_tokens.values()]
 
         # The template's own problems, once for all data sets.
@@ -551,7 +551,7 @@ class TokenCounter:
             if self.chat is None:
                 return
             end_list = ", ".join(end_texts)
-            problem = turn_end_problem(self.turn_end, [*self.end_tokens], end_list, str(self.model))
+            problem = turn_end_mismatch(self.turn_end, [*self.end_tokens], end_list, str(self.model))
             if problem is not None and not self._turn_end_reported:
                 self._turn_end_reported = True
                 yield problem
@@ -559,15 +559,17 @@ class TokenCounter:
 
         # Reasoning models: a prompt that opens thoughts needs responses that close them.
         if data_set.responses and through_template and self.thoughts_end is not None:
-            unended = unended_thoughts(records, data_set.responses, data, self.thoughts_end, data_set.path)
+            unended = unclosed_thoughts_warning(
+                records, data_set.responses, data, self.thoughts_end, data_set.path
+            )
             if unended is not None:
                 yield unended
 
         with suppress(UserError):  # a record that the template refuses is an error of `_token_counts`
             texts = rendered_prompts(records, data, data_set.path, self.renderer)
-            yield from odd_prompts(records, texts, data, data_set.path, end_texts, self.framing_tokens)
+            yield from prompt_warnings(records, texts, data, data_set.path, end_texts, self.framing_tokens)
             if data_set.responses:
-                yield from odd_responses(
+                yield from response_warnings(
                     records, data_set.responses, data, data_set.path, self.chat, end_texts
                 )
 
@@ -615,7 +617,7 @@ class TokenCounter:
         if len(prompt) > _EMPTY_PROMPT_CHARACTERS and prompt.strip():
             return
         # As in training: a rendered prompt has its special tokens already.
-        add_special_tokens = not templated(record, data_set.data)
+        add_special_tokens = not uses_chat_template(record, data_set.data)
         if not self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids:
             raise no_tokens_error(prompt, f"{record.where} ({data_set.path})")
 
@@ -626,9 +628,9 @@ class TokenCounter:
         template, the texts are the contents of the messages.
         """
         data = data_set.data
-        if self.renderer is None and templated(record, data):
-            prompt = said_texts(asked_messages(record, data))
-            responses = [said_texts(record.values[name]) for name in data_set.responses]
+        if self.renderer is None and uses_chat_template(record, data):
+            prompt = message_texts(prompt_messages(record, data))
+            responses = [message_texts(record.values[name]) for name in data_set.responses]
         else:
             prompt = rendered_prompts([record], data, data_set.path, self.renderer)
             alternative = None
@@ -649,7 +651,7 @@ def _characters(record: Record, data_set: DataSet) -> int:
     """Return the characters of a record's prompt and responses together."""
     total = 0
     for name in (data_set.data.prompt_field, *data_set.responses):
-        total += sum(len(text) for text in said_texts(record.values[name]))
+        total += sum(len(text) for text in message_texts(record.values[name]))
     return total
 
 

@@ -30,7 +30,7 @@ from megatron_rl.check.stages import repeated_records
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import flatten
-from megatron_rl.config.roles import VOCABULARY, role_of, role_sections, spec_at, stated_models
+from megatron_rl.config.roles import VOCABULARY, explicit_model_paths, role_of, role_sections, spec_at
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.data import fields_of
@@ -181,7 +181,7 @@ def _check_models(inputs: Inputs) -> None:
         actor = read_pretrained(inputs.models["actor"])
     inputs.errors.extend(provider_errors(config.model, actor))
 
-    for section, path in stated_models(config).items():
+    for section, path in explicit_model_paths(config).items():
         # An error of a reward model may be about its name, which is above its path.
         key = f"{section}.path"
         if section.startswith("reward."):

@@ -19,9 +19,9 @@ from megatron_rl.contained.process import (
     ContainedProcess,
     LoadFailed,
     Requests,
-    readable,
-    search,
-    told,
+    escape_unprintable,
+    format_error,
+    set_module_sources,
 )
 from megatron_rl.errors import UserError
 from megatron_rl.user_code import load_module
@@ -83,7 +83,9 @@ def _import_failure(spec: str) -> _ImportFailure | None:
 
     if "raised" not in answer:
         return None
-    failure = _ImportFailure(readable(str(answer["raised"])), readable(str(answer.get("text", ""))))
+    failure = _ImportFailure(
+        escape_unprintable(str(answer["raised"])), escape_unprintable(str(answer.get("text", "")))
+    )
     failure.ended = False
     return failure
 
@@ -92,7 +94,7 @@ def serve(requests: Requests, limits: Mapping[str, Any], unenforced: list[str]) 
     """Import the requested piece in this contained process, and reply whether the import raised."""
     # Modules are searched as in the parent process, and in the copies that a run keeps.
     search_path, spec = requests.read()
-    search(search_path)
+    set_module_sources(search_path)
     module, _, name = spec.rpartition(":")
 
     answer: dict[str, Any] = {"kind": READY}
@@ -101,5 +103,5 @@ def serve(requests: Requests, limits: Mapping[str, Any], unenforced: list[str]) 
         for attribute in name.split("."):
             value = getattr(value, attribute)
     except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's module, too
-        answer |= {"raised": f"{type(error).__name__}: {error}", "text": told(error)}
+        answer |= {"raised": f"{type(error).__name__}: {error}", "text": format_error(error)}
     requests.reply(answer)

@@ -23,19 +23,19 @@ from megatron_rl.check.model.megatron_settings import (
     check_optimizer,
 )
 from megatron_rl.check.values import check_algorithm, check_values
-from megatron_rl.config.field_types import known_paths
+from megatron_rl.config.field_types import value_paths
 from megatron_rl.config.load import parse_tree
 from megatron_rl.config.other_names import (
     FOREIGN_SECTIONS,
     OtherName,
     UnknownName,
+    find_counterpart,
     name_in_section,
-    other_name,
 )
 from megatron_rl.config.roles import MODEL_ROLES
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.setting import REMOVED, is_setting
-from megatron_rl.config.source import DEFAULT, Leaf, Section, one_line, put
+from megatron_rl.config.source import DEFAULT, Leaf, Section, one_line, set_value
 from megatron_rl.errors import UserError, nearest
 
 REFERENCE = "docs/configuration.md lists every name"
@@ -150,7 +150,7 @@ def _suggestion_errors(error: UnknownName, tree: Section) -> list[UserError]:
 
 def _value_error(entry: _UnknownEntry) -> UserError:
     """Return the error of an unknown name with a single value."""
-    if "." in entry.error.key and entry.path in known_paths(RunConfig):
+    if "." in entry.error.key and entry.path in value_paths(RunConfig):
         *sections, name = entry.path.split(".")
         parents = " ".join(f"{section}:" for section in sections)
         return entry.as_error(
@@ -317,7 +317,7 @@ def _absent_error(entry: _UnknownEntry, reason: str = "") -> UserError:
 
 def _counterpart(entry: _UnknownEntry) -> OtherName | None:
     """Return our name of another project's name, in the section or role where it was written."""
-    counterpart = other_name(entry.path) or _own_suffix(entry.path)
+    counterpart = find_counterpart(entry.path) or _own_suffix(entry.path)
     if counterpart is None or counterpart.ours is None:
         return counterpart
 
@@ -330,14 +330,14 @@ def _counterpart(entry: _UnknownEntry) -> OtherName | None:
     section, _, setting = counterpart.ours.partition(".")
     for name in entry.path.split("."):
         key = f"{_FOREIGN_ROLES.get(name)}.{setting}"
-        if section == "actor" and key in known_paths(RunConfig):
+        if section == "actor" and key in value_paths(RunConfig):
             return replace(counterpart, ours=key)
     return counterpart
 
 
 def _own_suffix(path: str) -> OtherName | None:
     """Return the longest key of ours at the end of a path, such as `rollout.top_k` of `x.rollout.top_k`."""
-    keys = set(known_paths(RunConfig))
+    keys = set(value_paths(RunConfig))
     names = path.split(".")
     for start in range(1, len(names) - 1):
         suffix = ".".join(names[start:])
@@ -367,7 +367,7 @@ def _keys_elsewhere(entry: _UnknownEntry, *, slips: bool = True) -> list[str]:
 
     # Exact names win over slips.
     keys_by_name: dict[str, list[str]] = {}
-    for path in (*known_paths(RunConfig), *piece_paths()):
+    for path in (*value_paths(RunConfig), *piece_paths()):
         keys_by_name.setdefault(path.rpartition(".")[2], []).append(path)
     match = None
     if name in keys_by_name:
@@ -428,11 +428,11 @@ def _replace(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Re
     # `policy_loss: gspo` is short for a section; with a setting below it the whole section is shown.
     shows_section = bool(parent) and isinstance(_node(base, parent_names), Leaf)
     replaced = copy.deepcopy(base)
-    put(replaced, key.split("."), _tree(value))
+    set_value(replaced, key.split("."), _tree(value))
     problems = [error for error in _errors(replaced, key) if str(error) not in errors_before]
     if problems and piece:
-        put(replaced, parent_names, Section({"name": Leaf(piece, DEFAULT)}))
-        put(replaced, key.split("."), _tree(value))
+        set_value(replaced, parent_names, Section({"name": Leaf(piece, DEFAULT)}))
+        set_value(replaced, key.split("."), _tree(value))
         problems = [error for error in _errors(replaced, key) if str(error) not in errors_before]
         shows_section = True
 

@@ -18,7 +18,7 @@ from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.sections.rewards import FUNCTION
 from megatron_rl.config.sections.rollout import profile_errors
 from megatron_rl.config.setting import sections_of, value_errors
-from megatron_rl.errors import UserError, each
+from megatron_rl.errors import UserError, single_errors
 
 
 def check_values(config: RunConfig) -> list[UserError]:
@@ -43,7 +43,7 @@ def check_algorithm(config: RunConfig) -> tuple[Algorithm | None, list[UserError
     try:
         algorithm = algorithm_of(config)
     except UserError as error:
-        return ALGORITHMS.get(config.algorithm.name), list(each(error))
+        return ALGORITHMS.get(config.algorithm.name), list(single_errors(error))
     return algorithm, _overlong_errors(config, algorithm)
 
 

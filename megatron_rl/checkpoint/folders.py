@@ -21,7 +21,7 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import gather_objects, run_on_all_ranks_or_raise
 from megatron_rl.errors import UserError
 from megatron_rl.megatron.model import ParallelModel
-from megatron_rl.progress import advance
+from megatron_rl.progress import count_progress
 
 _FULL_BYTES = 2**20
 """A disk with fewer free bytes is full, even if a writer that failed on it reports something else."""
@@ -38,7 +38,7 @@ _PROGRESS_SECONDS = 1.0
 # --- Steps on all ranks
 
 
-def first(compute: Callable[[], Any]) -> Any:
+def from_first_rank(compute: Callable[[], Any]) -> Any:
     """Return the value that the first rank computes. Collective over the world.
 
     Each rank for itself could see another state of a shared file system for a while.
@@ -102,7 +102,7 @@ def partial_of(final: Path) -> Path:
     return final.with_name(final.name + ".partial")
 
 
-def write(
+def write_tensors(
     folder: Path,
     model: ParallelModel | None,
     state: dict[str, Any],
@@ -117,7 +117,7 @@ def write(
     tensor_write.finish()
 
 
-class Saving:
+class PendingCheckpoint:
     """A checkpoint in progress: each rank's thread writes its share into a partial folder.
 
     `finish` waits for all ranks and publishes the folder. `seconds` is the time that this rank's thread took.
@@ -198,7 +198,7 @@ class Saving:
             if new_size != size:
                 size = new_size
                 # This thread waits as long as the writing takes: growing files keep the hang detector quiet.
-                advance("looks at a growing checkpoint")
+                count_progress("looks at a growing checkpoint")
 
         if self._failure is not None:
             raise self._failure
@@ -226,7 +226,9 @@ def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, s
     digests: dict[str, str] = {}
     for gathered in gather_objects(dict(rank_digests)):
         digests |= gathered
-    pending_names = first(lambda: [name for name in durable.files_below(folder) if name not in digests])
+    pending_names = from_first_rank(
+        lambda: [name for name in durable.files_below(folder) if name not in digests]
+    )
     new_digests: dict[str, str] = {}
 
     def compute_share() -> None:
@@ -249,15 +251,15 @@ def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
     back after a kill had interrupted its replacement. Raises UserError if there are checkpoints and all are
     damaged. Collective over the world.
     """
-    for path in first(lambda: durable.recover_replaced(folder)):
+    for path in from_first_rank(lambda: durable.recover_replaced(folder)):
         log(f"{path}: a kill had left it as {durable.replaced_name(path).name}; it has its name again")
 
     newest_damage = ""
-    for path in reversed(first(lambda: named_checkpoints(folder))):
+    for path in reversed(from_first_rank(lambda: named_checkpoints(folder))):
         problems = find_damages(path)
         if not problems:
             return path
-        summary = in_short(problems)
+        summary = summarize_damages(problems)
         newest_damage = newest_damage or f"{path.name}: {summary}"
         log(f"{path} is damaged and stays unused: {summary}")
 
@@ -294,25 +296,25 @@ def require_intact_models(keys_by_folder: Mapping[str, str]) -> None:
     download, is not verified. Collective over the world.
     """
     for path, key in keys_by_folder.items():
-        problems = model_damages(Path(path))
+        problems = find_model_damages(Path(path))
         if problems:
             raise UserError(
                 "a model that is to be read is damaged",
                 where=f"{key}: {path}",
                 expected="files that are what was written",
-                got=in_short(problems),
+                got=summarize_damages(problems),
                 fix="restore it from a copy, or make it anew; if the change is meant, remove "
                 f"{Path(path) / durable.DIGESTS}, which holds the digests of before",
             )
 
 
-def model_damages(folder: Path) -> list[str]:
+def find_model_damages(folder: Path) -> list[str]:
     """Return the damages of a model folder; a folder without digests has none. Collective over the world."""
-    has_digests = first(lambda: durable.is_sealed(folder))
+    has_digests = from_first_rank(lambda: durable.is_sealed(folder))
     return find_damages(folder) if has_digests else []
 
 
-def in_short(problems: Sequence[str]) -> str:
+def summarize_damages(problems: Sequence[str]) -> str:
     """Return the first lines of `find_damages` as one line."""
     text = "; ".join(problems[:_SHOWN_PROBLEMS])
     if len(problems) > _SHOWN_PROBLEMS:
@@ -325,7 +327,7 @@ def find_damages(path: Path) -> list[str]:
 
     Collective over the world.
     """
-    digests = first(lambda: durable.read_digests(path))
+    digests = from_first_rank(lambda: durable.read_digests(path))
     if digests is None:
         return [f"{durable.DIGESTS} is missing or damaged"]
     names = list(digests)[device.rank() :: device.world_size()]

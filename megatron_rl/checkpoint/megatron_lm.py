@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from megatron_rl import durable
-from megatron_rl.checkpoint.folders import partial_of, run_write_step, write, write_error
+from megatron_rl.checkpoint.folders import partial_of, run_write_step, write_error, write_tensors
 from megatron_rl.checkpoint.tensors import initialise_states, megatron_scope, sharded_state
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import run_on_all_ranks_or_raise
@@ -115,7 +115,7 @@ def save_megatron(
     run_write_step(prepare, "prepare the folder of the Megatron checkpoint", final)
     try:
         with megatron_scope(model), without_adapters(model):
-            write(partial_folder, model, _state(model, arguments, iteration), _CONTENT)
+            write_tensors(partial_folder, model, _state(model, arguments, iteration), _CONTENT)
     except Exception as error:
         raise write_error(error, final) from error
     run_write_step(publish, "complete the Megatron checkpoint", final)

@@ -26,7 +26,7 @@ import torch
 
 from megatron_rl import durable
 from megatron_rl.checkpoint.folders import (
-    Saving,
+    PendingCheckpoint,
     partial_of,
     require_intact,
     run_write_step,
@@ -62,7 +62,7 @@ _OPTIMIZER_BYTES = 12
 """Bytes of optimizer state per trained parameter: a float32 copy and two moments."""
 
 
-class Part(NamedTuple):
+class TrainedRole(NamedTuple):
     """A role's model and optimizer, as they are saved and restored; None on ranks outside its layout."""
 
     model: ParallelModel | None
@@ -74,14 +74,14 @@ class Part(NamedTuple):
 
 def save(
     directory: str | Path,
-    roles: Mapping[str, Part],
+    roles: Mapping[str, TrainedRole],
     state: Mapping[str, Any],
     keep: int | None = None,
     best: Collection[int] = (),
     *,
     layout: str = ANY,
     beside: bool = False,
-) -> Saving:
+) -> PendingCheckpoint:
     """Write a checkpoint into ``directory``, complete or not at all, and prune older ones.
 
     Files are written into ``directory`` + ``.partial``, which is renamed at the end. Collective over the
@@ -94,8 +94,8 @@ def save(
         keep: number of checkpoints to retain, None for all.
         best: steps whose checkpoints are retained in addition.
         layout: storage of distributed optimizers: `ANY` layout can read it, or only the `SAME` one.
-        beside: write from copies while models may change, until the caller finishes the returned `Saving`;
-            otherwise it is finished here.
+        beside: write from copies while models may change, until the caller finishes the returned
+            `PendingCheckpoint`; otherwise it is finished here.
     """
     final = Path(directory)
     partial = partial_of(final)
@@ -143,7 +143,7 @@ def save(
             files += write.files
     except Exception as error:
         raise write_error(error, final) from error
-    saving = Saving(final, writes, files, keep, best)
+    saving = PendingCheckpoint(final, writes, files, keep, best)
     if not beside:
         saving.finish()
     return saving
@@ -151,7 +151,7 @@ def save(
 
 def _prepare(
     final: Path,
-    roles: Mapping[str, Part],
+    roles: Mapping[str, TrainedRole],
     layout: str,
     needed_bytes: float,
 ) -> None:
@@ -169,7 +169,7 @@ def _prepare(
             (partial_of(final) / name).mkdir(parents=True)
 
 
-def _stored_bytes(role: Part) -> int:
+def _stored_bytes(role: TrainedRole) -> int:
     """Return the bytes of this rank's share of a role in a checkpoint, counting each shard on one rank."""
     if role.model is None:
         return 0
@@ -202,7 +202,7 @@ def _from_layout(value: Any, model: ParallelModel | None) -> Any:
 
 def load(
     directory: str | Path,
-    roles: Mapping[str, Part],
+    roles: Mapping[str, TrainedRole],
     types: Sequence[type] = (),
     *,
     trusted: bool = False,

@@ -18,7 +18,7 @@ from megatron_rl.config.budget import PHASES
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.schema import JOBS
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError, UserErrors
-from megatron_rl.launcher import launch, process_rank
+from megatron_rl.launcher import current_launch, process_rank
 from megatron_rl.planning.simulation.ranks import simulate_ranks, simulation_json
 
 
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the check, and return 2 for a configuration with errors."""
     # The option first, then torchrun; without either the configuration's own.
-    job = launch()
+    job = current_launch()
     world_size = arguments.world_size
     if world_size is None and not job.alone:
         world_size = job.world_size

@@ -7,7 +7,7 @@ from xml.sax.saxutils import escape
 from megatron_rl.check.configuration import CheckReport
 from megatron_rl.cli.check_text import cell_label, layout_text
 from megatron_rl.config.roles import ROLLOUT
-from megatron_rl.shapes.traffic import byte_words
+from megatron_rl.shapes.traffic import byte_text
 
 _MAX_COLUMNS = 16
 """Ranks that are drawn: more columns are too narrow to read on a screen."""
@@ -97,8 +97,8 @@ def _sync_rows(report: CheckReport, top: int, ranks: range) -> list[str]:
 
         # An arrow from the rollout's row above, then the two numbers.
         centre = _centre(rank)
-        needed_size = byte_words(report.sync.needed[rank])
-        received_size = byte_words(report.sync.received[rank])
+        needed_size = byte_text(report.sync.needed[rank])
+        received_size = byte_text(report.sync.received[rank])
         arrow = f"M{centre} {top + 26}v-18m-5 7l5 -7l5 7"
         elements += [
             f'<path d="{arrow}" fill="none" stroke="{_ROLLOUT_COLOUR}"/>',

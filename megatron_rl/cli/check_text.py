@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.check.configuration import CheckReport
-from megatron_rl.config.adapters import lora_apart
+from megatron_rl.config.adapters import separate_lora
 from megatron_rl.config.budget import PHASES, RankMemory, episodes_in_flight, saved_bytes
 from megatron_rl.config.checkpoint_meta import SAME
 from megatron_rl.config.derive import BatchPlan
@@ -19,12 +19,12 @@ from megatron_rl.config.roles import ACTOR, ROLLOUT, learner_sections, role_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import KEEP, OPEN
 from megatron_rl.config.source import one_line
-from megatron_rl.config.stage_plan import StagePlan, has_use, stage_plans
+from megatron_rl.config.stage_plan import StagePlan, job_reads, stage_plans
 from megatron_rl.errors import numbered
 from megatron_rl.planning.simulation.ranks import SIMULATED_LAYERS, Simulated, simulation_lines
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import DTYPE_BYTES
-from megatron_rl.shapes.traffic import byte_words, gathered_bytes
+from megatron_rl.shapes.traffic import byte_text, gathered_bytes
 
 WIDTH = 110
 """Columns of a terminal that wrapped lines fit in."""
@@ -142,7 +142,7 @@ def _configuration(report: CheckReport) -> str:
     defaults: list[str] = []
     for path, value in flatten(report.config).items():
         # A job of one stage does not read the keys of the others.
-        if not has_use(report.config.job, path):
+        if not job_reads(report.config.job, path):
             continue
         origin = report.origins[path]
         text = _value(to_plain(value, path.rpartition(".")[2]))
@@ -514,7 +514,7 @@ def _sync(report: CheckReport) -> list[str]:
     layouts = report.layouts
     assert sync is not None and layouts is not None
     actor = layouts[ACTOR.name]
-    adapters_alone = lora_apart(report.config) is not None
+    adapters_alone = separate_lora(report.config) is not None
     rows: list[tuple[str, float]] = [
         ("adapters" if adapters_alone else "model", sync.model_bytes),
         ("needed by a rollout rank, at most", max(sync.needed.values())),
@@ -528,7 +528,7 @@ def _sync(report: CheckReport) -> list[str]:
         rows.append(("by gathering whole tensors instead, per rank", gathered))
 
     width = max(len(name) for name, _ in rows)
-    lines = [f"{name:<{width}}  {byte_words(value)}" for name, value in rows]
+    lines = [f"{name:<{width}}  {byte_text(value)}" for name, value in rows]
     if adapters_alone:
         lines.append("the weights beneath the adapters move once, at the first sync")
     return [*lines, "a rank receives what it lacks; what it holds as an actor rank is copied inside the rank"]

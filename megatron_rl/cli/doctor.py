@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_rl.launcher import launch, process_rank
+from megatron_rl.launcher import current_launch, process_rank
 from megatron_rl.planning.machine import (
     Finding,
     accelerators,
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not prints:
         _print_errors(errors)
 
-    world = launch(joins=True).world_size
+    world = current_launch(joins=True).world_size
     measures_links = world > 1 and not arguments.gpu
     if measures_links:
         link_section, rank_section = _links(errors)

@@ -10,7 +10,7 @@ from megatron_rl.config.checkpoint_meta import META, checkpoints, is_checkpoint
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN
 from megatron_rl.errors import UserError
-from megatron_rl.launcher import launch
+from megatron_rl.launcher import current_launch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Nothing is resumed: a newest checkpoint that training could not resume is no error here.
     arguments.overrides = [*arguments.overrides, *overrides, "checkpoint.resume=never"]
 
-    report = load_and_check(arguments, launch(joins=True).world_size, job=TRAIN, training=True)
+    report = load_and_check(arguments, current_launch(joins=True).world_size, job=TRAIN, training=True)
     config = report.valid()
     for path in paths:
         require_checkpoint(path)

@@ -29,7 +29,7 @@ from megatron_rl.planning.reshard import (
 )
 from megatron_rl.shapes.hardware import load_constants
 from megatron_rl.shapes.lora import Lora
-from megatron_rl.shapes.traffic import byte_words, received_by_peers
+from megatron_rl.shapes.traffic import byte_text, received_by_peers
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 CLUSTERS = ("A100-80GB", "H100-80GB", "B200")
@@ -151,21 +151,21 @@ def _engine_layout(text: str) -> tuple[int, bool]:
 def _lines(summary: Summary, peers: Mapping[str, float], layouts: str, seconds: float) -> list[str]:
     """Return the summary as lines of text."""
     rows = [
-        ("model", f"{byte_words(summary.model_bytes)}, {layouts}"),
+        ("model", f"{byte_text(summary.model_bytes)}, {layouts}"),
         (
             "received per rank",
-            f"least {byte_words(summary.received_least)}, mean {byte_words(summary.received_mean)}, "
-            f"most {byte_words(summary.received_most)}",
+            f"least {byte_text(summary.received_least)}, mean {byte_text(summary.received_mean)}, "
+            f"most {byte_text(summary.received_most)}",
         ),
-        ("sent per rank", f"most {byte_words(summary.sent_most)}"),
-        ("copied inside a rank", f"mean {byte_words(summary.local_mean)}"),
-        ("inside nodes", f"{byte_words(summary.inside_nodes)} in all"),
-        ("across nodes", f"{byte_words(summary.across_nodes)} in all"),
+        ("sent per rank", f"most {byte_text(summary.sent_most)}"),
+        ("copied inside a rank", f"mean {byte_text(summary.local_mean)}"),
+        ("inside nodes", f"{byte_text(summary.inside_nodes)} in all"),
+        ("across nodes", f"{byte_text(summary.across_nodes)} in all"),
         ("messages", f"{summary.messages:,} in all"),
-        ("staging per rank", f"at most {byte_words(summary.staging_most)}"),
-        ("received though held", byte_words(summary.redundant_most)),
+        ("staging per rank", f"at most {byte_text(summary.staging_most)}"),
+        ("received though held", byte_text(summary.redundant_most)),
         *((f"on {name}", f"{value:.2f} s predicted") for name, value in summary.seconds.items()),
-        *((f"{name}", f"{byte_words(value)} received per rank (formula)") for name, value in peers.items()),
+        *((f"{name}", f"{byte_text(value)} received per rank (formula)") for name, value in peers.items()),
         ("planned in", f"{seconds:.1f} s"),
     ]
 

@@ -19,9 +19,9 @@ from megatron_rl import PUBLIC
 from megatron_rl.algorithms.algorithm import ALGORITHMS, KINDS, Algorithm, Kind
 from megatron_rl.algorithms.piece import Piece
 from megatron_rl.cli.main import COMMANDS
-from megatron_rl.config.field_types import entry_class, hints, options, section_class, type_words
+from megatron_rl.config.field_types import entry_class, field_hints, section_class, type_text, union_members
 from megatron_rl.config.load import to_plain
-from megatron_rl.config.other_names import FOREIGN_SECTIONS, NO_COUNTERPART, stated_names
+from megatron_rl.config.other_names import FOREIGN_SECTIONS, NO_COUNTERPART, foreign_keys
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.setting import ForeignName, Setting, is_setting, setting_of
 from megatron_rl.config.source import one_line
@@ -81,7 +81,7 @@ def configuration() -> str:
 def _sections(section: type, path: str) -> Iterator[tuple[str, type]]:
     """Yield the path and the class of a section and of all below it; an entry of a mapping is NAME."""
     yield path, section
-    for name, hint in hints(section).items():
+    for name, hint in field_hints(section).items():
         # The path of the top level is empty.
         field_path = f"{path}.{name}".removeprefix(".")
         inner = section_class(hint)
@@ -102,7 +102,7 @@ def _section_table(section: type, paths: list[str]) -> str:
     title = "Top level"
     if paths[0]:
         title = ", ".join(f"`{path}`" for path in paths)
-    rows = [_key_row(item, hints(section)[item.name]) for item in dataclasses.fields(section)]
+    rows = [_key_row(item, field_hints(section)[item.name]) for item in dataclasses.fields(section)]
     meaning = inspect.cleandoc(section.__doc__ or "").replace("``", "`")
     return "\n".join([f"## {title}", "", meaning, "", *_table_lines(_COLUMNS, rows), ""])
 
@@ -136,11 +136,11 @@ def _setting_cells(piece: Piece, item: dataclasses.Field) -> list[str]:
 def _key_row(item: dataclasses.Field, hint: Any) -> list[str]:
     """Return the cells of a configuration key, in the order of `_COLUMNS`."""
     setting = setting_of(item)
-    type_text = "section"
+    type_name = "section"
     if not section_class(hint):
-        types = [option for option in options(hint) if option is not type(None)]
-        names = [type_words(option).removeprefix("an ").removeprefix("a ") for option in types]
-        type_text = ", ".join(filter(None, [" or ".join(names), setting.unit]))
+        types = [option for option in union_members(hint) if option is not type(None)]
+        names = [type_text(option).removeprefix("an ").removeprefix("a ") for option in types]
+        type_name = ", ".join(filter(None, [" or ".join(names), setting.unit]))
 
     # Other projects' names of the key itself, then of keys below it.
     foreign = [_foreign_names(setting.foreign_names)]
@@ -150,7 +150,7 @@ def _key_row(item: dataclasses.Field, hint: Any) -> list[str]:
 
     cells = [
         f"`{item.name}`",
-        type_text,
+        type_name,
         _default(item, setting),
         _allowed(setting),
         setting.meaning,
@@ -333,7 +333,7 @@ def _signature(item: Any) -> str:
 def other_names() -> str:
     """Return other projects' names of the keys, a table per project."""
     rows_by_project: dict[str, list[str]] = {}
-    for path, name in stated_names():
+    for path, name in foreign_keys():
         row = f"| `{name.name}` | `{path}` | {_cell(name.difference())} |"
         rows_by_project.setdefault(name.project, []).append(row)
     for section, name in FOREIGN_SECTIONS.items():

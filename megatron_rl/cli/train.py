@@ -8,7 +8,7 @@ import sys
 from megatron_rl.cli.check_text import summary
 from megatron_rl.cli.common import add_config_arguments, load_and_check
 from megatron_rl.errors import numbered
-from megatron_rl.launcher import launch, leave_with_launcher, process_rank
+from megatron_rl.launcher import current_launch, leave_with_launcher, process_rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
     none is left in a collective.
     """
     leave_with_launcher()
-    world_size = launch(joins=True).world_size
+    world_size = current_launch(joins=True).world_size
     report = load_and_check(arguments, world_size, job=arguments.command, training=True)
     if report.warnings and process_rank() == 0:
         print("\n".join(numbered(report.warnings, "warning")), file=sys.stderr, flush=True)

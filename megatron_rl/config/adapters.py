@@ -66,15 +66,15 @@ def own_base_reason(config: RunConfig, path: str) -> str | None:
     return next((reason for reason, holds in conditions.items() if holds), None)
 
 
-def lora_apart(config: RunConfig) -> LoraConfig | None:
+def separate_lora(config: RunConfig) -> LoraConfig | None:
     """Return the actor's adapters if the rollout engine gets them separately from the weights, else None."""
     lora = config.actor.lora
     return lora if lora is not None and lora.sync == "adapter" else None
 
 
 def separate_adapters(config: RunConfig) -> AdaptedModel | None:
-    """Return the model and the layers of the adapters of `lora_apart`; read the model's config.json."""
-    lora = lora_apart(config)
+    """Return the model and the layers of the adapters of `separate_lora`; read the model's config.json."""
+    lora = separate_lora(config)
     if lora is None:
         return None
     # vLLM needs the names of the layers, which depend on the model's family.

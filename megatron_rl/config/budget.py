@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from megatron_rl.config.adapters import (
     adapters_of,
     is_initial_actor,
-    lora_apart,
     own_base_reason,
+    separate_lora,
     shares_actor_base,
 )
-from megatron_rl.config.derive import BatchPlan, spread
+from megatron_rl.config.derive import BatchPlan, even_shares
 from megatron_rl.config.placement import megatron_settings, sleeping_ranks
 from megatron_rl.config.roles import (
     ADAPTED,
@@ -250,7 +250,7 @@ def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) ->
         settings = plan.settings
         assert settings.max_row_tokens is not None
         # A record has a row for each of its responses.
-        rows = spread(settings.per_step * len(settings.RESPONSES), layouts[role].data)[1]
+        rows = even_shares(settings.per_step * len(settings.RESPONSES), layouts[role].data)[1]
         rows_per_microbatch = max(1, tokens // settings.max_row_tokens)
         learners[role] = _Learner(
             config.actor.recompute if role == "actor" else "none",
@@ -336,7 +336,7 @@ def _trained(
     lora = adapters_of(config).get(path)
     if lora is not None:
         adapters, adapted_count = _adapter_counts(lora, shape, layout, stages, stage)
-        if role == "actor" and lora_apart(config) is None:
+        if role == "actor" and separate_lora(config) is None:
             merged_bytes = layers.dtype_bytes * adapted_count
 
     memory = training_memory(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.run_folder import STAGES
-from megatron_rl.durable import DOOMED, REPLACED, remove, without_final_name
+from megatron_rl.durable import DOOMED, REPLACED, remove, unreplaced_folders
 from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.pretrained import PretrainedModel
@@ -77,7 +77,7 @@ def named_checkpoints(folder: Path) -> list[Path]:
             steps.append((int(match.group(1)), path))
 
     # Also before `recover_replaced`: `check` reads what a restart will find, and renames nothing.
-    for path in without_final_name(folder):
+    for path in unreplaced_folders(folder):
         match = _STEP.fullmatch(path.stem)
         if match:
             steps.append((int(match.group(1)), path))

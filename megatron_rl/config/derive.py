@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.adapters import with_adapters
-from megatron_rl.config.placement import APART, layout_sections, placed, role_layout, with_best_rank_order
+from megatron_rl.config.placement import (
+    HALF_PRESETS,
+    layout_sections,
+    role_layout,
+    with_best_rank_order,
+    with_ranks,
+)
 from megatron_rl.config.roles import MODEL_ROLES, NUMBER, spec_at, with_role_sections
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.models import LayoutConfig
@@ -116,7 +122,7 @@ class Resolved:
     """Path of each derived value -> the reason."""
 
 
-def spread(total: int, count: int) -> tuple[int, int]:
+def even_shares(total: int, count: int) -> tuple[int, int]:
     """Return the smallest and the largest of ``count`` shares of ``total`` that are as equal as possible.
 
     Example:
@@ -153,7 +159,7 @@ def smallest_world(config: RunConfig) -> int:
 
     # Sizes of 0 are errors of their own. Placements with separate halves need the sizes in each half.
     unit = math.lcm(*(max(1, size) for size in sizes))
-    if config.placement in APART:
+    if config.placement in HALF_PRESETS:
         unit *= 2
     return unit * max(1, -(-world // unit))
 
@@ -181,7 +187,7 @@ def token_budget(config: RunConfig, layout: ParallelLayout) -> tuple[int, str]:
     """Return the derived tokens per micro-batch for a role that trains on ``layout``, and the reason."""
     row_tokens = longest_trained_row(config)
     batch = config.batch
-    rows = spread(batch.prompts_per_step * batch.samples_per_prompt, batch.optimizer_steps)[1]
+    rows = even_shares(batch.prompts_per_step * batch.samples_per_prompt, batch.optimizer_steps)[1]
     if config.job != TRAIN:
         sizes = [plan.settings.per_step * len(plan.settings.RESPONSES) for plan in stage_plans(config)]
         rows = max(sizes, default=rows)
@@ -190,7 +196,7 @@ def token_budget(config: RunConfig, layout: ParallelLayout) -> tuple[int, str]:
     stages = layout.pipeline
     microbatches = MICROBATCHES_PER_STAGE * stages if stages > 1 else 1
     # From the rows at their limits: the budget must hold for every step.
-    share = -(-spread(rows, layout.data)[1] * row_tokens // microbatches)
+    share = -(-even_shares(rows, layout.data)[1] * row_tokens // microbatches)
     budget = max(row_tokens, min(share, MICROBATCH_TOKENS))
 
     if budget == row_tokens:
@@ -211,7 +217,7 @@ def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Batc
     in_flight = config.rollout.prompts_in_flight(batch.prompts_per_step)
 
     # Mini-batches are cut between prompts, so that the samples of a prompt stay together.
-    prompts = spread(batch.prompts_per_step, batch.optimizer_steps)
+    prompts = even_shares(batch.prompts_per_step, batch.optimizer_steps)
     per_minibatch = (prompts[0] * samples, prompts[1] * samples)
     per_rank = (per_minibatch[0] // actor.data, -(-per_minibatch[1] // actor.data))
 
@@ -230,7 +236,7 @@ def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Batc
         actor_data=actor.data,
         rows_per_actor_rank=per_rank,
         replicas=rollout.data,
-        rows_per_replica=spread(in_flight * samples, rollout.data),
+        rows_per_replica=even_shares(in_flight * samples, rollout.data),
         longest_row=row_tokens,
         tokens_per_step=batch.prompts_per_step * samples * row_tokens,
         tokens_per_microbatch=budget,
@@ -329,7 +335,7 @@ def _with_placement(
     config: RunConfig, world_size: int, shape: ModelShape | None, reasons: dict[str, str]
 ) -> RunConfig:
     """Set every role's ranks and fill in its layout."""
-    if config.placement in APART:
+    if config.placement in HALF_PRESETS:
         reason = f"placement {config.placement}"
     elif world_size > 1:
         reason = f"every rank of the job (0-{world_size - 1})"
@@ -338,7 +344,7 @@ def _with_placement(
 
     explicit_layouts = layout_sections(config)
     rollout_is_derived = config.rollout.ranks is None
-    config = placed(config, world_size)
+    config = with_ranks(config, world_size)
     if rollout_is_derived:
         reasons["rollout.ranks"] = reason
     if rollout_is_derived and shape is not None and config.job == TRAIN:

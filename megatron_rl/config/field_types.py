@@ -19,14 +19,14 @@ from megatron_rl.config.sections.bounds import MAX_WORLD
 
 
 @functools.cache
-def hints(cls: type) -> dict[str, Any]:
+def field_hints(cls: type) -> dict[str, Any]:
     """Return the evaluated type of each field of a dataclass."""
     # Annotations are texts under `from __future__ import annotations`.
     evaluated = typing.get_type_hints(cls)
     return {item.name: evaluated[item.name] for item in dataclasses.fields(cls)}
 
 
-def options(hint: Any) -> tuple[Any, ...]:
+def union_members(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union, or the type alone.
 
     Example:
@@ -38,14 +38,14 @@ def options(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
-def optional(hint: Any) -> bool:
+def accepts_none(hint: Any) -> bool:
     """Return whether a type accepts None."""
-    return type(None) in options(hint)
+    return type(None) in union_members(hint)
 
 
 def section_class(hint: Any) -> type | None:
     """Return the dataclass of a type or of its optional form; None for a plain value."""
-    for option in options(hint):
+    for option in union_members(hint):
         if dataclasses.is_dataclass(option) and isinstance(option, type):
             return option
     return None
@@ -60,22 +60,22 @@ def entry_class(hint: Any) -> type | None:
 
 def is_mapping(hint: Any) -> bool:
     """Return whether a type accepts a mapping with names of any kind."""
-    return any(typing.get_origin(option) is dict for option in options(hint))
+    return any(typing.get_origin(option) is dict for option in union_members(hint))
 
 
-def known_paths(cls: type, prefix: str = "") -> list[str]:
+def value_paths(cls: type, prefix: str = "") -> list[str]:
     """Return the dotted path of every plain value below a dataclass."""
     paths = []
-    for name, hint in hints(cls).items():
+    for name, hint in field_hints(cls).items():
         section = section_class(hint)
         if section is None:
             paths.append(f"{prefix}{name}")
         else:
-            paths.extend(known_paths(section, f"{prefix}{name}."))
+            paths.extend(value_paths(section, f"{prefix}{name}."))
     return paths
 
 
-def convert(hint: Any, raw: Any) -> tuple[bool, Any]:
+def convert_value(hint: Any, raw: Any) -> tuple[bool, Any]:
     """Convert a plain value to a type; return whether the type accepts it, and the typed value.
 
     Example:
@@ -83,7 +83,7 @@ def convert(hint: Any, raw: Any) -> tuple[bool, Any]:
         ((True, 1000), (False, '64'))
     """
     # In the order of the union: `str | tuple[str, ...]` reads a text as one path, never as its letters.
-    for option in options(hint):
+    for option in union_members(hint):
         accepted, value = _convert(option, raw)
         if accepted:
             return True, value
@@ -152,7 +152,7 @@ def _convert_tuple(item: Any, raw: Any) -> tuple[bool, Any]:
     if not isinstance(raw, list | tuple):
         return False, raw
 
-    converted = [convert(item, value) for value in raw]
+    converted = [convert_value(item, value) for value in raw]
     accepted = all(accepted for accepted, _ in converted)
     return accepted, tuple(value for _, value in converted)
 
@@ -164,20 +164,20 @@ def _convert_mapping(item: Any, raw: Any) -> tuple[bool, Any]:
 
     values = {}
     for key, value in raw.items():
-        accepted, values[key] = convert(item, value)
+        accepted, values[key] = convert_value(item, value)
         if not accepted:
             return False, raw
     return True, values
 
 
-def type_words(hint: Any) -> str:
+def type_text(hint: Any) -> str:
     """Return a type as text for the ``expected`` line of an error.
 
     Example:
         >>> type_words(int | None)
         'an integer or null'
     """
-    return " or ".join(_option_text(option) for option in options(hint))
+    return " or ".join(_option_text(option) for option in union_members(hint))
 
 
 def _option_text(option: Any) -> str:
@@ -203,7 +203,7 @@ def _option_text(option: Any) -> str:
 def type_fix(hint: Any, raw: Any, path: str) -> str:
     """Return the fix for a value of the wrong type: the nearest text that the key at ``path`` accepts."""
     name = path.rpartition(".")[2]
-    accepted = options(hint)
+    accepted = union_members(hint)
     takes_number = int in accepted or float in accepted
 
     # From the likeliest mistake to the least likely one.
@@ -221,7 +221,7 @@ def type_fix(hint: Any, raw: Any, path: str) -> str:
         return f"give a value, or remove the line to have the default of `{path}`"
     if any(typing.get_origin(option) is tuple for option in accepted) and not isinstance(raw, list):
         return f"write a list: {name}: [{raw}]"
-    return f"write {name}: followed by {type_words(hint)}"
+    return f"write {name}: followed by {type_text(hint)}"
 
 
 def _reads_as_number(text: str) -> bool:

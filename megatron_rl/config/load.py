@@ -16,7 +16,7 @@ from megatron_rl.config.field_types import format_ranges
 from megatron_rl.config.parse import Parse, parse_section
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import JOBS, RunConfig
-from megatron_rl.config.setting import is_section, key_path, settings
+from megatron_rl.config.setting import is_section, iter_settings, key_path
 from megatron_rl.config.source import (
     Leaf,
     Origin,
@@ -140,7 +140,7 @@ def to_plain(value: Any, name: str = "") -> Any:
 
 def flatten(config: RunConfig) -> dict[str, Any]:
     """Return every plain value of a configuration by its dotted path."""
-    return {path: value for path, _, value in settings(config)}
+    return {path: value for path, _, value in iter_settings(config)}
 
 
 # Keys that do not change the numbers of a run: where it writes, what it retains, and how long it waits.

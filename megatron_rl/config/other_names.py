@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron_rl.config.field_types import hints, section_class
+from megatron_rl.config.field_types import field_hints, section_class
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.algorithm import FORMER_SETTINGS
 from megatron_rl.config.setting import ForeignName, key_path, setting_of
@@ -209,7 +209,7 @@ def foreign_names() -> Mapping[str, OtherName]:
     A key of a class that several sections have, such as a layout, is that of the first section.
     """
     names: dict[str, OtherName] = {}
-    for path, name in stated_names():
+    for path, name in foreign_keys():
         counterpart = OtherName(name.project, path, name.conversion, name.values, name.piece)
         names.setdefault(name.name, counterpart)
     # Last: a name with a reason has none of the keys that happen to have it.
@@ -218,7 +218,7 @@ def foreign_names() -> Mapping[str, OtherName]:
     return names
 
 
-def other_name(path: str) -> OtherName | None:
+def find_counterpart(path: str) -> OtherName | None:
     """Return the counterpart of a dotted name that is not a key; None where no project has the name."""
     # Command-line options of other projects have hyphens.
     path = path.replace("-", "_")
@@ -241,7 +241,7 @@ def name_in_section(path: str, section: str, below: Iterable[str]) -> OtherName 
     ``below`` are the paths of the section's own values, relative to it. None where the section does not have
     the counterpart: ``eval_temperature`` in ``evaluation.sets.NAME`` is its ``temperature``.
     """
-    counterpart = other_name(path)
+    counterpart = find_counterpart(path)
     if counterpart is None or counterpart.ours is None or not section:
         return None
 
@@ -253,7 +253,7 @@ def name_in_section(path: str, section: str, below: Iterable[str]) -> OtherName 
     return None
 
 
-def stated_names() -> Iterator[tuple[str, ForeignName]]:
+def foreign_keys() -> Iterator[tuple[str, ForeignName]]:
     """Yield our key and another project's name of it, for each name that is written on a field."""
     yield from _names_below(RunConfig, "")
 
@@ -268,7 +268,7 @@ def _names_below(cls: type, prefix: str) -> Iterator[tuple[str, ForeignName]]:
         for key, name in setting.foreign_names_below:
             yield f"{path}.{key}", name
 
-        section = section_class(hints(cls)[item.name])
+        section = section_class(field_hints(cls)[item.name])
         if section is not None:
             yield from _names_below(section, f"{path}.")
 

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config.field_types import (
-    convert,
+    accepts_none,
+    convert_value,
     entry_class,
-    hints,
+    field_hints,
     is_mapping,
-    known_paths,
-    optional,
-    options,
     section_class,
     type_fix,
-    type_words,
+    type_text,
+    union_members,
+    value_paths,
 )
 from megatron_rl.config.other_names import note_unknown
 from megatron_rl.config.schema import TRAIN
@@ -71,19 +71,19 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
     section = _with_rest(items, section)
     for key, node in section.children.items():
         if key not in items:
-            siblings = [name for name in known_paths(cls) if name.partition(".")[0] in items]
+            siblings = [name for name in value_paths(cls) if name.partition(".")[0] in items]
             note_unknown(key, node, path, siblings, parse)
 
     # Fields that no configuration can set are copied from the defaults.
     values = {item.name: _default(item, defaults) for item in dataclasses.fields(cls) if not is_setting(item)}
     for name, item in items.items():
         key = key_path(path, name)
-        hint = hints(cls)[name]
+        hint = field_hints(cls)[name]
         default = _default(item, defaults)
         node = section.children.get(name)
 
         # `null` over another value means the default, unless None is a value of the key.
-        if default is not dataclasses.MISSING and not optional(hint) and _unsets(node):
+        if default is not dataclasses.MISSING and not accepts_none(hint) and _unsets(node):
             node = None
 
         if node is None and (default is dataclasses.MISSING or setting_of(item).jobs):
@@ -105,7 +105,7 @@ def _missing_value(item: dataclasses.Field, hint: Any, key: str, path: str, pars
             key,
             None,
             f"`{key}` is missing",
-            expected=type_words(hint),
+            expected=type_text(hint),
             got="nothing",
             fix=f"add it to the file, or on the command line {key}={setting_of(item).example}",
         )
@@ -172,7 +172,7 @@ def _value(
     node = named_section(node, path.split(".")) or node
     if isinstance(node, Leaf):
         is_null = node.value is None or node.value == "None"
-        if is_null and optional(hint):
+        if is_null and accepts_none(hint):
             parse.origins[path] = node.origin
             return None
         if is_null:
@@ -204,7 +204,7 @@ def _section_fix(section: type, value: Any, path: str) -> str:
     """
     key = getattr(section, "VALUE_KEY", None)
     if key is not None:
-        accepted, typed = convert(hints(section)[key], value)
+        accepted, typed = convert_value(field_hints(section)[key], value)
         item = next(item for item in dataclasses.fields(section) if item.name == key)
         if accepted and setting_of(item).error(f"{path}.{key}", typed) is None:
             return f"write `{path}: {one_line({key: value})}`"
@@ -226,9 +226,9 @@ def _plain(
     parse.origins[path] = node.origin
     raw = node.plain()
     # Users of Python write None where YAML has null.
-    if raw == "None" and optional(hint):
+    if raw == "None" and accepts_none(hint):
         return None
-    accepted, value = convert(hint, raw)
+    accepted, value = convert_value(hint, raw)
     if accepted:
         return value
 
@@ -239,7 +239,7 @@ def _plain(
             path,
             node,
             f"`{path}` is a single value, not a section",
-            expected=type_words(hint),
+            expected=type_text(hint),
             got=f"names below it: {inner}" if inner else "an empty section",
             fix=f"write `{name}: VALUE` on one line",
         )
@@ -248,7 +248,7 @@ def _plain(
             path,
             node,
             f"`{path}` has a value of the wrong type",
-            expected=type_words(hint),
+            expected=type_text(hint),
             got=describe(raw),
             fix=_number_fix(raw, path, number_means) or type_fix(hint, raw, path),
         )
@@ -282,6 +282,6 @@ def _note_defaults(value: Any, path: str, parse: Parse) -> None:
 
 def _placeholder(hint: Any) -> Any:
     """Return the value of a required key that is missing: of its type, so that later rules can read it."""
-    if optional(hint):
+    if accepts_none(hint):
         return None
-    return {str: "", int: 1, float: 1.0, bool: False}.get(options(hint)[0])
+    return {str: "", int: 1, float: 1.0, bool: False}.get(union_members(hint)[0])

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.config.adapters import lora_apart
+from megatron_rl.config.adapters import separate_lora
 from megatron_rl.config.roles import ROLES, role_of, role_sections, spec_at, with_role_sections
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.models import LayoutConfig
@@ -18,18 +18,18 @@ from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
 from megatron_rl.shapes.pipeline_stages import STAGE_SETTINGS
 from megatron_rl.shapes.rank_order import best_rank_order
-from megatron_rl.shapes.traffic import SharedBytes, byte_words, shared_bytes
+from megatron_rl.shapes.traffic import SharedBytes, byte_text, shared_bytes
 
 # Presets that give the second half of the ranks to the roles whose `RoleSpec.placement` is the preset.
-APART = tuple(dict.fromkeys(spec.placement for spec in ROLES if spec.placement is not None))
+HALF_PRESETS = tuple(dict.fromkeys(spec.placement for spec in ROLES if spec.placement is not None))
 
 
-def placed(config: RunConfig, world_size: int) -> RunConfig:
+def with_ranks(config: RunConfig, world_size: int) -> RunConfig:
     """Return the configuration with the ranks of every role set as its placement defines them.
 
     A critic, reference or reward model without a layout gets the actor's sizes. Explicit ranks stay.
     """
-    has_halves = config.placement in APART and world_size >= 2
+    has_halves = config.placement in HALF_PRESETS and world_size >= 2
     half = world_size // 2
     actor_layout = config.actor.layout
 
@@ -67,7 +67,7 @@ def megatron_sections(config: RunConfig) -> dict[str, Mapping[str, Any] | None]:
     return {f"{path}.megatron": section.megatron for path, section in role_sections(config).items()}
 
 
-def stated_settings(config: RunConfig, section: str) -> tuple[str, Mapping[str, Any]]:
+def explicit_megatron_settings(config: RunConfig, section: str) -> tuple[str, Mapping[str, Any]]:
     """Return the path and the values of Megatron's settings for a section: its own, else the actor's."""
     path = f"{section}.megatron"
     settings = megatron_sections(config).get(path)
@@ -82,7 +82,7 @@ def megatron_settings(config: RunConfig, layout: ParallelLayout) -> tuple[str, M
     A role that takes the actor's settings takes its uneven stages only with a pipeline of the same sizes.
     """
     section = layout.path.rpartition(".")[0]
-    path, settings = stated_settings(config, section)
+    path, settings = explicit_megatron_settings(config, section)
     if path == f"{section}.megatron":
         return path, settings
 
@@ -118,7 +118,7 @@ def role_layout(section: LayoutConfig, path: str) -> ParallelLayout:
 
 def role_layouts(config: RunConfig, world_size: int) -> dict[str, ParallelLayout]:
     """Return the layout of every role of the job; sizes that do not fit together are not an error here."""
-    config = placed(config, world_size)
+    config = with_ranks(config, world_size)
     layouts = {}
     for path, section in layout_sections(config).items():
         assert section is not None
@@ -156,7 +156,7 @@ def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:
 
     The ranks of ``config`` are set.
     """
-    lora = lora_apart(config)
+    lora = separate_lora(config)
     return shared_bytes(
         shape,
         role_layout(config.actor.layout, "actor.layout"),
@@ -182,7 +182,7 @@ def with_best_rank_order(config: RunConfig, shape: ModelShape) -> tuple[RunConfi
 
     best_bytes = common.traffic(order).received_most
     plain_bytes = common.traffic(ranks).received_most
-    reason = f"the order in which the busiest rank receives least per weight sync: {byte_words(best_bytes)}"
+    reason = f"the order in which the busiest rank receives least per weight sync: {byte_text(best_bytes)}"
     if best_bytes < plain_bytes:
-        reason += f", not {byte_words(plain_bytes)}"
+        reason += f", not {byte_text(plain_bytes)}"
     return replace(config, rollout=replace(config.rollout, ranks=order)), reason

@@ -210,7 +210,7 @@ def with_role_sections(config: RunConfig, change: Callable[[str, Any], Any]) -> 
     return config
 
 
-def stated_models(config: RunConfig) -> dict[str, str | None]:
+def explicit_model_paths(config: RunConfig) -> dict[str, str | None]:
     """Return the model path of each role beside the actor, by its section; None: it has the actor's model."""
     paths = {}
     for path, section in role_sections(config).items():
@@ -241,7 +241,7 @@ def section_of(role: str) -> str:
     return role
 
 
-def where_of(role: str) -> str:
+def layout_path_of(role: str) -> str:
     """Return the configuration path of a role's layout."""
     if spec_of(role).head is None:
         return section_of(role)  # an engine has no pipeline or context: its sizes are keys of its section

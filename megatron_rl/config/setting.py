@@ -239,16 +239,16 @@ def is_setting(item: dataclasses.Field) -> bool:
     return item.metadata.get("setting", True) is not None
 
 
-def settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any]]:
+def iter_settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Setting, Any]]:
     """Yield the path, the description and the value of every key below a section that is present."""
     for path, item, value in _fields_of(section, prefix):
         if not is_section(value):
             yield path, setting_of(item), value
         elif isinstance(value, dict):
             for name, entry in value.items():
-                yield from settings(entry, f"{path}.{name}")
+                yield from iter_settings(entry, f"{path}.{name}")
         else:
-            yield from settings(value, path)
+            yield from iter_settings(value, path)
 
 
 def with_value(section: Any, path: str, value: Any) -> Any:
@@ -305,7 +305,7 @@ def _fields_of(section: Any, prefix: str) -> Iterator[tuple[str, dataclasses.Fie
 
 def value_errors(section: Any, prefix: str = "") -> list[UserError]:
     """Return the errors of single values in a section and all sections below it."""
-    errors = (description.error(path, value) for path, description, value in settings(section, prefix))
+    errors = (description.error(path, value) for path, description, value in iter_settings(section, prefix))
     return [error for error in errors if error is not None]
 
 

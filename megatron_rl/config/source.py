@@ -440,7 +440,7 @@ def _merge(tree: Section, upper: Section, path: tuple[str, ...] = ()) -> None:
     for key, node in upper.children.items():
         lower = tree.children.get(key)
         if not isinstance(node, Section):
-            lay_over(tree, key, node)
+            override_node(tree, key, node)
             continue
 
         if not isinstance(lower, Section):
@@ -478,7 +478,7 @@ def apply_overrides(tree: Section, overrides: Iterable[str], errors: list[UserEr
         else:
             node = _override_value(value, origin, errors)
             if node is not None:
-                put(tree, names, node)
+                set_value(tree, names, node)
 
 
 def _override_value(value: str, origin: Origin, errors: list[UserError]) -> Leaf | Section | None:
@@ -506,7 +506,7 @@ def _override_value(value: str, origin: Origin, errors: list[UserError]) -> Leaf
     return None
 
 
-def put(tree: Section, names: Sequence[str], node: Leaf | Section) -> None:
+def set_value(tree: Section, names: Sequence[str], node: Leaf | Section) -> None:
     """Set the value at a dotted path, given as its names, in a tree."""
     for depth, name in enumerate(names[:-1]):
         child = tree.children.get(name)
@@ -514,10 +514,10 @@ def put(tree: Section, names: Sequence[str], node: Leaf | Section) -> None:
             child = named_section(child, names[: depth + 1]) or Section(origin=node.origin)
             tree.children[name] = child
         tree = child
-    lay_over(tree, names[-1], node)
+    override_node(tree, names[-1], node)
 
 
-def lay_over(tree: Section, name: str, node: Leaf | Section) -> None:
+def override_node(tree: Section, name: str, node: Leaf | Section) -> None:
     """Replace the node at a name; null in place of another value restores the default."""
     is_null = isinstance(node, Leaf) and node.value is None
     if is_null and name in tree.children:

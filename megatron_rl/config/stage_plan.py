@@ -83,7 +83,7 @@ _ROW_LIMITS = ("rollout.max_response_tokens", "rollout.sampling_profiles", "batc
 SECTIONS = {"sft": "sft", "prefer": "preference", "reward-model": "reward.models.NAME.training"}
 
 
-def has_use(job: str, path: str) -> bool:
+def job_reads(job: str, path: str) -> bool:
     """Return whether a job reads the setting at a path."""
     return job not in SECTIONS or not _below(path, *_REINFORCEMENT) or _below(path, *_stage_keys(job))
 
@@ -120,7 +120,7 @@ def _with_defaults(section: Any, job: str, prefix: str) -> Any:
         default = item.default if item.default_factory is MISSING else item.default_factory()
 
         # A section is read if one of the keys below it is.
-        is_read = has_use(job, path) or any(_below(name, path) for name in _stage_keys(job))
+        is_read = job_reads(job, path) or any(_below(name, path) for name in _stage_keys(job))
         if not is_read and default is not MISSING:
             values[item.name] = default
         elif is_dataclass(value):
@@ -141,7 +141,7 @@ def pending_stages(config: RunConfig) -> tuple[StagePlan, ...]:
     return tuple(plan for plan in plans[begin:] if not plan.ended)
 
 
-def models_read(config: RunConfig) -> dict[str, str]:
+def existing_models(config: RunConfig) -> dict[str, str]:
     """Return the existing folders of models and adapters that a run reads, each with the key that names it.
 
     The model that a stage has written is named by the key of the stage.

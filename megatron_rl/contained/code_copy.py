@@ -25,12 +25,12 @@ _THIS_PACKAGE = "megatron_rl"
 _active_copies: dict[str, bytes] = {}
 
 
-def kept_copies() -> Mapping[str, bytes]:
+def active_copies() -> Mapping[str, bytes]:
     """Return the copies from which this process's contained processes load their modules."""
     return _active_copies
 
 
-def keep_copies(files: Mapping[str, bytes]) -> None:
+def use_copies_of(files: Mapping[str, bytes]) -> None:
     """Load these files' modules from ``files`` in every contained process that is started from now on."""
     _active_copies.clear()
     _active_copies.update(files)

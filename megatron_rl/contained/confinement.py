@@ -147,7 +147,7 @@ def _at_most(value: int, hard: int) -> int:
     return value if hard == resource.RLIM_INFINITY else min(value, hard)
 
 
-def limit_of(
+def exceeded_limit(
     status: int,
     limits: Mapping[str, Any],
     key: str,

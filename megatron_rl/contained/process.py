@@ -33,7 +33,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from megatron_rl.contained.code_copy import kept_copies
+from megatron_rl.contained.code_copy import active_copies
 from megatron_rl.contained.confinement import enter, isolate, supervise
 from megatron_rl.contained.visible import Visible, allowed_environment, visible_paths
 from megatron_rl.errors import UserError
@@ -53,9 +53,9 @@ STATUS_SECONDS = 2.0
 """Time limit of a supervisor for its exit, with the worker's status, after the worker closed its output."""
 LARGEST_FRAME = 2**24
 """Bytes of the largest reply; a longer frame is a protocol error."""
-NO_TEXT = "no_text"
+INVALID_TEXT = "no_text"
 """Key that is added to a mapping with an unpaired surrogate; see `mark_unpaired_surrogates`."""
-NO_TEXT_MESSAGE = "sent text that holds half a surrogate pair (U+D800 to U+DFFF), which is no character"
+INVALID_TEXT_MESSAGE = "sent text that holds half a surrogate pair (U+D800 to U+DFFF), which is no character"
 LARGEST_MESSAGE = 4000
 """Characters of an exception's text that are reported."""
 LONGEST_LINE = 4096
@@ -81,8 +81,8 @@ class LoadFailed(Exception):
 
     def __init__(self, reason: str, details: str = "") -> None:
         super().__init__(reason)
-        self.reason = readable(reason)
-        self.details = readable(details)
+        self.reason = escape_unprintable(reason)
+        self.details = escape_unprintable(details)
 
     def as_error(
         self,
@@ -178,7 +178,7 @@ class ContainedProcess:
         search_path = [entry or os.getcwd() for entry in sys.path]
         if os.getcwd() not in search_path:
             search_path.append(os.getcwd())
-        self.ask(((search_path, kept_copies()), spec, *arguments))
+        self.ask(((search_path, active_copies()), spec, *arguments))
 
         deadline = time.monotonic() + LOAD_SECONDS
         frames: list[dict[str, Any]] = []
@@ -265,7 +265,7 @@ class ContainedProcess:
         return status
 
 
-def not_enforced(limits: Mapping[str, Any]) -> list[str]:
+def unenforced_protections(limits: Mapping[str, Any]) -> list[str]:
     """Return the protections that this kernel does not enforce for ``limits``; raises LoadFailed.
 
     A contained process is started to find out, once for equal limits: a kernel does not change.
@@ -326,10 +326,10 @@ def _relay_output(stream: IO[bytes], process: int) -> None:
 def mark_unpaired_surrogates(value: Any) -> bool:
     """Return whether a value read from JSON contains an unpaired surrogate, which UTF-8 cannot encode.
 
-    `NO_TEXT` is added to each mapping that contains one, so that its sample alone can be refused.
+    `INVALID_TEXT` is added to each mapping that contains one, so that its sample alone can be refused.
     """
     if isinstance(value, str):
-        return not value.isascii() and encodable(value) != value
+        return not value.isascii() and replace_surrogates(value) != value
     # A list, not a generator: `any` must not stop before every mapping inside is marked.
     if isinstance(value, list):
         return any([mark_unpaired_surrogates(item) for item in value])
@@ -338,18 +338,18 @@ def mark_unpaired_surrogates(value: Any) -> bool:
 
     is_marked = any([mark_unpaired_surrogates(item) for pair in value.items() for item in pair])
     if is_marked:
-        value[NO_TEXT] = True
+        value[INVALID_TEXT] = True
     return is_marked
 
 
-def encodable(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Return ``text`` with a question mark in place of each unpaired surrogate."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def readable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Return ``text`` with escapes in place of characters that control a terminal or break a text file."""
-    return _escape(encodable(text), "\n\t")
+    return _escape(replace_surrogates(text), "\n\t")
 
 
 def _escape(text: str, retained: str) -> str:
@@ -403,14 +403,14 @@ class Requests:
         self.reply({"kind": LOAD_FAILED, "error": f"{type(error).__name__}: {error}", "details": details})
 
 
-def search(modules: tuple[list[str], Mapping[str, bytes]]) -> None:
+def set_module_sources(modules: tuple[list[str], Mapping[str, bytes]]) -> None:
     """Import modules in this process as the trainer does: by its search path, from the run's copies."""
     search_path, copies = modules
     sys.path[:] = search_path
     use_copies(copies)
 
 
-def load(spec: str) -> Any:
+def load_callable(spec: str) -> Any:
     """Return the callable ``module:name`` or ``file.py:name``; raises whatever the import raises."""
     module, _, name = spec.rpartition(":")
     value: Any = load_module(module)
@@ -421,7 +421,7 @@ def load(spec: str) -> Any:
     return value
 
 
-def told(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return an exception's text with its last frames, and the limit that probably caused it."""
     formatted = "".join(traceback.format_exception(error, limit=-3))
     lines = formatted.strip().split("\n")
@@ -457,7 +457,7 @@ def main() -> None:
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
-    load(sys.argv[1])(requests, limits, unenforced)
+    load_callable(sys.argv[1])(requests, limits, unenforced)
     sys.stdout.flush()
     # Without waiting for threads that the code left running.
     os._exit(0)

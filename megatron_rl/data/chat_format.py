@@ -412,7 +412,9 @@ def find_turn_end(
     return TurnEnd(behind, int(ids[0]))
 
 
-def turn_end_problem(end: TurnEnd | None, ends: Sequence[int], end_texts: str, path: str) -> UserError | None:
+def turn_end_mismatch(
+    end: TurnEnd | None, ends: Sequence[int], end_texts: str, path: str
+) -> UserError | None:
     """Return the warning of a template whose end of turns the model's files do not name.
 
     ``ends`` are the tokens that the files name as ends of responses, and ``end_texts`` their texts.
@@ -487,7 +489,7 @@ def _eos_token_ids(file: Path) -> list[int]:
     return [number for number in items if type(number) is int]
 
 
-def framing_marks(renderer: TemplateRenderer | None, added_texts: Iterable[str]) -> set[str]:
+def template_tokens(renderer: TemplateRenderer | None, added_texts: Iterable[str]) -> set[str]:
     """Return the added tokens that a chat template writes around messages."""
     if renderer is None:
         return set()
@@ -522,7 +524,7 @@ class VisibleText:
                 ids.add(number)
 
         added_texts = added_tokens(tokenizer)
-        marks = framing_marks(renderer_of(tokenizer), added_texts.values())
+        marks = template_tokens(renderer_of(tokenizer), added_texts.values())
         ids.update(number for number, text in added_texts.items() if text in marks)
         return frozenset(ids)
 

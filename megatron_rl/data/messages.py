@@ -161,7 +161,7 @@ def require_last_answer(
 # Prompts
 
 
-def templated(record: Record, data: DataConfig) -> bool:
+def uses_chat_template(record: Record, data: DataConfig) -> bool:
     """Return whether a record's prompt goes through the chat template."""
     return bool(data.chat_template) or not isinstance(record.values[data.prompt_field], str)
 
@@ -173,7 +173,7 @@ def tools_of(record: Record, data: DataConfig) -> list[Any] | None:
     return record.values.get(data.tools_field)
 
 
-def asked_messages(record: Record, data: DataConfig) -> Sequence[Mapping[str, Any]]:
+def prompt_messages(record: Record, data: DataConfig) -> Sequence[Mapping[str, Any]]:
     """Return the messages of a prompt that goes through the chat template."""
     prompt = record.values[data.prompt_field]
     if isinstance(prompt, str):
@@ -181,7 +181,7 @@ def asked_messages(record: Record, data: DataConfig) -> Sequence[Mapping[str, An
     return prompt
 
 
-def said_texts(value: Any) -> list[str]:
+def message_texts(value: Any) -> list[str]:
     """Return the texts of a prompt or response, without the markup of a chat template."""
     if isinstance(value, str):
         return [value]
@@ -218,7 +218,7 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
         )
 
     # Only the template can write tools into the prompt.
-    if tools_of(record, data) and not templated(record, data):
+    if tools_of(record, data) and not uses_chat_template(record, data):
         raise UserError(
             "a record has tools, and its prompt does not go through the chat template",
             where=location,
@@ -231,7 +231,7 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
 def require_template_for(record: Record, responses: Collection[str], data: DataConfig, setting: str) -> None:
     """Raise UserError for a response of messages behind a prompt that bypasses the chat template."""
     conversations = [record.values[field] for field in responses if not isinstance(record.values[field], str)]
-    if not conversations or templated(record, data):
+    if not conversations or uses_chat_template(record, data):
         return
 
     template = data.setting_of("chat_template")
@@ -334,7 +334,7 @@ def require_responses(record: Record, fields: Mapping[str, str], setting: str) -
         )
 
 
-def is_learned(message: Mapping[str, Any]) -> bool:
+def is_trained_turn(message: Mapping[str, Any]) -> bool:
     """Return whether a turn of the assistant is trained on: ``weight: 0`` marks one that is only read."""
     return message.get("weight") != 0
 
@@ -346,7 +346,7 @@ def _response_start(messages: Sequence[Mapping[str, Any]], every_turn: bool) -> 
     """
     # The first message is never a response: there would be no prompt.
     turns = [index for index in range(1, len(messages)) if _ends_with_turn(messages[index : index + 1])]
-    trained_turns = [index for index in turns if is_learned(messages[index])]
+    trained_turns = [index for index in turns if is_trained_turn(messages[index])]
     candidates = trained_turns or turns or [0]
     if every_turn:
         return candidates[0]
@@ -356,7 +356,9 @@ def _response_start(messages: Sequence[Mapping[str, Any]], every_turn: bool) -> 
 def _up_to_last_trained(messages: list[Any], field: str, record: Record, setting: str) -> list[Any]:
     """Return the messages of a response up to its last trained turn; raises UserError without one."""
     trained_turns = [
-        index for index, message in enumerate(messages) if _ends_with_turn([message]) and is_learned(message)
+        index
+        for index, message in enumerate(messages)
+        if _ends_with_turn([message]) and is_trained_turn(message)
     ]
     if not trained_turns:
         raise UserError(
@@ -414,7 +416,7 @@ def _are_turns(messages: Any) -> bool:
 # Warnings about responses
 
 
-def teaches_nothing(response: object, *alternatives: object) -> bool:
+def is_uninformative(response: object, *alternatives: object) -> bool:
     """Return whether a single response is empty, or the responses of a pair are equal.
 
     Texts and tokens can be compared.
@@ -424,8 +426,8 @@ def teaches_nothing(response: object, *alternatives: object) -> bool:
     return not response
 
 
-def nothing_taught(wheres: Sequence[str], total: int, pairs: bool) -> str:
-    """Return the warning about the records, of ``total``, for which `teaches_nothing` is true."""
+def uninformative_text(wheres: Sequence[str], total: int, pairs: bool) -> str:
+    """Return the warning about the records, of ``total``, for which `is_uninformative` is true."""
     count = f"{len(wheres)} of {total}"
     first = f"first: {', '.join(wheres[:3])}"
     if pairs:
@@ -433,7 +435,7 @@ def nothing_taught(wheres: Sequence[str], total: int, pairs: bool) -> str:
     return f"{count} responses are empty and teach to say nothing; {first}"
 
 
-def end_of_thoughts(opening: str) -> str | None:
+def closing_thought_tag(opening: str) -> str | None:
     """Return the closing tag of the thoughts that a rendered prompt opens, None for other prompts.
 
     Example:
@@ -446,7 +448,7 @@ def end_of_thoughts(opening: str) -> str | None:
     return f"</{match[1]}>"
 
 
-def unended_thoughts(
+def unclosed_thoughts_warning(
     records: Sequence[Record],
     responses: Collection[str],
     data: DataConfig,
@@ -454,7 +456,7 @@ def unended_thoughts(
     setting: str,
 ) -> UserError | None:
     """Return the warning of responses without the closing tag ``end`` of the thoughts their prompts open."""
-    candidates = [record for record in records if templated(record, data)]
+    candidates = [record for record in records if uses_chat_template(record, data)]
     unended = [
         record.where
         for record in candidates

@@ -15,16 +15,16 @@ from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data.forms import REWARDED, Consumers, RecordReader, prompt_consumers, template_source
 from megatron_rl.data.order import ShuffledOrder, fingerprint, ragged
 from megatron_rl.data.records import DataPath, Record
-from megatron_rl.data.rendered_text import LOOKED_AT, odd_prompts
+from megatron_rl.data.rendered_text import EXAMINED_RECORDS, prompt_warnings
 from megatron_rl.data.template_renderer import renderer_of
 from megatron_rl.data.token_files import Encoded, TokenFiles
 from megatron_rl.data.tokenizing import (
     PromptEncoder,
     drop_over_long,
-    end_problem,
     end_token_ids,
     sampling_by_task,
     template_marks,
+    turn_end_warning,
 )
 from megatron_rl.errors import UserError
 from megatron_rl.types import PromptBatch
@@ -107,15 +107,15 @@ class PromptSource:
     ) -> Iterator[UserError]:
         """Yield the warnings about the chat template and about the texts of the first records."""
         if self.templated and model_path:
-            problem = end_problem(tokenizer, model_path)
+            problem = turn_end_warning(tokenizer, model_path)
             if problem is not None:
                 yield problem
 
         # Mistakes of rendering are in every record: the first ones are enough.
-        records = self._records[:LOOKED_AT]
-        texts = self._texts[:LOOKED_AT]
+        records = self._records[:EXAMINED_RECORDS]
+        texts = self._texts[:EXAMINED_RECORDS]
         end_texts = [tokenizer.convert_ids_to_tokens(token) for token in ends]
-        yield from odd_prompts(records, texts, self._data, setting, end_texts, template_marks(tokenizer))
+        yield from prompt_warnings(records, texts, self._data, setting, end_texts, template_marks(tokenizer))
 
     @property
     def epoch(self) -> int:

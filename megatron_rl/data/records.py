@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.error_forms import unreadable_file
-from megatron_rl.errors import UserError, neighbours, some_of
+from megatron_rl.errors import UserError, join_names, neighbours
 
 DataPath = str | Path | Sequence[str]
 """Value of a setting that names a data set: a path, a pattern, or a list of both."""
@@ -163,7 +163,7 @@ def partial_warning(source: DataPath, files: Sequence[Path], setting: str) -> Us
         f"{setting} names only some of the shards of a data set",
         where=setting,
         expected="every shard of the set, or a single file that is no shard",
-        got=f"{source_text(source)}; not read: {some_of(names, 3)}",
+        got=f"{source_text(source)}; not read: {join_names(names, 3)}",
         fix=f"set {setting} to the folder of the shards, if all of them are to be read",
     )
 
@@ -462,10 +462,10 @@ def _read_jsonl(path: Path, setting: str) -> Iterator[Record]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 location = f"{path}:{number}"
-                yield Record(values_of(line, f"{location} ({setting})"), location)
+                yield Record(parse_line(line, f"{location} ({setting})"), location)
 
 
-def values_of(line: bytes, location: str) -> dict[str, Any]:
+def parse_line(line: bytes, location: str) -> dict[str, Any]:
     """Return the fields of a line of JSONL; raises UserError for a line that is not a JSON object."""
     excerpt = line[:80].decode("utf-8", "replace").strip()
     try:

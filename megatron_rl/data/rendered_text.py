@@ -11,12 +11,12 @@ from typing import Any
 
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data.chat_format import ConversationText, cut_at_end, template_messages
-from megatron_rl.data.messages import asked_messages, said_texts, templated, tools_of
+from megatron_rl.data.messages import message_texts, prompt_messages, tools_of, uses_chat_template
 from megatron_rl.data.records import Record
 from megatron_rl.data.template_renderer import Rendering, RenderRefused, TemplateRenderer
 from megatron_rl.errors import UserError
 
-LOOKED_AT = 200
+EXAMINED_RECORDS = 200
 """Records at the start of a data set whose texts are examined: mistakes of this kind are in every record."""
 
 
@@ -31,7 +31,7 @@ def rendered_prompts(
     Raises UserError for messages that the template does not render, and for a tokenizer without a template.
     """
     texts = [record.values[data.prompt_field] for record in records]
-    rows = [row for row, record in enumerate(records) if templated(record, data)]
+    rows = [row for row, record in enumerate(records) if uses_chat_template(record, data)]
     if not rows:
         return texts
 
@@ -47,7 +47,7 @@ def rendered_prompts(
 
     # All renderings in one call: the process of the template gets them in batches.
     renderings = [
-        Rendering(template_messages(asked_messages(records[row], data)), tools_of(records[row], data))
+        Rendering(template_messages(prompt_messages(records[row], data)), tools_of(records[row], data))
         for row in rows
     ]
     for row, text in zip(rows, renderer.render_all(renderings), strict=True):
@@ -87,7 +87,7 @@ def response_pieces(
     template that renders no conversations.
     """
     response: Any = record.values[field]
-    if chat is None or not templated(record, data):
+    if chat is None or not uses_chat_template(record, data):
         text = str(response)
         return [cut_at_end(text, ends) or text]
 
@@ -95,7 +95,7 @@ def response_pieces(
         if isinstance(response, str):
             return [chat.response(response)]
         tools = tools_of(record, data)
-        return chat.trained_conversation(asked_messages(record, data), response, tools).pieces
+        return chat.trained_conversation(prompt_messages(record, data), response, tools).pieces
     except UserError as error:
         # The template does not know the record: name it, too.
         raise UserError(
@@ -107,7 +107,7 @@ def response_pieces(
         ) from None
 
 
-def odd_prompts(
+def prompt_warnings(
     records: Sequence[Record],
     texts: Sequence[str],
     data: DataConfig,
@@ -120,7 +120,7 @@ def odd_prompts(
     ``texts`` are the rendered prompts, ``ends`` the texts of the tokens that end responses, and ``marks`` the
     special tokens that the chat template writes around messages.
     """
-    rows = list(zip(records, texts, strict=False))[:LOOKED_AT]
+    rows = list(zip(records, texts, strict=False))[:EXAMINED_RECORDS]
 
     # The policy would continue behind the end of a turn, which no model was trained for.
     closed = [record for record, text in rows if text and cut_at_end(text, ends) is not None]
@@ -137,7 +137,7 @@ def odd_prompts(
 
     # A prompt with `<|im_start|>` in its text would be rendered into another conversation.
     rendered_before = [
-        record for record, _ in rows if templated(record, data) and _has_marks(record, data, marks)
+        record for record, _ in rows if uses_chat_template(record, data) and _has_marks(record, data, marks)
     ]
     if rendered_before:
         fix = "give the messages as they were before they were rendered"
@@ -155,11 +155,11 @@ def odd_prompts(
 
 def _has_marks(record: Record, data: DataConfig, marks: Collection[str]) -> bool:
     """Return whether a message of the prompt contains one of the template's special tokens."""
-    texts = said_texts(asked_messages(record, data))
+    texts = message_texts(prompt_messages(record, data))
     return any(mark in text for text in texts for mark in marks)
 
 
-def odd_responses(
+def response_warnings(
     records: Sequence[Record],
     fields: Collection[str],
     data: DataConfig,
@@ -169,7 +169,7 @@ def odd_responses(
 ) -> Iterator[UserError]:
     """Yield the warnings of responses with text behind their end, and of turns that the template rewrites."""
     # Text behind the end of a response, such as a rendered conversation of several turns.
-    first_records = records[:LOOKED_AT]
+    first_records = records[:EXAMINED_RECORDS]
     continued = [
         record
         for record in first_records
@@ -212,18 +212,17 @@ def _continues_behind_end(response: Any, ends: Sequence[str]) -> bool:
 
 def _is_rewritten(record: Record, fields: Collection[str], data: DataConfig, chat: ConversationText) -> bool:
     """Return whether the template renders a conversation differently from its turns one by one."""
-    if not templated(record, data):
+    if not uses_chat_template(record, data):
         return False
 
     conversations: list[Sequence[Mapping[str, Any]]] = [
         record.values[field] for field in fields if not isinstance(record.values[field], str)
     ]
     tools = tools_of(record, data)
-    prompt_messages = asked_messages(record, data)
+    asked = prompt_messages(record, data)
     try:
         return not all(
-            chat.trained_conversation(prompt_messages, messages, tools).as_written
-            for messages in conversations
+            chat.trained_conversation(asked, messages, tools).as_written for messages in conversations
         )
     except UserError:
         return False  # `response_pieces` raises it

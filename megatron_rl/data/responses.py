@@ -20,16 +20,21 @@ from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data.chat_format import ConversationText
 from megatron_rl.data.forms import RecordReader, template_source
 from megatron_rl.data.messages import (
-    end_of_thoughts,
-    is_learned,
-    nothing_taught,
-    teaches_nothing,
-    templated,
-    unended_thoughts,
+    closing_thought_tag,
+    is_trained_turn,
+    is_uninformative,
+    unclosed_thoughts_warning,
+    uninformative_text,
+    uses_chat_template,
 )
 from megatron_rl.data.order import ShuffledOrder, fingerprint, ragged
 from megatron_rl.data.records import DataPath, Record
-from megatron_rl.data.rendered_text import LOOKED_AT, odd_prompts, odd_responses, response_pieces
+from megatron_rl.data.rendered_text import (
+    EXAMINED_RECORDS,
+    prompt_warnings,
+    response_pieces,
+    response_warnings,
+)
 from megatron_rl.data.token_files import Encoded, TokenFiles
 from megatron_rl.data.tokenizing import (
     PromptEncoder,
@@ -38,10 +43,10 @@ from megatron_rl.data.tokenizing import (
     drop_over_long,
     encode_pieces,
     encode_texts,
-    end_problem,
     end_token_ids,
     template_marks,
     template_turn_end,
+    turn_end_warning,
 )
 from megatron_rl.errors import UserError
 from megatron_rl.types import TrainBatch
@@ -92,7 +97,7 @@ class ResponseSource:
         self._uninstructive = [
             encoded.records[index].where
             for index in self._indices
-            if teaches_nothing(*(responses[index][:-1].tobytes() for responses in self._responses))
+            if is_uninformative(*(responses[index][:-1].tobytes() for responses in self._responses))
         ]
 
         row_lengths = [length for index in self._indices for length in lengths[index]]
@@ -108,7 +113,7 @@ class ResponseSource:
         yield self.length_report.line("records")
         yield from self._record_warnings
         if self._uninstructive:
-            yield f"warning: {nothing_taught(self._uninstructive, len(self), self.unit > 1)}"
+            yield f"warning: {uninformative_text(self._uninstructive, len(self), self.unit > 1)}"
         for problem in self.odd:
             yield as_warning(problem)
 
@@ -255,7 +260,7 @@ class _ResponseEncoder:
 
         responses = []
         for record, row in zip(records, rows, strict=True):
-            end = self._template_end if templated(record, data) else self._plain_end
+            end = self._template_end if uses_chat_template(record, data) else self._plain_end
             trained = _trained_turns(record.values[field])
             responses.append(self._response((row or [])[1:], end, trained))
         return responses
@@ -287,7 +292,7 @@ def _trained_turns(response: str | Sequence[Mapping[str, Any]]) -> list[bool]:
     """Return for each turn of the assistant in a response whether it is trained on."""
     if isinstance(response, str):
         return [True]
-    return [is_learned(message) for message in response if message["role"] == "assistant"]
+    return [is_trained_turn(message) for message in response if message["role"] == "assistant"]
 
 
 def load_responses(
@@ -336,15 +341,15 @@ def _text_warnings(
     setting: str,
 ) -> Iterator[UserError]:
     """Yield the warnings about the first records' texts, and about the template that renders them."""
-    records = encoded.records[:LOOKED_AT]
-    through_template = any(templated(record, data) for record in records)
+    records = encoded.records[:EXAMINED_RECORDS]
+    through_template = any(uses_chat_template(record, data) for record in records)
     ends = end_token_ids(tokenizer, config.model.path, templated=through_template)
     end_texts = [tokenizer.convert_ids_to_tokens(token) for token in ends]
     chat = conversation_text(tokenizer, ends)
 
     # The template: its end of turns, and thoughts that it opens.
     if through_template:
-        problem = end_problem(tokenizer, config.model.path)
+        problem = turn_end_warning(tokenizer, config.model.path)
         if problem is not None:
             yield problem
         unended = _unended_thoughts(chat, records, fields, data, setting)
@@ -352,8 +357,8 @@ def _text_warnings(
             yield unended
 
     # The texts.
-    yield from odd_prompts(records, encoded.texts, data, setting, end_texts, template_marks(tokenizer))
-    yield from odd_responses(records, fields, data, setting, chat, end_texts)
+    yield from prompt_warnings(records, encoded.texts, data, setting, end_texts, template_marks(tokenizer))
+    yield from response_warnings(records, fields, data, setting, chat, end_texts)
 
 
 def _unended_thoughts(
@@ -363,12 +368,12 @@ def _unended_thoughts(
     data: DataConfig,
     setting: str,
 ) -> UserError | None:
-    """Return the warning of `unended_thoughts` for a chat template that opens thoughts."""
+    """Return the warning of `unclosed_thoughts_warning` for a chat template that opens thoughts."""
     if chat is None:
         return None
 
     with suppress(UserError):  # a template may refuse this conversation
-        end = end_of_thoughts(chat.opening)
+        end = closing_thought_tag(chat.opening)
         if end is not None:
-            return unended_thoughts(records, fields, data, end, setting)
+            return unclosed_thoughts_warning(records, fields, data, end, setting)
     return None

@@ -22,13 +22,13 @@ from megatron_rl.data.chat_format import (
     TurnEnd,
     added_tokens,
     find_turn_end,
-    framing_marks,
     named_end_ids,
+    template_tokens,
     text_prefix,
-    turn_end_problem,
+    turn_end_mismatch,
     with_prefix,
 )
-from megatron_rl.data.messages import no_tokens_error, require_prompt, templated
+from megatron_rl.data.messages import no_tokens_error, require_prompt, uses_chat_template
 from megatron_rl.data.records import Record
 from megatron_rl.data.rendered_text import rendered_prompts
 from megatron_rl.data.template_renderer import (
@@ -38,7 +38,7 @@ from megatron_rl.data.template_renderer import (
 )
 from megatron_rl.error_forms import missing_file
 from megatron_rl.errors import UserError, UserErrors, first_line
-from megatron_rl.progress import advance
+from megatron_rl.progress import count_progress
 from megatron_rl.types import SamplingParameters
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ def end_token_ids(
 ) -> tuple[int, ...]:
     """Return the ids that end a response: the tokenizer's EOS, then further ids of the model's files.
 
-    Responses to prompts that went through the chat template (``templated``) also end with the token by which
-    the template ends turns. Raises UserError for a model without such a token.
+    Responses to prompts that went through the chat template (``templated``) also end with the token by
+    which the template ends turns. Raises UserError for a model without such a token.
     """
     ids = named_end_ids(tokenizer, model_path)
     end = template_turn_end(tokenizer) if templated else None
@@ -126,16 +126,16 @@ def template_turn_end(tokenizer: Any) -> TurnEnd | None:
     return find_turn_end(text, encode, added_tokens(tokenizer), tokenizer.bos_token)
 
 
-def end_problem(tokenizer: Any, model_path: str | Path) -> UserError | None:
+def turn_end_warning(tokenizer: Any, model_path: str | Path) -> UserError | None:
     """Return the warning of a chat template whose end of turns the model's files do not name."""
     ends = named_end_ids(tokenizer, model_path)
     texts = ", ".join(tokenizer.convert_ids_to_tokens(list(ends)))
-    return turn_end_problem(template_turn_end(tokenizer), ends, texts, str(model_path))
+    return turn_end_mismatch(template_turn_end(tokenizer), ends, texts, str(model_path))
 
 
 def template_marks(tokenizer: Any) -> set[str]:
     """Return the added tokens that the chat template writes around messages."""
-    return framing_marks(renderer_of(tokenizer), added_tokens(tokenizer).values())
+    return template_tokens(renderer_of(tokenizer), added_tokens(tokenizer).values())
 
 
 def as_warning(problem: UserError) -> str:
@@ -239,7 +239,7 @@ class PromptEncoder:
         prefix = text_prefix(self.tokenizer)
         for row, record in enumerate(records):
             # A template writes its own BOS.
-            if not templated(record, self.data):
+            if not uses_chat_template(record, self.data):
                 tokens[row] = numpy.asarray(with_prefix(prefix, tokens[row].tolist()), numpy.int32)
 
             if not len(tokens[row]):
@@ -263,7 +263,7 @@ def encode_texts(
         batch = [_cut(tokenizer, text, limit) for text in texts[start : start + chunk]]
         encoded = tokenizer(batch, add_special_tokens=False, return_attention_mask=False)
         rows.extend(numpy.asarray(ids, numpy.int32) for ids in encoded["input_ids"])  # pyright: ignore
-        advance("pieces of data")
+        count_progress("pieces of data")
     return rows
 
 
@@ -300,7 +300,7 @@ def encode_pieces(
                 tokens_of_rows[index] = _split_tokens(ids, offsets, batch[index])
 
         results += tokens_of_rows
-        advance("pieces of data")
+        count_progress("pieces of data")
     return results
 
 

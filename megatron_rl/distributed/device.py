@@ -21,7 +21,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
 from megatron_rl.distributed.rendezvous import open_store, rendezvous_error
-from megatron_rl.launcher import launch
+from megatron_rl.launcher import current_launch
 
 # Megatron's overlap of tensor parallelism needs it. CUDA reads it once, when the device is initialized.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -172,12 +172,12 @@ def set_unbacked(size: int) -> None:
 
 def rank() -> int:
     """Return this process's rank in the job, from the launcher."""
-    return launch().rank
+    return current_launch().rank
 
 
 def world_size() -> int:
     """Return the number of processes of the job, from the launcher."""
-    return launch().world_size
+    return current_launch().world_size
 
 
 def initialize(timeout: float = 600.0, *, watched: bool = False) -> None:

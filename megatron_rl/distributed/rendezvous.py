@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megatron_rl.errors import UserError
-from megatron_rl.launcher import launch
+from megatron_rl.launcher import current_launch
 
 _POLL_INTERVAL = timedelta(seconds=0.5)
 """Time between two checks whether a newer attempt has begun while this rank waits for the first one."""
@@ -27,7 +27,7 @@ def open_store(timeout: timedelta) -> dist.Store:
     A single process uses a local store and ignores MASTER_ADDR, which a cluster's templates may export for
     other jobs.
     """
-    if launch().world_size == 1:
+    if current_launch().world_size == 1:
         return dist.HashStore()
 
     agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -50,7 +50,7 @@ def store_of_one_host(port: int, timeout: timedelta) -> dist.Store:
     Raises DistNetworkError if the port cannot be opened.
     """
     address = "127.0.0.1"
-    is_first = launch().rank == 0
+    is_first = current_launch().rank == 0
 
     listener = None
     if is_first:
@@ -58,7 +58,9 @@ def store_of_one_host(port: int, timeout: timedelta) -> dist.Store:
             listener = socket.create_server((address, port)).detach()
         except OSError as error:
             raise dist.DistNetworkError(f"port {port}: {error.strerror}") from error
-    return dist.TCPStore(address, port, launch().world_size, is_first, timeout, master_listen_fd=listener)
+    return dist.TCPStore(
+        address, port, current_launch().world_size, is_first, timeout, master_listen_fd=listener
+    )
 
 
 def agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
@@ -98,7 +100,7 @@ def rendezvous_error(error: Exception, timeout: float) -> UserError:
     return UserError(
         "the ranks of the job do not meet",
         where="environment: MASTER_ADDR, MASTER_PORT",
-        expected=f"all {launch().world_size} ranks at {address} within {timeout:g} s",
+        expected=f"all {current_launch().world_size} ranks at {address} within {timeout:g} s",
         got=str(error).splitlines()[0],
         fix="name the host of rank 0 and a port that is free there, and start every rank",
     )

@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl.distributed import device
-from megatron_rl.progress import done
+from megatron_rl.progress import progress_text
 
 _MAX_REPORT_INTERVAL = 5.0
 """Seconds between two reports of a rank, at most; an eighth of a short limit."""
@@ -255,7 +255,7 @@ class Watch:
             frame = frame.f_back
 
         description = self._describe()
-        work = done()
+        work = progress_text()
         text = f"{description} after {work or 'no work'}, inside {last_calls(self._main_thread)}"
         progress = str(hash((description, work, *stack)))
         report = Report(str(self._beats), progress, waits, text)

@@ -89,7 +89,7 @@ class Opening(NamedTuple):
     """Tools in OpenAI's form, for the template and the parser of tool calls."""
 
 
-class Turns(Protocol):
+class TurnSource(Protocol):
     """Source of the policy's turns: sends an observation and awaits the turn that follows it."""
 
     async def __call__(
@@ -114,7 +114,7 @@ class Episode:
         ground_truth: Any,
         metadata: Mapping[str, Any],
         seed: int,
-        turns: Turns,
+        turns: TurnSource,
     ) -> None:
         self.prompt = prompt
         self.ground_truth = ground_truth

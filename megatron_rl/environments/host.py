@@ -18,10 +18,10 @@ from typing import Any
 from megatron_rl.config.parse import parse_settings
 from megatron_rl.config.setting import value_errors
 from megatron_rl.contained.confinement import allow_files, allow_processes
-from megatron_rl.contained.process import READY, Requests, load, search, told
+from megatron_rl.contained.process import READY, Requests, format_error, load_callable, set_module_sources
 from megatron_rl.environments.environment import Environment, Episode, Message, Opening, Truncated, WrongUse
-from megatron_rl.errors import UserError, UserErrors, each
-from megatron_rl.rewards.worker import EXCEPTION, SCORED, WRONG_TYPE, failed, scored
+from megatron_rl.errors import UserError, UserErrors, single_errors
+from megatron_rl.rewards.worker import EXCEPTION, SCORED, WRONG_TYPE, failure_frame, reward_frame
 
 # Requests of the trainer, each followed by the number of an episode: start it, send it a turn of the policy,
 # refuse it a further turn, cancel it; and a check that the process responds, for no episode.
@@ -59,12 +59,12 @@ def serve(requests: Requests, limits: Mapping[str, Any], unenforced: list[str]) 
     ``unenforced`` are the limits that this machine's kernel does not enforce; the trainer reports them.
     """
     paths, class_path, settings, max_turns = requests.read()
-    search(paths)
+    set_module_sources(paths)
     threading.stack_size(_THREAD_STACK)
     try:
         make_environment = factory(class_path, settings)
     except UserError as error:
-        requests.reply({"kind": READY, "errors": [detail.to_json() for detail in each(error)]})
+        requests.reply({"kind": READY, "errors": [detail.to_json() for detail in single_errors(error)]})
         return
     except BaseException as error:
         requests.refuse(error)
@@ -128,7 +128,7 @@ def factory(class_path: str, settings: Mapping[str, Any]) -> partial[Environment
 
 def _environment_class(class_path: str) -> type[Environment]:
     """Load a class of environments; raises UserError for anything else."""
-    cls = load(class_path)
+    cls = load_callable(class_path)
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
         raise UserError(
             f"{class_path} is no environment",
@@ -303,14 +303,14 @@ class _RunningEpisode:
             reward = await self._reward()
             answer = {"kind": SCORED, "reward": None, "components": {}}
             if reward is not None:
-                answer = scored(reward)
+                answer = reward_frame(reward)
         except asyncio.CancelledError:
             return
         except WrongUse as error:
-            answer = failed(WRONG_TYPE, str(error))
+            answer = failure_frame(WRONG_TYPE, str(error))
         except BaseException as error:
             # BaseException: an environment that calls sys.exit must not end the process of the others.
-            answer = failed(EXCEPTION, told(error))
+            answer = failure_frame(EXCEPTION, format_error(error))
 
         # "kind" is the frame's own key in this protocol.
         answer["result"] = answer.pop("kind")

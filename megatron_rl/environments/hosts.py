@@ -1,8 +1,9 @@
 """The trainer's side of environments: their processes, time limits, and validation of their messages.
 
 An environment is user code. It may raise, hang, exhaust its process or send anything, and in every case only
-its own episode may fail. `Hosts` therefore believes no message before it is validated (`_event`), gives every
-turn a deadline, and replaces a process that is lost. The other episodes of a lost process start again.
+its own episode may fail. `EnvironmentPool` therefore believes no message before it is validated (`_event`),
+gives every turn a deadline, and replaces a process that is lost. The other episodes of a lost process start
+again.
 """
 
 from __future__ import annotations
@@ -15,13 +16,19 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megatron_rl.config.sections.rollout import EnvironmentConfig
-from megatron_rl.contained.confinement import limit_of
-from megatron_rl.contained.process import NO_TEXT, NO_TEXT_MESSAGE, ContainedProcess, LoadFailed, kill_all
+from megatron_rl.contained.confinement import exceeded_limit
+from megatron_rl.contained.process import (
+    INVALID_TEXT,
+    INVALID_TEXT_MESSAGE,
+    ContainedProcess,
+    LoadFailed,
+    kill_all,
+)
 from megatron_rl.environments import host as protocol
 from megatron_rl.environments.environment import KEYS, LARGEST_OBSERVATION, ROLES, Opening
-from megatron_rl.errors import UserError, UserErrors, each
+from megatron_rl.errors import UserError, UserErrors, single_errors
 from megatron_rl.rewards import calls
-from megatron_rl.rewards.worker import CRASHED, TIMEOUT, WRONG_TYPE, answer_of
+from megatron_rl.rewards.worker import CRASHED, TIMEOUT, WRONG_TYPE, read_answer
 
 GRACE_SECONDS = 2.0
 """Time that a cancelled environment has to end, and a process to respond to a ping; then the process is
@@ -35,7 +42,7 @@ MOST_PROGRAMS = 2**10
 processes, too."""
 
 
-class Asks(NamedTuple):
+class TurnRequest(NamedTuple):
     """Request of an environment for a turn of the policy.
 
     Example:
@@ -56,7 +63,7 @@ class Asks(NamedTuple):
     """Messages in place of the record's prompt, with the first request alone."""
 
 
-class Ended(NamedTuple):
+class EpisodeEnd(NamedTuple):
     """End of an episode, with a reward or a failure.
 
     Example:
@@ -83,14 +90,14 @@ class Ended(NamedTuple):
     """Text of the failure."""
 
 
-class Restarted(NamedTuple):
+class EpisodeRestart(NamedTuple):
     """Restart of an episode whose process was lost: its new environment asks for the first turn again."""
 
     number: int
     """Number of the episode."""
 
 
-Event = Asks | Ended | Restarted
+Event = TurnRequest | EpisodeEnd | EpisodeRestart
 
 
 @dataclass
@@ -127,11 +134,11 @@ class _Host:
     environment from a process that is blocked as a whole."""
 
 
-class Hosts:
+class EnvironmentPool:
     """Environments in ``config.workers`` processes.
 
     An environment that raises, exceeds ``config.turn_timeout`` or ends its process ends its own episode.
-    Other episodes of the same process are restarted, see `Restarted`. The constructor loads the class in
+    Other episodes of the same process are restarted, see `EpisodeRestart`. The constructor loads the class in
     every process and raises UserError if that fails. ``missing`` describes the limits that this machine's
     kernel does not enforce.
     """
@@ -299,7 +306,7 @@ class Hosts:
             if event is None:
                 host.process.disorder = f"its process sent a malformed message: {frame!r:.200}"
                 break
-            if isinstance(event, Asks):
+            if isinstance(event, TurnRequest):
                 host.episodes[event.number].busy_since = None
             else:
                 # The process holds the episode until it is cancelled.
@@ -339,7 +346,7 @@ class Hosts:
         host.pinged = None
         for episode in self._late(host):
             self.forget(episode.number)
-            events.append(Ended(episode.number, failure=TIMEOUT, message=self._timeout_message()))
+            events.append(EpisodeEnd(episode.number, failure=TIMEOUT, message=self._timeout_message()))
 
     def _timeout_message(self) -> str:
         seconds = f"{self.config.turn_timeout:g} s"
@@ -355,20 +362,20 @@ class Hosts:
         status = self._replace(host, events)
 
         message = f"its process ended with status {status}"
-        exceeded_limit = limit_of(status, asdict(self.config.limits), f"{protocol.WHERE}.limits")
+        limit = exceeded_limit(status, asdict(self.config.limits), f"{protocol.WHERE}.limits")
         if reason == TIMEOUT:
             message = self._timeout_message()
         elif host.process.disorder:
             message = host.process.disorder
-        elif exceeded_limit:
-            message = exceeded_limit
+        elif limit:
+            message = limit
 
         for episode in suspects:
             if episode.runs_alone or len(suspects) == 1:
                 # `_replace` has restarted it.
                 self._waiting.remove(episode)
-                events.remove(Restarted(episode.number))
-                events.append(Ended(episode.number, failure=reason, message=message))
+                events.remove(EpisodeRestart(episode.number))
+                events.append(EpisodeEnd(episode.number, failure=reason, message=message))
             episode.runs_alone = True
 
     def _replace(self, host: _Host, events: list[Event]) -> int:
@@ -381,7 +388,7 @@ class Hosts:
         for episode in host.episodes.values():
             episode.busy_since = None
             self._waiting.append(episode)
-            events.append(Restarted(episode.number))
+            events.append(EpisodeRestart(episode.number))
         return status
 
     def _restart_process(self) -> None:
@@ -392,12 +399,12 @@ class Hosts:
         """
         started = time.monotonic()
         # None: no wait after the last attempt.
-        for wait_seconds in (*calls.RESTART_WAITS, None):
+        for wait_seconds in (*calls.RESTART_DELAYS, None):
             try:
                 self._start_process()
                 return
             except UserError as error:
-                self._start_failure = "; ".join(str(detail.got) for detail in each(error))
+                self._start_failure = "; ".join(str(detail.got) for detail in single_errors(error))
 
             is_late = time.monotonic() - started > calls.RESTART_SECONDS
             if wait_seconds is None or is_late:
@@ -408,7 +415,7 @@ class Hosts:
         """Fail the waiting episodes, for which no process could be started."""
         message = f"no process of {self.config.name} could be started again: {self._start_failure}"
         for episode in self._waiting:
-            events.append(Ended(episode.number, failure=CRASHED, message=message))
+            events.append(EpisodeEnd(episode.number, failure=CRASHED, message=message))
         self._waiting.clear()
 
     def close(self) -> None:
@@ -419,13 +426,13 @@ class Hosts:
 def environment_errors(config: EnvironmentConfig) -> list[UserError]:
     """Return the errors of an environment's class and settings, which a contained process loads."""
     try:
-        Hosts(replace(config, workers=1)).close()
+        EnvironmentPool(replace(config, workers=1)).close()
     except UserError as error:
-        return list(each(error))
+        return list(single_errors(error))
     return []
 
 
-def _event(frame: Mapping[str, Any], episodes: Mapping[int, _OpenEpisode]) -> Asks | Ended | None:
+def _event(frame: Mapping[str, Any], episodes: Mapping[int, _OpenEpisode]) -> TurnRequest | EpisodeEnd | None:
     """Validate a message of a process and return its event, None if it is malformed or out of turn."""
     number = frame.get("episode")
     if not isinstance(number, int) or number not in episodes:
@@ -439,10 +446,10 @@ def _event(frame: Mapping[str, Any], episodes: Mapping[int, _OpenEpisode]) -> As
     return None
 
 
-def _asks(number: int, frame: Mapping[str, Any]) -> Asks | Ended | None:
+def _asks(number: int, frame: Mapping[str, Any]) -> TurnRequest | EpisodeEnd | None:
     """Validate an environment's request for a turn."""
-    if NO_TEXT in frame:
-        return Ended(number, failure=WRONG_TYPE, message=f"the environment {NO_TEXT_MESSAGE}")
+    if INVALID_TEXT in frame:
+        return EpisodeEnd(number, failure=WRONG_TYPE, message=f"the environment {INVALID_TEXT_MESSAGE}")
 
     messages = frame.get("messages")
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
@@ -458,22 +465,22 @@ def _asks(number: int, frame: Mapping[str, Any]) -> Asks | Ended | None:
     limit = frame.get("limit")
     if not isinstance(limit, int) or limit <= 0:
         limit = None
-    return Asks(number, messages, limit, opening)
+    return TurnRequest(number, messages, limit, opening)
 
 
-def _ended(number: int, frame: Mapping[str, Any]) -> Ended | None:
+def _ended(number: int, frame: Mapping[str, Any]) -> EpisodeEnd | None:
     """Validate the end of an episode."""
     truncated = frame.get("truncated") is True
     # The environment leaves the reward to others, or was truncated.
     if frame.get("result") == protocol.SCORED and frame.get("reward") is None:
-        return Ended(number, truncated=truncated)
+        return EpisodeEnd(number, truncated=truncated)
 
     # The rewards' own protocol has the key "kind" where this one has "result".
-    answer = answer_of({**frame, "kind": frame.get("result")})
+    answer = read_answer({**frame, "kind": frame.get("result")})
     if answer is None:
         return None
     reward = None if answer.reason else answer.reward
-    return Ended(number, reward, answer.components, truncated, answer.reason, answer.message)
+    return EpisodeEnd(number, reward, answer.components, truncated, answer.reason, answer.message)
 
 
 def _is_opening(value: Any) -> bool:

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import broadcast_tensor, run_on_all_ranks_or_raise
-from megatron_rl.errors import UserError, some_of
+from megatron_rl.errors import UserError, join_names
 from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.megatron_source import MegatronFiles
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.megatron.model import Chunked, ParallelModel, is_expert_parameter, live_parameters
 from megatron_rl.megatron.model_spec import pretrained, read_hf_config
 from megatron_rl.megatron.parameter_mapping import global_name, shard_of, trace_import, vocabulary_names
-from megatron_rl.progress import advance
+from megatron_rl.progress import count_progress
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, SCALAR
 from megatron_rl.shapes.pretrained import separate_head_error
 from megatron_rl.types import TensorBox
@@ -184,7 +184,7 @@ def _read(
             values = files.read(box.name, box.start, box.size)
             require_finite(values, box.name, files)
             view_of(parameters[box.storage], box).copy_(values)
-            advance("tensors read")
+            count_progress("tensors read")
 
 
 def fingerprint(path: str | Path, dtype: torch.dtype) -> str:
@@ -241,8 +241,8 @@ def check_tensors(files: Checkpoint, model: Chunked) -> None:
         raise UserError(
             "The checkpoint's tensors are not those of the model in its config.json.",
             where=str(files.path),
-            expected=f"missing: {some_of(absent, _MAX_NAMES_LISTED)}" if absent else None,
-            got=f"unexpected: {some_of(unexpected, _MAX_NAMES_LISTED)}" if unexpected else None,
+            expected=f"missing: {join_names(absent, _MAX_NAMES_LISTED)}" if absent else None,
+            got=f"unexpected: {join_names(unexpected, _MAX_NAMES_LISTED)}" if unexpected else None,
             fix=hint or "use a checkpoint saved from this architecture and number of layers",
         )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_rl.check.model.megatron_settings import DERIVED
+from megatron_rl.check.model.megatron_settings import DERIVED_FIELDS
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.megatron.experts import prepare_experts
@@ -203,7 +203,7 @@ def _frequencies(
 def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
     available = {field.name for field in fields(MLATransformerConfig)}
     for name in overrides:
-        if name in DERIVED:
+        if name in DERIVED_FIELDS:
             raise UserError(
                 f"{name!r} is derived from the checkpoint and the layout and cannot be overridden.",
                 where=f"megatron.{name}",

@@ -17,7 +17,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_rl.check.model.megatron_lm import ARGUMENTS
+from megatron_rl.check.model.megatron_lm import PROVIDER_ARGUMENTS
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
 from megatron_rl.interop.megatron_lm.arguments import ABSENT
@@ -98,7 +98,7 @@ class Provider:
     place: str
     """Its name in the configuration, ``module:function`` or ``file.py:function``."""
     function: Callable[..., Any]
-    """Called with those of `ARGUMENTS` that it has parameters for; returns a GPTModel."""
+    """Called with those of `PROVIDER_ARGUMENTS` that it has parameters for; returns a GPTModel."""
     arguments: Namespace
     """Megatron-LM's arguments, for code that reads them."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class Provider:
         # Pass the arguments that the function has parameters for.
         parameters = inspect.signature(self.function).parameters
         arguments: dict[str, Any] = {}
-        for name, value in zip(ARGUMENTS, values, strict=True):
+        for name, value in zip(PROVIDER_ARGUMENTS, values, strict=True):
             if name in parameters:
                 arguments[name] = value
         with self.scope(groups, stage), _norms_of_any_layout():

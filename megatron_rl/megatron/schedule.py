@@ -30,7 +30,7 @@ from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.packing import PackedRows, partition
 from megatron_rl.metrics import Metrics
 from megatron_rl.metrics import merge as merge_metrics
-from megatron_rl.progress import advance
+from megatron_rl.progress import count_progress
 from megatron_rl.types import token_index
 
 
@@ -475,7 +475,7 @@ def _forward_step(
 ) -> tuple[Tensor, Callable[..., Any]]:
     """Run one chunk on the next micro-batch; the second result computes the loss on the last stage."""
     micro = next(iterator)
-    advance("micro-batches")
+    count_progress("micro-batches")
 
     route = nullcontext()
     if model.routing is not None and micro.routed is not None:

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.contained.process import ContainedProcess, LoadFailed
 from megatron_rl.errors import UserError
-from megatron_rl.progress import advance
+from megatron_rl.progress import count_progress
 from megatron_rl.rewards.worker import (
     ARGUMENTS,
     GROUP,
@@ -27,7 +27,7 @@ from megatron_rl.rewards.worker import (
     parameter_hints,
 )
 
-RESTART_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
+RESTART_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between the tries to start a process again: memory that others hold is often free soon."""
 RESTART_SECONDS = 60.0
 """Time after which no further try begins."""
@@ -187,7 +187,7 @@ class Worker:
 
             for row, answer in zip(call.rows, answers, strict=True):
                 outcomes[row] = answer
-                advance("rewards")
+                count_progress("rewards")
             del self.calls[number]
 
             # The clock of the next call of a plain function starts now.

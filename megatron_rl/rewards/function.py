@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.sections.rewards import CodeConfig, RewardConfig
-from megatron_rl.contained.confinement import limit_of
+from megatron_rl.contained.confinement import exceeded_limit
 from megatron_rl.contained.process import kill_all
 from megatron_rl.error_forms import out_of_range
 from megatron_rl.errors import UserError
@@ -60,7 +60,7 @@ class Failure(NamedTuple):
     """Details, such as the function's traceback."""
 
 
-def ending(message: str, limit: int) -> str:
+def last_lines(message: str, limit: int) -> str:
     """Return the last complete lines of a message in ``limit`` characters, or the end of its last line."""
     text = message.strip()
     if len(text) <= limit:
@@ -303,7 +303,7 @@ class FunctionReward:
         out of memory.
         """
         started = time.monotonic()
-        for wait in (*calls.RESTART_WAITS, None):
+        for wait in (*calls.RESTART_DELAYS, None):
             worker = self._new_worker()
             self._workers.append(worker)  # `close` from another thread ends it, too
             try:
@@ -331,7 +331,7 @@ class FunctionReward:
             return TIMEOUT, f"ran longer than {self.config.timeout:g} s"
         if worker.process.disorder is not None:
             return DISORDER, worker.process.disorder
-        if message := limit_of(status, asdict(self.config.limits), f"{self._section}.limits"):
+        if message := exceeded_limit(status, asdict(self.config.limits), f"{self._section}.limits"):
             return LIMIT, message
         return CRASHED, f"the worker process ended with status {status}"
 

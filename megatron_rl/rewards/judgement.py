@@ -16,7 +16,7 @@ _SCORE = re.compile(
 )
 
 
-def filled(template: str, sample: Mapping[str, Any]) -> str:
+def fill_template(template: str, sample: Mapping[str, Any]) -> str:
     """Return ``template`` with its placeholders replaced in one pass: a response cannot add placeholders.
 
     Example:

@@ -30,13 +30,13 @@ from megatron_rl.config.sections.rewards import (
     RewardConfig,
     RewardServerConfig,
 )
-from megatron_rl.contained.process import encodable, readable
+from megatron_rl.contained.process import escape_unprintable, replace_surrogates
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
-from megatron_rl.progress import advance
+from megatron_rl.progress import count_progress
 from megatron_rl.redaction import HIDDEN
 from megatron_rl.rewards.function import FunctionReward, RewardResult, Sample, rows_by_group
-from megatron_rl.rewards.judgement import JUDGEMENT, filled, is_function
+from megatron_rl.rewards.judgement import JUDGEMENT, fill_template, is_function
 from megatron_rl.rewards.worker import (
     GROUP,
     TIMEOUT,
@@ -44,8 +44,8 @@ from megatron_rl.rewards.worker import (
     TURNS,
     WRONG_TYPE,
     Answer,
-    answer_of,
-    scored,
+    read_answer,
+    reward_frame,
 )
 
 UNREACHABLE = "unreachable"
@@ -192,7 +192,7 @@ class Server:
             attempt = await self._send(session, body)
             # Progress even for a failure: a server that never answers is given up after its own limits, and
             # not by the hang detector.
-            advance("requests to servers that judge")
+            count_progress("requests to servers that judge")
             if attempt.pause:
                 self._not_before = max(self._not_before, time.monotonic() + attempt.pause)
             if not attempt.retryable:
@@ -204,7 +204,7 @@ class Server:
     def _update_circuit(self, attempt: _Attempt) -> None:
         """Open the circuit after ``open_after`` failures in a row; close it after a reply of any kind."""
         self._probing = False
-        advance("requests to reward servers")
+        count_progress("requests to reward servers")
 
         # A server that limits the rate, or refuses a request, is alive.
         if not attempt.retryable or attempt.reply.reason == RATE_LIMITED:
@@ -299,7 +299,7 @@ class Server:
             for fragment in (secret, *secret.split()):
                 if len(fragment) >= SHORTEST_SECRET:
                     text = text.replace(fragment, HIDDEN)
-        return encodable(text)
+        return replace_surrogates(text)
 
 
 async def _content(response: aiohttp.ClientResponse) -> bytes:
@@ -398,9 +398,9 @@ def _rewards(reply: Reply, count: int) -> list[Answer]:
 def _reward(value: Any) -> Answer:
     """Return the answer for one entry of a reply: a reward, a mapping with one, or an error."""
     if isinstance(value, dict) and "reward" not in value and "error" in value:
-        return Answer(REPORTED, readable(f"{value['error']!s:.500}"))
-    answer = answer_of(scored(value))
-    assert answer is not None, "`scored` returns frames that `answer_of` reads"
+        return Answer(REPORTED, escape_unprintable(f"{value['error']!s:.500}"))
+    answer = read_answer(reward_frame(value))
+    assert answer is not None, "`reward_frame` returns frames that `read_answer` reads"
     return answer
 
 
@@ -516,7 +516,7 @@ class JudgeReward:
         """Return the judge's prompt for each sample, as the ``text`` of an answer."""
         if self._template is not None:
             return self._template.answers(samples)
-        return [Answer(None, text=filled(self.config.template, sample)) for sample in samples]
+        return [Answer(None, text=fill_template(self.config.template, sample)) for sample in samples]
 
     def _request(self, prompt: Any, row: int) -> _Request:
         """Return the request of a judge's prompt, unique to the row if nothing is cached."""

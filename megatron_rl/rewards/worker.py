@@ -1,6 +1,6 @@
 """The process in which a reward function runs, and the answers that it sends.
 
-The one idea: user code can only produce frames of JSON, which the trainer reads with `answer_of`; a frame
+The one idea: user code can only produce frames of JSON, which the trainer reads with `read_answer`; a frame
 that this function does not understand ends the process. `megatron_rl.rewards.function` starts `serve`
 contained.
 """
@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 
 from megatron_rl.contained.confinement import allow_processor_seconds
 from megatron_rl.contained.process import (
+    INVALID_TEXT,
+    INVALID_TEXT_MESSAGE,
     LARGEST_MESSAGE,
-    NO_TEXT,
-    NO_TEXT_MESSAGE,
     READY,
     Requests,
-    load,
-    readable,
-    search,
-    told,
+    escape_unprintable,
+    format_error,
+    load_callable,
+    set_module_sources,
 )
 
 SCORED = "scored"
@@ -117,14 +117,14 @@ def answers_of(frame: Mapping[str, Any], count: int) -> list[Answer] | None:
 
     answers = []
     for sample_frame in frames:
-        answer = answer_of(sample_frame) if isinstance(sample_frame, dict) else None
+        answer = read_answer(sample_frame) if isinstance(sample_frame, dict) else None
         if answer is None:
             return None
         answers.append(answer)
     return answers
 
 
-def answer_of(frame: Mapping[str, Any]) -> Answer | None:
+def read_answer(frame: Mapping[str, Any]) -> Answer | None:
     """Return the answer in a frame about one sample, None for a malformed frame.
 
     User code may have written the frame itself, so that every value is checked.
@@ -133,11 +133,11 @@ def answer_of(frame: Mapping[str, Any]) -> Answer | None:
         reason = frame.get("reason")
         if reason not in (EXCEPTION, NOT_FINITE, WRONG_TYPE, TIMEOUT):
             return None
-        return Answer(reason, readable(str(frame.get("message", ""))))
+        return Answer(reason, escape_unprintable(str(frame.get("message", ""))))
 
     # The transport marks frames whose text is no valid Unicode.
-    if NO_TEXT in frame:
-        return Answer(WRONG_TYPE, NO_TEXT_MESSAGE)
+    if INVALID_TEXT in frame:
+        return Answer(WRONG_TYPE, INVALID_TEXT_MESSAGE)
 
     # A template for a judge, which writes a prompt.
     if frame.get("kind") == WRITTEN:
@@ -159,7 +159,7 @@ def _reward_answer(numbers: dict[str, Any]) -> Answer | None:
 
     for name, number in numbers.items():
         if not abs(number) <= LARGEST:  # true for NaN, too
-            return Answer(NOT_FINITE, f"{readable(name)} is {number}, beyond what float32 holds")
+            return Answer(NOT_FINITE, f"{escape_unprintable(name)} is {number}, beyond what float32 holds")
 
     reward = float(numbers.pop("reward"))
     if len(numbers) > MOST_COMPONENTS or any(len(name) > LARGEST_NAME for name in numbers):
@@ -169,7 +169,7 @@ def _reward_answer(numbers: dict[str, Any]) -> Answer | None:
         None,
         "",
         reward,
-        {readable(name): float(number) for name, number in numbers.items()},
+        {escape_unprintable(name): float(number) for name, number in numbers.items()},
     )
 
 
@@ -232,7 +232,7 @@ class Traits(NamedTuple):
         """Return the traits in a worker's frame."""
         return cls(
             frozenset(map(str, frame.get("takes", ()))),
-            frozenset(readable(str(name)) for name in frame.get("requires", ())),
+            frozenset(escape_unprintable(str(name)) for name in frame.get("requires", ())),
             frame.get("takes_all") is True,
             frame.get("concurrent") is True,
         )
@@ -293,22 +293,22 @@ def answered(value: Any, count: int | None) -> list[dict[str, Any]]:
     ``count`` is the number of samples of a group, None for a call for one sample.
     """
     if count is None:
-        return [scored(value)]
+        return [reward_frame(value)]
 
     if hasattr(value, "tolist"):  # NumPy and torch arrays
         value = value.tolist()
     if not isinstance(value, list | tuple) or len(value) != count:
         size = f" of {len(value)}" if isinstance(value, list | tuple) else f": {value!r:.80}"
         message = f"expected a reward for each of {count} responses, got {type(value).__name__}{size}"
-        return [failed(WRONG_TYPE, message)] * count
+        return [failure_frame(WRONG_TYPE, message)] * count
 
     # A function of a group may return an exception for a single sample.
     frames = []
     for sample_value in value:
         if isinstance(sample_value, BaseException):
-            frames.append(failed(EXCEPTION, told(sample_value)))
+            frames.append(failure_frame(EXCEPTION, format_error(sample_value)))
         else:
-            frames.append(scored(sample_value))
+            frames.append(reward_frame(sample_value))
     return frames
 
 
@@ -317,10 +317,10 @@ def written(value: Any, _: int | None) -> list[dict[str, Any]]:
     if is_writing(value):
         return [{"kind": WRITTEN, "text": value}]
     message = f"expected text, or messages of role and content, got {type(value).__name__}: {value!r:.80}"
-    return [failed(WRONG_TYPE, message)]
+    return [failure_frame(WRONG_TYPE, message)]
 
 
-def scored(value: Any) -> dict[str, Any]:
+def reward_frame(value: Any) -> dict[str, Any]:
     """Return the frame of a reward with components, or of the failure of any other value.
 
     Example:
@@ -330,22 +330,22 @@ def scored(value: Any) -> dict[str, Any]:
     # A bare number is a reward without components.
     components = dict(value) if isinstance(value, Mapping) else {"reward": value}
     if "reward" not in components:
-        return failed(WRONG_TYPE, f"a mapping without 'reward': {sorted(map(str, components))}")
+        return failure_frame(WRONG_TYPE, f"a mapping without 'reward': {sorted(map(str, components))}")
 
     try:
         numbers = {str(name): _number(component) for name, component in components.items()}
     except WrongType as error:
-        return failed(WRONG_TYPE, str(error))
+        return failure_frame(WRONG_TYPE, str(error))
     if len(numbers) < len(components):  # 1 and "1" are different keys, and one name
-        return failed(WRONG_TYPE, f"two components of one name: {sorted(map(repr, components))}")
+        return failure_frame(WRONG_TYPE, f"two components of one name: {sorted(map(repr, components))}")
 
     for name, number in numbers.items():
         if not math.isfinite(number):
-            return failed(NOT_FINITE, f"{name} is {number}")
+            return failure_frame(NOT_FINITE, f"{name} is {number}")
     return {"kind": SCORED, "reward": numbers.pop("reward"), "components": numbers}
 
 
-def failed(reason: str, message: str) -> dict[str, Any]:
+def failure_frame(reason: str, message: str) -> dict[str, Any]:
     """Return the frame of a failure."""
     return {"kind": FAILED, "reason": reason, "message": message[-LARGEST_MESSAGE:]}
 
@@ -384,9 +384,9 @@ def serve(
     search_path, spec, arguments, writes, timeout = requests.read()
 
     # The user's module may import its neighbours.
-    search(search_path)
+    set_module_sources(search_path)
     try:
-        function = load(spec)
+        function = load_callable(spec)
         require_returns(function)
     except BaseException as error:  # the import of the user's module may even exit
         requests.refuse(error)
@@ -439,7 +439,7 @@ class _Calls:
                 try:
                     frames = self._frames_of(self._function(**self._named(item)), _group_size(item))
                 except BaseException as error:  # sys.exit in a reward function must not end the worker
-                    frames = _all_failed(item, EXCEPTION, told(error))
+                    frames = _all_failed(item, EXCEPTION, format_error(error))
                 self._reply(number, frames)
 
     async def serve_together(self) -> None:
@@ -489,7 +489,7 @@ class _Calls:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # sys.exit would end the loop, and every call with it
-            return _all_failed(item, EXCEPTION, told(error))
+            return _all_failed(item, EXCEPTION, format_error(error))
 
     def _named(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call whose names the function takes."""
@@ -514,4 +514,4 @@ def _all_failed(
     message: str,
 ) -> list[dict[str, Any]]:
     """Return the same failure for each sample of a call."""
-    return [failed(reason, message)] * (_group_size(item) or 1)
+    return [failure_frame(reason, message)] * (_group_size(item) or 1)

@@ -27,7 +27,7 @@ from megatron_rl.rewards.function import (
     RewardResult,
     Sample,
     code_reward,
-    ending,
+    last_lines,
 )
 from megatron_rl.rewards.servers import HttpReward, JudgeReward
 from megatron_rl.rewards.worker import GROUP, TOKENS, TURNS, Answer
@@ -378,7 +378,7 @@ def _run_scorer(
     # A failure's row counts the answers; others need the row of the batch.
     failures: dict[int, tuple[str, str]] = {}
     for failure in result.failures:
-        message = ending(failure.message, MAX_REASON_CHARACTERS)
+        message = last_lines(failure.message, MAX_REASON_CHARACTERS)
         failures[answered_rows[failure.row]] = (failure.reason, message)
 
     # Every rank must name the same fields, whatever the function returned for its own samples.

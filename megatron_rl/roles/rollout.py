@@ -12,7 +12,7 @@ from megatron_rl.distributed.exchange import (
     broadcast_object,
     store_increment,
 )
-from megatron_rl.environments.hosts import Hosts
+from megatron_rl.environments.hosts import EnvironmentPool
 from megatron_rl.rollout.collate import (
     NewTokens,
     RoutingShape,
@@ -73,9 +73,9 @@ class RolloutRole:
         self._in_process = in_process
 
         # One rank of a replica runs the environments, whose turns the others receive from it.
-        self._hosts: Hosts | None = None
+        self._hosts: EnvironmentPool | None = None
         if environment is not None and engine is not None and layout.coordinates(rank).tensor == 0:
-            self._hosts = Hosts(environment)
+            self._hosts = EnvironmentPool(environment)
 
     def infer(
         self,

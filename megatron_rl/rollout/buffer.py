@@ -142,7 +142,7 @@ class RolloutBuffer:
                 started["rollouts"],
                 started["seeds"],
             )
-            note_early_rewards(self.started, started["early_rewards"])
+            add_early_rewards(self.started, started["early_rewards"])
 
 
 def select_groups(
@@ -183,7 +183,7 @@ def early_rewards(groups: abc.Sequence[SequenceGroup]) -> dict[str, dict[int, An
     return rewards
 
 
-def note_early_rewards(groups: abc.Sequence[SequenceGroup], rewards: Mapping[str, Mapping[int, Any]]) -> None:
+def add_early_rewards(groups: abc.Sequence[SequenceGroup], rewards: Mapping[str, Mapping[int, Any]]) -> None:
     """Add rewards by scorer and row, as `early_rewards` returns them, to their groups."""
     # Row -> its group, and its index in the group.
     rows = []

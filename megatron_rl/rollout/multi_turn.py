@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.environments.environment import Opening
-from megatron_rl.environments.hosts import Asks, Ended, Hosts, Restarted
+from megatron_rl.environments.hosts import EnvironmentPool, EpisodeEnd, EpisodeRestart, TurnRequest
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.worker import WRONG_TYPE
 from megatron_rl.rollout.engines.base import Generator, ToolParser
@@ -51,7 +51,7 @@ class _Conversation:
     """Index in `ReplicaScheduler.admitted`, and number of the sequence's requests."""
 
     episode: int
-    """Number of the episode in `Hosts`."""
+    """Number of the episode in `EnvironmentPool`."""
 
     max_model_len: int | None
     """The engine's bound of prompt and response together, None without one."""
@@ -125,7 +125,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         self,
         engine: Generator,
         queue: ReplicaQueue,
-        hosts: Hosts,
+        hosts: EnvironmentPool,
         chat: ChatFormats,
         parse: ToolParser | None = None,
         *,
@@ -218,9 +218,9 @@ class MultiTurnScheduler(ReplicaScheduler):
         wait_seconds = IDLE_SECONDS if is_engine_idle else 0.0
         for event in self._hosts.poll(wait_seconds):
             conversation = self._by_episode[event.number]
-            if isinstance(event, Asks):
+            if isinstance(event, TurnRequest):
                 self._turn_requested(conversation, event)
-            elif isinstance(event, Restarted):
+            elif isinstance(event, EpisodeRestart):
                 # The new environment has seen nothing; it is replayed the tokens that are there.
                 conversation.seen = 0
                 conversation.awaits_turn = False
@@ -298,7 +298,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             calls,
         )
 
-    def _turn_requested(self, conversation: _Conversation, event: Asks) -> None:
+    def _turn_requested(self, conversation: _Conversation, event: TurnRequest) -> None:
         """Append the observation of an environment, which now awaits a turn.
 
         The sequence may already have tokens of this turn: of an interrupted turn, or of a turn that is
@@ -329,7 +329,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         else:
             conversation.awaits_turn = True
 
-    def _append_observed(self, conversation: _Conversation, event: Asks) -> bool:
+    def _append_observed(self, conversation: _Conversation, event: TurnRequest) -> bool:
         """Append the observed messages, or compare them with earlier ones; return whether a turn follows."""
         sequence = conversation.sequence
         seen = conversation.seen
@@ -391,10 +391,10 @@ class MultiTurnScheduler(ReplicaScheduler):
     def _fail(self, conversation: _Conversation, reason: str, message: str) -> None:
         """End an episode as failed, and its environment."""
         self._hosts.forget(conversation.episode)
-        event = Ended(conversation.episode, failure=reason, message=message)
+        event = EpisodeEnd(conversation.episode, failure=reason, message=message)
         self._finish(conversation, event)
 
-    def _finish(self, conversation: _Conversation, event: Ended) -> None:
+    def _finish(self, conversation: _Conversation, event: EpisodeEnd) -> None:
         """Finish a sequence with the outcome of its environment."""
         # The environment may end, or fail, while a turn is being sampled.
         if conversation.in_engine:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.config.sections.rollout import leaves_out
+from megatron_rl.config.sections.rollout import filters_tokens
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, SamplingParameters
 
 GREEDY_BELOW = 1e-5
@@ -121,7 +121,7 @@ def truncates(sampling: SamplingParameters) -> bool:
     # Filters never remove the most likely token, so greedy decoding has none.
     if is_greedy(sampling):
         return False
-    return leaves_out(sampling.top_p, sampling.top_k, sampling.min_p)
+    return filters_tokens(sampling.top_p, sampling.top_k, sampling.min_p)
 
 
 def log_prob_temperature(sampling: SamplingParameters) -> float:

@@ -24,7 +24,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_rl.distributed.exchange import ReplicaGroup, broadcast_object, store_increment, store_value
-from megatron_rl.progress import advance
+from megatron_rl.progress import count_progress
 from megatron_rl.rollout.collate import NewTokens, RoutingShape, collect_new_tokens
 from megatron_rl.rollout.engines.base import Generator
 from megatron_rl.rollout.types import Completion, GenerationRequest, Sequence, SequenceGroup
@@ -338,7 +338,7 @@ class ReplicaScheduler:
         with self.engine.sampling():
             self.start_token_round(tokens)
             while self.step():
-                advance("engine steps")
+                count_progress("engine steps")
                 after_step()
 
             # Requests are open here only if `stop_when` has ended the round.

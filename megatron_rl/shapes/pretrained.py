@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import UserError, nearest, require_none
+from megatron_rl.errors import UserError, nearest, raise_errors
 from megatron_rl.shapes.families import FAMILIES
 from megatron_rl.shapes.family import ConfigReader, Family
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, Source, Weight, outer_weights
@@ -218,7 +218,7 @@ def describe(config: Mapping[str, Any], place: str = "config.json") -> Pretraine
     normal = family.normal(config)
     reader = ConfigReader(normal, place)
     shape = family.shape(reader)
-    require_none(reader.errors)
+    raise_errors(reader.errors)
     return PretrainedModel(family, shape, normal)
 
 

@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import UserError, each, nearest, require_none
+from megatron_rl.errors import UserError, nearest, raise_errors, single_errors
 from megatron_rl.shapes.families import FAMILIES
 from megatron_rl.shapes.family import ConfigReader, Fields, common_sizes, latent_sizes, sliding
 from megatron_rl.shapes.model import ModelShape
@@ -99,7 +99,7 @@ def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
         reader = ConfigReader(family.normal(config), name)
         shape = replace(family.shape(reader), name=name)
 
-    require_none(reader.errors)
+    raise_errors(reader.errors)
     return shape
 
 
@@ -109,7 +109,7 @@ def read_trainable(path: Path, errors: list[UserError]) -> PretrainedModel | Non
         return read_pretrained(path)
     except UserError as error:
         features = _untrainable_features(path)
-        for single in each(error):
+        for single in single_errors(error):
             if features:
                 single = replace(single, got=f"{single.got}, which needs {features}")
             errors.append(single)

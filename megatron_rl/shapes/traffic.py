@@ -167,7 +167,7 @@ class WeightTraffic:
         return max(self.received.values())
 
 
-def byte_words(count: float) -> str:
+def byte_text(count: float) -> str:
     """Format bytes as ``1.90 GB``, in powers of ten like the rates of networks."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:

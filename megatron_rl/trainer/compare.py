@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.source import read_tree
-from megatron_rl.contained.process import readable
+from megatron_rl.contained.process import escape_unprintable
 from megatron_rl.metrics import number_text
 from megatron_rl.trainer import page
 from megatron_rl.trainer.curves import (
@@ -321,6 +321,6 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 def _escaped(text: str) -> str:
     """Return text on one line that Markdown shows as it is, without HTML, links or further cells."""
-    one_line = readable(" ".join(text.split()))
+    one_line = escape_unprintable(" ".join(text.split()))
     marked = re.sub(r"([\\`*\[\]|~])", r"\\\1", one_line)
     return escape(marked, quote=False)

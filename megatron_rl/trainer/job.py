@@ -23,19 +23,19 @@ from megatron_rl.config.placement import role_layouts
 from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.contained.code_copy import (
-    keep_copies,
     read_code,
     read_copy,
+    use_copies_of,
     write_copy,
 )
-from megatron_rl.contained.process import readable
+from megatron_rl.contained.process import escape_unprintable
 from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.distributed import device, watch
 from megatron_rl.distributed.exchange import barrier, gather_objects
 from megatron_rl.distributed.watch import last_calls
 from megatron_rl.durable import file_error, write_text
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError, first_line
-from megatron_rl.launcher import launch, report_errors
+from megatron_rl.launcher import current_launch, report_errors
 from megatron_rl.rewards.judgement import is_function
 from megatron_rl.shapes.layout import problems
 from megatron_rl.trainer.logging import output_to
@@ -83,7 +83,7 @@ class Job:
         So a text from outside, such as a reward function's message, cannot look like a line of the run.
         """
         if self.main:
-            self.console.write(readable(text).replace("\n", "\n    ") + "\n")
+            self.console.write(escape_unprintable(text).replace("\n", "\n    ") + "\n")
             self.console.flush()
 
     def stop_if_asked(self, save: Callable[[int], Path]) -> None:
@@ -389,7 +389,7 @@ def report_stop(rank_text: str, phases: Phases, seconds: float) -> Iterator[Stop
     os.set_blocking(write_end, False)
 
     # What nohup started outlives its terminal. torchrun kills a rank that ignores the signals it forwards.
-    nohup = launch().alone and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    nohup = current_launch().alone and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     handled = [number for number in SIGNALS if not (nohup and number is signal.SIGHUP)]
     old_handlers = {number: signal.signal(number, lambda *_: None) for number in handled}
     old_descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -425,7 +425,7 @@ def keep_code(job: Job) -> None:
     Ranks that a launcher restarts use the copy of the ranks before. Collective over the world.
     """
     files = _code_files(job) if job.main else None
-    keep_copies(gather_objects(files)[0])
+    use_copies_of(gather_objects(files)[0])
 
 
 def code_of(config: RunConfig) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.checkpoint import roles as checkpoint
-from megatron_rl.checkpoint.folders import first, require_intact_models
+from megatron_rl.checkpoint.folders import from_first_rank, require_intact_models
 from megatron_rl.checkpoint.megatron_lm import (
     checkpoint_arguments,
     save_megatron,
@@ -23,7 +23,7 @@ from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.evaluation import INTERVALS
 from megatron_rl.config.sections.models import LayoutConfig, LoraConfig
-from megatron_rl.config.stage_plan import models_read, present_model
+from megatron_rl.config.stage_plan import existing_models, present_model
 from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
@@ -80,7 +80,7 @@ def evaluate_checkpoints(
             }
         _join(config, phases)
         keys = {str(path): "--checkpoint" for path in hf_models}
-        require_intact_models(keys | first(lambda: models_read(config)))
+        require_intact_models(keys | from_first_rank(lambda: existing_models(config)))
 
         only_hf_models = len(hf_models) == len(paths)
         with phases("build"):
@@ -241,7 +241,7 @@ def export_checkpoint(path: Path, out: Path, *, form: str = "hf", trusted: bool 
         if form == "megatron":
             arguments, first_iteration = checkpoint_arguments(config.model.path)
         _join(config, phases)
-        require_intact_models(first(lambda: models_read(config)))
+        require_intact_models(from_first_rank(lambda: existing_models(config)))
 
         # A distributed checkpoint can be loaded into any layout.
         model = build_frozen_policy(config, role_layout(layout, "layout"), None)

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from markupsafe import Markup
 
 from megatron_rl.config.run_folder import RunFolder
-from megatron_rl.contained.process import readable
+from megatron_rl.contained.process import escape_unprintable
 from megatron_rl.durable import require_file
 from megatron_rl.errors import UserError, first_line
 from megatron_rl.metrics import number_text, read_metrics
@@ -71,7 +71,7 @@ def run_metrics(folder: RunFolder) -> RunMetrics:
     for name in folder.stages_measured():
         stage_lines = _readable_lines(folder.stage_metrics(name))
         if stage_lines:
-            stages[readable(name)] = stage_lines
+            stages[escape_unprintable(name)] = stage_lines
 
     # A run that ended before its first step has a folder without metrics.
     if not lines and not stages:
@@ -87,7 +87,7 @@ def run_metrics(folder: RunFolder) -> RunMetrics:
 
 def _readable_lines(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a metrics file, with characters escaped that terminals and files do not accept."""
-    return [{readable(name): value for name, value in line.items()} for line in read_metrics(path)]
+    return [{escape_unprintable(name): value for name, value in line.items()} for line in read_metrics(path)]
 
 
 def write(run_dir: str | Path, console: TextIO | None = None) -> Path:

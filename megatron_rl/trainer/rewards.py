@@ -26,7 +26,7 @@ from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics, merge
-from megatron_rl.rewards.function import Failure, ending
+from megatron_rl.rewards.function import Failure, last_lines
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.reward import COMPONENT, EarlyRewards, ScorerResult
 from megatron_rl.trainer.sample import SampledBatch
@@ -404,7 +404,7 @@ class FailureWatch:
             "",
         )
         if example:
-            got += f"\n{ending(example, MAX_MESSAGE_CHARACTERS)}"
+            got += f"\n{last_lines(example, MAX_MESSAGE_CHARACTERS)}"
         raise UserError(
             f"rewards fail in {invalid_fraction:.0%} of the samples, in {self._steps} consecutive steps",
             where=f"reward (step {step})",

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_rl.algorithms import Algorithm, algorithm_of, initial_state
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import (
-    first,
+    from_first_rank,
     newest_intact,
     require_intact,
     require_intact_models,
@@ -20,7 +20,7 @@ from megatron_rl.checkpoint.folders import (
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.stage_plan import (
     StagePlan,
-    models_read,
+    existing_models,
     pending_stages,
     stage_plans,
 )
@@ -227,7 +227,7 @@ class Run:
         newest = self._resumed_checkpoint()
         if newest is None:
             set_damaged_models_aside(self.job)
-        require_intact_models(first(lambda: models_read(self.config)))
+        require_intact_models(from_first_rank(lambda: existing_models(self.config)))
 
         # The first rank decides: a shared file system can show the ranks different files for a while.
         # A run with a checkpoint has no stage left to run, and needs the models that they left.
@@ -443,7 +443,7 @@ class Run:
         patience = self.config.evaluation.patience
         return patience is not None and self.state.best.waited >= patience
 
-    def _write_checkpoint(self, path: Path, layout: str, in_background: bool) -> checkpoint.Saving:
+    def _write_checkpoint(self, path: Path, layout: str, in_background: bool) -> checkpoint.PendingCheckpoint:
         """Write a checkpoint of the present step, or begin to. Collective over the world."""
         saving = self.state.save(
             path,

@@ -25,8 +25,8 @@ from megatron_rl.roles.reward import EarlyRewards
 from megatron_rl.roles.rollout import RolloutRole
 from megatron_rl.rollout.buffer import (
     RolloutBuffer,
+    add_early_rewards,
     early_rewards,
-    note_early_rewards,
 )
 from megatron_rl.rollout.collate import (
     NewTokens,
@@ -153,7 +153,7 @@ class RolloutSource:
         generation_round = pending.generation_round
         new_tokens = _gather_and_append(rollout, pending, members)
         if generation_round.token_round is None:
-            note_early_rewards(
+            add_early_rewards(
                 generation_round.groups,
                 self.roles.reward.gather_early(members),
             )

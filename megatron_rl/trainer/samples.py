@@ -13,7 +13,7 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.durable import replace_file
 from megatron_rl.metrics import Metrics, merge
-from megatron_rl.rewards.function import Failure, ending
+from megatron_rl.rewards.function import Failure, last_lines
 from megatron_rl.roles.build import Roles
 from megatron_rl.trainer.evaluation import EvaluationResult, failure_lines
 from megatron_rl.trainer.job import Job
@@ -94,7 +94,7 @@ class Samples:
     def _print_failures(self, step: int, reasons: Counter[str], examples: Sequence[Failure]) -> None:
         """Print the examples, and the counts if there are more failed rewards than examples."""
         for failure in examples:
-            message = ending(failure.message, MAX_CONSOLE_CHARACTERS)
+            message = last_lines(failure.message, MAX_CONSOLE_CHARACTERS)
             self.job.say(f"step {step}: a reward failed ({failure.reason}): {message}")
         if reasons.total() > len(examples):
             counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())

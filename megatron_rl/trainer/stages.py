@@ -21,20 +21,20 @@ from megatron_rl.algorithms import (
 )
 from megatron_rl.checkpoint import roles as checkpoint
 from megatron_rl.checkpoint.folders import (
-    first,
-    in_short,
-    model_damages,
+    find_model_damages,
+    from_first_rank,
     newest_intact,
     require_intact_models,
+    summarize_damages,
 )
-from megatron_rl.config.roles import ACTOR, spec_at, stated_models
+from megatron_rl.config.roles import ACTOR, explicit_model_paths, spec_at
 from megatron_rl.config.run_folder import set_aside
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.data import fields_of
 from megatron_rl.config.sections.stages import PreferenceConfig, SftConfig
 from megatron_rl.config.stage_plan import (
     StagePlan,
-    models_read,
+    existing_models,
     pending_stages,
     stage_plans,
     starting_model,
@@ -237,7 +237,7 @@ def stage_end(plan: StagePlan, roles: Roles, config: RunConfig) -> Callable[[], 
 
 def _load_into_dependents(plan: StagePlan, roles: Roles, config: RunConfig) -> None:
     """Load the model of the actor's stage into the roles that start from it. Collective over the world."""
-    starting_models = stated_models(config)
+    starting_models = explicit_model_paths(config)
     trained_roles = {item.role for item in stage_plans(config) if item.ended and item.role != "actor"}
     for role in roles.models:
         if starting_models.get(role.name) != str(plan.model) or role.name in trained_roles:
@@ -266,7 +266,7 @@ def require_stage_models(config: RunConfig) -> None:
         # A stage's model is read again by frozen roles that start from it, and as the base of adapters.
         frozen_roles = [
             path
-            for path, model in stated_models(config).items()
+            for path, model in explicit_model_paths(config).items()
             if spec_at(path).phase == ACTOR.phase and not spec_at(path).trains and model == str(plan.model)
         ]
         is_base = config.actor.lora is not None and starting_model(config) == str(plan.model)
@@ -296,15 +296,15 @@ def set_damaged_models_aside(job: Job) -> None:
     Only for a run without a checkpoint to resume from: one with a checkpoint needs the very model that it was
     saved with. Collective over the world.
     """
-    ended_plans = first(lambda: [plan for plan in stage_plans(job.config) if plan.ended])
+    ended_plans = from_first_rank(lambda: [plan for plan in stage_plans(job.config) if plan.ended])
     for plan in ended_plans:
-        problems = model_damages(plan.model)
+        problems = find_model_damages(plan.model)
         if not problems:
             continue
-        new_path = first(lambda plan=plan: set_aside(plan.model))
+        new_path = from_first_rank(lambda plan=plan: set_aside(plan.model))
         job.say(
-            f"warning: {plan.where}: its model is damaged: {in_short(problems)}; it is kept as {new_path}, "
-            "and the stage runs again"
+            f"warning: {plan.where}: its model is damaged: {summarize_damages(problems)}; "
+            f"it is kept as {new_path}, and the stage runs again"
         )
 
 
@@ -373,7 +373,7 @@ def run_alone(job: Job) -> None:
     tokenizer = load_tokenizer(config.model.path, job.first_start)
     job.join()
     set_damaged_models_aside(job)
-    require_intact_models(first(lambda: models_read(config)))
+    require_intact_models(from_first_rank(lambda: existing_models(config)))
 
     # The first rank decides: a shared file system can show the ranks different files for a while.
     pending = gather_objects(pending_stages(config))[0]
@@ -415,7 +415,7 @@ def _take_steps(stage: Stage, job: Job) -> int:
     assert save_every is not None
 
     # Continue after the newest checkpoint of the stage, if there is one.
-    trained_parts = {role.name: checkpoint.Part(role.model, role.optimizer)}
+    trained_parts = {role.name: checkpoint.TrainedRole(role.model, role.optimizer)}
     folder = job.folder.stage_checkpoints(plan.name)
     newest = newest_intact(folder, job.say)
     step = 0
@@ -434,7 +434,7 @@ def _take_steps(stage: Stage, job: Job) -> int:
         checkpoint.load(newest, trained_parts)
         job.say(f"{stage.title}: resumed from {newest} at step {step}")
 
-    def write(path: Path, layout: str, in_background: bool) -> checkpoint.Saving:
+    def write(path: Path, layout: str, in_background: bool) -> checkpoint.PendingCheckpoint:
         # One checkpoint is enough: the stage's model replaces it.
         return checkpoint.save(
             path,

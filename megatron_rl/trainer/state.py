@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.algorithms import AlgorithmState
 from megatron_rl.checkpoint import roles as checkpoint
-from megatron_rl.checkpoint.folders import first
+from megatron_rl.checkpoint.folders import from_first_rank
 from megatron_rl.checkpoint.megatron_lm import (
     checkpoint_arguments,
     iteration_folder,
@@ -123,7 +123,7 @@ class TrainerState:
         *,
         layout: str,
         in_background: bool,
-    ) -> checkpoint.Saving:
+    ) -> checkpoint.PendingCheckpoint:
         """Save a checkpoint; arguments as for `checkpoint.save`. Collective over the world."""
         # Checkpoints of the best steps stay, beside the newest ``keep``.
         best_steps = [step for step, _ in self.best.kept]
@@ -184,9 +184,9 @@ class TrainerState:
         }
 
 
-def _parts(roles: Roles) -> dict[str, checkpoint.Part]:
+def _parts(roles: Roles) -> dict[str, checkpoint.TrainedRole]:
     """Return the models and optimizers that a checkpoint of the run has, by role."""
-    return {name: checkpoint.Part(role.model, role.optimizer) for name, role in roles.learners.items()}
+    return {name: checkpoint.TrainedRole(role.model, role.optimizer) for name, role in roles.learners.items()}
 
 
 class Checkpoints:
@@ -200,14 +200,14 @@ class Checkpoints:
         self,
         folder: Path,
         settings: CheckpointConfig,
-        write: Callable[[Path, str, bool], checkpoint.Saving],
+        write: Callable[[Path, str, bool], checkpoint.PendingCheckpoint],
     ) -> None:
         self.saved: tuple[int, str] | None = None
         """Step of the checkpoint that this process began last, and its optimizer layout."""
         self._folder = folder
         self._settings = settings
         self._write = write
-        self._saving: checkpoint.Saving | None = None
+        self._saving: checkpoint.PendingCheckpoint | None = None
         self._write_times = Metrics()
 
     def save_periodic(self, step: int) -> None:
@@ -313,5 +313,5 @@ def complete_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> No
         recover_replaced(Path(folder))
         return iteration_folder(folder, first_iteration + steps).is_dir()
 
-    if not first(exists):
+    if not from_first_rank(exists):
         save_for_megatron(config, actor, steps)

@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.field_types import hints, is_mapping, optional, options, section_class
+from megatron_rl.config.field_types import accepts_none, field_hints, is_mapping, section_class, union_members
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.setting import Setting, setting_of
 
@@ -47,7 +47,7 @@ class Key:
 def keys(cls: type = RunConfig, prefix: str = "") -> Iterator[Key]:
     """Yield every key with a plain value."""
     for item in dataclasses.fields(cls):
-        hint, path = hints(cls)[item.name], prefix + item.name
+        hint, path = field_hints(cls)[item.name], prefix + item.name
         section = section_class(hint)
         if section is not None and not is_mapping(hint):
             yield from keys(section, f"{path}.")
@@ -61,12 +61,12 @@ _MAPPINGS = {key.path for key in KEYS if is_mapping(key.hint)}
 
 def wrong_values(key: Key) -> st.SearchStrategy[Any]:
     """Return values that a key cannot have: of another type, outside its bounds, or no choice of it."""
-    taken, said = options(key.hint), key.setting
+    taken, said = union_members(key.hint), key.setting
     number = int in taken or float in taken
     values: list[Any] = [3, "x", [1]] if is_mapping(key.hint) else [{"a": {"b": 1}}]
     if not any(isinstance(option, type) is False for option in taken):  # no list, no mapping
         values += [[[1], 2], [None, {}]]
-    if not optional(key.hint):
+    if not accepts_none(key.hint):
         values.append(None)
     if number or bool in taken:
         values += ["many", "", "0x", "1,000", "½", "x" * 10_000]
@@ -86,7 +86,7 @@ def wrong_values(key: Key) -> st.SearchStrategy[Any]:
 
 def small_values(key: Key) -> st.SearchStrategy[Any]:
     """Return values within the bounds of a key that a tiny run can have."""
-    taken, said = options(key.hint), key.setting
+    taken, said = union_members(key.hint), key.setting
     if said.choices:
         return st.sampled_from(said.choices)
     if bool in taken:
@@ -101,12 +101,14 @@ def small_values(key: Key) -> st.SearchStrategy[Any]:
         return st.floats(first, min(last, first + 2), exclude_min=said.more_than is not None).filter(
             said.contains
         )
-    return st.none() if optional(key.hint) else st.nothing()
+    return st.none() if accepts_none(key.hint) else st.nothing()
 
 
 def numbers() -> list[Key]:
     """Return the keys of one number, truth value or choice."""
-    simple = [key for key in KEYS if not is_mapping(key.hint) and {int, float, bool} & set(options(key.hint))]
+    simple = [
+        key for key in KEYS if not is_mapping(key.hint) and {int, float, bool} & set(union_members(key.hint))
+    ]
     return simple + [key for key in KEYS if key.setting.choices]
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.distributed import watch
-from megatron_rl.progress import advance
+from megatron_rl.progress import count_progress
 
 LIMIT = 4.0
 
@@ -22,7 +22,7 @@ def works() -> None:
     end = time.monotonic() + 3 * LIMIT
     while time.monotonic() < end:
         wait(LIMIT / 16)
-        advance("engine steps")
+        count_progress("engine steps")
 
 
 def hangs() -> None:

@@ -25,7 +25,7 @@ from megatron_rl.data.chat_format import ChatFormats, ChatTemplate
 from megatron_rl.data.quickstart import build_tokenizer
 from megatron_rl.environments.agent import LARGEST_REQUEST, _run, endpoint
 from megatron_rl.environments.environment import Episode, Message
-from megatron_rl.environments.hosts import Hosts, environment_errors
+from megatron_rl.environments.hosts import EnvironmentPool, environment_errors
 from megatron_rl.launcher import without_proxy
 from megatron_rl.roles.reward import RewardRole
 from megatron_rl.rollout.collate import to_rollouts
@@ -107,7 +107,7 @@ class Judged(AgentEnvironment):
 @pytest.fixture
 def play(tmp_path: Path):
     (tmp_path / "judged.py").write_text(JUDGED)
-    made: list[Hosts] = []
+    made: list[EnvironmentPool] = []
 
     def run(
         source: str, texts: list[str], samples: int = 1, seconds: float = 100.0, **limits: Any
@@ -121,7 +121,7 @@ def play(tmp_path: Path):
             limits=LimitsConfig(**limits),
             settings=settings,
         )
-        made.append(Hosts(config))
+        made.append(EnvironmentPool(config))
         groups = started(prompts(texts, [0] * len(texts)), samples, seed=4, version=3)
         queue = ReplicaQueue(round_of(groups, 3), 99, 200)
         engine = engine_of(logits, max_model_len=200)
@@ -369,7 +369,9 @@ def test_conversations_tell_their_turns_and_the_calls_in_them(tmp_path: Path):
         name = next(said)
         return text, [{"name": name, "arguments": "{}"}] if name else []
 
-    hosts = Hosts(EnvironmentConfig(f"{tmp_path / 'calling.py'}:Calling", max_turns=5, turn_timeout=100.0))
+    hosts = EnvironmentPool(
+        EnvironmentConfig(f"{tmp_path / 'calling.py'}:Calling", max_turns=5, turn_timeout=100.0)
+    )
     engine = engine_of(logits, max_model_len=200)
     scheduler = MultiTurnScheduler(engine, queue, hosts, ChatFormats(tokenizer), parse)
     scheduler.run_token_round(None)

@@ -19,13 +19,13 @@ from megatron_rl.check.engine.arguments import (
 from megatron_rl.check.installed_source import class_fields, table_names
 from megatron_rl.check.model import megatron_settings as model_settings
 from megatron_rl.check.model.megatron_settings import (
-    DERIVED,
+    DERIVED_FIELDS,
     SET_BY_RUN,
     TRANSFORMER_CONFIG,
     check_model_settings,
     check_routing,
 )
-from megatron_rl.config.field_types import known_paths
+from megatron_rl.config.field_types import value_paths
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.shapes.fit import trainer_problems
@@ -97,8 +97,8 @@ def test_megatron_fields_that_the_run_sets_exist() -> None:
     fields = {item.name for item in dataclasses.fields(MLATransformerConfig)}
     read = class_fields(*TRANSFORMER_CONFIG)
     assert read is not None and fields == set(read)
-    assert {*DERIVED, *SET_BY_RUN} <= fields
-    assert {*DERIVED.values(), *OURS.values()} <= set(known_paths(RunConfig))
+    assert {*DERIVED_FIELDS, *SET_BY_RUN} <= fields
+    assert {*DERIVED_FIELDS.values(), *OURS.values()} <= set(value_paths(RunConfig))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_optimizer_and_ddp_fields_of_the_installed_version_are_known() -> None:
         fields = {item.name for item in dataclasses.fields(owner)}
         assert read is not None and fields == set(read) and set(ours) <= fields
     keys = {f"actor.optimizer.{key}" for key in model_settings.OPTIMIZER_KEYS.values()}
-    assert keys <= set(known_paths(RunConfig)) and set(model_settings.OPTIMIZER_KEYS) <= set(
+    assert keys <= set(value_paths(RunConfig)) and set(model_settings.OPTIMIZER_KEYS) <= set(
         class_fields(*model_settings.OPTIMIZER_CONFIG) or ()
     )
 

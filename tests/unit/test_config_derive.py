@@ -17,7 +17,7 @@ from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.cli.check import report_json
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.budget import PHASES
-from megatron_rl.config.field_types import hints, known_paths, section_class
+from megatron_rl.config.field_types import field_hints, section_class, value_paths
 from megatron_rl.config.load import flatten, load, load_text
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.quickstart import SIZES
@@ -219,9 +219,9 @@ plain = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(keys, inner, max_size=3)),
     max_leaves=4,
 )
-SECTIONS = [item for item in hints(RunConfig) if section_class(hints(RunConfig)[item])]
+SECTIONS = [item for item in field_hints(RunConfig) if section_class(field_hints(RunConfig)[item])]
 paths = st.one_of(
-    st.sampled_from(known_paths(RunConfig)),
+    st.sampled_from(value_paths(RunConfig)),
     st.sampled_from(SECTIONS),
     st.text("abcdefgh._", min_size=1, max_size=8),
 )

@@ -11,7 +11,7 @@ import pytest
 from config_workspace import CONFIG
 
 from megatron_rl.algorithms.algorithm import KINDS
-from megatron_rl.config.field_types import format_ranges, known_paths, parse_ranges
+from megatron_rl.config.field_types import format_ranges, parse_ranges, value_paths
 from megatron_rl.config.load import changes, dump, flatten, load_config, load_text
 from megatron_rl.config.other_names import FOREIGN_SECTIONS, foreign_names
 from megatron_rl.config.schema import RunConfig
@@ -92,7 +92,7 @@ def test_origins() -> None:
     absent = ("sft", "preference", "reference", "critic", "rollout.environment")
     absent += ("actor.lora", "reward.http", "reward.judge", "reward.code")
     below = tuple(f"{section}." for section in absent)
-    present = {path for path in known_paths(RunConfig) if not path.startswith(below)}
+    present = {path for path in value_paths(RunConfig) if not path.startswith(below)}
     names = (item.name for item in dataclasses.fields(EvaluationSetConfig))
     held_out = {f"evaluation.sets.held_out.{name}" for name in names}
     assert origins.keys() == (present - {"evaluation.sets"}) | set(absent) | held_out
@@ -135,7 +135,7 @@ def test_what_is_no_range(text: str) -> None:
 
 
 def test_names_of_other_projects_lead_to_names_that_exist() -> None:
-    ours = set(known_paths(RunConfig))
+    ours = set(value_paths(RunConfig))
     ours |= {
         f"algorithm.{key}.{item.name}"
         for key, kind in KINDS.items()

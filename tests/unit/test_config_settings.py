@@ -13,9 +13,15 @@ from config_workspace import CONFIG
 
 from megatron_rl.check.stages import SMOOTHED
 from megatron_rl.cli.reference import PAGES
-from megatron_rl.config.field_types import convert, entry_class, hints, options, section_class
+from megatron_rl.config.field_types import (
+    convert_value,
+    entry_class,
+    field_hints,
+    section_class,
+    union_members,
+)
 from megatron_rl.config.load import load_text
-from megatron_rl.config.placement import APART
+from megatron_rl.config.placement import HALF_PRESETS
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.sections.stages import PreferenceConfig
@@ -26,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def sections(cls: type = RunConfig) -> Iterator[type]:
     yield cls
-    for hint in hints(cls).values():
+    for hint in field_hints(cls).values():
         section = section_class(hint) or entry_class(hint)
         if section is not None:
             yield from sections(section)
@@ -36,19 +42,19 @@ def keys() -> Iterator[tuple[str, Any, Setting, Any]]:
     """Yield name, type, what is said and default of every key of every section class."""
     for cls in dict.fromkeys(sections()):
         for item in dataclasses.fields(cls):
-            yield f"{cls.__name__}.{item.name}", hints(cls)[item.name], setting_of(item), item.default
+            yield f"{cls.__name__}.{item.name}", field_hints(cls)[item.name], setting_of(item), item.default
 
 
 def test_every_key_has_a_meaning_and_every_unset_key_says_what_that_means() -> None:
     for name, hint, said, default in keys():
         assert said.meaning.endswith("."), name
         assert bool(said.unset) == (default is None), name
-        assert type(None) not in options(hint) or default is None, name
+        assert type(None) not in union_members(hint) or default is None, name
 
 
 def test_every_number_is_bounded_on_both_sides() -> None:
     for name, hint, said, default in keys():
-        number = int in options(hint) or float in options(hint)
+        number = int in union_members(hint) or float in union_members(hint)
         low = said.at_least is not None or said.more_than is not None
         high = said.at_most is not None or said.less_than is not None
         assert (low, high) == (number, number), name
@@ -71,7 +77,7 @@ def test_a_name_of_another_project_means_one_key() -> None:
 
 def test_placements_are_those_that_can_be_chosen() -> None:
     said = next(setting_of(item) for item in dataclasses.fields(RunConfig) if item.name == "placement")
-    assert {*said.choices} == {"colocate", *APART}
+    assert {*said.choices} == {"colocate", *HALF_PRESETS}
 
 
 def choices(section: type, name: str) -> tuple[str, ...]:
@@ -138,7 +144,7 @@ def test_what_a_section_says_holds_wherever_it_stands(override: str) -> None:
     ],
 )
 def test_plain_values_are_converted(hint: Any, raw: Any, typed: Any) -> None:
-    accepted, value = convert(hint, raw)
+    accepted, value = convert_value(hint, raw)
     assert accepted and value == typed and type(value) is type(typed)
 
 

@@ -12,7 +12,7 @@ from megatron_rl.config.sections.bounds import LimitsConfig
 from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data import reasoning_gym
 from megatron_rl.data.records import load_records
-from megatron_rl.environments.hosts import Asks, Ended, Hosts, Restarted
+from megatron_rl.environments.hosts import EnvironmentPool, EpisodeEnd, EpisodeRestart, TurnRequest
 from megatron_rl.errors import UserError
 from megatron_rl.rewards import calls
 
@@ -73,10 +73,12 @@ class Way(Environment):
 @pytest.fixture
 def hosts(tmp_path: Path):
     (tmp_path / "env.py").write_text(SOURCE)
-    made: list[Hosts] = []
+    made: list[EnvironmentPool] = []
 
-    def make(name: str = "Way", **more) -> Hosts:
-        made.append(Hosts(EnvironmentConfig(f"{tmp_path / 'env.py'}:{name}", turn_timeout=1.0, **more)))
+    def make(name: str = "Way", **more) -> EnvironmentPool:
+        made.append(
+            EnvironmentPool(EnvironmentConfig(f"{tmp_path / 'env.py'}:{name}", turn_timeout=1.0, **more))
+        )
         return made[-1]
 
     yield make
@@ -89,10 +91,12 @@ def values(prompt: str, truth: object = None) -> dict:
 
 
 def play(
-    hosts: Hosts, prompts: list[str], say: Callable[[int, int], str] = lambda number, turn: f"s{turn}"
-) -> tuple[dict[int, Ended], dict[int, list[list[dict[str, str]]]]]:
+    hosts: EnvironmentPool,
+    prompts: list[str],
+    say: Callable[[int, int], str] = lambda number, turn: f"s{turn}",
+) -> tuple[dict[int, EpisodeEnd], dict[int, list[list[dict[str, str]]]]]:
     """Answer every turn at once until all episodes end; return the ends, and what each one observed."""
-    ends: dict[int, Ended] = {}
+    ends: dict[int, EpisodeEnd] = {}
     seen: dict[int, list] = {number: [] for number in range(len(prompts))}
     for number, prompt in enumerate(prompts):
         hosts.start(number, values(prompt, truth=7))
@@ -100,11 +104,11 @@ def play(
     while len(ends) < len(prompts):
         assert time.monotonic() < began + 60, (ends, seen)
         for event in hosts.poll(0.5):
-            if isinstance(event, Ended):
+            if isinstance(event, EpisodeEnd):
                 ends[event.number] = event
-            elif isinstance(event, Restarted):
+            elif isinstance(event, EpisodeRestart):
                 seen[event.number] = []
-            elif isinstance(event, Asks):
+            elif isinstance(event, TurnRequest):
                 seen[event.number].append(event.messages)
                 turn = len(seen[event.number])
                 hosts.turn(event.number, say(event.number, turn), (1, 2, 3)[:turn], False)
@@ -113,7 +117,7 @@ def play(
 
 def test_steps_in_the_form_of_gym(hosts):
     ends, seen = play(hosts("Guess", settings={"low": 3}), ["p"], lambda _, turn: str(4 + turn))
-    assert ends[0] == Ended(0, reward=0.5)
+    assert ends[0] == EpisodeEnd(0, reward=0.5)
     again = [{"role": "tool", "content": "no 5"}, {"role": "user", "content": "again"}]
     assert seen[0][:2] == [[], again] and len(seen[0]) == 3
 
@@ -125,8 +129,8 @@ def test_a_task_of_reasoning_gym_may_be_tried_again(tmp_path):
     said = [[right], [close, f"<answer>{right}</answer>"], [wrong, wrong, close], [close, wrong], [right]]
     name = "megatron_rl.environments.reasoning_gym:ReasoningGym"
     settings = {"attempts": 3, "feedback": "{score} of 1"}
-    hosts = Hosts(EnvironmentConfig(name, settings=settings))
-    ends: dict[int, Ended] = {}
+    hosts = EnvironmentPool(EnvironmentConfig(name, settings=settings))
+    ends: dict[int, EpisodeEnd] = {}
     seen: list[list] = [[] for _ in said]
     try:
         for number in range(len(said)):
@@ -134,9 +138,9 @@ def test_a_task_of_reasoning_gym_may_be_tried_again(tmp_path):
             hosts.start(number, values(task["prompt"]) | {"metadata": metadata})
         while len(ends) < len(said):
             for event in hosts.poll(60):
-                if isinstance(event, Ended):
+                if isinstance(event, EpisodeEnd):
                     ends[event.number] = event
-                elif isinstance(event, Asks):
+                elif isinstance(event, TurnRequest):
                     answers, turn = said[event.number], len(seen[event.number])
                     seen[event.number].append(event.messages)
                     if turn < len(answers):
@@ -160,17 +164,17 @@ def test_a_task_of_reasoning_gym_may_be_tried_again(tmp_path):
 def test_rewards_of_a_run_and_the_end_of_its_turns(hosts):
     one = hosts(max_turns=3, workers=2)
     ends, seen = play(one, ["none", "parts", "go", "slow"])
-    assert ends[0] == Ended(0) and ends[1] == Ended(1, 2.0, {"style": 1.0})
-    assert ends[2] == Ended(2, 0.5, truncated=True) and ends[3].truncated
+    assert ends[0] == EpisodeEnd(0) and ends[1] == EpisodeEnd(1, 2.0, {"style": 1.0})
+    assert ends[2] == EpisodeEnd(2, 0.5, truncated=True) and ends[3].truncated
     assert [len(turns) for turns in seen.values()] == [1, 1, 3, 3]
     one.start(9, values("go"))
     while not (events := one.poll(1)):
         pass
-    assert events == [Asks(9, [], None)]
+    assert events == [TurnRequest(9, [], None)]
     one.end(9)  # the row has no room
     while not (events := one.poll(1)):
         pass
-    assert events == [Ended(9, truncated=True)]  # nobody caught it, so nothing was judged
+    assert events == [EpisodeEnd(9, truncated=True)]  # nobody caught it, so nothing was judged
 
 
 FAILURES = {
@@ -185,7 +189,7 @@ def test_a_failure_has_a_reason_and_harms_no_other_episode(hosts):
     ends, seen = play(hosts(max_turns=4), prompts)
     for number, way in enumerate(prompts):
         if way == "go":
-            assert ends[number] == Ended(number, 0.5, truncated=True), ends[number]
+            assert ends[number] == EpisodeEnd(number, 0.5, truncated=True), ends[number]
             assert seen[number][1:] == [[{"role": "user", "content": text}] for text in
                                         ("more", "more of s2", "more of s3")]  # fmt: skip
         else:
@@ -202,14 +206,14 @@ def test_a_process_runs_more_episodes_at_once_than_it_may_open_files(hosts):
     until = time.monotonic() + 30
     while len(asking) < count and time.monotonic() < until:
         events = one.poll(0.5)
-        assert all(isinstance(event, Asks) for event in events), "the process was lost"
+        assert all(isinstance(event, TurnRequest) for event in events), "the process was lost"
         asking += events
     for number in range(3):  # what they open themselves is limited all the same
         one.turn(number, "go")
         while not (events := one.poll(0.5)):
             assert time.monotonic() < until
         (ended,) = events
-        assert isinstance(ended, Ended) and ended.reward is not None and 40 < ended.reward <= 64, ended
+        assert isinstance(ended, EpisodeEnd) and ended.reward is not None and 40 < ended.reward <= 64, ended
 
 
 def test_a_process_that_lies_is_not_believed(hosts, tmp_path):
@@ -267,7 +271,7 @@ def test_episodes_fail_while_no_process_can_be_started_and_later_ones_do_not(tmp
         "        await episode.generate()\n"
         "        return os._exit(1) if episode.prompt == 'end' else 1.0\n"
     )
-    hosts = Hosts(EnvironmentConfig(f"{path}:Dying", turn_timeout=60.0))
+    hosts = EnvironmentPool(EnvironmentConfig(f"{path}:Dying", turn_timeout=60.0))
     try:
         mark.touch()
         ends, _ = play(hosts, ["end"])
@@ -310,7 +314,7 @@ class Halves(Environment):
 
 def test_text_that_is_none_ends_its_episode_alone(tmp_path):
     (tmp_path / "halves.py").write_text(HALVES)
-    hosts = Hosts(EnvironmentConfig(f"{tmp_path / 'halves.py'}:Halves", turn_timeout=60.0))
+    hosts = EnvironmentPool(EnvironmentConfig(f"{tmp_path / 'halves.py'}:Halves", turn_timeout=60.0))
     prompts = ["opens", "tools", "observes", "names", "raises", "good"]
     try:
         ends, seen = play(hosts, prompts)
@@ -323,7 +327,7 @@ def test_text_that_is_none_ends_its_episode_alone(tmp_path):
 
 def test_the_calculator_of_the_example_takes_a_malformed_call_for_a_wrong_answer():
     file = Path(__file__).parents[2] / "launch/examples/tools/env.py"
-    hosts = Hosts(EnvironmentConfig(f"{file}:Calculator", turn_timeout=60.0))
+    hosts = EnvironmentPool(EnvironmentConfig(f"{file}:Calculator", turn_timeout=60.0))
     prompts = ["7", "12*7=", "x*7=", "=", "9" * 5000 + "*1=", "1*2*3="]
     try:
         ends, seen = play(hosts, prompts, lambda number, turn: prompts[number] if turn == 1 else "7")

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from megatron_rl.check.model.adapters import CHECKPOINT_LAYERS, check_adapted_model
 from megatron_rl.checkpoint import roles as checkpoint
-from megatron_rl.checkpoint.roles import Part
+from megatron_rl.checkpoint.roles import TrainedRole
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
@@ -143,7 +143,7 @@ def test_a_checkpoint_holds_the_adapters_alone(tmp_path: Path) -> None:
     model = build(tmp_path / "base", LORA)
     learn(model)
     state = {"step": 1, "seed": 1}
-    checkpoint.save(tmp_path / "step_1", {"actor": Part(model, None)}, state)
+    checkpoint.save(tmp_path / "step_1", {"actor": TrainedRole(model, None)}, state)
     other = build(tmp_path / "base", LORA)
     checkpoint.load_model(tmp_path / "step_1", other)
     loaded = adapter_parameters(other)
@@ -158,7 +158,7 @@ def test_adapters_stay_with_the_weights_they_were_trained_on(tmp_path: Path) -> 
     model, other = (build(tmp_path / name, LORA) for name in ("base", "other"))
     export(model, tmp_path / "split", file_bytes=100_000)
     note_base(model, tmp_path / "base")
-    checkpoint.save(tmp_path / "step_1", {"actor": Part(model, None)}, {"step": 1, "seed": 1})
+    checkpoint.save(tmp_path / "step_1", {"actor": TrainedRole(model, None)}, {"step": 1, "seed": 1})
     note_base(model, tmp_path / "split")
     checkpoint.load_model(tmp_path / "step_1", model)
     note_base(other, tmp_path / "other")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.checkpoint.folders import write
+from megatron_rl.checkpoint.folders import write_tensors
 from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments, load_optimizer
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.distributed import device
@@ -60,7 +60,7 @@ def saved_by_a_script(folder: Path, hf: Path, sharding: str | None, **more: Any)
             state: dict[str, Any] = {"model": wrapped[0].module.sharded_state_dict(metadata=metadata)}
             state["optimizer"] = optimizer.sharded_state_dict(state, metadata=metadata)
             folder.mkdir()
-            write(folder, model, {**state, "args": Namespace(**arguments), "iteration": 7})
+            write_tensors(folder, model, {**state, "args": Namespace(**arguments), "iteration": 7})
         gradients_and_step(wrapped, optimizer, 3)
         return {name: value.clone() for name, value in live_parameters(model).items()}
 

@@ -17,7 +17,7 @@ from megatron_rl.config.sections.rollout import EnvironmentConfig
 from megatron_rl.data.chat_format import ChatFormats, ChatTemplate
 from megatron_rl.data.quickstart import EOS, SPECIAL, build_tokenizer
 from megatron_rl.distributed.exchange import ReplicaGroup
-from megatron_rl.environments.hosts import Hosts
+from megatron_rl.environments.hosts import EnvironmentPool
 from megatron_rl.errors import UserError
 from megatron_rl.roles.reward import RewardRole
 from megatron_rl.rollout.collate import to_rollouts
@@ -71,10 +71,10 @@ def logits(tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentPool]:
     file = tmp_path_factory.mktemp("environment") / "env.py"
     file.write_text(SOURCE)
-    made = Hosts(EnvironmentConfig(f"{file}:Counting", workers=2, max_turns=6))
+    made = EnvironmentPool(EnvironmentConfig(f"{file}:Counting", workers=2, max_turns=6))
     yield made
     made.close()
 
@@ -85,13 +85,15 @@ def prompts(texts: list[str], turns: list[int], most: int = 60) -> PromptBatch:
     return replace(make_prompts(rows, sampling), prompts=tuple(texts), ground_truths=tuple(turns))
 
 
-def scheduler_of(hosts: Hosts, queue: ReplicaQueue, stop_when: Callable[[], bool] | None = None) -> Any:
+def scheduler_of(
+    hosts: EnvironmentPool, queue: ReplicaQueue, stop_when: Callable[[], bool] | None = None
+) -> Any:
     engine = engine_of(logits, max_model_len=200)
     return MultiTurnScheduler(engine, queue, hosts, ChatFormats(TOKENIZER), stop_when=stop_when)
 
 
 def sample(
-    hosts: Hosts,
+    hosts: EnvironmentPool,
     groups: list[SequenceGroup],
     *limits: int | None,
     stop_when: Callable[[], bool] | None = None,
@@ -114,7 +116,7 @@ def same(left: Rollouts, right: Rollouts) -> None:
     torch.testing.assert_close(left.rollout_log_probs, right.rollout_log_probs, atol=1e-6, rtol=0)
 
 
-def test_tokens_are_the_policys_and_the_environments_each_with_its_own(hosts: Hosts):
+def test_tokens_are_the_policys_and_the_environments_each_with_its_own(hosts: EnvironmentPool):
     rollouts = to_rollouts(sample(hosts, started(prompts(["go"] * 6, [3] * 6), 2, seed=5, version=3), None))
     assert rollouts.finish_reason.tolist() == [FINISH_STOP] * 12
     assert rollouts.token_versions is not None and rollouts.outcomes is not None
@@ -154,7 +156,7 @@ def turns_of(tokens: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
     return turns
 
 
-def test_interruptions_and_environments_made_anew_change_nothing(hosts: Hosts):
+def test_interruptions_and_environments_made_anew_change_nothing(hosts: EnvironmentPool):
     groups = started(prompts(["go", "fail", "go"], [4, 3, 1]), 2, seed=9, version=3)
     whole = to_rollouts(sample(hosts, groups, None))
     same(to_rollouts(sample(hosts, groups, *[3] * 20)), whole)
@@ -213,7 +215,7 @@ def test_a_replayed_environment_with_another_observation_fails_its_episode(tmp_p
     groups = started(prompts(["go"], [0]), 1, seed=4, version=3)
     for observation, failure in (("+", None), (text, "diverged")):
         config = EnvironmentConfig(f"{tmp_path / 'fixed.py'}:Fixed", settings={"text": observation})
-        hosts = Hosts(config)
+        hosts = EnvironmentPool(config)
         groups = sample(hosts, groups, 3)
         hosts.close()
         outcome = groups[0].sequences[0].outcome
@@ -222,7 +224,9 @@ def test_a_replayed_environment_with_another_observation_fails_its_episode(tmp_p
 
 
 @pytest.mark.parametrize("order", [(0,), (1, 0), (2, 0, 3, 1)])
-def test_groups_from_a_queue_are_the_same_whichever_replica_has_them(hosts: Hosts, order: tuple[int, ...]):
+def test_groups_from_a_queue_are_the_same_whichever_replica_has_them(
+    hosts: EnvironmentPool, order: tuple[int, ...]
+):
     """Replicas that come one after the other: the first takes all that no other begins with."""
     groups = started(prompts(["go"] * 5, [1, 2, 3, 2, 1]), 2, seed=9, version=3)
     expected = to_rollouts(sample(hosts, groups, None))
@@ -285,7 +289,7 @@ def test_a_group_is_judged_when_it_is_complete_while_others_go_on(tmp_path: Path
     (tmp_path / "env.py").write_text(PATIENT)
     (tmp_path / "reward.py").write_text(REWARD)
     batch = replace(prompts(["first", "x"], [1, 1]), metadata=({"judged": str(tmp_path / "judged")},) * 2)
-    patient = Hosts(EnvironmentConfig(f"{tmp_path / 'env.py'}:Patient", turn_timeout=60))
+    patient = EnvironmentPool(EnvironmentConfig(f"{tmp_path / 'env.py'}:Patient", turn_timeout=60))
     settings = RewardConfig(f"{tmp_path / 'reward.py'}:judge", limits=RewardLimitsConfig(write=True))
     reward = RewardRole(settings, TOKENIZER)
     groups = started(batch, 2, seed=1, version=3)
@@ -310,7 +314,9 @@ def test_a_group_is_judged_when_it_is_complete_while_others_go_on(tmp_path: Path
     reward.close()
 
 
-def test_a_function_that_is_not_the_runs_judges_what_an_environment_rewarded(hosts: Hosts, tmp_path: Path):
+def test_a_function_that_is_not_the_runs_judges_what_an_environment_rewarded(
+    hosts: EnvironmentPool, tmp_path: Path
+):
     """Evaluators, and a set's own reward: the run's function is asked about nothing here."""
     (tmp_path / "reward.py").write_text("def judge(*, prompt, **_): return 100.0 + len(prompt)\n")
     batch = prompts(["go", "fail"], [1, 3])
@@ -327,7 +333,7 @@ def test_a_function_that_is_not_the_runs_judges_what_an_environment_rewarded(hos
     assert all(value != value for value in own[2:]), "a failed episode has no reward"
 
 
-def test_no_room_and_no_turn_left_truncate_and_are_no_failure(hosts: Hosts):
+def test_no_room_and_no_turn_left_truncate_and_are_no_failure(hosts: EnvironmentPool):
     groups = started(prompts(["go"] * 3, [9] * 3, most=12), 1, seed=2, version=3)
     rollouts = to_rollouts(sample(hosts, groups, None))
     assert rollouts.finish_reason.tolist() == [FINISH_LENGTH] * 3

@@ -11,7 +11,7 @@ from config_workspace import write_workspace
 
 from megatron_rl.check.configuration import check_config
 from megatron_rl.config.load import load
-from megatron_rl.config.other_names import NO_COUNTERPART, stated_names
+from megatron_rl.config.other_names import NO_COUNTERPART, foreign_keys
 from megatron_rl.errors import UserError, nearest
 
 TABLE = {
@@ -76,7 +76,7 @@ def test_the_table_has_the_names_of_many_projects() -> None:
 
 
 def test_no_name_both_has_a_counterpart_and_has_none() -> None:
-    assert not {name.name for _, name in stated_names()} & set(NO_COUNTERPART)
+    assert not {name.name for _, name in foreign_keys()} & set(NO_COUNTERPART)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from megatron_rl.algorithms import get_algorithm
 from megatron_rl.config.derive import resolve, smallest_world
 from megatron_rl.config.load import dump, load_text
 from megatron_rl.config.placement import role_layouts
-from megatron_rl.config.roles import role_of, where_of
+from megatron_rl.config.roles import layout_path_of, role_of
 
 TEXT = """\
 model: {path: m}
@@ -62,4 +62,4 @@ def test_an_algorithm_with_a_critic_brings_one():
 
 @pytest.mark.parametrize("role", ["actor", "critic", "reward.judge", "reward.a_b"])
 def test_paths_and_roles_name_each_other(role):
-    assert role_of(where_of(role)) == role
+    assert role_of(layout_path_of(role)) == role

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError
-from megatron_rl.rewards.function import Failure, ending
+from megatron_rl.rewards.function import Failure, last_lines
 from megatron_rl.trainer.rewards import FailureWatch, distinct_failures, unused_scorers_warning
 from megatron_rl.types import Outcome
 
@@ -35,8 +35,8 @@ def test_a_run_may_be_told_to_go_on_whatever_fails() -> None:
 
 def test_what_is_shown_of_a_long_message_begins_with_a_line() -> None:
     message = "Traceback\n  File 'reward.py', line 6\n    raise ValueError(text)\nValueError: no digits\n"
-    assert ending(message, 500) == message.strip()
-    assert ending(message, 40) == "ValueError: no digits" and ending(message, 8) == "o digits"
+    assert last_lines(message, 500) == message.strip()
+    assert last_lines(message, 40) == "ValueError: no digits" and last_lines(message, 8) == "o digits"
 
 
 def test_a_reward_beside_an_environment_that_rewards_is_warned_of() -> None:

@@ -17,7 +17,7 @@ from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.models import ModelConfig
 from megatron_rl.config.sections.rewards import RewardConfig, RewardLimitsConfig
 from megatron_rl.config.sections.rollout import EnvironmentConfig, RolloutConfig
-from megatron_rl.config.setting import settings
+from megatron_rl.config.setting import iter_settings
 from megatron_rl.contained import process
 from megatron_rl.contained.confinement import OTHER_TASKS
 from megatron_rl.errors import UserError
@@ -273,7 +273,7 @@ def test_a_run_writes_no_secret_down_and_takes_no_hidden_one(file: str) -> None:
     written = dump(without_secrets(config))
     assert "abc" not in written and HIDDEN in written and "http://x" in written
     assert "def" not in written and "ghi" not in written and "green" in written and "seed: 3" in written
-    names = [path for path, _, _ in settings(config)]
+    names = [path for path, _, _ in iter_settings(config)]
     assert not [path for path in names if is_secret(path.rpartition(".")[2])], "a key of ours would be hidden"
     (error,) = check_reward(RewardConfig(file, {"api_key": HIDDEN}))
     assert "hidden" in str(error)

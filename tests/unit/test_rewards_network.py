@@ -18,7 +18,7 @@ from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import dump, load_text, without_secrets
 from megatron_rl.config.sections.rewards import HttpRewardConfig, JudgeConfig, RewardConfig
 from megatron_rl.errors import UserError
-from megatron_rl.progress import done
+from megatron_rl.progress import progress_text
 from megatron_rl.rewards.function import RewardResult
 from megatron_rl.rewards.servers import HttpReward, JudgeReward
 
@@ -225,12 +225,14 @@ def test_retries_pauses_and_bounds_of_requests(server: Scorer) -> None:
 
 
 def test_each_request_to_a_server_shows_that_the_job_makes_progress(server: Scorer) -> None:
-    before = done()
+    before = progress_text()
     assert HttpReward(config(server)).score(samples("4")).valid.all()
-    answered = done()
+    answered = progress_text()
     assert answered != before
     assert not HttpReward(config(server, retries=0)).score(samples("garbage")).valid.any()
-    assert done() != answered, "a server that fails is given up by its own limits, not by the hang detector"
+    assert progress_text() != answered, (
+        "a server that fails is given up by its own limits, not by the hang detector"
+    )
 
 
 def test_samples_travel_together_and_by_group(server: Scorer) -> None:

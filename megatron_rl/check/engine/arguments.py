@@ -14,7 +14,7 @@ from typing import Any
 from megatron_rl.check.installed_source import InstalledField, class_fields, field_error, table_names
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.error_forms import unknown_choice
-from megatron_rl.errors import UserError, each, nearest, some_of
+from megatron_rl.errors import UserError, join_names, nearest, single_errors
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel
 from megatron_rl.user_code import load_path
@@ -168,7 +168,7 @@ def check_user_engine(spec: str) -> list[UserError]:
     try:
         engine = load_path(spec, "rollout.engine")
     except UserError as error:
-        return list(each(error))
+        return list(single_errors(error))
 
     # A class, or a function that returns an engine.
     if callable(engine):
@@ -286,7 +286,7 @@ def host_engine_errors(
         yield UserError(
             "vLLM's attention has no kernel for this model on a machine without an accelerator",
             where="rollout.engine",
-            expected=f"a head size of {some_of(sizes, len(sizes))}",
+            expected=f"a head size of {join_names(sizes, len(sizes))}",
             got=f"head size {shape.head_dim}",
             fix=fix,
         )

@@ -17,10 +17,10 @@ from megatron_rl.config.sections.rollout import CLOSED, OPEN, RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.pretrained import read_pretrained
 
-EXTENSION = "megatron_rl.hybrid_engine.worker_extension.HybridWorker"
+WORKER_EXTENSION = "megatron_rl.hybrid_engine.worker_extension.HybridWorker"
 """Class that vLLM's workers inherit from, which receives weights."""
 
-BACKEND = "megatron_rl"
+TRANSFER_BACKEND = "megatron_rl"
 """Name of our backend in vLLM's registry of weight transfers."""
 
 _HOST_CACHE_BYTES = 2**30
@@ -70,8 +70,8 @@ def server_commands(config: RunConfig) -> list[str]:
         "model": config.model.path,
         "port": ports[0] if ports else 8000,
         "enable_scale_out": True,
-        "worker_extension_cls": EXTENSION,
-        "weight_transfer_config": {"backend": BACKEND},
+        "worker_extension_cls": WORKER_EXTENSION,
+        "weight_transfer_config": {"backend": TRANSFER_BACKEND},
         "load_format": "dummy",  # the job brings the weights
         **sampling_arguments(
             model,

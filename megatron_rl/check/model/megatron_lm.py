@@ -16,13 +16,13 @@ from typing import Any
 
 from megatron_rl.check.model.tokenizer import vocabulary_of
 from megatron_rl.check.rewards.functions import FunctionRef, check_function
-from megatron_rl.config.roles import role_of, stated_models, with_role_sections
+from megatron_rl.config.roles import explicit_model_paths, role_of, with_role_sections
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ModelConfig
 from megatron_rl.config.source import Origin
 from megatron_rl.error_forms import requires
-from megatron_rl.errors import UserError, UserErrors, each
+from megatron_rl.errors import UserError, UserErrors, single_errors
 from megatron_rl.interop.megatron_lm.arguments import arguments_of, contradictions, derived
 from megatron_rl.interop.megatron_lm.checkpoint import (
     POINTER,
@@ -45,7 +45,7 @@ ErrorsByKey = dict[str, list[UserError]]
 REQUIRED_ARGUMENTS = ("pre_process", "post_process")
 """Arguments that a model provider must take: whether this stage embeds, and whether it computes logits."""
 
-ARGUMENTS = (*REQUIRED_ARGUMENTS, "vp_stage", "config", "pg_collection", "args")
+PROVIDER_ARGUMENTS = (*REQUIRED_ARGUMENTS, "vp_stage", "config", "pg_collection", "args")
 """Arguments that a model provider is called with, the optional ones only where it names them."""
 
 
@@ -86,7 +86,7 @@ def with_megatron_models(
         try:
             checkpoint = _write_model_folder(config, Path(path), key, folder)
         except UserError as error:
-            errors[f"{section}.path"] = list(each(error))
+            errors[f"{section}.path"] = list(single_errors(error))
             continue
 
         folders[section] = folder
@@ -114,7 +114,7 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
         return
 
     # The parameters of the provider must fit its call; `model.weights` is a table, which has to exist.
-    optional = ARGUMENTS[len(REQUIRED_ARGUMENTS) :]
+    optional = PROVIDER_ARGUMENTS[len(REQUIRED_ARGUMENTS) :]
     provider = FunctionRef(
         settings.provider,
         "model.provider",
@@ -146,7 +146,7 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
 
 def _megatron_checkpoints(config: RunConfig) -> dict[str, str]:
     """Return section -> Megatron checkpoint: ``model`` for the actor's, and roles whose path is one."""
-    paths = {section: path for section, path in stated_models(config).items() if path is not None}
+    paths = {section: path for section, path in explicit_model_paths(config).items() if path is not None}
     checkpoints = {section: path for section, path in paths.items() if is_megatron(path)}
     if config.model.megatron is not None:
         checkpoints = {"model": config.model.megatron, **checkpoints}

@@ -49,7 +49,7 @@ PATIENCE = 30.0
 LONG_PATIENCE = 120.0
 """The same before a run: all ranks of a host start at once and share its cores."""
 
-DERIVED: Mapping[str, str] = {
+DERIVED_FIELDS: Mapping[str, str] = {
     "tensor_model_parallel_size": "actor.layout.tensor",
     "pipeline_model_parallel_size": "actor.layout.pipeline",
     "virtual_pipeline_model_parallel_size": "actor.layout.virtual_pipeline",
@@ -173,7 +173,7 @@ def check_model_settings(values: Mapping[str, Any], path: str = "actor.megatron"
     """Return the errors of a role's settings of Megatron's TransformerConfig, which the key ``path`` has."""
     # Keys of ours that set a field, in the role's own section.
     role_prefix = path.removesuffix("megatron")
-    keys = {name: key.replace("actor.layout", f"{role_prefix}layout") for name, key in DERIVED.items()}
+    keys = {name: key.replace("actor.layout", f"{role_prefix}layout") for name, key in DERIVED_FIELDS.items()}
     keys["pipeline_model_parallel_layout"] = f"{path}.num_layers_in_first_pipeline_stage"
     keys["recompute_granularity"] = "actor.recompute"
 

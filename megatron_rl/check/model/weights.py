@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_rl.check.files import Files, parse_json_object, read_json_object
 from megatron_rl.error_forms import unreadable_file
-from megatron_rl.errors import UserError, some_of
+from megatron_rl.errors import UserError, join_names
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, SCALAR
 from megatron_rl.shapes.pretrained import INDEX, PretrainedModel, separate_head_error, weight_files
@@ -194,7 +194,7 @@ def _misplaced_error(path: Path, weight_map: Mapping[str, str], names: list[str]
     return UserError(
         "the model's list of weight files names tensors that the files do not hold",
         where=str(path / INDEX),
-        expected=some_of([f"{name} in {weight_map[name]}" for name in names], _MAX_SHOWN),
+        expected=join_names([f"{name} in {weight_map[name]}" for name in names], _MAX_SHOWN),
         got=f"{len(names)} of {len(weight_map)} tensors that are not in the listed file",
         fix="download the checkpoint again, index and weight files together",
     )
@@ -257,7 +257,7 @@ def _quantised_error(path: Path, names: list[str], dtype: str) -> UserError:
         "the weights are quantised, which cannot be trained",
         where=str(path),
         expected=f"tensors in one of {', '.join(_FLOATS)}",
-        got=f"{some_of(names, _MAX_SHOWN)} in {dtype}",
+        got=f"{join_names(names, _MAX_SHOWN)} in {dtype}",
         fix="use the checkpoint that was quantised, in bfloat16 or float32",
     )
 
@@ -274,10 +274,10 @@ def _other_tensors_error(path: Path, missing_tensors: list[str], unexpected: lis
     if missing_tensors:
         differences.append(f"missing {len(missing_tensors)}")
     if unexpected:
-        differences.append(f"unexpected {some_of(unexpected, _MAX_SHOWN)}")
+        differences.append(f"unexpected {join_names(unexpected, _MAX_SHOWN)}")
     expected = "no tensors but the model's"
     if missing_tensors:
-        expected = some_of(missing_tensors, _MAX_SHOWN)
+        expected = join_names(missing_tensors, _MAX_SHOWN)
     return UserError(
         "the weights are not those of the model in its config.json",
         where=str(path),

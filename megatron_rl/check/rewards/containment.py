@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_rl.check.files import Files
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import LimitsConfig
-from megatron_rl.contained.process import LoadFailed, not_enforced
+from megatron_rl.contained.process import LoadFailed, unenforced_protections
 from megatron_rl.errors import UserError
 
 _FORBIDDEN_FOLDERS = ("/", "/proc", "/dev", "/sys")
@@ -79,7 +79,7 @@ def check_enforced(sections: Mapping[str, LimitsConfig]) -> Iterator[UserError]:
         # Environments talk to the engine over loopback.
         settings = asdict(limits) | {"loopback": section.startswith("rollout.environment")}
         try:
-            unenforced = not_enforced(settings)
+            unenforced = unenforced_protections(settings)
         except LoadFailed as error:
             unenforced = [f"no contained process can be started ({error.reason})"]
 

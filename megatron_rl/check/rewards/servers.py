@@ -11,7 +11,7 @@ import time
 import urllib.parse
 from collections.abc import Iterator, Sequence
 
-from megatron_rl.config.sections.rewards import SENDS, JudgeConfig, RewardConfig, RewardServerConfig
+from megatron_rl.config.sections.rewards import SENDABLE_PARTS, JudgeConfig, RewardConfig, RewardServerConfig
 from megatron_rl.error_forms import unknown_choice
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.redaction import is_secret
@@ -134,15 +134,15 @@ def _sends_errors(sends: tuple[str, ...]) -> Iterator[UserError]:
         yield UserError(
             "`reward.http.sends` is empty: a request would have no sample",
             where="reward.http.sends",
-            expected=f"some of {', '.join(SENDS)}",
+            expected=f"some of {', '.join(SENDABLE_PARTS)}",
             got="nothing",
             fix="remove the setting",
         )
     for name in sends:
-        if name not in SENDS:
-            suggestion = nearest(name, SENDS)
+        if name not in SENDABLE_PARTS:
+            suggestion = nearest(name, SENDABLE_PARTS)
             fix = f"write {suggestion}" if suggestion else "remove it"
-            yield unknown_choice("reward.http.sends", name, list(SENDS), fix=fix)
+            yield unknown_choice("reward.http.sends", name, list(SENDABLE_PARTS), fix=fix)
 
 
 def _judge_errors(judge: JudgeConfig) -> Iterator[UserError]:

@@ -125,7 +125,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class OwnFields(DataConfig):
+class SetFields(DataConfig):
     """Fields of one data set: the names in ``data``, replaced by the set's own."""
 
     # Path of the section that has the set's own names.
@@ -140,7 +140,7 @@ class OwnFields(DataConfig):
 FIELDS = ("prompt_field", "ground_truth_field", "task_field", "tools_field", "chat_template")
 
 
-def fields_of(data: DataConfig, section: Any, path: str) -> OwnFields:
+def fields_of(data: DataConfig, section: Any, path: str) -> SetFields:
     """Return the fields of the data set that ``section`` at ``path`` describes.
 
     Each of `FIELDS` that the section has and that is not None replaces that of ``data``.
@@ -151,7 +151,7 @@ def fields_of(data: DataConfig, section: Any, path: str) -> OwnFields:
         if value is not None:
             values[name] = value
 
-    return OwnFields(**values, stated_in=path)
+    return SetFields(**values, stated_in=path)
 
 
 def own_field(name: str, meaning: str, **says: Any) -> Any:

@@ -126,7 +126,7 @@ class RewardServerConfig:
 
 
 # Parts of a sample that can be sent; the first four by default.
-SENDS = ("prompt", "response", "ground_truth", "metadata", "turns", "tokens", "group")
+SENDABLE_PARTS = ("prompt", "response", "ground_truth", "metadata", "turns", "tokens", "group")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +140,9 @@ class HttpRewardConfig(RewardServerConfig):
 
     # Only what a server needs: tokens and turns are long.
     sends: tuple[str, ...] = setting(
-        SENDS[:4],
-        f"Parts of a sample, of {', '.join(SENDS[:6])}. With group, a request has all samples of a prompt.",
+        SENDABLE_PARTS[:4],
+        f"Parts of a sample, of {', '.join(SENDABLE_PARTS[:6])}. With group, a request has all samples "
+        "of a prompt.",
     )
     samples_per_request: int = setting(1, "Samples of a request.", unit="samples", **MANY)
 

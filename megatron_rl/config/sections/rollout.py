@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from megatron_rl.config.engines import ENGINES, EngineCapabilities, engine_capabilities
-from megatron_rl.config.field_types import convert, hints, type_words
+from megatron_rl.config.field_types import convert_value, field_hints, type_text
 from megatron_rl.config.sections.bounds import (
     ENDLESS,
     MOST_STEPS,
@@ -376,14 +376,14 @@ class RolloutConfig:
 
     @property
     def truncates(self) -> bool:
-        """Return whether any task is sampled with a filter, see `leaves_out`."""
+        """Return whether any task is sampled with a filter, see `filters_tokens`."""
         common = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
 
         settings = [common | profile for profile in ({}, *self.sampling_profiles.values())]
-        return any(leaves_out(s["top_p"], s["top_k"], s["min_p"]) for s in settings)
+        return any(filters_tokens(s["top_p"], s["top_k"], s["min_p"]) for s in settings)
 
 
-def leaves_out(top_p: float, top_k: int, min_p: float) -> bool:
+def filters_tokens(top_p: float, top_k: int, min_p: float) -> bool:
     """Return whether these filters exclude some tokens from sampling."""
     return top_p < 1 or top_k > 0 or min_p > 0
 
@@ -409,10 +409,10 @@ def profile_errors(rollout: RolloutConfig) -> list[UserError]:
                 errors.append(_profile_name_error(path, name, list(descriptions)))
                 continue
 
-            hint = hints(RolloutConfig)[name]
-            accepted, typed = convert(hint, value)
+            hint = field_hints(RolloutConfig)[name]
+            accepted, typed = convert_value(hint, value)
             if not accepted or descriptions[name].error(path, typed) is not None:
-                expected = type_words(hint)
+                expected = type_text(hint)
                 if descriptions[name].bounds():
                     expected += f", {descriptions[name].bounds()}"
                 fix = "correct it, or remove it to have the value of the rollout section"

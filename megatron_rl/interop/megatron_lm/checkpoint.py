@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import UserError, some_of
+from megatron_rl.errors import UserError, join_names
 from megatron_rl.interop.megatron_lm.optimizer_buffers import (
     FlatParameter,
     flat_parameters,
@@ -239,7 +239,7 @@ class MegatronCheckpoint:
                 "shards of the Megatron checkpoint are missing or cut off",
                 where=str(self.path),
                 expected=f"{len(ends)} files with the model's tensors, as {DIRECTORY} lists them",
-                got=some_of(details, _LISTED),
+                got=join_names(details, _LISTED),
                 fix="copy the whole folder again, or name another iteration",
             )
 
@@ -254,7 +254,7 @@ class MegatronCheckpoint:
                 "tensors of the Megatron checkpoint are not whole",
                 where=str(self.path / DIRECTORY),
                 expected="pieces that make up each tensor",
-                got=some_of(gaps, _LISTED),
+                got=join_names(gaps, _LISTED),
                 fix="use another iteration: the save of this one did not finish",
             )
 
@@ -298,11 +298,11 @@ class MegatronCheckpoint:
     def _other_tensors(self, absent_names: Sequence[str], unexpected: Sequence[str]) -> UserError:
         expected = "no others"
         if absent_names:
-            expected = f"also {some_of(absent_names, _LISTED)}"
+            expected = f"also {join_names(absent_names, _LISTED)}"
 
         got = f"{len(self.tensors)} tensors without them"
         if unexpected:
-            got = f"others: {some_of(unexpected, _LISTED)}"
+            got = f"others: {join_names(unexpected, _LISTED)}"
         return UserError(
             "the Megatron checkpoint's tensors are not those of the model",
             where=str(self.path),

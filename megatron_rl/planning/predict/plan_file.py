@@ -12,7 +12,7 @@ import yaml
 from megatron_rl.config.budget import PHASES, RankMemory, memory_plan
 from megatron_rl.config.derive import batch_plan, resolve
 from megatron_rl.config.load import load_text
-from megatron_rl.config.placement import APART, role_layouts, shared_weights
+from megatron_rl.config.placement import HALF_PRESETS, role_layouts, shared_weights
 from megatron_rl.config.roles import ACTOR, CRITIC, INITIAL, REFERENCE, REWARD_MODELS, ROLLOUT, spec_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import OPEN
@@ -23,7 +23,7 @@ from megatron_rl.shapes.hardware import GB
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pipeline_stages import end_settings
 from megatron_rl.shapes.pretrained import download_command
-from megatron_rl.shapes.traffic import WeightTraffic, byte_words
+from megatron_rl.shapes.traffic import WeightTraffic, byte_text
 
 _GIB = 2**30
 _TRAIN_DATA = "data/gsm8k/main/train-00000-of-00001.parquet"
@@ -93,7 +93,7 @@ def preset_of(ranges: Mapping[str, RankRange], world: int) -> str | None:
 
     first_half = (0, world // 2)
     second_half = (world // 2, world - world // 2)
-    for preset in APART:
+    for preset in HALF_PRESETS:
         preset_ranges = {
             role: second_half if spec_of(role).placement == preset else first_half for role in ranges
         }
@@ -388,7 +388,7 @@ def _plan_lines(problem: Problem, number: int, run: PlannedRun) -> list[str]:
         f"{number}. {plan.name}: {total:.1f} s a step, {rate:.0f} tokens/s/GPU on {plan.gpus} GPUs",
         f"     seconds     {_seconds_text(run)}",
         f"     GiB per GPU {_memory_text(run)}",
-        f"     weight sync {byte_words(run.traffic.received_most)} received by the busiest rank",
+        f"     weight sync {byte_text(run.traffic.received_most)} received by the busiest rank",
     ]
     for group in plan.groups:
         for role, role_plan in group.plans.items():

@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron_rl.algorithms.lookup import algorithm_of, scoring_reason
 from megatron_rl.config.derive import token_budget
-from megatron_rl.config.placement import placed, role_layouts, shared_weights
-from megatron_rl.config.roles import ACTOR, role_of, role_sections, section_of, spec_of, stated_models
+from megatron_rl.config.placement import role_layouts, shared_weights, with_ranks
+from megatron_rl.config.roles import ACTOR, explicit_model_paths, role_of, role_sections, section_of, spec_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import OPEN
 from megatron_rl.planning.predict.batch import StepBatch, response_lengths
@@ -245,7 +245,7 @@ def role_shapes(config: RunConfig, shape_of: Callable[[str], ModelShape]) -> dic
     """Return the shape of every role's model; ``shape_of`` returns that of the model at a path."""
     actor = shape_of(config.model.path)
     shapes = {"actor": actor, "rollout": actor}
-    for section, model_path in stated_models(config).items():
+    for section, model_path in explicit_model_paths(config).items():
         path = model_path or config.model.path
         # A model that the run itself makes (after a warm-up) has the shape of the one it starts from.
         if path.startswith(config.run_dir):
@@ -328,7 +328,7 @@ def predict_run(
     actor = shapes["actor"]
     rollout = _rollout_layout(config, layouts["rollout"])
     flops["generate"] = actor.forward_flops(batch.context) * batch.tokens
-    traffic = shared_weights(placed(config, world), actor).traffic(layouts["rollout"].ranks)
+    traffic = shared_weights(with_ranks(config, world), actor).traffic(layouts["rollout"].ranks)
     step = compose_step(
         role_seconds,
         generate=generate_seconds(actor, rollout, batch, machine),

@@ -16,7 +16,7 @@ from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.memory import representative_stages
-from megatron_rl.shapes.traffic import byte_words
+from megatron_rl.shapes.traffic import byte_text
 
 SIMULATED_LAYERS = (
     "models of plain layers with PyTorch's fused attention, no engine; the estimate is of the same"
@@ -142,7 +142,7 @@ def _usage_text(usage: Usage) -> str:
     """Return the counts of one phase as text."""
     # Bytes and calls by kind of group.
     traffic = ", ".join(
-        f"{kind} {byte_words(usage.bytes[kind])} in {count:,} calls" for kind, count in usage.calls.items()
+        f"{kind} {byte_text(usage.bytes[kind])} in {count:,} calls" for kind, count in usage.calls.items()
     )
     return (
         f"peak {usage.peak / _GIB:.2f} GiB, {usage.kernels:,} kernels, "

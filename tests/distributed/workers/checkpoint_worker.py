@@ -17,9 +17,9 @@ from megatron.core.dist_checkpointing.dict_utils import merge
 from benchmarks.live_bytes import LiveBytes
 from megatron_rl import durable
 from megatron_rl.checkpoint import roles as checkpoint
-from megatron_rl.checkpoint.folders import write
+from megatron_rl.checkpoint.folders import write_tensors
 from megatron_rl.checkpoint.megatron_lm import checkpoint_arguments, load_optimizer
-from megatron_rl.checkpoint.roles import Part, load, load_model, save
+from megatron_rl.checkpoint.roles import TrainedRole, load, load_model, save
 from megatron_rl.checkpoint.tensors import sharded_state
 from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.distributed import device
@@ -79,14 +79,14 @@ def save_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     gathered, shards, saving = LiveBytes(), LiveBytes(), None
     if case.get("untrained"):
         before = training.gathered_weights(model)
-        save(folder / case["to"], {"actor": Part(model, optimizer)}, {**STATE, "step": 0})
+        save(folder / case["to"], {"actor": TrainedRole(model, optimizer)}, {**STATE, "step": 0})
         after = training.gathered_weights(model)
         assert all(torch.equal(before[name], after[name]) for name in before), "a save changed the weights"
     else:
         for _ in range(BEFORE):
             training.train_step(model, optimizer, batch, case["budget"])
         draws()
-        parts = {"actor": Part(model, optimizer)}
+        parts = {"actor": TrainedRole(model, optimizer)}
         with gathered:
             save(folder / case["to"], parts, STATE)
         if case.get("shards"):
@@ -135,7 +135,9 @@ def save_for_megatron(source: Path, folder: Path, model: Any, optimizer: Any, op
         states = merge(state.pop("optimizer_common").data, state.pop("optimizer"))
         names = {name: name.replace("chunk", "model") for name in state}
         saved = {names[name]: value for name, value in state.items()}
-        write(place, model, {**saved, "args": Namespace(**arguments), "iteration": 3, "optimizer": states})
+        write_tensors(
+            place, model, {**saved, "args": Namespace(**arguments), "iteration": 3, "optimizer": states}
+        )
 
 
 def load_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +160,7 @@ def load_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         optimizer.scheduler.step(BEFORE)
         state = {}
     else:
-        state = load(folder / case["from"], {"actor": Part(model, optimizer)})
+        state = load(folder / case["from"], {"actor": TrainedRole(model, optimizer)})
     same = folder / f"{case.get('same', '')}-moments-{dist.get_rank()}.pt"
     if case.get("same"):
         for index, (mine, saved) in enumerate(zip(moments(optimizer), torch.load(same), strict=True)):
@@ -185,7 +187,7 @@ def broken_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
 
         setattr(module, name, full if broken else sound)
         try:
-            save(target, {"actor": Part(model, None)}, STATE)
+            save(target, {"actor": TrainedRole(model, None)}, STATE)
         except RuntimeError as error:
             messages.append(str(error))
         setattr(module, name, sound)
@@ -197,8 +199,8 @@ def broken_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     result["unread"] = refusals(durable, "digests", device.rank() == 1)
     result["there"] = target.exists()
     for step in (4, 5):
-        save(target, {"actor": Part(model, None)}, {**STATE, "step": step})
-    return {**result, "state": load(target, {"actor": Part(model, None)})}
+        save(target, {"actor": TrainedRole(model, None)}, {**STATE, "step": step})
+    return {**result, "state": load(target, {"actor": TrainedRole(model, None)})}
 
 
 def wrong_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
@@ -209,7 +211,7 @@ def wrong_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     if case.get("distributed") is not None:
         optimizer = training.optimizer_of(model, distributed=case["distributed"])
     try:
-        load(folder / case["from"], {"actor": Part(model, optimizer)})
+        load(folder / case["from"], {"actor": TrainedRole(model, optimizer)})
     except UserError as error:
         message = str(error)
     else:

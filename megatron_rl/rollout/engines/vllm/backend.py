@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from megatron_rl.check.engine.servers import BACKEND
+from megatron_rl.check.engine.servers import TRANSFER_BACKEND
 from megatron_rl.config.sections.rollout import HybridEngineConfig
 from megatron_rl.rollout.engines.servers.base import start_call
 from megatron_rl.rollout.engines.vllm.orphans import end_with_server
@@ -142,7 +142,7 @@ class TrainerMeeting(TrainerInitInfo):
     The fields have the meaning that they have in `TransferRendezvous`.
     """
 
-    backend: ClassVar[str] = BACKEND
+    backend: ClassVar[str] = TRANSFER_BACKEND
 
     model: Any
     address: str
@@ -212,6 +212,6 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
 def register(connect: Connect) -> None:
     """Register the backend with vLLM in this process. May be called repeatedly."""
     _connect[:] = [connect]
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, HybridTransferEngine)
-        WeightTransferTrainerFactory.register_engine(BACKEND, HybridTrainerEngine)
+    if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, HybridTransferEngine)
+        WeightTransferTrainerFactory.register_engine(TRANSFER_BACKEND, HybridTrainerEngine)

@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from megatron_rl.check.engine.servers import BACKEND, EXTENSION, plain_settings
+from megatron_rl.check.engine.servers import TRANSFER_BACKEND, WORKER_EXTENSION, plain_settings
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.distributed import device
@@ -300,8 +300,12 @@ class ServerRequirements:
 
         # Names as in the command that `check` shows. The first misfit is reported.
         return {
-            "worker-extension-cls": (EXTENSION, str(extension), extension == EXTENSION),
-            "weight-transfer-config": (f'{{"backend": "{BACKEND}"}}', str(transfer), transfer == BACKEND),
+            "worker-extension-cls": (WORKER_EXTENSION, str(extension), extension == WORKER_EXTENSION),
+            "weight-transfer-config": (
+                f'{{"backend": "{TRANSFER_BACKEND}"}}',
+                str(transfer),
+                transfer == TRANSFER_BACKEND,
+            ),
             "dtype": (self.dtype, dtype, dtype == self.dtype),
             "head_dtype": (expected_head, head_dtype, head_dtype == expected_head),
             "quantization": ("none", str(quantization), not quantization),
