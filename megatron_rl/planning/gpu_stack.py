@@ -10,71 +10,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-TORCH = "2.13.0"
-VLLM = "0.32.0"
+from megatron_rl.planning.machine import BUILT_TOGETHER, TRIED, Finding, foreign_apex, is_nvidia_apex
+from megatron_rl.versions import release
+
+TORCH = TRIED["torch"]
+VLLM = TRIED["vllm"]
 TRANSFORMER_ENGINE = "2.20.2"
 
 VLLM_SERIES = ("0.32",)
 """Series of vLLM whose parts that a rank replaces were compared with this package's."""
 
-CUDA = 13
+TOOLKIT = 13
 """Major version of CUDA that the index's torch and vLLM are built for."""
 
 OLDEST_DRIVER = {13: 580, 12: 525}
 """Oldest driver branch that runs programs of a major version of CUDA, by NVIDIA's compatibility table."""
-
-BUILT_FOR_TORCH = (
-    "vllm", "transformer-engine", "transformer-engine-torch", "flash-attn", "apex", "torchvision",
-    "torchaudio",
-)  # fmt: skip
-"""Packages with compiled parts that load only with the torch release they were built for."""
-
-NVIDIA_APEX = "0.1"
-"""Version of NVIDIA's Apex, which no index has. The package `apex` of the index is a web framework (0.9)."""
-
-WITHOUT_FUSED_VARLEN = (8, 0)
-"""Compute capability up to which Transformer Engine (2.20.2) has no fused attention for packed rows."""
 
 BUILD_VLLM = (
     f"build vLLM against this torch: git clone --branch v{VLLM} https://github.com/vllm-project/vllm; "
     "cd vllm; python use_existing_torch.py; pip install --no-build-isolation -e ."
 )
 
+COMPILED_HERE = "transformer-engine-torch"
+"""Package that comes as source and is compiled against the installed torch, after everything else."""
 
-@dataclass(frozen=True)
-class Finding:
-    """Result of one look at the machine.
-
-    Example:
-        Finding("error", "driver", "550.54 runs CUDA 12 at most", "update the driver to 580 or later")
-    """
-
-    level: str
-    """``ok``, ``note``, ``warning`` or ``error``."""
-
-    name: str
-    """What was looked at: a package, the driver, the disk."""
-
-    text: str
-    """What was found, in one sentence."""
-
-    fix: str | None = None
-    """The step that mends it; None where there is nothing to mend."""
-
-
-def release(version: str) -> tuple[int, int]:
-    """Return the release series of a version string, without patch, pre-release and build parts.
-
-    Example:
-        >>> release("2.13.0a0+9186a08b2c.nv26.07"), release("2.13.1+cu130"), release("0.32.1rc2.dev5+g12ab")
-        ((2, 13), (2, 13), (0, 32))
-    """
-    numbers = re.match(r"v?(\d+)(?:\.(\d+))?", version)
-    if numbers is None:
-        return (0, 0)
-    return int(numbers[1]), int(numbers[2] or 0)
+FROM_OTHER_INDEXES = frozenset({"torch", "vllm", "transformer-engine-cu13"})
+"""Packages whose wheels on the package index are for CUDA 13."""
 
 
 def unfit_packages(versions: Mapping[str, str]) -> list[Finding]:
@@ -86,7 +48,7 @@ def unfit_packages(versions: Mapping[str, str]) -> list[Finding]:
     findings = []
     torch = versions.get("torch")
     vllm = versions.get("vllm")
-    built = [name for name in BUILT_FOR_TORCH if name in versions]
+    built = [name for name in BUILT_TOGETHER if name in versions and name not in ("torch", "triton")]
 
     if vllm is not None and "{}.{}".format(*release(vllm)) not in VLLM_SERIES:
         findings.append(
@@ -113,14 +75,7 @@ def unfit_packages(versions: Mapping[str, str]) -> list[Finding]:
 
     apex = versions.get("apex")
     if apex is not None and not is_nvidia_apex(apex):
-        findings.append(
-            Finding(
-                "warning",
-                "apex",
-                f"{apex} is the index's web framework of that name, not NVIDIA's Apex ({NVIDIA_APEX})",
-                "pip uninstall apex; Transformer Engine has the fused optimizer and kernels that Apex has",
-            )
-        )
+        findings.append(foreign_apex(apex))
     return findings
 
 
@@ -143,14 +98,7 @@ def _torch_without_vllm(torch: str, built: list[str]) -> list[Finding]:
     return []
 
 
-COMPILED_HERE = "transformer-engine-torch"
-"""Package that comes as source and is compiled against the installed torch, after everything else."""
-
-ANOTHER_INDEX_FOR_CUDA_12 = frozenset({"torch", "vllm", "transformer-engine-cu13"})
-"""Packages whose wheels on the package index are for CUDA 13."""
-
-
-def missing_requirements(lock: str, versions: Mapping[str, str], cuda: int = CUDA) -> list[str]:
+def missing_requirements(lock: str, versions: Mapping[str, str], toolkit: int = TOOLKIT) -> list[str]:
     """Return the lines of a lock file that have to be installed beside a machine's own packages.
 
     ``lock`` is the file's text, a ``name==version`` a line; ``versions`` maps the names of the machine's own
@@ -159,16 +107,16 @@ def missing_requirements(lock: str, versions: Mapping[str, str], cuda: int = CUD
     """
     brought = {distribution_name(name) for name in versions}
     skipped = {COMPILED_HERE}
-    if cuda != CUDA:
-        skipped |= ANOTHER_INDEX_FOR_CUDA_12
-    brings_cuda = "torch" in brought or cuda != CUDA
+    if toolkit != TOOLKIT:
+        skipped |= FROM_OTHER_INDEXES
+    brings_libraries = "torch" in brought or toolkit != TOOLKIT
 
     missing = []
     for line in lock.splitlines():
         requirement = line.partition("#")[0].strip()
         name = distribution_name(requirement.partition("==")[0])
-        is_cuda_library = name.startswith("nvidia-") or name == "triton"
-        if not requirement or name in brought | skipped or (brings_cuda and is_cuda_library):
+        is_device_library = name.startswith("nvidia-") or name == "triton"
+        if not requirement or name in brought | skipped or (brings_libraries and is_device_library):
             continue
         missing.append(requirement)
     return missing
@@ -179,21 +127,16 @@ def distribution_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def is_nvidia_apex(version: str) -> bool:
-    """Return whether a version of the distribution `apex` is one of NVIDIA's Apex."""
-    return release(version) == release(NVIDIA_APEX)
-
-
-def unfit_driver(driver: str, torch_cuda: int = CUDA) -> Finding | None:
+def unfit_driver(driver: str, toolkit: int = TOOLKIT) -> Finding | None:
     """Compare a driver's version with the CUDA of the torch that would be installed.
 
     Done before anything is downloaded: a torch that the driver cannot run is 5 GB of packages.
     """
     branch = release(driver)[0]
-    needed = OLDEST_DRIVER[torch_cuda]
+    needed = OLDEST_DRIVER[toolkit]
     if branch >= needed:
         return None
-    text = f"{driver} does not run CUDA {torch_cuda}, which torch {TORCH} of the index is built for"
+    text = f"{driver} does not run CUDA {toolkit}, which torch {TORCH} of the index is built for"
     update = f"update the driver to {needed} or later"
     if branch < OLDEST_DRIVER[12]:
         return Finding("error", "driver", text, update)
@@ -201,13 +144,3 @@ def unfit_driver(driver: str, torch_cuda: int = CUDA) -> Finding | None:
         f"launch/setup.sh --gpu --cuda 12 takes torch {TORCH}+cu129 and vLLM's wheel for CUDA 12 instead"
     )
     return Finding("error", "driver", text, f"{update}; or {older_build}")
-
-
-def attention_note(capability: tuple[int, int]) -> Finding | None:
-    """Return what a GPU's compute capability means for fused attention over packed rows."""
-    if capability > WITHOUT_FUSED_VARLEN:
-        return None
-    text = "Transformer Engine has no fused attention for packed rows on compute capability {}.{}".format(
-        *capability
-    )
-    return Finding("note", "attention", text, "torch's own variable-length attention is used instead")

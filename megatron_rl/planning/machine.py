@@ -7,16 +7,18 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_rl.versions import installed
+from megatron_rl.versions import installed, release
 
-TRIED = {"torch": "2.13.0", "megatron-core": "0.16.1", "vllm": "0.32.0", "transformers": "5.19.0"}
-"""The versions that the tests run with."""
+# Megatron-Core 0.16 is the last one for Python 3.11; from 0.17 on it requires 3.12.
+_MEGATRON_CORE = "0.19.2" if sys.version_info >= (3, 12) else "0.16.1"
+
+TRIED = {"torch": "2.13.0", "megatron-core": _MEGATRON_CORE, "vllm": "0.32.0", "transformers": "5.19.0"}
+"""The versions that the tests run with, on this version of Python."""
 BUILT_TOGETHER = (
     "torch", "torchvision", "torchaudio", "triton", "transformer-engine", "transformer-engine-torch",
     "transformer-engine-cu12", "transformer-engine-cu13", "apex", "flash-attn", "vllm",
@@ -112,37 +114,6 @@ def system_packages() -> dict[str, str]:
     return _built_together(in_environment=False)
 
 
-def stack_conflicts(versions: Mapping[str, str]) -> list[Finding]:
-    """Return the conflicts of a machine's own packages with the GPU stack that would be installed.
-
-    ``versions`` are by name. Nothing is imported or installed.
-    """
-    findings = []
-    torch = versions.get("torch")
-    vllm = versions.get("vllm")
-
-    # A vLLM that stays brings its own torch; else ours would replace the machine's.
-    series = TRIED["vllm"].rpartition(".")[0]
-    if vllm is not None and vllm.split("+")[0].rpartition(".")[0] != series:
-        text = f"{vllm} is here, and parts of vLLM {series} are replaced in a rank"
-        findings.append(Finding("error", "vllm", text, f"use a container with vLLM {series}, or one without"))
-    elif vllm is None and torch is not None and torch.split("+")[0] != TRIED["torch"]:
-        extensions = [name for name in BUILT_TOGETHER if name in versions and name != "torch"]
-        text = f"{torch} is here, and vLLM {TRIED['vllm']} would bring torch {TRIED['torch']}"
-        if extensions:
-            text += f", which {', '.join(extensions)} of this machine cannot load with"
-        fix = f"use a container with torch {TRIED['torch']}, with a vLLM of its own, or without torch"
-        findings.append(Finding("error", "torch", text, fix))
-
-    # An extension without its torch would be loaded by ours.
-    orphans = [name for name in versions if name.startswith(("transformer-engine", "apex", "flash"))]
-    if torch is None and orphans:
-        text = f"{', '.join(orphans)} without the torch that they were built for"
-        fix = "remove them, or use a container that has all of them"
-        findings.append(Finding("error", "torch", text, fix))
-    return findings
-
-
 def _shadowed() -> list[Finding]:
     """Return the packages of this environment that hide the machine's own, which others were built for."""
     own_versions = _built_together(in_environment=True)
@@ -208,13 +179,34 @@ def optional_packages() -> list[Finding]:
     has_gpus = bool(_nvidia_smi())
     findings = []
     for name, cost in OPTIONAL_PACKAGES.items():
-        if find_spec(name) is not None:
+        version = installed(name)
+        if name == "apex" and version is not None and not is_nvidia_apex(version):
+            findings.append(foreign_apex(version))
+        elif find_spec(name) is not None:
             findings.append(Finding("ok", name, installed(name.replace("_", "-")) or "installed"))
         else:
             # Without a GPU these packages have no use.
             level = "note" if name in _GPU_ONLY and not has_gpus else "warning"
             findings.append(Finding(level, name, f"not installed: {cost}"))
     return findings
+
+
+def is_nvidia_apex(version: str) -> bool:
+    """Return whether a version of the distribution `apex` is one of NVIDIA's Apex, which no index has."""
+    return release(version) == (0, 1)
+
+
+def foreign_apex(version: str) -> Finding:
+    """Return the finding on the package `apex` of the index, a web framework of the same name."""
+    text = f"{version} is the index's web framework of that name, not NVIDIA's Apex"
+    fix = "pip uninstall apex; Transformer Engine has the fused optimizer and kernels that Apex has"
+    return Finding("warning", "apex", text, fix)
+
+
+def driver_version() -> str | None:
+    """Return the version of the NVIDIA driver; None without a working one."""
+    gpus = _nvidia_smi()
+    return gpus[0][2] if gpus else None
 
 
 def _nvidia_smi() -> list[list[str]]:

@@ -4,40 +4,18 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import os
 import subprocess
 import sys
 import venv
 from pathlib import Path
 from typing import Any
 
-import pytest
 from packaging.requirements import Requirement
 
 from megatron_rl.planning import machine
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.mark.parametrize(
-    ("versions", "words"),
-    [
-        ({}, []),
-        ({"torch": "2.13.0", "transformer-engine": "2.20.2", "apex": "0.1"}, []),
-        ({"torch": "2.13.0+cu130"}, []),
-        ({"torch": "2.9.0a0+50eac811a6.nv25.09", "vllm": "0.32.1+nv"}, []),
-        (
-            {"torch": "2.9.0a0+50eac811a6.nv25.09", "transformer-engine": "2.7", "apex": "0.1"},
-            ["would bring torch 2.13.0, which transformer-engine, apex of this machine cannot load with"],
-        ),
-        ({"torch": "2.13.0", "vllm": "0.33.0"}, ["0.33.0 is here, and parts of vLLM 0.32 are replaced"]),
-        ({"apex": "0.1"}, ["apex without the torch that they were built for"]),
-    ],
-)
-def test_what_does_not_fit_is_said(versions: dict[str, str], words: list[str]) -> None:
-    found = machine.stack_conflicts(versions)
-    assert len(found) == len(words)
-    for finding, text in zip(found, words, strict=True):
-        assert text in finding.text and finding.level == "error" and finding.fix
 
 
 def test_extras_name_the_versions_that_are_tried() -> None:
@@ -67,19 +45,39 @@ def container(folder: Path, **versions: str) -> Path:
     return folder / "venv"
 
 
-def before_install(python: Path, constraints: Path) -> subprocess.CompletedProcess[str]:
-    command = [python / "bin/python", "-m", "megatron_rl", "doctor", "--before-install", constraints]
-    return subprocess.run([str(word) for word in command], cwd=ROOT, capture_output=True, text=True)
+def nvidia_smi(folder: Path, driver: str) -> Path:
+    """Write a program that answers as nvidia-smi of one H100 does; return its folder."""
+    folder.mkdir(parents=True)
+    tool = folder / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559, {driver}, Default'\n")
+    tool.chmod(0o755)
+    return folder
+
+
+def before_install(
+    python: Path, requirements: Path, *options: str, tools: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    command = [python / "bin/python", "-m", "megatron_rl", "doctor", "--before-install", requirements]
+    command += ["--lock", ROOT / "launch/constraints-gpu-py312.txt", *options]
+    path = os.pathsep.join([*([str(tools)] if tools else []), os.environ["PATH"]])
+    return subprocess.run(
+        [str(word) for word in command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PATH": path},
+    )
 
 
 def test_a_container_keeps_its_builds_or_is_refused(tmp_path: Path) -> None:
     fits = container(tmp_path / "fits", torch="2.13.0+cu130", transformer_engine="2.20.2", apex="0.1")
-    done = before_install(fits, tmp_path / "constraints")
+    done = before_install(fits, tmp_path / "missing.txt")
     assert done.returncode == 0, done.stdout + done.stderr
-    kept = "apex==0.1\ntorch==2.13.0+cu130\ntransformer-engine==2.20.2\n"
-    assert (tmp_path / "constraints").read_text() == kept
+    missing = {line.partition("==")[0] for line in (tmp_path / "missing.txt").read_text().splitlines()}
+    assert {"vllm", "megatron-core"} <= missing
+    assert not missing & {"torch", "transformer-engine", "apex", "nvidia-cudnn-cu13"}
     other = container(tmp_path / "other", torch="2.9.0", apex="0.1")
-    done = before_install(other, tmp_path / "constraints")
+    done = before_install(other, tmp_path / "missing.txt")
     assert done.returncode == 1 and "torch: 2.9.0 is here" in done.stdout and "fix:" in done.stdout
     hidden = next((other / "lib").glob("python*/site-packages")) / "torch-2.13.0.dist-info"
     hidden.mkdir()
@@ -89,3 +87,19 @@ def test_a_container_keeps_its_builds_or_is_refused(tmp_path: Path) -> None:
     told = subprocess.run([python, "-c", words], cwd=ROOT, capture_output=True, text=True).stdout
     assert f"2.13.0 of {other} hides 2.9.0" in told
     assert importlib.metadata.version("torch").startswith(machine.TRIED["torch"])
+
+
+def test_a_driver_that_cannot_run_the_stack_is_named_before_anything_is_downloaded(tmp_path: Path) -> None:
+    bare = container(tmp_path / "bare")
+    old = nvidia_smi(tmp_path / "old", "550.54.15")
+    done = before_install(bare, tmp_path / "missing.txt", tools=old)
+    assert done.returncode == 1
+    assert "driver: 550.54.15 does not run CUDA 13" in done.stdout
+    assert "--cuda 12" in done.stdout
+
+    done = before_install(bare, tmp_path / "missing.txt", "--cuda", "12", tools=old)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "vllm==" not in (tmp_path / "missing.txt").read_text()
+
+    new = nvidia_smi(tmp_path / "new", "580.95.05")
+    assert before_install(bare, tmp_path / "missing.txt", tools=new).returncode == 0

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.planning import gpu_stack
+from megatron_rl import versions
 from megatron_rl.planning.gpu_stack import (
     TORCH,
     TRANSFORMER_ENGINE,
     VLLM,
     missing_requirements,
-    release,
     unfit_driver,
     unfit_packages,
 )
+from megatron_rl.versions import release
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = sorted((ROOT / "launch").glob("constraints-gpu-py*.txt"))
@@ -118,7 +118,7 @@ def test_a_driver_of_cuda_12_is_led_to_the_builds_for_it():
     assert finding is not None
     assert finding.fix is not None
     assert "--cuda 12" in finding.fix
-    assert unfit_driver("550.54.15", torch_cuda=12) is None
+    assert unfit_driver("550.54.15", toolkit=12) is None
 
 
 def test_a_driver_older_than_cuda_12_has_to_be_updated():
@@ -128,7 +128,7 @@ def test_a_driver_older_than_cuda_12_has_to_be_updated():
 
 
 def test_the_examples_of_releases_hold():
-    results = doctest.testmod(gpu_stack)
+    results = doctest.testmod(versions)
     assert results.attempted
     assert not results.failed
 
@@ -157,7 +157,7 @@ def test_a_container_keeps_its_torch_and_cuda_libraries(lock: Path):
 
 
 def test_a_driver_of_cuda_12_gets_torch_and_vllm_from_their_own_indexes():
-    missing = missing_requirements(LOCKS[-1].read_text(encoding="utf-8"), {}, cuda=12)
+    missing = missing_requirements(LOCKS[-1].read_text(encoding="utf-8"), {}, toolkit=12)
     names = {requirement.partition("==")[0].lower() for requirement in missing}
     assert not names & {"torch", "vllm", "transformer-engine-cu13", "nvidia-nccl-cu13"}
     assert {"transformer-engine", "megatron-core"} <= names
