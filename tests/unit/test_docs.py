@@ -69,7 +69,10 @@ def prose(name: str) -> str:
 def lines_of(name: str) -> Iterator[str]:
     """Yield a page's commands: of shell blocks, of indented lines, and in the text."""
     for block in blocks(name, "sh"):
-        yield from filter(None, (line.partition(" #")[0].strip() for line in block.text.splitlines()))
+        # A backslash continues a command on the next line.
+        lines = block.text.replace("\\\n", " ").splitlines()
+        commands = (line.partition(" #")[0].strip() for line in lines)
+        yield from (command for command in commands if command and not command.startswith("#"))
     text = prose(name)
     yield from re.findall(r"^    (launch/\S+.*|python .*|torchrun .*)$", text, re.MULTILINE)
     yield from (code for code in CODE.findall(text) if COMMAND.match(code))
