@@ -313,12 +313,15 @@ def _report(
 def _world(check: _Check) -> int:
     config = check.config
     if check.launched is not None and not 1 <= check.launched <= MAX_WORLD:
+        fix = "start at least one process"
+        if check.launched > MAX_WORLD:
+            fix = f"start {MAX_WORLD} processes or fewer"
         error = UserError(
             "the number of processes is out of range",
             where="world size",
             expected=f"1 to {MAX_WORLD}",
             got=str(check.launched),
-            fix="start at least one process",
+            fix=fix,
         )
         check.add([error])
         check.bad.add("world_size")
