@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl import durable
-from megatron_rl.config.checkpoint_meta import named_checkpoints, read_meta
+from megatron_rl.config.checkpoint_meta import named_checkpoints, read_meta, remove_broken_saves
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import gather_objects, run_on_all_ranks_or_raise
 from megatron_rl.errors import UserError
@@ -87,8 +87,8 @@ def newest_intact(folder: Path, say: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint in ``folder`` whose files are what was written, None where there is none.
 
     ``say`` is told of damaged ones, which stay where they are, and of those that a kill of their replacement
-    had left without their name. Raises UserError where there are checkpoints and all are damaged. Collective
-    over the world.
+    had left without their name. Leftovers of killed saves are deleted beside an intact one. Raises UserError
+    where there are checkpoints and all are damaged. Collective over the world.
     """
     for path in first(lambda: durable.recover_replaced(folder)):
         say(f"{path}: a kill had left it as {durable.replaced_name(path).name}; it has its name again")
@@ -96,6 +96,8 @@ def newest_intact(folder: Path, say: Callable[[str], None]) -> Path | None:
     for path in reversed(first(lambda: named_checkpoints(folder))):
         problems = damages(path)
         if not problems:
+            # A run that was killed in its last save makes no other one, which would delete the leftovers.
+            first(lambda: remove_broken_saves(folder))
             return path
         words = in_short(problems)
         first_words = first_words or f"{path.name}: {words}"

@@ -76,6 +76,17 @@ def latest(folder: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
+def remove_broken_saves(folder: Path) -> list[Path]:
+    """Delete what killed saves and deletions left in a folder of checkpoints; return the paths.
+
+    Call on one rank, after `recover_replaced` and while no save is under way.
+    """
+    broken = [path for path in sorted(folder.glob("step_*")) if path.suffix in (".partial", REPLACED, DOOMED)]
+    for path in broken:
+        remove(path)
+    return broken
+
+
 def prune(saved: Path, keep: int, best: Collection[int] = ()) -> list[Path]:
     """Delete what broken saves left beside a checkpoint and older ones beyond ``keep`` with it; return them.
 
@@ -83,9 +94,7 @@ def prune(saved: Path, keep: int, best: Collection[int] = ()) -> list[Path]:
     are damaged. Call on one rank, while no save is under way.
     """
     folder = saved.parent
-    doomed = [path for path in sorted(folder.glob("step_*")) if path.suffix in (".partial", REPLACED, DOOMED)]
-    for path in doomed:
-        remove(path)
+    doomed = remove_broken_saves(folder)
     complete = checkpoints(folder)
     complete = complete[: complete.index(saved) + 1]
     lasting = [checkpoint_path(folder, step) for step in best]
