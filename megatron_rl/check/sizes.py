@@ -28,12 +28,15 @@ _GIB = 2**30
 def check_launched(launched: int) -> Iterator[UserError]:
     """Yield the error of a number of started processes that no run can have."""
     if not 1 <= launched <= MAX_WORLD:
+        fix = "start at least one process"
+        if launched > MAX_WORLD:
+            fix = f"start {MAX_WORLD} processes or fewer"
         yield UserError(
             "the number of processes is out of range",
             where="world size",
             expected=f"1 to {MAX_WORLD}",
             got=str(launched),
-            fix="start at least one process",
+            fix=fix,
         )
 
 

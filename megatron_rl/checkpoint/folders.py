@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_rl import durable
 from megatron_rl.checkpoint.tensors import TensorWrite
-from megatron_rl.config.checkpoint_meta import named_checkpoints, prune, read_meta
+from megatron_rl.config.checkpoint_meta import named_checkpoints, prune, read_meta, remove_interrupted_saves
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import gather_objects, run_on_all_ranks_or_raise
 from megatron_rl.errors import UserError
@@ -248,7 +248,8 @@ def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint in ``folder`` whose files match their digests; None if there are none.
 
     ``log`` gets a line for each damaged checkpoint, which stays on the disk, and for each that gets its name
-    back after a kill had interrupted its replacement. Raises UserError if there are checkpoints and all are
+    back after a kill had interrupted its replacement. Remains of interrupted saves are deleted beside an
+    intact checkpoint. Raises UserError if there are checkpoints and all are
     damaged. Collective over the world.
     """
     for path in from_first_rank(lambda: durable.recover_replaced(folder)):
@@ -258,6 +259,8 @@ def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
     for path in reversed(from_first_rank(lambda: named_checkpoints(folder))):
         problems = find_damages(path)
         if not problems:
+            # A run that was interrupted in its last save makes no other one, which would delete the remains.
+            from_first_rank(lambda: remove_interrupted_saves(folder))
             return path
         summary = summarize_damages(problems)
         newest_damage = newest_damage or f"{path.name}: {summary}"

@@ -95,6 +95,19 @@ def latest(folder: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
+def remove_interrupted_saves(folder: Path) -> list[Path]:
+    """Delete the remains of interrupted saves and deletions in a folder of checkpoints; return their paths.
+
+    Call on one rank, after `recover_replaced` and while no save is in progress.
+    """
+    remains = [
+        path for path in sorted(folder.glob("step_*")) if path.suffix in (".partial", REPLACED, DOOMED)
+    ]
+    for path in remains:
+        remove(path)
+    return remains
+
+
 def prune(saved: Path, keep: int, best: Collection[int] = ()) -> list[Path]:
     """Delete the remains of interrupted saves, and all but the newest ``keep`` checkpoints up to ``saved``.
 
@@ -103,9 +116,7 @@ def prune(saved: Path, keep: int, best: Collection[int] = ()) -> list[Path]:
     save is in progress.
     """
     folder = saved.parent
-    doomed = [path for path in sorted(folder.glob("step_*")) if path.suffix in (".partial", REPLACED, DOOMED)]
-    for path in doomed:
-        remove(path)
+    doomed = remove_interrupted_saves(folder)
 
     complete = checkpoints(folder)
     complete = complete[: complete.index(saved) + 1]
