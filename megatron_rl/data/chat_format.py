@@ -2,9 +2,9 @@
 
 A chat template renders complete conversations only, and may render an old turn differently from the sampled
 one. The one idea: the text between two turns is taken from a conversation made up for the purpose.
-``[…, assistant(SENTINEL), *new]`` is rendered, and everything behind the sentinel is the *tail*: the close of
+``[…, assistant(SENTINEL), *new]`` is rendered, and everything after the sentinel is the *tail*: the close of
 the turn, the new messages, and the opening of the next turn. A turn that is trained on is the text that the
-template writes behind the opening of the turn, up to the first token that ends a response. So sampled turns
+template writes after the opening of the turn, up to the first token that ends a response. So sampled turns
 are never tokenised again.
 
 The module also decides which tokens of a response people and rewards see (`VisibleText`). It imports neither
@@ -73,7 +73,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 def _with_arguments(call: Any) -> Any:
     """Return a tool call with the JSON text of its arguments parsed; other calls unchanged."""
-    # Text that is no JSON is left for the template: it may print it.
+    # Text that is not JSON stays as it is: the template may print it.
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -90,7 +90,7 @@ def _has_thoughts(message: Message) -> bool:
 def cut_at_end(text: str, ends: Sequence[str]) -> str | None:
     """Return ``text`` up to the first of its trailing end tokens; None for a text without one.
 
-    Whitespace behind and between these tokens does not belong to a response.
+    Whitespace after and between these tokens does not belong to a response.
 
     Example:
         >>> cut_at_end("4<end>\\n<eos>", ["<end>", "<eos>"])
@@ -140,7 +140,7 @@ class TrainedConversation:
 class ConversationText:
     """Texts of conversations under a chat template.
 
-    ``ends`` are the texts of the tokens that end responses. Methods raise UserError where the template
+    ``ends`` are the texts of the tokens that end responses. Methods raise UserError if the template
     refuses messages or leaves out their content.
     """
 
@@ -156,7 +156,7 @@ class ConversationText:
         return text
 
     def require_steady_tails(self) -> None:
-        """Raise UserError if the text behind a turn depends on the messages before the turn."""
+        """Raise UserError if the text after a turn depends on the messages before the turn."""
         if self._has_steady_tails:
             return
 
@@ -178,11 +178,11 @@ class ConversationText:
         self._has_steady_tails = True
 
     def tail(self, new: Sequence[Message], history: Sequence[Message] = _QUESTION) -> str:
-        """Return the text between a turn behind ``history`` and the next turn, with ``new`` in between.
+        """Return the text between a turn that follows ``history`` and the next turn, with ``new`` in between.
 
         Raises UserError if the template leaves out the content of a message.
         """
-        tail = self._behind_sentinel([*history, _SENTINEL_TURN, *new])
+        tail = self._after_sentinel([*history, _SENTINEL_TURN, *new])
         for index, message in enumerate(new):
             if str(message.get("content") or "").strip() in tail:
                 continue
@@ -190,22 +190,22 @@ class ConversationText:
             # The template may write the content differently, such as escaped. It leaves the content out if
             # another content makes no difference.
             changed = [*new[:index], {**message, "content": "?"}, *new[index + 1 :]]
-            if self._behind_sentinel([*history, _SENTINEL_TURN, *changed]) == tail:
+            if self._after_sentinel([*history, _SENTINEL_TURN, *changed]) == tail:
                 raise _template_error(f"it leaves out what a message of {message.get('role')} says", [tail])
         return tail
 
     @cached_property
-    def behind_turn(self) -> str | None:
-        """Text that the template writes behind a turn; None if it renders no question with an answer.
+    def after_turn(self) -> str | None:
+        """Text that the template writes after a turn; None if it renders no question with an answer.
 
         Some templates write nothing there and end a turn by opening the next one: then it is the text between
         the turn and the next question.
         """
         with suppress(UserError):
-            close = self._behind_sentinel([*_QUESTION, _SENTINEL_TURN], opens=False)
+            close = self._after_sentinel([*_QUESTION, _SENTINEL_TURN], opens=False)
             if close.strip():
                 return close
-            return self._behind_sentinel([*_QUESTION, _SENTINEL_TURN, *_FOLLOW_UP])
+            return self._after_sentinel([*_QUESTION, _SENTINEL_TURN, *_FOLLOW_UP])
         return None
 
     @cached_property
@@ -234,7 +234,7 @@ class ConversationText:
         return ""
 
     def response(self, text: str) -> str:
-        """Return a response that is given as text in the form that it has behind a prompt of the template.
+        """Return a response that is given as text in the form that it has after a prompt of the template.
 
         A repeated opening of the turn and a repeated BOS are removed, leading whitespace is the template's,
         and the response has exactly one end.
@@ -307,7 +307,7 @@ class ConversationText:
 
     @cached_property
     def _turn_end(self) -> str:
-        return leading_end(self.behind_turn or "", self.ends)
+        return leading_end(self.after_turn or "", self.ends)
 
     def _turn(
         self,
@@ -320,7 +320,7 @@ class ConversationText:
         """Return the text of a turn in a rendered ``conversation``, with the end token that closes it.
 
         ``opening`` is ``history`` with the turn opened. Raises UserError for a template that leaves out calls
-        or thoughts, or that does not write the turn behind its opening.
+        or thoughts, or that does not write the turn after its opening.
         """
         content = str(message.get("content") or "")
         # Calls and thoughts that a template does not write would silently be missing from the training data.
@@ -331,12 +331,12 @@ class ConversationText:
             if without_fields == conversation:
                 raise _template_error(f"it leaves out the {further_fields[0]} of a message", [conversation])
 
-        # The usual case: the turn is the text behind its opening, up to an end token or to the turn's close.
+        # The usual case: the turn is the text after its opening, up to an end token or to the turn's close.
         if conversation.startswith(opening):
             turn = conversation[len(opening) :]
             if cut := cut_at_end(turn, self.ends):
                 return cut
-            close = self._behind_sentinel([*history, _SENTINEL_TURN], tools, opens=False)
+            close = self._after_sentinel([*history, _SENTINEL_TURN], tools, opens=False)
             if turn.endswith(close):
                 return turn[: len(turn) - len(close)]
 
@@ -345,8 +345,8 @@ class ConversationText:
             return cut_at_end(content, self.ends) or content
         raise _template_error("a turn does not stand between what opens and what ends one", [conversation])
 
-    def _behind_sentinel(self, messages: Sequence[Message], tools: Any = None, opens: bool = True) -> str:
-        """Return the text behind the sentinel turn of ``messages``; raises UserError if it is not unique."""
+    def _after_sentinel(self, messages: Sequence[Message], tools: Any = None, opens: bool = True) -> str:
+        """Return the text after the sentinel turn of ``messages``; raises UserError if it is not unique."""
         (text,) = self._render(Rendering(messages, tools, opens))
         before, sentinel, tail = text.rpartition(SENTINEL)
         if not sentinel or SENTINEL in before:
@@ -370,7 +370,7 @@ def _template_error(reason: str, excerpts: Sequence[str]) -> UserError:
     return UserError(
         f"conversations cannot be made with this chat template: {reason}",
         where="the chat template of model.path",
-        expected="a template that renders each message behind those before",
+        expected="a template that renders each message after the previous ones",
         got=" and ".join(repr(text[:80]) for text in excerpts[:2]),
         fix="give the tokenizer another chat_template, or use strings as prompts (data.chat_template=false)",
     )
@@ -399,17 +399,17 @@ def find_turn_end(
     """Return the end of turns under a template; None if it renders no question with an answer.
 
     ``added_texts`` are the texts of added tokens by id, special or not: some models add ``<|im_end|>`` as an
-    ordinary token. A BOS behind a turn begins the next turn and ends none.
+    ordinary token. A BOS after a turn belongs to the next turn.
     """
-    if text.behind_turn is None:
+    if text.after_turn is None:
         return None
 
     # 200 characters hold the longest end token, and encoding them is cheap.
-    behind = text.behind_turn.lstrip()
-    ids = list(encode(behind[:200]))
+    close = text.after_turn.lstrip()
+    ids = list(encode(close[:200]))
     if not ids or ids[0] not in added_texts or added_texts[ids[0]] == bos:
-        return TurnEnd(behind, None)
-    return TurnEnd(behind, int(ids[0]))
+        return TurnEnd(close, None)
+    return TurnEnd(close, int(ids[0]))
 
 
 def turn_end_mismatch(
@@ -426,7 +426,7 @@ def turn_end_mismatch(
         return UserError(
             "the chat template ends turns with no token of its own",
             where="model.path",
-            expected=f"one of the tokens that end responses ({end_texts}) behind each turn of the assistant",
+            expected=f"one of the tokens that end responses ({end_texts}) after each turn of the assistant",
             got=repr(end.text[:40]) if end.text else "nothing",
             fix=f"none is needed for a model that learned to write {end_texts} there; for another one give "
             "the tokenizer a chat_template whose turns end with such a token",
@@ -459,7 +459,7 @@ def named_end_ids(tokenizer: Any, model_path: str | Path | None) -> tuple[int, .
     """Return the token ids that a model's files name as ends of responses, the tokenizer's EOS first.
 
     As in transformers, config.json counts only if generation_config.json names none. It often has a default
-    that nobody chose, so that only added tokens count there.
+    that nobody chose, so only added tokens count there.
     """
     ids: list[int] = []
     if tokenizer.eos_token_id is not None:
@@ -546,7 +546,7 @@ class VisibleText:
 def text_prefix(tokenizer: Any) -> list[int]:
     """Return the tokens that the tokenizer puts in front of a text, such as a BOS.
 
-    Some tokenizers also put an EOS behind a text. It is left out: a prompt ends where the response begins.
+    Some tokenizers also append an EOS to a text. It is left out: a prompt ends where the response begins.
     """
     # A tokenizer with a small vocabulary may have no token for some of these texts.
     samples = ("a", "1", " ")
@@ -561,7 +561,7 @@ def text_prefix(tokenizer: Any) -> list[int]:
 
 
 def with_prefix(prefix: list[int], tokens: list[int]) -> list[int]:
-    """Return tokens behind a prefix, which may overlap with their beginning.
+    """Return tokens with a prefix in front, which may overlap with their beginning.
 
     Prompts that were rendered and stored as text begin with the text of the BOS.
     """

@@ -81,7 +81,7 @@ _DEFAULT_PARSER = JudgeConfig.__dataclass_fields__["parser"].default
 """The package's own parser of verdicts, which reads the judge's answer alone."""
 
 
-# Settings that read the fields behind a prompt
+# Settings that read the fields beside the prompt
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ class RecordReader:
         if not self.responses:
             fix += ", or train on it: sft.data, preference.data"
         raise UserError(
-            "a prompt ends with a message of the assistant, behind which another one would begin",
+            "a prompt ends with a message of the assistant, after which another one would begin",
             where=f"{record.where} ({self.setting})",
             expected="messages whose last is not the assistant's",
             got=f"the assistant's {prompt[-1]['content'][:80]!r} as the last of {len(prompt)} messages",
@@ -332,7 +332,7 @@ class RecordReader:
         if isinstance(value, str) and self.data.chat_template is not False:
             messages = _messages_in(value)
             if messages is None and name == self.data.prompt_field:
-                self._require_no_broken_messages(value, record)
+                self._reject_broken_messages(value, record)
             value = messages or value
         # A single message, or columns of messages.
         if isinstance(value, Mapping):
@@ -358,8 +358,8 @@ class RecordReader:
                 ) from None
         return messages
 
-    def _require_no_broken_messages(self, text: str, record: Record) -> None:
-        """Raise UserError for a prompt that begins as messages do and is not the JSON of messages."""
+    def _reject_broken_messages(self, text: str, record: Record) -> None:
+        """Raise UserError for a prompt that begins like a list of messages but is not JSON."""
         if _BEGINS_AS_MESSAGES.match(text):
             raise UserError(
                 "a prompt begins as a list of messages does, and is not JSON",
@@ -441,7 +441,7 @@ class RecordReader:
         if self.template is None or role in (*ROLES, *self._template_words):
             return
 
-        # A slip of any spelling that is read, suggested as the role that templates have.
+        # Suggest the role that templates have, also for a misspelt alias of it.
         suggestion = nearest(role, (*ROLES, *_ROLE_ALIASES)) or nearest(role.lower(), ROLES)
         fix = "correct the role"
         if suggestion is not None:
@@ -518,7 +518,7 @@ class RecordReader:
         if not self.responses and self.consumers.metadata is None:
             hints.append("a reward function or an environment gets all fields as `metadata`")
 
-        # The names that are read, so that a slip is easy to see.
+        # List the names that are read, so that a typo is easy to see.
         data = self.data
         read_names = [data.prompt_field, *self.responses, data.tools_field]
         if not self.responses:
@@ -571,7 +571,7 @@ def _excerpt(value: Any) -> str:
 
 
 def joined_text(content: Any) -> str:
-    """Return the text of a message's content: text, or parts that are all text, a line each.
+    """Return the text of a message's content: text, or parts that are all text, one per line.
 
     vLLM joins parts in the same way for models of text. Raises _MessageError for anything else.
 
@@ -759,9 +759,10 @@ def _require_content(original: Mapping[str, Any], message: Mapping[str, Any]) ->
 
 
 def _normalise_weight(message: dict[str, Any]) -> None:
-    """Replace all keys for the weight of a turn by OpenAI's ``weight: 0``, or by nothing; see `is_learned`.
+    """Replace the keys that exclude a turn from training by ``weight: 0``; remove them from a trained turn.
 
-    Raises _MessageError for a weight other than 0 and 1, and for weights of spans of the message.
+    `is_trained_turn` reads OpenAI's ``weight`` alone. Raises _MessageError for a weight other than 0 and 1,
+    and for weights of spans of the message.
     """
     # A turn is trained on unless one of the keys says otherwise.
     is_trained = True
@@ -794,7 +795,7 @@ def _normalise_weight(message: dict[str, Any]) -> None:
 def _remove_weight(message: dict[str, Any], has_responses: bool) -> None:
     """Remove the weight of a message that is never trained on; raises _MessageError for a weight of 1.
 
-    The weights of a prompt that is sampled from have no effect, so that any value is valid there.
+    The weights of a prompt that is sampled from have no effect, so any value is valid there.
     """
     for name in (*_LEARNED_IF, *_LEARNED_UNLESS):
         value = message.pop(name, None)

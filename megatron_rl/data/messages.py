@@ -48,7 +48,7 @@ def with_inner(record: Record, names: Iterable[str | None]) -> Record:
         if name is None or name in record.values or "." not in name:
             continue
 
-        # Down the mappings; a value that is no mapping on the way has no such field.
+        # Follow the name down the mappings; any other value on the way has no such field.
         value: Any = record.values
         for key in name.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -69,7 +69,7 @@ def require_fields(
     """Raise UserError for the first of ``fields`` that a record lacks or has as null.
 
     ``fields`` maps names to the settings that name them. Names in ``read_elsewhere`` have another meaning,
-    so that they are no suggestion for an absent field.
+    so they are not suggested for an absent field.
     """
     for name, key in fields.items():
         if record.values.get(name) is not None:
@@ -106,7 +106,7 @@ def _absent_field_fix(
 ) -> str:
     """Return how to name the field that a record has instead of ``name``.
 
-    The candidates, in this order: a nested field of that name, a name that differs by a slip, the name that
+    The candidates, in this order: a nested field of that name, a name that differs by a typo, the name that
     public data sets use, the only field that nothing else reads.
     """
     filled_fields = [field for field, value in record.values.items() if value is not None]
@@ -137,24 +137,25 @@ def require_last_answer(
     have the response is left to `require_fields`, which names that field.
     """
     messages = record.values.get(prompt_field)
-    absent = [name for name in responses if record.values.get(name) is None]
-    if len(responses) != 1 or not absent or not isinstance(messages, list) or not messages:
+    absent_fields = [name for name in responses if record.values.get(name) is None]
+    if len(responses) != 1 or not absent_fields or not isinstance(messages, list) or not messages:
         return
 
-    (name,) = absent
-    others = [key for key, value in record.values.items() if value is not None and key != prompt_field]
-    usual = _USUAL_FIELDS.get(responses[name].rpartition(".")[2], ())
-    if nearest(name, others) or any(field in others for field in usual):
+    # Another field of the record may be the response under another name.
+    (name,) = absent_fields
+    other_fields = [key for key, value in record.values.items() if value is not None and key != prompt_field]
+    usual_names = _USUAL_FIELDS.get(responses[name].rpartition(".")[2], ())
+    if nearest(name, other_fields) or any(field in other_fields for field in usual_names):
         return
 
-    last = messages[-1]
-    role = last.get("role") if isinstance(last, Mapping) else None
+    last_message = messages[-1]
+    role = last_message.get("role") if isinstance(last_message, Mapping) else None
     raise UserError(
         "the messages of a record do not end with an answer of the assistant",
         where=f"{record.where} ({setting})",
         expected=f"the assistant's message, which is learned, as the last in `{prompt_field}`",
         got=f"{role or 'no role'} in the last of {len(messages)} messages",
-        fix="remove the messages behind the last answer, or the record where it has none",
+        fix="remove the messages after the last answer, or the record if it has none",
     )
 
 
@@ -229,7 +230,7 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
 
 
 def require_template_for(record: Record, responses: Collection[str], data: DataConfig, setting: str) -> None:
-    """Raise UserError for a response of messages behind a prompt that bypasses the chat template."""
+    """Raise UserError for a response of messages to a prompt that bypasses the chat template."""
     conversations = [record.values[field] for field in responses if not isinstance(record.values[field], str)]
     if not conversations or uses_chat_template(record, data):
         return
@@ -239,7 +240,7 @@ def require_template_for(record: Record, responses: Collection[str], data: DataC
         "a response of messages follows a prompt that does not go through the chat template",
         where=f"{record.where} ({setting})",
         expected=f"a prompt of messages, or {template}=true",
-        got=f"text, and {len(conversations[0])} messages behind it",
+        got=f"text, and {len(conversations[0])} messages after it",
         fix=f"set {template}=true, or give responses as text",
     )
 
@@ -278,9 +279,9 @@ def read_responses(
     """Return a record whose conversations are split into the prompt and the responses in ``fields``.
 
     A single response may be the end of the prompt's messages, in a record without a field for it: the last
-    turn that is trained on, or with ``every_turn`` all from the first such turn. Messages behind the last
+    turn that is trained on, or with ``every_turn`` all from the first such turn. Messages after the last
     turn that is trained on are left out. Several responses may be complete conversations: the messages that
-    they share are the prompt. Behind a prompt of text, a message with text alone becomes text; behind
+    they share are the prompt. After a prompt of text, a message with text alone becomes text; after
     messages the chat template writes it. Raises UserError for a response without a turn to train on.
     """
     values = dict(record.values)
@@ -302,7 +303,7 @@ def read_responses(
         values[prompt_field] = messages[:start]
         values[field] = messages[start:]
 
-    # Responses end with their last trained turn, and are text behind a prompt of text.
+    # Responses end with their last trained turn, and are text if the prompt is text.
     prompt_is_text = isinstance(values.get(prompt_field), str)
     for name in fields:
         response = values.get(name)
@@ -379,7 +380,7 @@ def _begins_with_prompt(messages: Any) -> bool:
 def _shared_length(conversations: Sequence[Sequence[Any]]) -> int:
     """Return the number of leading messages that conversations share.
 
-    The last message of the shortest conversation does not count, so that every response has a message.
+    The last message of the shortest conversation does not count, so every response has a message.
     """
     longest_possible = min(map(len, conversations)) - 1
     for index, (first, *counterparts) in enumerate(zip(*conversations, strict=False)):
@@ -439,7 +440,7 @@ def closing_thought_tag(opening: str) -> str | None:
     """Return the closing tag of the thoughts that a rendered prompt opens, None for other prompts.
 
     Example:
-        >>> end_of_thoughts("<|assistant|><think>")
+        >>> closing_thought_tag("<|assistant|><think>")
         '</think>'
     """
     match = _THOUGHTS_OPENED.search(opening)

@@ -1,6 +1,6 @@
 """Order in which a source returns its items, and the rows of tokens that it returns.
 
-The one idea: the order of an epoch is a function of (seed, epoch), so that the state of a source is two
+The one idea: the order of an epoch is a function of (seed, epoch), so the state of a source is two
 numbers. A fingerprint of the items makes sure that a restored state belongs to the same items.
 """
 
@@ -71,7 +71,7 @@ class ShuffledOrder:
 
     def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
         """Continue from ``state``; raises UserError for a state of other data, seed or shuffling."""
-        # The fingerprint first: with other data, seed and shuffling say nothing.
+        # Compare the fingerprint first: with other data, seed and shuffling do not matter.
         current = self.state_dict()
         for name in ("fingerprint", "seed", "shuffle"):
             if state[name] == current[name]:

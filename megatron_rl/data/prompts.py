@@ -64,7 +64,7 @@ class PromptSource:
         self.remarks = encoded.remarks
         """Warnings about the records, for the console."""
 
-        # `RecordReader` refuses data sets of two kinds, so that the first prompt decides for all.
+        # `RecordReader` refuses data sets of two kinds, so the first prompt decides for all.
         templated = data.chat_template
         if templated is None:
             templated = not isinstance(self._records[0].values[data.prompt_field], str)
@@ -73,10 +73,10 @@ class PromptSource:
 
         ends = end_token_ids(tokenizer, model_path, templated=self.templated)
         self._default_sampling, self._sampling_by_task = sampling_by_task(rollout, tokenizer, ends)
-        self.odd = list(self._text_warnings(tokenizer, ends, model_path, setting))
+        self.text_warnings = list(self._text_warnings(tokenizer, ends, model_path, setting))
         """Warnings about the texts of the first records, and about the template that renders them."""
 
-        # A template that writes the date renders other prompts tomorrow: the checkpoint has the time.
+        # A template that writes the date would render other prompts tomorrow, so checkpoints store the time.
         self._clock = None
         renderer = renderer_of(tokenizer) if self.templated else None
         if renderer is not None and renderer.has_clock:
@@ -137,7 +137,7 @@ class PromptSource:
         ``temperature`` and ``top_p`` override the sampling profiles; temperature 0 is greedy and switches
         their filters off.
         """
-        # The order is not asked, so that an evaluation in mid-run leaves training data where they are.
+        # Does not use the order, so that an evaluation during a run does not move its position.
         count = len(self)
         if limit is not None:
             count = min(limit, count)

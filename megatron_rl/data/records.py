@@ -27,7 +27,7 @@ KINDS = (
     "a pattern such as data/train-*.parquet, or a list of these"
 )
 _SHARD = re.compile(r"(?P<split>.+)-(?P<index>\d+)-of-(?P<count>\d+)(?:-[0-9a-f]+)?\.(?P<suffix>\w+)")
-"""Name of a shard on the Hub: train-00000-of-00002.parquet, in older data sets with a digest behind it."""
+"""Name of a shard on the Hub: train-00000-of-00002.parquet, in older data sets followed by a digest."""
 _HUB_NAME = re.compile(r"[\w-]+/[\w.-]+(?<!\.jsonl)(?<!\.parquet)")
 _DOWNLOAD = "; a data set of the Hub is downloaded first: hf download --repo-type dataset {0} --local-dir {0}"
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval", "held_out")
@@ -104,7 +104,7 @@ def data_files(source: DataPath, setting: str) -> tuple[Path, ...]:
             fix=f"name at least one file in {setting}",
         )
 
-    # A file that two patterns of a list match would count twice, which nobody notices in a curve.
+    # A file that two patterns of a list match would count twice, which no curve would show.
     repeated = sorted({str(file) for file in files if files.count(file) > 1})
     if repeated:
         raise UserError(
@@ -171,9 +171,9 @@ def partial_warning(source: DataPath, files: Sequence[Path], setting: str) -> Us
 def source_error(path: Path, setting: str) -> UserError | None:
     """Return the error of a path that holds no records by its kind, suffix or first bytes.
 
-    Raises OSError where the file cannot be opened.
+    Raises OSError if the file cannot be opened.
     """
-    # What is no regular file: a directory written by `save_to_disk` is a data set, a pipe is none.
+    # Not a regular file: a directory written by `save_to_disk` is a data set, but a pipe is not.
     if path.is_dir():
         is_saved_data_set = (path / "state.json").is_file()
         return None if is_saved_data_set else _splits_error(path, setting)
@@ -184,7 +184,7 @@ def source_error(path: Path, setting: str) -> UserError | None:
     if path.suffix == ".parquet":
         return None
 
-    # An unknown suffix: a compressed file, a format that people convert by hand, or a slip.
+    # An unknown suffix: a compressed file, a format that people convert by hand, or a typo.
     fix = "convert the file, or correct its suffix"
     for _, suffix, _, command in _COMPRESSIONS:
         if path.suffix == suffix:
@@ -220,7 +220,7 @@ def _first_bytes_error(path: Path, setting: str) -> UserError | None:
                 fix=f"convert it: iconv -f {encoding} -t UTF-8 {path} > {target}, and set {setting}={target}",
             )
 
-    # A compression, whose suffix was left out of the name.
+    # A compressed file whose name lacks the suffix of the compression.
     target = path.with_name(f"{path.stem}.plain.jsonl")
     for mark, _, compression, command in _COMPRESSIONS:
         if first_bytes.startswith(mark):
@@ -578,7 +578,7 @@ def _table_records(batches: Iterable[Any], path: Path) -> Iterator[Record]:
     """Yield the records of consecutive Arrow batches or tables."""
     row = 0
     for batch in batches:
-        # Columns by position: a name is no key where two columns share it (see `_require_single_names`).
+        # Columns by position: a name is not unique if two columns share it (see `_require_single_names`).
         try:
             columns = {
                 name: _python_values(batch.column(index)) for index, name in enumerate(batch.schema.names)
@@ -599,7 +599,7 @@ def _table_records(batches: Iterable[Any], path: Path) -> Iterator[Record]:
 
 
 def _require_single_names(schema: Any, path: Path) -> None:
-    """Raise UserError for two columns, or two fields of a struct, of one name: one would be lost."""
+    """Raise UserError for two columns, or two fields of a struct, with the same name: one would be lost."""
     pending = [("", list(schema))]
     while pending:
         prefix, fields = pending.pop()

@@ -97,7 +97,7 @@ def response_pieces(
         tools = tools_of(record, data)
         return chat.trained_conversation(prompt_messages(record, data), response, tools).pieces
     except UserError as error:
-        # The template does not know the record: name it, too.
+        # The template's error does not name the record: add it.
         raise UserError(
             error.message,
             where=f"{record.where} ({setting})",
@@ -122,7 +122,7 @@ def prompt_warnings(
     """
     rows = list(zip(records, texts, strict=False))[:EXAMINED_RECORDS]
 
-    # The policy would continue behind the end of a turn, which no model was trained for.
+    # The policy would continue after the end of a turn, which no model was trained for.
     closed = [record for record, text in rows if text and cut_at_end(text, ends) is not None]
     if closed:
         yield _warning(
@@ -167,13 +167,13 @@ def response_warnings(
     chat: ConversationText | None,
     ends: Sequence[str],
 ) -> Iterator[UserError]:
-    """Yield the warnings of responses with text behind their end, and of turns that the template rewrites."""
-    # Text behind the end of a response, such as a rendered conversation of several turns.
+    """Yield the warnings of responses with text after their end, and of turns that the template rewrites."""
+    # Text after the end of a response, such as a rendered conversation of several turns.
     first_records = records[:EXAMINED_RECORDS]
     continued = [
         record
         for record in first_records
-        if any(_continues_behind_end(record.values[field], ends) for field in fields)
+        if any(_continues_after_end(record.values[field], ends) for field in fields)
     ]
     if continued:
         yield _warning(
@@ -182,7 +182,7 @@ def response_warnings(
             len(first_records),
             setting,
             expected="one turn of the assistant as text, or its turns as messages",
-            fix="give conversations as messages, or cut the text behind its first end",
+            fix="give conversations as messages, or cut the text after its first end",
         )
 
     # Templates that leave out the thoughts of earlier turns.
@@ -197,12 +197,12 @@ def response_warnings(
             len(first_records),
             setting,
             expected="turns that are rendered alike in every position, or one trained turn per record",
-            fix=f"set {setting.rpartition('.')[0]}.turns=last to train on the last turn alone, behind the "
+            fix=f"set {setting.rpartition('.')[0]}.turns=last to train on the last turn alone, after the "
             "others as the template renders them",
         )
 
 
-def _continues_behind_end(response: Any, ends: Sequence[str]) -> bool:
+def _continues_after_end(response: Any, ends: Sequence[str]) -> bool:
     """Return whether a response of text has an end token in front of its last one."""
     if not isinstance(response, str):
         return False
@@ -219,10 +219,10 @@ def _is_rewritten(record: Record, fields: Collection[str], data: DataConfig, cha
         record.values[field] for field in fields if not isinstance(record.values[field], str)
     ]
     tools = tools_of(record, data)
-    asked = prompt_messages(record, data)
+    prompt = prompt_messages(record, data)
     try:
         return not all(
-            chat.trained_conversation(asked, messages, tools).as_written for messages in conversations
+            chat.trained_conversation(prompt, messages, tools).as_written for messages in conversations
         )
     except UserError:
         return False  # `response_pieces` raises it

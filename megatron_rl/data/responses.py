@@ -76,7 +76,7 @@ class ResponseSource:
         self.unit = len(self._responses)
         """Number of rows of a record."""
         self._record_warnings = encoded.remarks
-        self.odd: Sequence[UserError] = ()
+        self.text_warnings: Sequence[UserError] = ()
         """Warnings about the texts of the first records."""
 
         # A record has one row per field of responses, and its longest row decides.
@@ -114,7 +114,7 @@ class ResponseSource:
         yield from self._record_warnings
         if self._uninstructive:
             yield f"warning: {uninformative_text(self._uninstructive, len(self), self.unit > 1)}"
-        for problem in self.odd:
+        for problem in self.text_warnings:
             yield as_warning(problem)
 
     def next(self, count: int) -> TrainBatch:
@@ -179,7 +179,7 @@ def encode_responses(
     """Return records with the tokens of their prompts and of each field of responses.
 
     ``fields`` maps those fields to the settings that name them. Raises UserError for a record that lacks one,
-    and for a value that is no response; see `RecordReader` for the values and `_ResponseEncoder` for the
+    and for a value that is not a response; see `RecordReader` for the values and `_ResponseEncoder` for the
     tokens.
     """
     # Into one form, with conversations split into prompt and response.
@@ -200,7 +200,7 @@ class _ResponseEncoder:
     """Encoder of responses, with the tokens that they would have in a sampled conversation.
 
     The text of a row is tokenised as one, so that it has the tokens of the template's own text. A row in
-    which a token would span two pieces is tokenised piece by piece: the policy samples behind the tokens of
+    which a token would span two pieces is tokenised piece by piece: the policy samples after the tokens of
     the prompt alone. A turn that does not end with one of ``ends`` gets the token by which the chat template
     ends turns, or else the first of ``ends``. ``alternative`` is a way out to name in the error of a template
     that renders no conversations.
@@ -328,7 +328,7 @@ def load_responses(
     source = ResponseSource(encoded, data, seed=config.seed, max_tokens=max_tokens, setting=setting)
     # Held-out data come from the same place as the training data, whose warnings are enough.
     if not setting.endswith(".held_out"):
-        source.odd = list(_text_warnings(config, tokenizer, encoded, fields, data, setting))
+        source.text_warnings = list(_text_warnings(config, tokenizer, encoded, fields, data, setting))
     return source
 
 

@@ -6,7 +6,7 @@ interpreter. So `TemplateRenderer` starts a process with a limit of memory, and 
 that begins again with every rendering. `check` and a run render in the same way.
 
 Both ends speak JSON, one value per line. The first line has the templates by name, the special tokens and the
-time that the templates take for now. Each later line is a list of renderings, answered by a list as long. The
+current time for the templates. Each later line is a list of renderings, answered by a list as long. The
 language is that of transformers' ``apply_chat_template``; rendering needs neither transformers nor torch.
 """
 
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TIME_ATTRIBUTE = "chat_template_time"
-"""Attribute of a run's tokenizer: the time that its chat template takes for now."""
+"""Attribute of a run's tokenizer: the time that its chat template uses as the current time."""
 DEFAULT = "default"
 """Name of the template that transformers takes when there are several."""
 WITH_TOOLS = "tool_use"
@@ -72,11 +72,11 @@ class Rendering(NamedTuple):
     tools: Sequence[Any] | None = None
     """JSON schemas of the available functions, None for a conversation without tools."""
     opens: bool = True
-    """Whether the template opens the assistant's turn behind the messages."""
+    """Whether the template opens the assistant's turn after the messages."""
 
 
 class TemplateRenderer:
-    """Chat templates by name, with their special tokens and the time that they take for now.
+    """Chat templates by name, with their special tokens and the time that they use as the current time.
 
     The process starts with the first rendering and ends with `close`, or with this object.
     """
@@ -93,7 +93,7 @@ class TemplateRenderer:
         self._process: subprocess.Popen[str] | None = None
         self._finalizer: Any = None
         self._exhausted: str | None = None
-        """Reason for which the process ended over a single rendering; none is tried after that."""
+        """Reason for which the process ended over a single rendering; no rendering is tried after that."""
         self._lock = threading.Lock()
 
     def is_for(self, templates: Mapping[str, str], special: Mapping[str, str], now: datetime | None) -> bool:
@@ -133,7 +133,7 @@ class TemplateRenderer:
         if len(batch) == 1:
             return [RenderRefused(self._exhausted or "")]
 
-        # A rendering that ends the process takes its whole batch along: repeat them singly to find it.
+        # A rendering that ends the process loses its whole batch: repeat them one by one to find it.
         results: list[str | RenderRefused] = []
         for rendering in batch:
             results += self._render_batch([rendering])

@@ -1,10 +1,10 @@
 """Data sets as tokens, made by one process of a node and mapped into the memory of all.
 
-The one idea: a file of tokens lies in the run folder and is named by a digest of everything that determines
+The one idea: a file of tokens is stored in the run folder and named by a digest of everything that determines
 its content, so that a file with the right name has the right tokens. Processes that share a file system meet
 in the file's lock: the first makes the file, the others wait and map it. If it cannot be written, each
-process keeps tokens of its own. The digest of the content lies beside the file; the first process of a node
-compares the two and makes a damaged file anew.
+process keeps tokens of its own. A digest of the content is stored beside the file; the first process of a
+node compares the two and makes a damaged file anew.
 
 Why not the cached ``map`` of HF ``datasets``? Tried with 5.2.0 on these four points:
 
@@ -127,19 +127,19 @@ class TokenFiles:
         path: DataPath,
         setting: str,
         tokenizer: PreTrainedTokenizerBase,
-        how: Sequence[Any],
+        inputs: Sequence[Any],
         encode: Callable[[Sequence[Record]], Encoded],
     ) -> Encoded:
         """Return the data set at ``path`` as ``encode`` returns it, from its file if there is one.
 
-        ``how`` are the inputs of ``encode`` other than records and tokenizer; ``setting`` names the path in
+        ``inputs`` are those of ``encode`` other than records and tokenizer; ``setting`` names the path in
         errors. Waits for another process that is making the file. Raises what ``encode`` raises.
         """
         fast_tokenizer = getattr(tokenizer, "backend_tokenizer", None)
         if self.folder is None or fast_tokenizer is None:
             return encode(load_records(path, setting=setting))
 
-        file = self.folder / f"{_identity(path, setting, tokenizer, how)[:32]}.arrow"
+        file = self.folder / f"{_identity(path, setting, tokenizer, inputs)[:32]}.arrow"
         encoded = None
         reason = f"the first that came to {file} has not written it"
         try:
@@ -167,7 +167,7 @@ class TokenFiles:
         ``was_locked`` is whether another process held the lock. It has written the file or compared its
         digest, so that the bytes are read once per node.
         """
-        # The list of a folder is fresh where a network file system remembers that a name was absent.
+        # List the folder: a network file system may have cached that the name was absent.
         if file.name not in os.listdir(file.parent):
             return None
 

@@ -1,7 +1,7 @@
 """Tokens of prompts and responses: the model's tokenizer, stop tokens, sampling parameters, length limits.
 
 The one idea: a text is tokenised once, in large batches, and a text far over the limit only as far as its
-length matters. Everything behind this module handles rows of int32 token ids.
+length matters. Everything after this module handles rows of int32 token ids.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _PIECE = 1 << 16
 def load_tokenizer(path: str | Path, now: datetime | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the HF checkpoint at ``path``; raises UserError without one.
 
-    ``now`` is the time that its chat template may write, by default the present one.
+    ``now`` is the time that its chat template may write, by default the current one.
     """
     from transformers import AutoTokenizer
 
@@ -255,8 +255,8 @@ def encode_texts(
 ) -> list[numpy.ndarray]:
     """Return the tokens (int32) of each text, without the special tokens that the tokenizer adds to a text.
 
-    A text far over ``limit`` tokens will be dropped, so that only its beginning is tokenised, one of more
-    than `counted` tokens.
+    A text far over ``limit`` tokens will be dropped, so only a beginning of it is tokenised, which has more
+    than `counting_limit` tokens.
     """
     rows: list[numpy.ndarray] = []
     for start in range(0, len(texts), chunk):
@@ -286,7 +286,9 @@ def encode_pieces(
         # Texts that `encode_texts` would cut are left to it: offsets of a cut text do not fit the pieces.
         batch = rows[start : start + chunk]
         texts = ["".join(pieces) for pieces in batch]
-        indices = [index for index, text in enumerate(texts) if len(text) <= max(_PIECE, counted(limit))]
+        indices = [
+            index for index, text in enumerate(texts) if len(text) <= max(_PIECE, counting_limit(limit))
+        ]
         tokens_of_rows: list[list[numpy.ndarray] | None] = [None] * len(batch)
         if indices:
             encoded = tokenizer(
@@ -314,7 +316,7 @@ def _split_tokens(
     if not len(tokens):
         return None
 
-    # A token that begins in front of an edge and ends behind it spans two pieces.
+    # A token that begins before an edge and ends after it spans two pieces.
     token_starts, token_ends = numpy.asarray(offsets, numpy.int64).T
     edges = numpy.cumsum([len(piece) for piece in pieces])[:-1]
     splits = numpy.searchsorted(token_starts, edges)
@@ -360,7 +362,7 @@ class LengthReport:
         )
 
 
-def counted(limit: int) -> int:
+def counting_limit(limit: int) -> int:
     """Return the number of tokens up to which a text with a limit of ``limit`` is counted.
 
     Lengths up to it are exact in messages, so that a user sees how far to raise the limit.
@@ -381,14 +383,14 @@ def _cut(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> str:
         end = start + _PIECE
         tokens += len(tokenizer.encode(text[start:end], add_special_tokens=False))
         # A token that spans two pieces is counted in parts, as two or more: leave room for them.
-        if tokens > 2 * counted(limit):
+        if tokens > 2 * counting_limit(limit):
             return text[:end]
     return text
 
 
 def _shown_length(length: int, limit: int) -> str:
-    if length > counted(limit):
-        return f"{counted(limit)} or more"
+    if length > counting_limit(limit):
+        return f"{counting_limit(limit)} or more"
     return str(length)
 
 

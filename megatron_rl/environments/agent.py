@@ -214,7 +214,7 @@ def _completion(
 @asynccontextmanager
 async def endpoint(episode: Episode) -> AsyncIterator[tuple[str, str]]:
     """Serve an episode on the loopback interface; yields the base URL and the API key of the episode."""
-    # For clients in this process and for programs that inherit its environment.
+    # Bypass proxies for the loopback address, in this process and in programs that inherit its environment.
     os.environ.update(without_proxy(os.environ))
     conversation = Conversation(episode)
     key = secrets.token_hex(16)

@@ -176,18 +176,18 @@ class Episode:
 class Environment:
     """The policy's counterpart in one episode. Derive from it and define `run`.
 
-    ``own_files`` and ``own_processes`` are what each episode of the class has open and running by its nature.
-    They are added to `rollout.environment.limits`, which bound a whole process of episodes.
+    ``own_files`` and ``own_processes`` are the open files and the processes that each episode needs. They are
+    added to `rollout.environment.limits`, which bound a whole process of episodes.
     """
 
     own_files: ClassVar[int] = 0
     own_processes: ClassVar[int] = 0
 
     async def run(self, episode: Episode) -> float | Mapping[str, float] | None:
-        """Conduct the episode and return its reward, or named numbers with ``reward`` among them.
+        """Run the episode and return its reward, or named numbers with ``reward`` among them.
 
         None leaves the reward to `reward.function` and `reward.models`. Every exception except Truncated
-        makes the episode invalid, so that it has no reward.
+        makes the episode invalid, so it has no reward.
         """
         raise NotImplementedError
 
@@ -217,7 +217,7 @@ class StepEnvironment(Environment):
             try:
                 response = await episode.generate()
             except Truncated:
-                # The rewards of the steps so far are the episode's.
+                # A truncated episode gets the sum of its rewards so far.
                 return total
 
             result = self.step(response)

@@ -44,7 +44,7 @@ LOOP_FILES = 3
 """Files that an episode's event loop has open, beside those of its environment."""
 
 MOST_OWN = 32
-"""Own files, and own processes, per episode that the process's fixed limits leave room for."""
+"""Own files, and own processes, of one episode that the fixed limits of a process already include."""
 
 LARGEST_OWN = 4096
 """Most own files, or processes, that an environment's class may claim."""
@@ -112,7 +112,7 @@ def factory(class_path: str, settings: Mapping[str, Any]) -> partial[Environment
         # Only the given settings: the class fills in its own defaults for each object.
         values = {name: getattr(parsed, name) for name in settings}
 
-    # Make one now: an error of the settings is then found before the first episode.
+    # Construct one now, so that wrong settings are an error before the first episode.
     try:
         cls(**values)
     except TypeError as error:
@@ -181,7 +181,7 @@ class _EventLoops:
         return asyncio.new_event_loop()
 
     def close(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Close a loop."""
+        """Close a loop, then lower the limits by its share."""
         loop.close()
         self._change_limits(-1)
 
@@ -216,13 +216,13 @@ class _RunningEpisode:
         self._loops = loops
         self._loop = loops.open()
         self._task: asyncio.Task | None = None
-        # The turn that was asked for last: pending, received, or cancelled. None before the first.
+        # The turn that was requested last: pending, received, or cancelled. None before the first.
         self._awaited: asyncio.Future | None = None
         self._started = threading.Event()
         threading.Thread(target=self._run_thread, daemon=True).start()
 
     def answer(self, value: Message | Truncated) -> None:
-        """Deliver the turn that the environment awaits, or the refusal of one."""
+        """Deliver the awaited turn to the environment, or raise Truncated there."""
 
         def deliver() -> None:
             awaited = self._awaited
@@ -253,7 +253,7 @@ class _RunningEpisode:
         limit: int | None,
         opening: Opening | None,
     ) -> Message:
-        """Send the observed messages to the trainer and return the turn that follows; see `Turns`."""
+        """Send the observed messages to the trainer and return the turn that follows; see `TurnSource`."""
         self._require_order(observed, limit)
         if self._turns_left == 0:
             raise Truncated("the episode had all its turns")

@@ -1,9 +1,8 @@
 """The trainer's side of environments: their processes, time limits, and validation of their messages.
 
 An environment is user code. It may raise, hang, exhaust its process or send anything, and in every case only
-its own episode may fail. `EnvironmentPool` therefore believes no message before it is validated (`_event`),
-gives every turn a deadline, and replaces a process that is lost. The other episodes of a lost process start
-again.
+its own episode may fail. `EnvironmentPool` therefore validates every message before use (`_event`), gives
+every turn a deadline, and replaces a process that is lost. The other episodes of a lost process start again.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class TurnRequest(NamedTuple):
     """Request of an environment for a turn of the policy.
 
     Example:
-        >>> Asks(3, [{"role": "user", "content": "Try again."}], limit=16).limit
+        >>> TurnRequest(3, [{"role": "user", "content": "Try again."}], limit=16).limit
         16
     """
 
@@ -67,7 +66,7 @@ class EpisodeEnd(NamedTuple):
     """End of an episode, with a reward or a failure.
 
     Example:
-        >>> Ended(3, reward=1.0).truncated
+        >>> EpisodeEnd(3, reward=1.0).truncated
         False
     """
 
@@ -146,7 +145,7 @@ class EnvironmentPool:
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config = config
         self._next_number = 0
-        # Why no process could be started, if none could.
+        # Reason why no process could be started, empty if one could.
         self._start_failure = ""
 
         # Episodes without a process, first in first out.
@@ -225,7 +224,7 @@ class EnvironmentPool:
         """Return the events of environments, waiting up to ``seconds`` for the first."""
         events: list[Event] = []
 
-        # A lost process could not be replaced at once: try again while episodes wait.
+        # Try again to replace lost processes, as long as episodes wait for one.
         while self._waiting and len(self._hosts) < self.config.workers:
             num_hosts = len(self._hosts)
             self._restart_process()
@@ -287,7 +286,7 @@ class EnvironmentPool:
         return deadlines
 
     def _receive(self, host: _Host, events: list[Event]) -> None:
-        """Process the messages that have arrived from a process, and notice its end."""
+        """Process the messages that have arrived from a process; replace it if it has ended."""
         frames, is_open = host.process.frames()
         for frame in frames:
             number = frame.get("episode")
@@ -298,7 +297,7 @@ class EnvironmentPool:
             if kind == protocol.LIVES and host.pinged is not None:
                 self._fail_late(host, events)
                 continue
-            # Sent before the environment was cancelled.
+            # Drop a message that was sent before the environment was cancelled.
             if number in host.closing:
                 continue
 
@@ -309,7 +308,7 @@ class EnvironmentPool:
             if isinstance(event, TurnRequest):
                 host.episodes[event.number].busy_since = None
             else:
-                # The process holds the episode until it is cancelled.
+                # The process keeps the thread of an episode until the episode is cancelled.
                 host.process.ask((protocol.CANCEL, event.number))
                 del host.episodes[event.number]
             events.append(event)

@@ -22,12 +22,12 @@ class ReasoningGym(Environment):
     attempts: int = setting(1, "Answers that an episode may give.", at_least=1, at_most=1024)
     feedback: str = setting(
         "That is not right. Try again, and end with the answer between <answer> and </answer>.",
-        "What is said of an answer without full marks; `{score}` stands for its marks.",
+        "Message after an answer without the full score; `{score}` is replaced by its score.",
     )
 
     def __post_init__(self) -> None:
-        # The import takes seconds, which must not count as time of an episode's first turn. Where the package
-        # is missing, `check` reports it.
+        # Import now: it takes seconds, which must not count as time of an episode's first turn. `check`
+        # reports a missing package.
         with contextlib.suppress(ImportError):
             import reasoning_gym  # noqa: F401
 

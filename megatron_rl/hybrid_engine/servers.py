@@ -58,7 +58,8 @@ def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator
     rank = device.rank()
     servers = make_servers(config)
     lease = Lease(servers, config.run_dir)
-    # One rank asks, since a server can be claimed only once; the answer or the error is the same on all.
+
+    # Only rank 0 asks, since a server can be claimed only once; it shares the capacity or the error.
     capacity: int | UserError = 0
     if rank == 0:
         try:
@@ -157,7 +158,7 @@ class ServedWeights:
     def mark_updated(self, *, base: bool = False) -> None:
         """Increment the version, after the model's weights changed.
 
-        ``base`` is ignored: servers get merged adapters, so that all weights move in any case.
+        ``base`` is ignored: servers get merged adapters, so all weights move in every sync.
         """
         self.version += 1
 
@@ -170,8 +171,8 @@ class ServedWeights:
     def generation_mode(self) -> Iterator[Metrics]:
         """Sync every reachable server to ``version``, and make the generators use only these servers.
 
-        Waits for one if none is reachable. Yields the metrics of the sync and the number of servers. Raises
-        UserError if none comes in time, and at the start of a run if any server does not take the weights.
+        Waits if no server is reachable. Yields the metrics of the sync and the number of servers. Raises
+        UserError if none becomes reachable in time, and at the start of a run if any server's sync fails.
         Collective over the world.
         """
         deadline = time.monotonic() + self._config.wait
@@ -209,7 +210,7 @@ class ServedWeights:
     def _report_changes(self, unavailable: dict[Server, str], foreign: list[Server]) -> None:
         """Print which servers became unavailable, which are back, and which had foreign weights.
 
-        Not at the start, when every server has foreign weights.
+        Prints nothing at the start of a run, when every server has foreign weights.
         """
         if device.rank() == 0 and self._started:
             for server in self._unavailable.keys() - unavailable.keys():
@@ -237,7 +238,7 @@ class ServedWeights:
         )
 
     def _states(self) -> list[_ServerState]:
-        """Return the state of every server; all servers are asked at the same time."""
+        """Return the state of every server, with concurrent requests."""
         with ThreadPoolExecutor(len(self._servers)) as executor:
             return list(executor.map(self._state, self._servers))
 
@@ -328,7 +329,7 @@ class ServedWeights:
         if server in self._links:
             return
 
-        # Both sides join at the same time: the server's call returns only once the plan is built.
+        # In a thread: the server's call returns only once both sides have joined and built the plan.
         hybrid_engine = self._run_config.hybrid_engine
         settings = {
             "staging_bytes": hybrid_engine.staging_bytes,

@@ -84,7 +84,7 @@ class WeightTransfer:
         """Return the execution of the plan on the live storages, compiled again if a storage was replaced."""
         plan = self.plan
 
-        # The compiled views are of the storages that were there before: any of them may be another one now.
+        # Compiled views point into the storages, and any storage may have been replaced since.
         source, target = self._storages()
         key = (storage_key(source), storage_key(target))
         if self._execution is None or key != self._compiled_for:
@@ -121,7 +121,7 @@ class WeightTransfer:
             target_boxes = self._target.boxes()
         self._reject_engine_without_boxes(target_boxes)
 
-        # Before the first exchange, in which some ranks have no messages.
+        # NCCL creates a communicator in a call of all ranks, but not every rank has messages in the exchange.
         connect(self._group)
         sources = gather_layout(source_boxes, _dtypes(source), self._group)
         destinations = gather_layout(target_boxes, _dtypes(target), self._group)

@@ -51,10 +51,10 @@ class TrainedModel:
         names: Mapping[str, str] | None = None,
     ) -> TrainedModel:
         """Create a model from the chunks of Megatron's training loop, bare or in DDP and Float16Module."""
-        return cls([_bare(chunk) for chunk in chunks], hf_config, names or {})
+        return cls([_unwrap(chunk) for chunk in chunks], hf_config, names or {})
 
 
-def _bare(chunk: Any) -> Any:
+def _unwrap(chunk: Any) -> Any:
     """Return the GPTModel inside wrappers such as DDP."""
     while not hasattr(chunk, "decoder"):
         chunk = chunk.module
@@ -83,9 +83,9 @@ def _connect(rendezvous: Any, live: Any, rank: int) -> tuple[HybridEngine, Calla
 
     Collective over the trainers and workers.
     """
-    # In one job the world is the process group, and nobody leaves it.
+    # In one job the world is the process group, and no rank leaves it.
     group = None
-    end = _nothing
+    end = _no_op
     if rendezvous.address is not None:
         group = join_span(
             rendezvous.address,
@@ -109,5 +109,5 @@ def _connect(rendezvous: Any, live: Any, rank: int) -> tuple[HybridEngine, Calla
     return hybrid, end
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     pass

@@ -28,7 +28,7 @@ from megatron_rl.rewards.worker import (
 )
 
 RESTART_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds between the tries to start a process again: memory that others hold is often free soon."""
+"""Seconds between the attempts to start a process again: a shortage of memory is often temporary."""
 RESTART_SECONDS = 60.0
 """Time after which no further try begins."""
 GRACE_SECONDS = 2.0
@@ -134,20 +134,19 @@ class Worker:
     def take(self, waiting: deque[Call], share: int) -> None:
         """Send as many of the waiting calls as the worker has room for.
 
-        ``share`` is the number for a plain function. A call that needs a process for itself is sent alone.
+        ``share``: most calls for a plain function. A call that needs a process for itself is sent alone.
         """
         room = share
         if self.traits.concurrent:
             room = self.config.concurrency - len(self.calls)
 
-        # A plain function has its next calls only when it has answered the last: another worker may be
-        # quicker.
+        # A plain function gets no calls in advance: another worker may be free earlier.
         if not waiting or (self.calls and (waiting[0].alone or not self.traits.concurrent)):
             return
         if any(call.alone for call in self.calls.values()):
             return
 
-        # Calls for one message. A call that needs the process for itself ends it, or waits for the next.
+        # Collect the calls of one message. A call that needs the process for itself is the only one of its.
         requests: list[tuple[int, dict[str, Any]]] = []
         while waiting and len(requests) < room and not (waiting[0].alone and requests):
             call = waiting.popleft()

@@ -49,7 +49,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 _FENCE = re.compile(r"([ \t>]*)(`{3,}|~{3,})[ \t]*(.*?)[ \t]*")
 _PYTHON = re.compile(r"\{?\.?(?:python|ipython|py)[\d.]*(?![\w-])", re.IGNORECASE)
-_BEHIND_TEXT = re.compile(rf".*?[^`~](`{{3,}}|~{{3,}})[ \t]*({_PYTHON.pattern}[^`]*)", re.IGNORECASE)
+_LATE_FENCE = re.compile(rf".*?[^`~](`{{3,}}|~{{3,}})[ \t]*({_PYTHON.pattern}[^`]*)", re.IGNORECASE)
 """An opening fence with other text in front of it on its line, which Markdown would not take for one."""
 _INDENT = 3
 """Columns by which a closing fence may be indented further than its opening one, as in CommonMark."""
@@ -119,7 +119,7 @@ class Block(NamedTuple):
     """Fenced block of a response."""
 
     info: str
-    """Text behind the opening fence: the language, and options."""
+    """Text after the opening fence: the language, and options."""
     text: str
     """Content of the block."""
 
@@ -135,7 +135,7 @@ def run_tests(
 ) -> dict[str, float]:
     """Return the reward of a program, with the share of its tests that it passed as ``passed``.
 
-    Raises ValueError for a ground truth that is no list of tests, and for a test that only the program itself
+    Raises ValueError for a ground truth that is not a list of tests, and for a test that only the program
     could decide.
     """
     tests = read_tests(ground_truth)
@@ -196,7 +196,7 @@ def fenced_blocks(text: str) -> Iterator[Block]:
 
         # Outside a block: an opening fence, or a line of text.
         if not fence:
-            late_fence = _BEHIND_TEXT.fullmatch(line)
+            late_fence = _LATE_FENCE.fullmatch(line)
             if match is not None and "`" not in match[3]:
                 indent, fence, info = match.groups()
                 lines = []
@@ -326,7 +326,7 @@ def _apps_tests(ground_truth: Mapping[str, Any]) -> list[Test]:
             tests.append(_output_test(test_input, output))
             continue
 
-        # JSON values have a `repr` that is Python, so that a call can be written as source.
+        # JSON values have a `repr` that is Python, so a call can be written as source.
         if not isinstance(function, str) or not function.isidentifier():
             raise ValueError(f"fn_name is the name of a function, got {function!r:.200}")
         if not isinstance(test_input, list):
@@ -362,7 +362,7 @@ def _assertion_tests(text: str) -> list[Test]:
     if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
         raise ValueError(f"an assertion is 'assert f(x) == y', got {text!r:.200}")
 
-    # Imports and helper functions in front of an assertion belong to each assertion behind them.
+    # Imports and helper functions belong to each assertion that follows them.
     preceding: list[ast.stmt] = []
     tests: list[Test] = []
     for statement in tree.body:
@@ -375,7 +375,7 @@ def _assertion_tests(text: str) -> list[Test]:
 
 
 def _require_decidable(statement: ast.Assert, preceding: list[ast.stmt]) -> None:
-    """Raise ValueError for an assertion that holds or fails as the program likes."""
+    """Raise ValueError for an assertion whose outcome the program could decide by itself."""
     names = _program_names([*preceding, statement])
     condition = statement.test
     while isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
@@ -388,7 +388,7 @@ def _require_decidable(statement: ast.Assert, preceding: list[ast.stmt]) -> None
             raise _undecidable(statement, "both of its sides are the program's")
         return
 
-    # `assert same(f(2), 4)`: the program's own `same` would say yes.
+    # `assert same(f(2), 4)`: the program's own `same` could always return True.
     if isinstance(condition, ast.Call) and _is_of_program(condition.func, names):
         arguments = [*condition.args, *(keyword.value for keyword in condition.keywords)]
         calls = [node for argument in arguments for node in ast.walk(argument) if isinstance(node, ast.Call)]
@@ -410,7 +410,7 @@ def _is_of_program(node: ast.AST, names: set[str]) -> bool:
 
 def _free_names(statements: list[ast.stmt]) -> list[str]:
     """Return the names that statements use and do not bind anywhere, in order of their use."""
-    # Scopes are not told apart: a name that is bound anywhere in a test is the test's own.
+    # Scopes are not distinguished: a name that is bound anywhere in a test is the test's own.
     loaded_names: dict[str, None] = {}
     bound_names: set[str] = set()
     for node in (node for statement in statements for node in ast.walk(statement)):
@@ -436,7 +436,7 @@ def _is_ours(name: str) -> bool:
 def _program_names(statements: list[ast.stmt]) -> set[str]:
     """Return the names that a test expects of the program.
 
-    Names of Python's own count only in a test without any other: the program may be called ``sorted``.
+    Python's built-in names count only in a test without other names: the program may define ``sorted``.
     """
     free_names = _free_names(statements)
     return {name for name in free_names if not _is_ours(name)} or set(free_names)
@@ -453,7 +453,7 @@ def passes(source: str, test: Test, seconds: float) -> bool:
     if seconds <= 0:
         return False
 
-    # A folder per test: nothing that a program writes is there in the next test.
+    # A folder per test, so that a program finds no files of an earlier test.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder, "program.py")
         path.write_text(source, encoding="utf-8", errors="replace")

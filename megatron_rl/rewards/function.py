@@ -235,7 +235,7 @@ class FunctionReward:
         outcomes: list[Answer | None],
     ) -> None:
         """Send the waiting calls to the workers and store every outcome, until none is open."""
-        # At least two rounds per worker, so that a slow call does not hold up those behind it.
+        # At least two rounds per worker, so that few calls have to wait for a slow one.
         share = max(1, min(CHUNK, -(-len(waiting) // (2 * len(self._workers)))))
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
@@ -297,9 +297,9 @@ class FunctionReward:
             selector.register(replacement.replies, selectors.EVENT_READ, replacement)
 
     def _restart(self) -> Worker | None:
-        """Start a worker in the place of a lost one, with some tries; None if all of them fail.
+        """Start a worker in place of a lost one, with several attempts; None if all of them fail.
 
-        The function loaded before, so that a failure is temporary: the process was killed, or the machine is
+        The function loaded before, so a failure is temporary: the process was killed, or the machine is
         out of memory.
         """
         started = time.monotonic()
@@ -370,7 +370,7 @@ def code_reward(config: CodeConfig) -> FunctionReward:
     settings = RewardConfig(
         "megatron_rl.rewards.code:run_tests",
         arguments,
-        # The function ends by itself within `timeout`; a test that has just begun may take its own time.
+        # Longer than the function's own deadline, so that it returns before its worker would be replaced.
         timeout=config.timeout + config.test_timeout,
         workers=config.workers,
         limits=config.limits,

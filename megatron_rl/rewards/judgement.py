@@ -20,7 +20,8 @@ def fill_template(template: str, sample: Mapping[str, Any]) -> str:
     """Return ``template`` with its placeholders replaced in one pass: a response cannot add placeholders.
 
     Example:
-        >>> filled("{prompt} {response} {n}", {"prompt": "{response}", "response": "4", "ground_truth": 4})
+        >>> values = {"prompt": "{response}", "response": "4", "ground_truth": 4}
+        >>> fill_template("{prompt} {response} {n}", values)
         '{response} 4 {n}'
     """
     return _PLACEHOLDER.sub(lambda match: str(sample[match[1]]), template)

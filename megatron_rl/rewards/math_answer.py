@@ -1,6 +1,6 @@
 """Rewards for word problems whose response ends in a marked answer: ``#### 18`` or ``\\boxed{18}``.
 
-``####`` is also Markdown's heading of level four. So a line behind it is an answer if it begins with a
+``####`` is also Markdown's heading of level four. So a line after it is an answer if it begins with a
 number, apart from words such as "The answer is". Any other line is a heading, which counts only in a response
 without another mark.
 """
@@ -33,7 +33,7 @@ _UNIT = (
     r"(?:[kcm]?m|k?g|mg|m?[lL]|ft|in|mi|lbs?|oz|hrs?|[sh]|mph"
     r"|(?!sqrt|sin|cos|tan|log|exp|mod|theta|alpha|beta|gamma|lambda|infinity)[^\W\d_]{3,})"
 )
-"""Word behind a number that is a unit, unlike functions, Greek letters and products such as ``xy``."""
+"""Word after a number that is a unit, unlike functions, Greek letters and products such as ``xy``."""
 _WITH_UNIT = re.compile(rf"({_NUMBER}\s*%?)(?:\s+\(?{_UNIT}(?![^\W_])[.)]?)+\W*")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\\[,;! ]|[\u00a0\u2009\u202f]|\{,\})(?=\d{3}(?!\d))")
 _PLAIN_NUMBER = re.compile(r"[-+]?[\d.]{1,100}(?:[eE][-+]?\d{1,2}|/\d{1,100})?", re.ASCII)
@@ -76,7 +76,7 @@ def last_boxed(text: str) -> str | None:
     return max(_boxes(text), default=(0, None))[1]
 
 
-def _lines_behind_marks(text: str) -> Iterator[tuple[int, str]]:
+def _lines_after_marks(text: str) -> Iterator[tuple[int, str]]:
     """Yield the position of each ``####`` with its line, or the next line if it only announces an answer."""
     for match in _MARK.finditer(text):
         line, _, text_below = text[match.end() :].partition("\n")
@@ -132,16 +132,16 @@ def without_unit(answer: str) -> str:
 def marked_answer(text: str) -> str | None:
     """Return the last answer that a text marks with ``####`` or a box, without its unit; None without one.
 
-    A line behind ``####`` that does not begin with a number counts only in a text without another mark.
+    A line after ``####`` that does not begin with a number counts only in a text without another mark.
 
     Example:
         >>> marked_answer("#### Solution\\n2 + 3 = 5, so \\\\boxed{5}")
         '5'
     """
-    # Boxes and lines behind marks by position: the last one counts.
+    # Boxes and lines after marks by position: the last one counts.
     answers = list(_boxes(text))
     headings: list[str] = []
-    for position, line in _lines_behind_marks(text):
+    for position, line in _lines_after_marks(text):
         answer = bare(line)
         if _BEGINS_WITH_NUMBER.match(answer):
             answers.append((position, answer.rpartition("=")[2].strip() or answer))

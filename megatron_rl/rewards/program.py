@@ -62,7 +62,8 @@ class ProgramEnded(Exception):
 class Remote:
     """Object in the program's process, used from the test's.
 
-    ``mine`` is whether its class is the program's own, ``compares`` whether its class defines equality.
+    ``is_program_class``: whether the program defines its class.
+    ``defines_equality``: whether its class defines ``==``.
     """
 
     def __init__(
@@ -70,16 +71,16 @@ class Remote:
         peer: Peer,
         number: int,
         kind: str,
-        mine: bool,
-        compares: bool,
+        is_program_class: bool,
+        defines_equality: bool,
     ) -> None:
         # `__setattr__` would set them on the program's object.
         self.__dict__.update(
             _peer=peer,
             _number=number,
             _kind=kind,
-            _mine=mine,
-            _compares=compares,
+            _is_program_class=is_program_class,
+            _defines_equality=defines_equality,
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -96,8 +97,8 @@ class Remote:
     def __eq__(self, value: object) -> bool:
         if value is self:
             return True
-        # Equality that the program defines is no equality, and no plain value equals an object of its class.
-        if not self._compares or (self._mine and not isinstance(value, Remote)):
+        # Equality that the program defines cannot be trusted, and its objects never equal a plain value.
+        if not self._defines_equality or (self._is_program_class and not isinstance(value, Remote)):
             return False
         raise self._peer.cannot_compare(f"a value of type {self._kind} cannot be carried over to its test")
 
@@ -202,7 +203,7 @@ class Peer:
             self._answer(operation, operands)
 
     def _await_value(self) -> tuple[Any, Any]:
-        """Return the other end's value and arguments after the call; answer its requests meanwhile."""
+        """Return the other end's value and arguments after the call; answer its requests until then."""
         while True:
             kind, *content = self._receive()
             if kind == "ask":
@@ -417,7 +418,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def _plain(value: Any) -> list[Any] | None:
-    """Return tag and content of a value of the standard library without items; None for any other."""
+    """Return tag and content of a scalar of the standard library, such as a Decimal; None for any other."""
     if isinstance(value, complex):
         return ["complex", value.real, value.imag]
     if isinstance(value, bytes | bytearray):
@@ -444,7 +445,7 @@ def _copy_into(before: Any, after: Any) -> None:
 
 
 def _error(kind: str, message: str) -> BaseException:
-    """Return an error that the other end raised, as one of Python's own if it is: a test may expect it."""
+    """Return an error of the other end, of its built-in class if it has one: a test may expect it."""
     error_class = getattr(builtins, str(kind), None)
     if isinstance(error_class, type) and issubclass(error_class, Exception):
         try:

@@ -3,7 +3,7 @@
 The one idea: `Server` sends many requests at once, retries, pauses when it is asked to, and stops asking a
 server that is gone (a circuit breaker). Each of the two rewards writes requests and reads replies.
 
-This is the project's own code, so that it runs in the trainer, where the network is. Code of a user that
+This is the project's own code, so it runs in the trainer, where the network is. Code of a user that
 reads replies or writes requests runs contained, without network and without the secrets that headers hold. A
 server is not trusted: the size and the time of its replies are limited, redirections are not followed, and no
 text of it that reaches a message holds a secret.
@@ -69,7 +69,7 @@ CACHE_HITS = "cache_hits"
 LARGEST_REPLY = 2**22
 """Bytes of a reply above which it is malformed: thousands of rewards, or a long verdict, are far smaller."""
 SHORTEST_SECRET = 6
-"""Characters of a word of a header, such as the key behind ``Bearer``, that is kept out of messages.
+"""Length from which a word of a header, such as the key after ``Bearer``, is kept out of messages.
 
 Shorter words are ordinary ones, and would be replaced all over a message.
 """
@@ -183,7 +183,7 @@ class Server:
                 # The exponent is bounded: 2**60 s is beyond every limit, and a float holds it.
                 backoff = min(config.backoff * 2 ** min(number - 1, 60), config.longest_wait)
                 await asyncio.sleep(max(attempt.pause, backoff * self._jitter.uniform(0.5, 1.0)))
-                # Other requests may have opened the circuit meanwhile.
+                # Other requests may have opened the circuit during the wait.
                 if self._opened is not None and not is_probe:
                     return self._circuit_open_reply()
 
@@ -295,7 +295,7 @@ class Server:
     def _without_secrets(self, text: str) -> str:
         """Return text that may be logged: header values hidden, characters that UTF-8 can hold."""
         for secret in self._secrets.values():
-            # The key behind `Bearer` may appear without the word in front of it.
+            # The key after `Bearer` may appear without that word.
             for fragment in (secret, *secret.split()):
                 if len(fragment) >= SHORTEST_SECRET:
                     text = text.replace(fragment, HIDDEN)
@@ -481,7 +481,7 @@ class JudgeReward:
         """Return rewards, validity, components and failures of B samples, in their order."""
         answers: dict[int, Answer] = {}
 
-        # Prompts of the judge, of which the user's template may fail.
+        # The judge's prompts; the user's template may fail for some samples.
         requests: dict[int, _Request] = {}
         for row, judge_prompt in enumerate(self._judge_prompts(samples)):
             if judge_prompt.reason is None:

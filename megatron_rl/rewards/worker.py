@@ -33,7 +33,7 @@ SCORED = "scored"
 FAILED = "failed"
 """Kind of a frame: the reason why there is no reward."""
 WRITTEN = "written"
-"""Kind of a frame: text or messages of a function that writes."""
+"""Kind of a frame: text or messages that a function has written, such as a template for a judge."""
 EXCEPTION = "exception"
 """Reason of a sample: the function raised."""
 NOT_FINITE = "not_finite"
@@ -106,7 +106,7 @@ class Answer(NamedTuple):
     components: Mapping[str, float] = {}
     """Parts of the reward by name, for metrics."""
     text: Any = None
-    """Text or list of messages, of a function that writes."""
+    """Text or list of messages that a function has written, such as a template for a judge."""
 
 
 def answers_of(frame: Mapping[str, Any], count: int) -> list[Answer] | None:
@@ -127,7 +127,7 @@ def answers_of(frame: Mapping[str, Any], count: int) -> list[Answer] | None:
 def read_answer(frame: Mapping[str, Any]) -> Answer | None:
     """Return the answer in a frame about one sample, None for a malformed frame.
 
-    User code may have written the frame itself, so that every value is checked.
+    User code may have written the frame itself, so every value is checked.
     """
     if frame.get("kind") == FAILED:
         reason = frame.get("reason")
@@ -135,7 +135,7 @@ def read_answer(frame: Mapping[str, Any]) -> Answer | None:
             return None
         return Answer(reason, escape_unprintable(str(frame.get("message", ""))))
 
-    # The transport marks frames whose text is no valid Unicode.
+    # The transport marks frames whose text is not valid Unicode.
     if INVALID_TEXT in frame:
         return Answer(WRONG_TYPE, INVALID_TEXT_MESSAGE)
 
@@ -153,7 +153,7 @@ def read_answer(frame: Mapping[str, Any]) -> Answer | None:
 
 
 def _reward_answer(numbers: dict[str, Any]) -> Answer | None:
-    """Return the answer with a reward and its components, None for values that are no numbers."""
+    """Return the answer with a reward and its components, None for values that are not numbers."""
     if not all(isinstance(number, int | float) for number in numbers.values()):
         return None
 
@@ -237,7 +237,7 @@ class Traits(NamedTuple):
             frame.get("concurrent") is True,
         )
 
-    def chosen(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def accepted(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values whose names the function takes."""
         return {name: value for name, value in values.items() if self.takes_all or name in self.takes}
 
@@ -287,7 +287,7 @@ def require_returns(function: Callable[..., Any]) -> None:
 # Frames about the values that user code returns
 
 
-def answered(value: Any, count: int | None) -> list[dict[str, Any]]:
+def reward_frames(value: Any, count: int | None) -> list[dict[str, Any]]:
     """Return the frames of a reward function's value.
 
     ``count`` is the number of samples of a group, None for a call for one sample.
@@ -312,8 +312,8 @@ def answered(value: Any, count: int | None) -> list[dict[str, Any]]:
     return frames
 
 
-def written(value: Any, _: int | None) -> list[dict[str, Any]]:
-    """Return the frame of a value of a function that writes."""
+def text_frames(value: Any, _: int | None) -> list[dict[str, Any]]:
+    """Return the frame with the text that a function has written, such as a template for a judge."""
     if is_writing(value):
         return [{"kind": WRITTEN, "text": value}]
     message = f"expected text, or messages of role and content, got {type(value).__name__}: {value!r:.80}"
@@ -324,7 +324,7 @@ def reward_frame(value: Any) -> dict[str, Any]:
     """Return the frame of a reward with components, or of the failure of any other value.
 
     Example:
-        >>> scored({"reward": 1, "length": 0.5})
+        >>> reward_frame({"reward": 1, "length": 0.5})
         {'kind': 'scored', 'reward': 1.0, 'components': {'length': 0.5}}
     """
     # A bare number is a reward without components.
@@ -394,7 +394,7 @@ def serve(
 
     traits = Traits.of(function)
     function = called_by_name(function)
-    frames_of = written if writes else answered
+    frames_of = text_frames if writes else reward_frames
     calls = _Calls(requests, limits, function, traits, arguments, frames_of, timeout)
     requests.reply({"kind": READY, "missing": unenforced_limits, **traits.write()})
     if traits.concurrent:
@@ -493,7 +493,7 @@ class _Calls:
 
     def _named(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call whose names the function takes."""
-        return self._traits.chosen({**item, **self._arguments})
+        return self._traits.accepted({**item, **self._arguments})
 
     def _reply(self, number: int, frames: list[dict[str, Any]]) -> None:
         if os.getpid() != self._process_id:

@@ -277,7 +277,7 @@ def build_model_role(
     model, with the actor's adapters switched off, or the base beneath adapters of its own. ``updates`` as for
     `build_actor`, ignored for a role that never learns in a step. Collective over the world.
     """
-    # What the role starts from, and where.
+    # The role's section and layout, and the model that it starts from.
     section: Any = role_sections(config)[path]
     assert section.layout is not None
     layout = role_layout(section.layout, f"{path}.layout")
@@ -360,7 +360,7 @@ def _starting_point(config: RunConfig, spec: RoleSpec, path: str, section: Any) 
     if spec is not REWARD_MODELS:
         return section.path, spec.trains
 
-    # A reward model learns in a stage of its own, and is frozen once that stage has left its model.
+    # A reward model learns in a stage of its own, and is frozen once that stage has written its model.
     for plan in stage_plans(config):
         if plan.role == path and plan.ended:
             return str(plan.model), False
@@ -370,7 +370,7 @@ def _starting_point(config: RunConfig, spec: RoleSpec, path: str, section: Any) 
 def _adapters(config: RunConfig, spec: RoleSpec, section: Any) -> LoraConfig | None:
     """Return the adapters to attach to a role's model, None without adapters.
 
-    A stage of the actor that has ended has merged the adapters of ``lora.path`` into its model, so that new
+    A stage of the actor that has ended has merged the adapters of ``lora.path`` into its model, so new
     ones start from zero.
     """
     lora = getattr(section, "lora", None)

@@ -125,7 +125,7 @@ class ModelRole:
         return replace(shard, tokens=columns)
 
     def _shard(self, batch: Any, micro_outputs: list[TokenScores]) -> RowShard:
-        """Return the outputs of micro-batches as the columns of this role."""
+        """Concatenate the outputs of micro-batches into a shard with the columns of this role."""
         # A rank without rows returns empty columns of the same names, as every shard must.
         rows = torch.tensor(
             [row for micro in micro_outputs for row in micro.rows],
@@ -182,9 +182,10 @@ class ModelRole:
     def accumulate(
         self, minibatch: TrainBatch, objective: Objective, **options: Any
     ) -> tuple[RowShard, Metrics]:
-        """Compute the gradient of a step without taking it; return the outputs as `infer`, and the metrics.
+        """Compute the gradients of a mini-batch without an optimizer step; return its outputs and metrics.
 
-        The caller keeps the role `resident` until `step`. Collective over the role's ranks.
+        The outputs are those of `infer`. The caller keeps the role `resident` until `step`.
+        Collective over the role's ranks.
         """
         if self.model is None:
             return self._shard(minibatch, []), Metrics()

@@ -58,7 +58,7 @@ class Scorer(Protocol):
     """Source of rewards outside the training process: a function's worker processes, or a server.
 
     ``takes``: optional fields of `Sample` that it reads, such as `TURNS`.
-    ``missing``: limits of its processes that this machine does not enforce, as texts.
+    ``missing``: descriptions of the limits of its processes that this machine does not enforce.
     """
 
     takes: frozenset[str]
@@ -173,7 +173,7 @@ class RewardRole:
 
     @property
     def not_enforced(self) -> tuple[str, ...]:
-        """Return the limits of the scorers' processes that this machine does not enforce, as texts."""
+        """Describe the limits of the scorers' processes that this machine does not enforce."""
         return tuple(dict.fromkeys(text for _, scorer in self._scorers.values() for text in scorer.missing))
 
     def start_early(self, index: int, group: SequenceGroup) -> None:
@@ -222,10 +222,10 @@ class RewardRole:
     ) -> list[ScorerResult]:
         """Return the rewards of each scorer for this rank's share of the rows.
 
-        ``prompts`` has one entry per row. A row that an environment rewarded reaches no scorer: its reward is
-        the first scorer's, and 0 from the others. Rows on which the engine or the environment failed are
-        invalid without a call, and rows with ``early`` rewards are not rewarded again. Collective over the
-        members.
+        ``prompts`` has one entry per row. A row that an environment rewarded reaches no scorer: its reward
+        counts as the first scorer's, and the other scorers' rewards are 0. Rows on which the engine or the
+        environment failed are invalid without a call, and rows with ``early`` rewards are not rewarded again.
+        Collective over the members.
         """
         answers = environment_answers(rollouts)
         if self._ignores_environments:
@@ -249,7 +249,7 @@ class RewardRole:
             )
             results.append(result)
 
-            # The environment's reward counts once, in the first scorer's place.
+            # The environment's reward counts once, as that of the first scorer.
             answers = {
                 row: Answer(None, "", 0.0) if answer.reason is None else answer
                 for row, answer in answers.items()
@@ -375,13 +375,13 @@ def _run_scorer(
     indices = torch.tensor([index_of[row] for row in answered_rows], dtype=torch.long)
     values = {"rewards": _scatter(result.rewards, indices, len(rows))}
 
-    # A failure's row counts the answers; others need the row of the batch.
+    # `failure.row` is an index into the answers: convert it to the row of the batch.
     failures: dict[int, tuple[str, str]] = {}
     for failure in result.failures:
         message = last_lines(failure.message, MAX_REASON_CHARACTERS)
         failures[answered_rows[failure.row]] = (failure.reason, message)
 
-    # Every rank must name the same fields, whatever the function returned for its own samples.
+    # Every rank must return the same columns, even if the function returned other components for its samples.
     gathered = members.gather_objects((set(result.components), failures))
     component_names = set().union(*(names for names, _ in gathered))
     for component in sorted(component_names):

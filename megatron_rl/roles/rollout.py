@@ -106,7 +106,7 @@ class RolloutRole:
             if rendezvous is not None:
                 rendezvous.count_finished(index)
 
-        # Environments and the clock differ between the ranks of a replica, so that its first rank leads them.
+        # Environments and clocks differ between the ranks of a replica, so its first rank leads the others.
         is_led = self.environment is not None or rendezvous is not None
         new_tokens = sample_round(
             self.engine,
@@ -199,7 +199,7 @@ class RolloutRole:
 
     @property
     def not_enforced(self) -> tuple[str, ...]:
-        """Return the limits of the environments' processes that this machine does not enforce, as texts."""
+        """Describe the limits of the environments' processes that this machine does not enforce."""
         return () if self._hosts is None else self._hosts.missing
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ class RolloutBuffer:
         self.waiting = [*prompts, *self.waiting]
 
     def required(self, version: int, *, ahead: int, bound: int) -> tuple[bool, ...]:
-        """Return for each started group whether it must finish in this step, lest it becomes too old.
+        """Return for each started group whether it must finish in this step, before it becomes too old.
 
         A group that finishes now is trained on when its tokens are ``ahead`` updates older. If it finishes in
         the next step, they are one update older than that, and ``bound`` is the oldest age for training.

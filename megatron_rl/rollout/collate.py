@@ -156,7 +156,7 @@ def to_groups(
         group = groups[row // samples]
         (sampling,) = group.prompt.sampling
 
-        # The prompt ends at the first sampled token. The record's length does not tell: an environment may
+        # The prompt ends at the first sampled token, not at the length of the record's: an environment may
         # have opened with a prompt of its own.
         sampled = versions[row] != OBSERVED
         start = len(tokens[row])
@@ -348,7 +348,7 @@ def _row_sums(values: Tensor, lengths: Tensor) -> Tensor:
 def _tensor(values: array, dtype: torch.dtype) -> Tensor:
     """Return a copy of an array as tensor.
 
-    Not `torch.from_numpy`: torch cannot view an empty array of numpy's as bytes, as the gather does.
+    Not by `torch.from_numpy`: the gather views tensors as bytes, which fails for an empty NumPy array.
     """
     return torch.tensor(numpy.asarray(values), dtype=dtype)
 

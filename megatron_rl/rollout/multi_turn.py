@@ -221,7 +221,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             if isinstance(event, TurnRequest):
                 self._turn_requested(conversation, event)
             elif isinstance(event, EpisodeRestart):
-                # The new environment has seen nothing; it is replayed the tokens that are there.
+                # The new environment has seen nothing: the existing tokens are replayed to it.
                 conversation.seen = 0
                 conversation.awaits_turn = False
                 conversation.tool_calls = []
@@ -313,7 +313,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         elif event.opening is not None and not self._open(conversation, event.opening):
             return
 
-        # Skip the sampled tokens that are there.
+        # Skip the tokens of this turn that were already sampled.
         sequence = conversation.sequence
         end = conversation.seen
         while end < len(sequence.tokens) and sequence.is_sampled(end):
@@ -332,23 +332,23 @@ class MultiTurnScheduler(ReplicaScheduler):
     def _append_observed(self, conversation: _Conversation, event: TurnRequest) -> bool:
         """Append the observed messages, or compare them with earlier ones; return whether a turn follows."""
         sequence = conversation.sequence
-        seen = conversation.seen
+        start = conversation.seen
 
         # Tokenise the messages as a continuation of the turn, which may have ended with its stop token.
         stop_token = None
-        if sequence.tokens[seen - 1] in sequence.sampling.stop_token_ids:
-            stop_token = sequence.tokens[seen - 1]
+        if sequence.tokens[start - 1] in sequence.sampling.stop_token_ids:
+            stop_token = sequence.tokens[start - 1]
         chat = self._chat.opened if conversation.has_own_prompt else self._chat.prompts
         observed = chat.extend(stop_token, event.messages)
         if not observed:
             self._fail(conversation, WRONG_TYPE, "nothing was observed that has a token")
             return False
 
-        end = seen + len(observed)
-        if seen < len(sequence.tokens):
+        end = start + len(observed)
+        if start < len(sequence.tokens):
             # Replayed: the observation must be the tokens that follow, none of them sampled.
-            earlier = sequence.tokens[seen:end].tolist()
-            is_same = earlier == observed and not any(map(sequence.is_sampled, range(seen, end)))
+            earlier = sequence.tokens[start:end].tolist()
+            is_same = earlier == observed and not any(map(sequence.is_sampled, range(start, end)))
             if not is_same:
                 self._fail(conversation, DIVERGED, "the replayed environment observed something else")
                 return False

@@ -2,7 +2,7 @@
 
 A sequence has one seed, and its tokens are a function of this seed and the weights: they do not depend on the
 batch or the replica. The torch engine continues a sequence's random stream after an interruption; vLLM starts
-one for each request, so that a continuation gets a seed of its own (`part_seed`).
+one for each request, so a continuation gets a seed of its own (`part_seed`).
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ the completions, until no sequence waits or the round stops.
 A round stops in one of two orders:
 
 * closed: token rounds. Each unfinished sequence gets up to ``token_round`` tokens. Then all replicas gather
-  which sequences finished, and continue until enough groups are. Lengths alone decide, so that a run repeats.
+  which sequences finished, and continue until enough groups are. Only lengths decide, so a run is repeatable.
 * open: ``stop_when``. The round ends between two engine steps, by the clock, once the learners wait for it
   and enough groups are finished.
 
-Which replica samples a group changes none of its tokens.
+The tokens of a group do not depend on the replica that samples it.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Rendezvous:
         self._num_required = sum(generation_round.required[index] for index in unfinished)
 
     def count_finished(self, group: int) -> None:
-        """Count a group that has finished. Called once a group, on the first rank of its replica."""
+        """Count a group that has finished. Called once per group, on the first rank of its replica."""
         number = self._round.rendezvous
         store_increment(f"finished by rendezvous {number}")
         if self._round.required[group]:
@@ -250,7 +250,7 @@ class ReplicaQueue:
         return SequenceGroup(group.prompt, sequences)
 
     def _next_group(self) -> int | None:
-        """Return the index of the replica's next group, None if no group is left for it."""
+        """Return the index of the replica's next group, None if no group remains for it."""
         if self._assigned:
             return self._assigned.pop(0)
         # An empty queue is never drawn from: a draw can be a collective.
@@ -573,7 +573,7 @@ def _run_token_rounds(
                 admitted.sequence.finished_in = token_round
                 newly_finished.append(admitted.position)
 
-        # Every rank needs the positions of all replicas: it decides on them whether to continue.
+        # Every rank needs the positions of all replicas, so that all decide alike whether to continue.
         positions = newly_finished if is_output_rank else []
         for replica_positions in all_ranks.gather_objects(positions):
             finished_in |= dict.fromkeys(replica_positions, token_round)

@@ -44,7 +44,7 @@ class AheadBatches:
     fraction of informative groups calls for, and a step with too few informative groups uses those it has.
 
     ``queue``: batches that are sampled and not yet learned from; part of the checkpoint.
-    ``sets``: evaluation sets to answer during the next step, with the weights that also sample.
+    ``sets``: evaluation sets to answer during the next step, with the weights that sample its batch.
     ``answers``: the responses to ``sets``, once that step has ended.
 
     Construction is collective over the world.
@@ -69,7 +69,7 @@ class AheadBatches:
         ranks = tuple(rank for rank in range(device.world_size()) if rank not in rollout_ranks)
         self.learners: tuple[int, ...] | None = ranks
         self._learns = device.rank() in ranks
-        # Creating a communicator is collective over the world, so it cannot wait until only learners need it.
+        # Creating a communicator is collective over the world, but only learners reach its first use.
         communicator(ranks)
 
     @contextmanager
@@ -87,7 +87,7 @@ class AheadBatches:
         counts = None
 
         with self.roles.hybrid_engine.generation_mode() as metrics:
-            # Fill the queue, which only the first step after a start has to: nothing was sampled before it.
+            # Fill the queue, which is only short at the first step after a start.
             while len(self.queue) < min(steps_ahead, self.config.steps - step + 1):
                 pending = self._start_sampling(step + len(self.queue), phase)
                 self.queue.append(self.source.finish(pending, world))
@@ -98,7 +98,7 @@ class AheadBatches:
             if step + steps_ahead <= self.config.steps:
                 pending = self._start_sampling(step + steps_ahead, phase)
 
-            # Learners have come here at once, and use the oldest batch.
+            # Learners arrive here immediately and take the oldest batch.
             sampled = self.queue.pop(0)
             if self._learns:
                 metrics += self._staleness(sampled)

@@ -30,7 +30,7 @@ from megatron_rl.trainer.report import run_metrics
 OF_ONE_RUN = ("seed", "run_dir", "prepare", "checkpoint.resume")
 """Settings that may differ between the runs of one group."""
 OF_ONE_FOLDER = ("run_dir", "prepare")
-"""Settings that differ between any two runs, and say nothing about them."""
+"""Settings that differ between any two runs because they have different folders; never compared."""
 LAST_MEANS = (
     ("kl/ref", "KL to the reference", ".4f"),
     ("policy/entropy", "entropy", ".3f"),
@@ -80,12 +80,12 @@ class Comparison:
     results: Sequence[Sequence[str]]
     """Rows of the results: label, and a value for each group."""
     notes: Sequence[str] = ()
-    """Sentences about folders that are copies of other runs."""
+    """Notes on folders that are copies of other runs."""
 
 
 def compare(folders: Sequence[Path]) -> Comparison:
     """Compare runs by their folders; raise UserError for a folder without metrics."""
-    # Two folders of one name are told apart by their paths.
+    # Folders with the same name are distinguished by their paths.
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
@@ -149,11 +149,11 @@ def _result_rows(
 
 
 def _leave_out_copies(group: list[ComparedRun]) -> list[str]:
-    """Remove copies of a run's folder from a group, but for the longest; return notes on the removed ones.
+    """Remove all but the longest copy of a run's folder from a group; return notes on the removed copies.
 
-    Two folders whose first step took the same seconds to the last digit have that step from one run.
+    Two folders whose first steps took exactly the same time are copies of one run.
     """
-    # Runs that share their first step are copies of each other. A run without one is compared with none.
+    # Runs that share their first step are copies of each other. A run without one is kept.
     by_first_step: dict[str, list[ComparedRun]] = {}
     for run in group:
         first_step = _first_timed_step(run.metrics)
@@ -164,7 +164,7 @@ def _leave_out_copies(group: list[ComparedRun]) -> list[str]:
 
     notes: list[str] = []
     for copies in by_first_step.values():
-        # The longest was resumed after it was copied, or is the one that was copied.
+        # The longest one is the original, or a copy that was resumed.
         original = max(copies, key=lambda run: len(run.metrics.lines))
         for run in copies:
             if run is not original:
@@ -176,9 +176,9 @@ def _leave_out_copies(group: list[ComparedRun]) -> list[str]:
 
 
 def _first_timed_step(run: RunMetrics) -> Mapping[str, Any] | None:
-    """Return the metrics of the first step with a time, from the stages for a run of stages alone.
+    """Return the metrics of the first step with a time; of the stages' lines if the run has no steps.
 
-    An evaluation before the first step has a line without a time, which equal runs share.
+    An evaluation before the first step has no time: its line can be equal in runs that are not copies.
     """
     lines = run.lines or [line for stage in run.stages.values() for line in stage]
     return next((line for line in lines if "time/step" in line), None)
@@ -276,7 +276,7 @@ def _time_results(run: RunMetrics) -> dict[str, Result]:
             ".0f",
         )
 
-    # Speeds are per step: times the seconds of the step they are tokens again.
+    # Throughput times the seconds of a step gives the tokens of the step.
     steps, seconds = series(run.lines, "time/step")
     speed_at = dict(zip(*series(run.lines, "throughput/tokens_per_second"), strict=True))
     if speed_at:

@@ -120,7 +120,7 @@ def series(lines: Lines, name: str) -> tuple[list[int], list[float]]:
 
 
 def measured_accuracies(lines: Lines) -> list[str]:
-    """Return the accuracies of evaluation sets that any line has."""
+    """Return the metric names of the evaluation sets' accuracies that occur in any line."""
     return accuracies(dict.fromkeys(name for line in lines for name in line))
 
 

@@ -115,9 +115,9 @@ class EmbeddedTrainer:
         return gather_step(result, phases.metrics()).values()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the next step beside the script's model, optimizer, schedule and RNG state.
+        """Return the state to save beside the script's model, optimizer, schedule and RNG state.
 
-        That is the step, the position in the data, the algorithm's state and the responses that are not
+        It has the step, the position in the data, the algorithm's state and the responses that are not
         finished or not learned from. It is small and the same on every rank: save it on one of them.
         """
         return self.state.state_dict(self.roles)
@@ -136,7 +136,7 @@ def _checked_config(config: str | Path, model: Sequence[Any], overrides: Iterabl
 
     Raises UserErrors for settings that are invalid or have no effect here.
     """
-    # Layout and dtype are facts of the script's model; the memory estimate and the checks need them.
+    # Layout and dtype are those of the script's model; the memory estimate and the checks need them.
     settings = [f"actor.layout.{name}={size}" for name, size in layout_of(model).items()]
     settings.append(f"model.dtype={str(model[0].config.params_dtype).removeprefix('torch.')}")
     report = check_config(
@@ -154,7 +154,7 @@ def _reject_unsupported(config: RunConfig) -> None:
     actor = config.actor
     ranks = role_layout(actor.layout, "actor.layout").ranks
 
-    # Each is something that a run of this package does to the actor it has built.
+    # Each needs an actor, or further models and stages, that this package builds itself.
     unsupported = {
         "actor.lora": actor.lora,
         "actor.offload": actor.offload,

@@ -33,19 +33,19 @@ from megatron_rl.trainer.sample import (
 from megatron_rl.types import PromptBatch, Rollouts, row_counts
 
 CORRECT_REWARD = 1.0
-"""Smallest reward of a response that counts as correct."""
+"""Smallest reward at which a response counts as correct."""
 
 RESAMPLES = 1000
 """Bootstrap resamples of an interval: enough for two digits of a 95% interval."""
 SUBSETS = 200
 """Random subsets of a prompt's answers over which majority@k is a mean, if k is not all of them."""
 _TAIL_PERCENT = 2.5
-"""Percentage of a 95% interval's resamples that lie beyond each of its ends."""
+"""Percentage of the resamples below a 95% interval, and of those above it."""
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Prompts of one held-out set and what rewards the answers to them.
+    """Prompts of one held-out set, with the functions that reward the answers.
 
     Example: ``evaluation.sets.gsm8k`` with ``samples: 4`` has ``name="gsm8k"``, its prompts once each, and no
     ``reward`` of its own.
@@ -71,7 +71,7 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Rewarded answers to one set, the same value on every rank but for ``failures``."""
+    """Rewarded answers to one set, the same value on every rank except for ``failures``."""
 
     name: str
     """Name of the set."""
@@ -190,7 +190,7 @@ def _reward_set(
         marks = result.scores.components[roles.reward.first_scorer]
     correct = valid & (marks >= CORRECT_REWARD)
 
-    # Means over all answers, but for the reward: a failed one has no value.
+    # Means over all answers, except for the reward, which failed answers do not have.
     metrics = Metrics.mean(f"{prefix}/accuracy", float(correct.sum()), len(prompts))
     metrics += Metrics.mean(f"{prefix}/reward", float(rewards[valid].sum()), float(valid.sum()))
     metrics += Metrics.mean(
@@ -287,7 +287,7 @@ def failure_lines(results: Sequence[EvaluationResult], step: int) -> Iterator[st
             yield f"step {step}: warning: {key} of {result.name} failed ({failure.reason}): {last_line}"
 
 
-# Estimators of what several answers to the same prompt say about a policy.
+# Estimators over several answers to the same prompt.
 
 
 def pass_at(correct: ndarray, count: int) -> ndarray:

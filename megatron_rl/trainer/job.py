@@ -60,7 +60,7 @@ class Job:
     folder: RunFolder
     """Run folder."""
     console: TextIO
-    """Where a line reaches the user, on the main rank."""
+    """Stream to the user's console on the main rank, to the rank's log on others."""
     phases: Phases
     """Current phase and step of this rank."""
     main: bool
@@ -70,7 +70,7 @@ class Job:
     trackers: Trackers | None = None
     """Experiment trackers, on the main rank."""
     first_start: datetime | None = None
-    """Time that chat templates take for now: a run that is resumed on another day has the same prompts."""
+    """Current time for chat templates: the run's first start, so that a resumed run has the same prompts."""
 
     @property
     def token_files(self) -> TokenFiles:
@@ -87,7 +87,7 @@ class Job:
             self.console.flush()
 
     def stop_if_asked(self, save: Callable[[int], Path]) -> None:
-        """End the job in order if any rank was asked to stop, after ``save`` has saved the present step.
+        """Save the current step with ``save`` and end the job, if any rank was asked to stop.
 
         Gathering the signals makes all ranks end after the same step. Collective over the world.
         """
@@ -150,7 +150,7 @@ def job(config: RunConfig) -> Iterator[Job]:
     A failure of any rank is reported with its rank, roles and phase and ends the process, and with it the
     job. Collective over the world.
     """
-    # Before any other rank is known: each of them creates the folders that do not exist.
+    # The ranks cannot communicate yet, so each of them creates the folders that do not exist.
     phases = Phases()
     folder = RunFolder(config.run_dir).create()
     main = device.rank() == 0
@@ -184,7 +184,8 @@ def _first_start(config: RunConfig, folder: RunFolder) -> datetime:
     now = datetime.now().replace(microsecond=0)
     resume = config.checkpoint.resume
 
-    # A folder's own time is that of an earlier run here, and the day is what ranks agree on without it.
+    # A time stored in the folder is of an earlier run. Without it, ranks that start at different seconds
+    # only agree on the day.
     if resume == "never":
         return now.replace(hour=0, minute=0, second=0)
 
@@ -203,7 +204,7 @@ def open_trackers(config: RunConfig, folder: RunFolder, console: TextIO) -> Trac
         console.write(text + "\n")
         console.flush()
 
-    # A tracker shows what a run was, so that its numbers can be compared later.
+    # Configuration, versions and hardware, with which the numbers of runs can be compared later.
     resumed = folder.has_begun() and config.checkpoint.resume != "never"
     about = {
         "configuration": to_plain(without_secrets(config)),
@@ -260,7 +261,7 @@ def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
         report_errors(error)
         _end_process(EXIT_BAD_INPUT)
     except BaseException as error:
-        # An exception of a full disk or a removed folder is no bug: report it as the user's.
+        # A full disk or a removed folder is not a bug: report a user error, without a traceback.
         user_error = _user_error(config, error)
         if user_error is not None:
             report_errors(user_error)
@@ -290,7 +291,7 @@ def _user_error(config: RunConfig, error: BaseException) -> UserError | None:
 def _removed_folder_error(config: RunConfig, error: BaseException) -> UserError | None:
     """Return the error of a run folder that was removed or moved during the run, None otherwise.
 
-    The exception itself is of whatever access to the folder came first, and does not name the reason.
+    The exception comes from the first access to the folder that failed, and does not name the reason.
     """
     removed = [folder for folder in RunFolder(config.run_dir).directories() if not folder.is_dir()]
     if not removed:
@@ -349,7 +350,7 @@ class Stop:
 
     def handle(self, number: int) -> None:
         """Handle a signal: wait for the end of the step if it can be saved; else, or the second time, end."""
-        # The second signal ends at once: whoever sends it does not want to wait for the step.
+        # The second signal ends at once: its sender does not want to wait for the step.
         name = signal.Signals(number).name
         if not self._can_save or self.signal_number is not None:
             self._end(number)
@@ -388,7 +389,8 @@ def report_stop(rank_text: str, phases: Phases, seconds: float) -> Iterator[Stop
     # `signal.set_wakeup_fd` demands a descriptor that does not block.
     os.set_blocking(write_end, False)
 
-    # What nohup started outlives its terminal. torchrun kills a rank that ignores the signals it forwards.
+    # Under nohup a process must outlive its terminal, so SIGHUP stays ignored. Not under torchrun, which
+    # kills ranks that ignore the signals it forwards.
     nohup = current_launch().alone and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     handled = [number for number in SIGNALS if not (nohup and number is signal.SIGHUP)]
     old_handlers = {number: signal.signal(number, lambda *_: None) for number in handled}

@@ -20,9 +20,9 @@ from megatron_rl.trainer.trackers import Trackers
 MAX_SPANS = 8
 """Ranges of missing steps that a warning lists."""
 PLAIN_SECONDS = 10.0
-"""Minimum time between two progress lines on a console that is no terminal."""
+"""Minimum time between two progress lines on a console that is not a terminal."""
 _LONGEST_CLOCK = 1e15
-"""Seconds from which on a duration is printed as a number: an estimate that large is no time of day."""
+"""Duration from which `clock` prints the number of seconds instead of hours and minutes."""
 
 COLUMNS = (
     ("reward", "reward/mean", ".3f"),
@@ -81,7 +81,7 @@ class MetricsLog:
         self.console = console if console is not None else sys.stdout
         self.path = folder.metrics if phase == "train" else folder.stage_metrics(phase)
 
-        # The file, with the lines that a resumed run has passed.
+        # A resumed run keeps the lines up to its step.
         if resumed_step is None:
             set_aside(self.path)
         else:
@@ -278,13 +278,13 @@ def output_to(path: Path, main: bool) -> Iterator[TextIO]:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
 
-    # Line-buffered: a person reads along.
+    # Line-buffered, so that each line is visible at once.
     console = os.fdopen(os.dup(saved[0] if main else 1), "w", buffering=1)
 
     try:
         yield console
     finally:
-        # The log's text first, then the original targets.
+        # Flush into the log before the descriptors point to the original targets again.
         console.close()
         sys.stdout.flush()
         sys.stderr.flush()

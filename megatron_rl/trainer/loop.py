@@ -343,7 +343,7 @@ def _step_result(
 def gather_step(result: StepResult | None, local_metrics: Metrics) -> Metrics:
     """Return a step's metrics, the ranks' local ones summed. Collective over the world.
 
-    Metrics cross the ranks here, once a step. A rank that did not learn has no ``result``, and gets the
+    Metrics cross the ranks here, once per step. A rank that did not learn has no ``result``, and gets the
     summed metrics without the batch's. Raises UserError if every token was rejected.
     """
     if result is None:
@@ -368,7 +368,7 @@ def step_seed(config: RunConfig, step: int) -> int:
 
 
 def require_tokens(batch: TrainBatch, metrics: Metrics) -> None:
-    """Raise UserError if a batch has responses with rewards, and no token of them has a loss.
+    """Raise UserError if a batch has responses with rewards, but no token with a loss.
 
     Batches without any valid reward pass: `reward.max_invalid_fraction` bounds these.
     """
@@ -380,9 +380,9 @@ def require_tokens(batch: TrainBatch, metrics: Metrics) -> None:
 
 
 def require_unrejected(metrics: Metrics) -> None:
-    """Raise UserError if every token was rejected; with `Correction.bypass` only the update measures that."""
+    """Raise UserError if every token was rejected, which the update measures with `Correction.bypass`."""
     values = metrics.values()
-    # At least, not equal: it is a quotient of sums.
+    # `>=` instead of `==`: the fraction is a quotient of floating-point sums.
     if values.get("mismatch/rejected_fraction", 0.0) >= 1:
         raise _no_tokens_error(values)
 
@@ -489,7 +489,7 @@ class Phases:
         """
         outer = self.current
         self.current = name
-        # Kernels are asynchronous: without a synchronization a phase would be charged for the one before it.
+        # Kernels are asynchronous: without a synchronization the time of earlier kernels would be included.
         device.synchronize()
         start = time.perf_counter()
 

@@ -180,7 +180,7 @@ def _require_rewards(
 def table(names: Sequence[str], metrics: Sequence[Mapping[str, float]]) -> str:
     """Return the metrics of models as text: a line per metric, a column per model.
 
-    Intervals stand behind their values. Columns of several models are numbered, and listed above by name.
+    An interval follows its value. With several models the columns are numbered, and the models listed above.
     """
     # The bounds of an interval are shown with the metric that they belong to.
     is_interval = tuple(f"_{end}" for end in INTERVALS)

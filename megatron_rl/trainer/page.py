@@ -77,7 +77,7 @@ def sample_browser(rows: Sequence[Mapping[str, Any]]) -> Markup:
     """Return a list of samples with filters.
 
     Each sample has set, step, prompt, response, truth, reward, length, finish, turns and failure; from truth
-    on they may be None. A turn has role, content, tokens, and calls as texts; a sample with turns is shown by
-    them. Nothing that a model or a data set wrote is interpreted as HTML or as a program.
+    on they may be None. A turn has role, content, tokens, and calls as texts; a sample with turns is shown
+    turn by turn. Text of a model or a data set is never interpreted as HTML or as a program.
     """
     return _render("samples.html", rows=rows)

@@ -227,14 +227,14 @@ def _change(first: float, last: float, form: str = ".3f") -> str:
 def phase_times(lines: Lines) -> list[PhaseTime]:
     """Return the time of each phase, the longest first.
 
-    Phases can lie inside others, such as a reshard inside generate, so that shares need not add up to one.
+    Phases can be nested, such as a reshard inside generate, so their shares need not add up to one.
     """
     names = sorted({name for line in lines for name in line if name.startswith("time/")})
     seconds = {name.removeprefix("time/"): series(lines, name)[1] for name in names}
     step_seconds = seconds.pop("step", [])
     step_total = sum(step_seconds)
 
-    # Shares are of the time of whole steps, which only the loop of reinforcement learning measures.
+    # Shares are fractions of the time of all steps; stages do not measure it.
     phases: list[PhaseTime] = []
     for name, values in seconds.items():
         if values:
@@ -321,7 +321,7 @@ def stored_samples(
         for _, step, path in selected:
             try:
                 samples += _read_samples(kind, step, path)
-            except Exception as error:  # whatever pyarrow, or a row of another form, leads to
+            except Exception as error:  # anything that pyarrow, or a row of another form, raises
                 unreadable.append(f"{path.name} is left out, since it cannot be read: {first_line(error)}")
     return samples, unreadable
 
@@ -332,7 +332,7 @@ def _read_samples(kind: str, step: int, path: Path) -> list[dict[str, Any]]:
 
     require_file(path)
     rows = pyarrow.parquet.read_table(path).to_pylist()
-    # Evaluation answers are not spread: the first rows are the same prompts in every step.
+    # Of an evaluation the first rows are read, so that every step shows the same prompts.
     stride = 1
     if kind == "step":
         stride = max(1, -(-len(rows) // SAMPLES_OF_A_STEP))

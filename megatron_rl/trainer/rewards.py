@@ -52,7 +52,7 @@ NOT_FINITE = "a score, or their sum, is not finite"
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """Rows with their rewards, the same value on every rank but for ``metrics`` and ``failures``.
+    """Rows with their rewards, the same value on every rank except for ``metrics`` and ``failures``.
 
     Example: two responses to one prompt, where the engine failed on the second, have
     ``scores.rewards=[1.0, nan]``, ``scores.valid=[True, False]`` and
@@ -172,7 +172,7 @@ def compute_row_rewards(
             prefix = f"{result.name}/"
         components |= {prefix + name.removeprefix(COMPONENT): value for name, value in values.items()}
 
-    # Reward models, whose passes have run meanwhile.
+    # Gather the reward models, whose forward passes have run at the same time.
     for model, shard in zip(roles.reward_models, model_shards, strict=True):
         components[model.name] = members.gather_rows(shard).values[model.name]
         weighted.append(model.weight * components[model.name])

@@ -172,7 +172,7 @@ class Run:
 
     def run(self) -> None:
         """Resume or run the stages, take the remaining steps, and write the model and the report."""
-        # A checkpoint of the run is from after its stages.
+        # Checkpoints of the run are only saved after its stages.
         if self.checkpoint is not None:
             self._resume(self.checkpoint)
         else:
@@ -184,7 +184,7 @@ class Run:
         if self.checkpoint is None and self.sets and self.config.evaluation.at_start:
             self._record(log, 0, self._evaluate(0, self.sets))
 
-        # A restored one: its answers were not in the checkpoint.
+        # A deferred evaluation that was restored has no answers yet: checkpoints do not store them.
         self._run_deferred_evaluation(log)
         try:
             with self.job.stop.saves():
@@ -194,7 +194,7 @@ class Run:
                 self._run_deferred_evaluation(log)
                 self.checkpoints.complete()
         except BaseException:
-            # The line of the last step; a resumed run writes it again with its evaluation.
+            # Write the line of the last step without its evaluation; a resumed run writes both.
             if self.state.deferred is not None:
                 self._record(
                     log,
@@ -256,7 +256,7 @@ class Run:
         self.job.say(f"{key}: {source.length_report.line()}")
         for remark in source.remarks:
             self.job.say(f"{key}: {remark}")
-        for problem in source.odd:
+        for problem in source.text_warnings:
             self.job.say(f"{key}: {as_warning(problem)}")
         return source
 
@@ -275,7 +275,7 @@ class Run:
 
     def _run_stages(self) -> None:
         """Run the pending stages. Collective over the world."""
-        # All plans in order: an ended stage still counts as a version, and its checkpoints can go.
+        # All plans in order: an ended stage still counts as a version, and its checkpoints can be deleted.
         plans = stage_plans(self.config)
         data_of = {plan.where: data for plan, data in zip(self.pending_stages, self.stage_data, strict=True)}
         roles = {role.name: role for role in self.roles.models}
@@ -357,8 +357,8 @@ class Run:
         return result, answers
 
     def _step_metrics(self, result: StepResult | None, seconds: float) -> Metrics:
-        """Return the metrics of a step of all ranks. Collective over the world."""
-        # Of this rank: times, bytes and memory, whose maxima over the ranks are reported.
+        """Return the metrics of a step, reduced over all ranks. Collective over the world."""
+        # Times, bytes and memory of this rank; their maxima over the ranks are reported.
         local_metrics = Metrics({}, {"time/step": seconds}) + self.phases.metrics()
         local_metrics += self.checkpoints.complete_if_written()
         for role in self.roles.models:
@@ -404,7 +404,7 @@ class Run:
             self.failures.check(step, invalid_fraction, reasons, examples)
 
     def _save_if_due(self, step: int, is_best: bool) -> None:
-        """Save a checkpoint of the present step if one is due. Collective over the world."""
+        """Save a checkpoint of the current step if one is due. Collective over the world."""
         # The last checkpoint can be restored by any layout, and is complete before the run ends.
         if step == self.config.steps or self._patience_exhausted():
             with self.phases("checkpoint"):
@@ -444,7 +444,7 @@ class Run:
         return patience is not None and self.state.best.waited >= patience
 
     def _write_checkpoint(self, path: Path, layout: str, in_background: bool) -> checkpoint.PendingCheckpoint:
-        """Write a checkpoint of the present step, or begin to. Collective over the world."""
+        """Write a checkpoint of the current step, or begin to. Collective over the world."""
         saving = self.state.save(
             path,
             self.roles,
@@ -452,7 +452,7 @@ class Run:
             layout=layout,
             in_background=in_background,
         )
-        # A step that is saved in two layouts needs one checkpoint for Megatron-LM.
+        # A step that is saved in two layouts needs only one checkpoint for Megatron-LM.
         saved = self.checkpoints.saved
         if saved is None or saved[0] != self.state.step:
             save_for_megatron(self.config, self.roles.actor, self.state.step)
@@ -477,7 +477,7 @@ class Run:
             self._record(log, deferred.step, deferred.metrics + evaluation_metrics)
 
     def _evaluate(self, step: int, sets: Sequence[EvaluationSet]) -> Metrics:
-        """Evaluate the present weights and store the answers. Collective over the world."""
+        """Evaluate the current weights and store the answers. Collective over the world."""
         with self.phases("evaluate"):
             results, sync_metrics = evaluate(self.roles, sets, self.config.seed)
         metrics = self.samples.keep_evaluation(step, results)
@@ -491,7 +491,7 @@ class Run:
         """Export the model, release roles and servers, and write the report. Collective over the world."""
         if self.config.checkpoint.export:
             self._export()
-        # The export reads the actor's weights on its ranks: nobody may release anything before.
+        # The export reads the weights on all of the actor's ranks: no rank may release roles before it ends.
         barrier()
         for evaluation_set in self.sets:
             evaluation_set.close()
@@ -501,7 +501,7 @@ class Run:
 
     def _export(self) -> None:
         """Write the actor as a Hugging Face model. Collective over the world."""
-        # A model of this run from before it was resumed.
+        # Remove a model that this run wrote before it was resumed.
         if self.job.main:
             shutil.rmtree(self.folder.model, ignore_errors=True)
         barrier()

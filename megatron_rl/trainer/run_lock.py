@@ -45,7 +45,7 @@ def only_job_in(run_dir: Path, console: Any = None) -> Iterator[None]:
             raise _locked_error(path, _holder(path))
         _wait_until_stale(path, console)
 
-        # What another job's error says about this one.
+        # Shown in the error of another job that finds the folder locked.
         content = {
             "host": socket.gethostname(),
             "process": os.getpid(),
@@ -65,7 +65,7 @@ def only_job_in(run_dir: Path, console: Any = None) -> Iterator[None]:
         finally:
             stop_heartbeat.set()
             heartbeat.join()
-            # An empty file tells jobs on other hosts that nobody holds the lock.
+            # For jobs on other hosts, an empty file means that the lock is free.
             os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)
@@ -86,7 +86,7 @@ def _acquire(descriptor: int) -> bool:
 def _wait_until_stale(path: Path, console: Any) -> None:
     """Return once the holder in the lock file counts as dead; raise UserError at its next heartbeat."""
     holder = _holder(path)
-    # The operating system releases locks of this host's processes, and the file system gave us this one.
+    # The operating system has released the lock of a dead holder on this host, or we had not acquired it.
     if not holder or holder.get("host") == socket.gethostname():
         return
 
@@ -108,7 +108,7 @@ def _wait_until_stale(path: Path, console: Any) -> None:
 
 
 def _file_system_time(folder: Path) -> float:
-    """Return the present time by the clock that gives files in ``folder`` their modification times."""
+    """Return the current time by the clock of the file system of ``folder``: the mtime of a new file."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".run.lock.") as probe:
         return os.stat(probe.name).st_mtime
 
@@ -136,6 +136,6 @@ def _locked_error(path: Path, holder: dict[str, Any]) -> UserError:
 def _heartbeat(descriptor: int, stop: threading.Event) -> None:
     """Update the lock file's modification time until stopped."""
     while not stop.wait(HEARTBEAT_SECONDS):
-        # A file system that is away for a while must not end the run.
+        # A file system that is temporarily unavailable must not end the run.
         with contextlib.suppress(OSError):
             os.utime(descriptor)

@@ -130,13 +130,13 @@ class RolloutSource:
         rollout = self.roles.rollout
         reward = self.roles.reward
 
-        # With token rounds a group finishes only in a gather, when all rewards can be computed together.
+        # With token rounds, groups finish only at a gather, so no reward can be computed earlier.
         on_finished = None
         if reward.has_functions and generation_round.token_round is None:
             on_finished = reward.start_early
         pending = Pending(generation_round, rollout.infer(generation_round, on_finished))
 
-        # The greedy responses are sampled by the same weights, so before the engine goes to sleep.
+        # Greedy responses are sampled from the same weights, before the engine goes to sleep.
         if not self.algorithm.needs_greedy_baseline:
             return pending
 
@@ -205,7 +205,7 @@ class RolloutSource:
 
     def _carry_over_or_restart(self) -> Metrics:
         """Keep the groups that were not selected, or return their prompts to the buffer; count them."""
-        # A group without a token is as good as its prompt, and can be sampled by the next weights.
+        # A restart loses nothing of a group without tokens, and the next weights sample all of it.
         unstarted = self.buffer.restart_unstarted()
         groups = float(len(self.buffer.started))
         tokens = float(sum(group.sampled_tokens for group in self.buffer.started))
@@ -280,7 +280,7 @@ class RolloutSource:
         return {**self.buffer.state_dict(), "informative": self.informative}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state; restart the prompt of each group that the present settings cannot continue.
+        """Restore the state; restart the prompt of each group that the current settings cannot continue.
 
         That is so after a change of ``samples_per_prompt`` or ``rollout.partial``, and for groups that a
         smaller ``max_staleness`` makes too old. The hybrid engine's version must be restored before.

@@ -41,7 +41,7 @@ class Samples:
 
         Collective over the world.
         """
-        # Line i of every rank beside each other, so that a failure that all ranks have is printed once.
+        # Compare line i of all ranks, so that a failure that all of them have is printed once.
         lines_by_rank = gather_objects(list(failure_lines(results, step)))
         for lines in zip_longest(*lines_by_rank, fillvalue=""):
             for line in dict.fromkeys(filter(None, lines)):
@@ -61,7 +61,7 @@ class Samples:
         Returns the number of failed rewards by reason, of all ranks, and the examples. Collective over the
         world.
         """
-        # Each rank knows the failures of its own rows.
+        # Each rank has the failures of its own rows only.
         failures: Sequence[Failure] = ()
         if result is not None:
             failures = result.batch.failures
@@ -75,13 +75,13 @@ class Samples:
         self._print_failures(step, reasons, examples)
         batch = result.batch
 
-        # Once a run: the next steps would have the same warning.
+        # Warn once per run: the next steps would have the same warning.
         warning = unused_scorers_warning(self.job.config.reward, batch.rollouts.outcomes)
         if warning and not self._warned_of_unused_scorers:
             self.job.say(f"step {step}: {warning}")
             self._warned_of_unused_scorers = True
 
-        # One row per response, with what the learner knows of it.
+        # One row per response, with its group, reward and policy version.
         columns = self._columns(batch.prompts, batch.rollouts)
         columns["group"] = batch.rollouts.group.tolist()
         columns["reward"] = batch.scores.rewards.tolist()

@@ -95,13 +95,13 @@ class StageData:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: the role that learns, its data and objective, and what follows.
+    """One stage: the role that learns, its data and objective, and the action at its end.
 
     Example: a supervised warm-up has the actor as ``role``, `sft_objective` and no ``options``.
     """
 
     plan: StagePlan
-    """What the configuration says about the stage."""
+    """Plan of the stage, made from the configuration."""
     title: str
     """Title in messages and of the progress bar."""
     role: ModelRole
@@ -229,7 +229,7 @@ def stage_end(plan: StagePlan, roles: Roles, config: RunConfig) -> Callable[[], 
 
     Roles that start from the actor's model load its weights; a trained reward model is frozen.
     """
-    # Roles that keep a model of their own have the actor's starting weights until now.
+    # Roles with a model of their own still have the weights that the actor started from.
     if plan.role == "actor":
         return partial(_load_into_dependents, plan, roles, config)
     return next(model.role.freeze for model in roles.reward_models if model.role.name == plan.role)
@@ -497,7 +497,7 @@ def _take_steps(stage: Stage, job: Job) -> int:
 
 
 def _reaches(target: float | None, loss: float | None) -> bool:
-    """Return whether a held-out loss has reached the target of its stage; not without either."""
+    """Return whether a held-out loss has reached the target of its stage; False if either is None."""
     return target is not None and loss is not None and loss <= target
 
 
@@ -526,7 +526,7 @@ def _batches(
 ) -> tuple[Iterator[tuple[TrainBatch, Mapping[str, Any]]], TrainBatch | None]:
     """Return the remaining batches, each with the data's state after it, and the held-out rows.
 
-    If the stage needs a reference, the present weights compute the log-probs of all batches now, before the
+    If the stage needs a reference, the current weights compute the log-probs of all batches now, before the
     first update. Collective over the world.
     """
     data = stage.data

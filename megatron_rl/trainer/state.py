@@ -91,7 +91,7 @@ class DeferredEvaluation:
     sets: tuple[str, ...]
     """Names of the evaluation sets."""
     metrics: Metrics
-    """Metrics of the step, which are written once those of the evaluation are there."""
+    """Metrics of the step, which are written together with those of the evaluation."""
 
 
 @dataclass
@@ -152,7 +152,7 @@ class TrainerState:
 
         ``source`` and ``queue`` are changed in place, since the batch source has references to them.
         """
-        # What does not depend on anything else.
+        # Values that depend on no other part of the state.
         self.step = int(state["step"])
         self.algorithm = AlgorithmState.from_state_dict(state["algorithm"])
         warning = self.prompts.load_state_dict(state["prompts"])
@@ -163,7 +163,7 @@ class TrainerState:
         self.queue[:] = self.source.keep_learnable([SampledBatch(**item) for item in state["queue"]])
         self.best = Best(**state["best"])
 
-        # Checkpoints from before there were deferred evaluations do not have the key.
+        # Checkpoints of older versions, without deferred evaluations, lack the key.
         deferred = state.get("held")
         self.deferred = None if deferred is None else DeferredEvaluation(**deferred)
         return warning
@@ -203,7 +203,7 @@ class Checkpoints:
         write: Callable[[Path, str, bool], checkpoint.PendingCheckpoint],
     ) -> None:
         self.saved: tuple[int, str] | None = None
-        """Step of the checkpoint that this process began last, and its optimizer layout."""
+        """Step and optimizer layout of the last checkpoint that this process started to save."""
         self._folder = folder
         self._settings = settings
         self._write = write
@@ -211,7 +211,7 @@ class Checkpoints:
         self._write_times = Metrics()
 
     def save_periodic(self, step: int) -> None:
-        """Save the present step as the settings say, or start to. Collective over the world."""
+        """Save the current step in the configured layout, or start to. Collective over the world."""
         self.save(
             step,
             self._settings.optimizer_layout,
@@ -219,11 +219,11 @@ class Checkpoints:
         )
 
     def save_final(self, step: int) -> Path:
-        """Save the present step so that any layout can restore it; return the checkpoint's path.
+        """Save the current step so that any layout can restore it; return the checkpoint's path.
 
         Collective over the world.
         """
-        # First as the settings say, unless this process has saved the step already.
+        # First in the configured layout, unless this process has saved the step already.
         layout = self._settings.optimizer_layout
         if self.saved not in ((step, layout), (step, ANY)):
             self.save(step, layout)
@@ -240,7 +240,7 @@ class Checkpoints:
 
         Collective over the world.
         """
-        # So that a run whose setting was changed can be moved to another layout at once.
+        # A run whose setting was changed can then resume in another layout without taking a further step.
         if path is None or self._settings.optimizer_layout != ANY or reads_anywhere(read_meta(path)):
             return
         with job.phases("checkpoint"):
@@ -248,7 +248,7 @@ class Checkpoints:
         job.say(f"step {step}: its checkpoint is written anew, for any layout")
 
     def save(self, step: int, layout: str, *, in_background: bool = False) -> None:
-        """Save the present step, or start to with ``in_background``. Collective over the world."""
+        """Save the current step, or start to with ``in_background``. Collective over the world."""
         # Only one is written at a time: wait for the one before.
         self.complete()
         self._saving = self._write(checkpoint_path(self._folder, step), layout, in_background)

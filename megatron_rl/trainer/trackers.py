@@ -24,9 +24,9 @@ MAX_QUEUED = 10_000
 CLOSING_SECONDS = 60.0
 """Time for the trackers' queued calls at the end of a job."""
 FAILING_SECONDS = 5.0
-"""The same where the job ends by an exception."""
+"""The same limit for a job that ends by an exception."""
 _EVENTS = "events.out.tfevents."
-"""Start of the names of TensorBoard's event files, before their time in seconds."""
+"""Prefix of the names of TensorBoard's event files, before their time in seconds."""
 
 Columns = Mapping[str, Sequence[Any]]
 """Samples as a table: name of a column -> values of its rows."""
@@ -98,7 +98,7 @@ class Trackers:
             self._enqueue("samples", kind, step, rows)
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
-        """Wait until all queued calls are made, at most so many seconds."""
+        """Wait until all queued calls are made, for at most ``seconds``."""
         self._enqueue("close")
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -136,7 +136,7 @@ class Trackers:
                 self._attempt(name, partial(getattr(tracker, method), *arguments))
 
     def _attempt(self, name: str, action: Callable[[], Any]) -> None:
-        """Call a tracker; remove it if it raises, whatever its client raises."""
+        """Call a tracker; remove it after any exception."""
         try:
             action()
         except Exception as error:
@@ -476,7 +476,7 @@ def _cell(value: Any) -> Any:
 
 
 def _renumber_if_clock_went_back(events: Path) -> None:
-    """Rename event files if a new one would not sort behind them.
+    """Rename event files if a new one would not sort after them.
 
     TensorBoard reads the files in the order of their names, which begin with the time. Clocks can be set
     back, and two starts can fall into one second.

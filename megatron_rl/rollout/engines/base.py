@@ -40,7 +40,7 @@ class Generator(Protocol):
 
     @property
     def max_model_len(self) -> int | None:
-        """Return the most tokens of a request and its completion together, None without a bound."""
+        """Return the maximum number of tokens of a request with its completion, None without a bound."""
         ...
 
     @property
@@ -106,7 +106,7 @@ class WeightStore(Protocol):
 
     @property
     def needs_weights(self) -> bool:
-        """Return whether the weights are missing or were dropped, so that every box must be written."""
+        """Return whether the weights are missing or were dropped, so every box must be written."""
         ...
 
     # An update: wake, write every box into the storage, finish.
@@ -213,7 +213,7 @@ def _user_engine(
     config: RolloutConfig,
     **arguments: Any,
 ) -> Engine:
-    """Build an engine whose class the user names by path; raises UserError where it lacks a member."""
+    """Build an engine whose class the user names by path; raises UserError if it lacks a member."""
     make_user_engine = load_path(config.engine, "rollout.engine")
     engine = make_user_engine(model_path, config, **arguments)
 

@@ -1,8 +1,8 @@
 """Protocol of a server that samples for the run, independent of its network protocol.
 
 A server receives its weights from `hybrid_engine.servers`, through a process group of the actor's ranks and
-the server's workers. Every response names the weights that its tokens were sampled from. So a server that was
-restarted meanwhile, and has other weights, is noticed by its first response.
+the server's workers. Every response names the weights that its tokens were sampled from, so a server that was
+restarted and has other weights is detected by its first response.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ServerError(RuntimeError):
 
     @property
     def refuses_request(self) -> bool:
-        """Return whether the request is invalid, so that every other server would refuse it, too."""
+        """Return whether the request is invalid, so every other server would refuse it, too."""
         # Bad Request and Unprocessable Content.
         return self.status in (400, 422)
 
@@ -63,7 +63,7 @@ class Server(Protocol):
         """
         ...
 
-    # Before a run: is this a server that the run can use, and is it free?
+    # Before a run: whether the server fits the run and is free.
 
     def require_fit(self, config: RunConfig) -> int:
         """Return the most requests that the server works on at once; raises UserError unless it fits."""

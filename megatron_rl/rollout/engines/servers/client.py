@@ -23,10 +23,10 @@ STEP_SECONDS = 0.05
 """Longest wait of a `ServerGenerator.step` for a completion; the scheduler has other work in between."""
 
 LEASE_SECONDS = 30.0
-"""Time after which a server frees itself of a run that does not renew its lease, because it was killed."""
+"""Time after which a lease expires that is not renewed, so that a killed run does not block its servers."""
 
 RENEW_SECONDS = 5.0
-"""Interval between two renewals of a lease; several may fail before it ends."""
+"""Interval between two renewals of a lease; several may fail before it expires."""
 
 
 class ServerGenerator:
@@ -184,7 +184,7 @@ class ServerGenerator:
 class Lease:
     """Reservation of servers for one run, renewed by a thread until it is closed.
 
-    Without it, two runs that bring a server their weights at once would stall each other.
+    Without it, two runs that update the weights of one server at the same time would block each other.
     """
 
     def __init__(self, servers: Sequence[Server], run_dir: str) -> None:
@@ -196,9 +196,9 @@ class Lease:
     def take(self) -> None:
         """Reserve the servers; wait for a server whose holder may have been killed.
 
-        Raises UserError where another run renews its lease of one, or two URLs are of the same server.
+        Raises UserError if another run renews its lease of one, or if two URLs are of the same server.
         """
-        # A killed run's lease ends within this time.
+        # A killed run's lease expires within this time.
         deadline = time.monotonic() + LEASE_SECONDS + RENEW_SECONDS
         while True:
             reserved = self._first_reserved()
@@ -248,7 +248,7 @@ class Lease:
     def _claim(self, server: Server, seconds: float) -> str | None:
         """Reserve a server; return its holder if that is another one.
 
-        The URL is part of the name, so that a server with two URLs is noticed.
+        The URL is part of the name, so that a server with two URLs is detected.
         """
         return server.claim(f"{self._run} {server.url}", seconds)
 
@@ -259,7 +259,7 @@ class Lease:
 
     def _claim_all(self, seconds: float) -> None:
         for server in self._servers:
-            # A lost server is noticed when it is asked to sample.
+            # A lost server is detected by its next request to sample.
             with suppress(ServerError, KeyError, ValueError):
                 self._claim(server, seconds)
 
@@ -269,5 +269,5 @@ class Lease:
             return
         self._closed.set()
         self._thread.join()
-        # A lease of no time is a release.
+        # A lease of zero seconds releases the server.
         self._claim_all(0.0)

@@ -115,7 +115,7 @@ class TorchEngine:
         batch_rows: int = 256,
         rank: int = 0,
     ) -> None:
-        # Members of the protocols. Weights are there from the start: those of the decoder's model.
+        # Members of the protocols. Weights are available from the start: those of the decoder's model.
         self.weights_version = -1
         self.needs_weights = False
         self.adapters = None
@@ -140,11 +140,11 @@ class TorchEngine:
     ) -> TorchEngine:
         """Load the Hugging Face causal language model at ``path``, with eager attention, in ``dtype``.
 
-        Where the folder points to a Megatron checkpoint, weights are noise until the trainer writes them.
+        If the folder points to a Megatron checkpoint, weights are noise until the trainer writes them.
         """
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        # Eager: the plain implementation of attention, as befits a reference.
+        # Eager attention is the plain implementation, and this engine is the reference for vLLM.
         settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
         if (Path(path) / POINTER).is_file():
             model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), **settings)

@@ -51,7 +51,7 @@ class TransferRendezvous(WeightTransferInitInfo):
     """
 
     model: Any = None
-    """Model that this rank trains, None where it only generates."""
+    """Model that this rank trains, None if it only generates."""
 
     address: str | None = None
     """Host of the trainers' rendezvous, None in the trainers' own job."""
@@ -93,7 +93,7 @@ _connect: list[Connect] = []
 class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
     """Backend in a vLLM worker: writes transferred weights into the worker's live storage.
 
-    The engine's prefix cache is out of a worker's reach: pause with ``clear_cache``, or call
+    A worker cannot reset the engine's prefix cache: pause with ``clear_cache``, or call
     ``reset_prefix_cache`` after the update.
     """
 
@@ -178,15 +178,20 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
         client: Any,
         source: Any = None,
     ) -> HybridTrainerEngine:
-        """Meet vLLM's workers. Collective over the ranks of the rendezvous; the sender calls vLLM's server.
+        """Connect to vLLM's workers; the sender calls vLLM's server. Collective over the rendezvous.
 
-        The call returns once the workers have planned the transfer, which needs the trainers at the same
-        time, so it runs alongside the connection.
+        The server's call returns only once workers and trainers have planned the transfer together, so it
+        runs in a thread while this rank connects.
         """
-        told = {name: value for name, value in vars(init_info).items() if name not in ("model", "rank")}
-        meeting = TransferRendezvous(model=init_info.model, **told)
-        call = start_call(client.init_weight_transfer_engine, told) if init_info.is_sender else None
-        transfer, end = _connect[0](meeting, None, init_info.rank)
+        # Workers have neither the trainer's model nor its rank.
+        shared_fields = {
+            name: value for name, value in vars(init_info).items() if name not in ("model", "rank")
+        }
+        rendezvous = TransferRendezvous(model=init_info.model, **shared_fields)
+        call = None
+        if init_info.is_sender:
+            call = start_call(client.init_weight_transfer_engine, shared_fields)
+        transfer, end = _connect[0](rendezvous, None, init_info.rank)
         if call is not None:
             call.result()
         return cls(transfer, end, client, init_info.is_sender)

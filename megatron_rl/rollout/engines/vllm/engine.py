@@ -47,7 +47,7 @@ class _OpenRequest:
     """vLLM's sampling parameters of it, which may hold a record of its experts."""
 
     support: replay.Support | None
-    """Record of the support of its draws, None where vLLM reports it or nothing is filtered."""
+    """Record of the support of its draws, None if vLLM reports it or nothing is filtered."""
 
     current: GenerationRequest
     """The request as the scheduler submitted it last: its tokens include those returned by interruptions."""
@@ -70,7 +70,7 @@ class VllmEngine:
     needed. ``adapters`` describes an adapter with storage of its own, which every request uses. The base
     weights are then never updated again, so the engine sleeps at level 1.
 
-    Collective over ``layout.ranks``; where these are not the whole world every rank of the world calls
+    Collective over ``layout.ranks``; unless these are the whole world, every rank of the world calls
     ``join_groups(layout)`` first. Must be built before anything else imports vllm.
     """
 
@@ -141,7 +141,7 @@ class VllmEngine:
         load: bool,
         adapters: AdaptedModel | None,
     ) -> Any:
-        """Build vLLM's engine on the ranks of a layout; raises UserError where vLLM refuses the settings."""
+        """Build vLLM's engine on the ranks of a layout; raises UserError if vLLM refuses the settings."""
         setup.prepare_vllm()
         arguments = self._arguments(config, layout.tensor, dtype, seed)
         if adapters is not None:
@@ -337,7 +337,7 @@ class VllmEngine:
     def _abort(self, name: str) -> None:
         """Abort one request of vLLM.
 
-        One name a call: vLLM frees the blocks of several requests in the order of a set of strings, which
+        One name per call: vLLM frees the blocks of several requests in the order of a set of strings, which
         differs between ranks.
         """
         self._open.pop(name, None)
@@ -401,7 +401,7 @@ class VllmEngine:
         if device.on_host() or "weights" in self._asleep:
             return
 
-        # The trace of the loader needs the weights' storage, although it copies nothing: make it before.
+        # Tracing the loader needs the weights' storage, although it copies nothing: trace before the release.
         self._live.map()
         # vLLM can only put a completely awake engine to sleep.
         self._wake("kv_cache")

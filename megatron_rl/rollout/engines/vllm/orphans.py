@@ -1,6 +1,6 @@
 """Watchdog of a vLLM server's processes: it ends them once the server is gone.
 
-vLLM's engine processes otherwise wait for the requests of a killed server for ever, with their memory.
+Without it, vLLM's engine processes would wait forever for requests of a killed server, and keep their memory.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def _watch(engine_pid: int | None, server_pid: int | None) -> None:
     not suffice: it reaches children alone, but workers are children of an engine, and the coordinator runs no
     code of this package.
     """
-    # NoSuchProcess: the engine ended first, which the server notices by itself.
+    # NoSuchProcess: the engine ended first, which the server detects by itself.
     with suppress(psutil.NoSuchProcess):
         engine = psutil.Process(engine_pid)
         server_pid = server_pid or engine.ppid()
         orphans = [engine]
 
-        # A server that was gone before the watchdog started has left its engine to a process of another
-        # session, whose children are none of ours.
+        # If the server died before the watchdog started, the engine's parent is now a process of another
+        # session, whose children must not be killed.
         is_serving = engine.ppid() == server_pid and _session(server_pid) == _session(engine.pid)
         if is_serving:
             with suppress(psutil.NoSuchProcess):

@@ -1,6 +1,6 @@
 """Per-token records of vLLM that the trainer replays: sampling support and routed experts.
 
-*Support*: the token ids that the filters left to each draw. The trainer normalises over the same tokens, so
+*Support*: the token ids that passed the filters at each draw. The trainer normalises over the same tokens, so
 that log-probs of both sides belong to one distribution. *Experts*: the experts that each token was routed to,
 so that the trainer routes it alike.
 
@@ -151,7 +151,7 @@ def capture_experts(runner: Any) -> None:
     """
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
-    # Each mixture layer has a router of its own, which knows its experts but not its requests.
+    # Each MoE layer has a router of its own, which has the experts of a step but not their requests.
     for module in runner.get_model().modules():
         if isinstance(module, MoERunner):
             module.router.set_capture_fn(partial(_record_experts, runner, module.layer_id))

@@ -260,7 +260,7 @@ def _rotate_heads_in_torch() -> None:
 
 
 def bytes_asleep() -> int:
-    """Return the bytes of vLLM's sleeping allocations: they are given back, but count as allocated."""
+    """Return the bytes of vLLM's sleeping allocations, which torch still counts as allocated."""
     from vllm.device_allocator.cumem import CuMemAllocator
 
     allocations = CuMemAllocator.get_instance().pointer_to_data.values()
@@ -340,7 +340,7 @@ def join_groups(layout: ParallelLayout) -> None:
 def local_rank(index: int | None) -> Iterator[None]:
     """Set LOCAL_RANK to the index of this process's device within the context: vLLM takes its device from it.
 
-    A launcher's own value differs where a process sees only its own device.
+    A launcher's own value differs if a process sees only its own device.
     """
     launcher_value = os.environ.get("LOCAL_RANK")
     if index is not None:

@@ -42,7 +42,7 @@ class LiveWeights:
 
     ``model`` is one rank's module inside vLLM. ``checkpoint`` is a Hugging Face folder, or the shapes of its
     tensors. ``reset_cache`` drops the prefix cache of older weights and returns whether that succeeded.
-    ``loaded`` is true where vLLM has read the checkpoint itself.
+    ``loaded`` is true if vLLM has read the checkpoint itself.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LiveWeights:
         """Return the weight store of a user's own ``vllm.LLM`` in this process.
 
         Requests in flight survive an update: they continue with the new weights, and their key-value cache
-        is recomputed. Raises UserError where `prepare_vllm` was not called before vLLM was imported.
+        is recomputed. Raises UserError if `prepare_vllm` was not called before vLLM was imported.
         """
         model = live_model(llm)
         check_writable(model)
@@ -142,7 +142,7 @@ def model_runner(llm: Any) -> Any:
 
 
 def check_writable(model: nn.Module) -> None:
-    """Raise UserError where vLLM has packed plain weights into copies, which a write would not reach."""
+    """Raise UserError if vLLM has packed plain weights into copies, which a write would not reach."""
     if not device.on_host():
         return
     empty = [name for name, parameter in model.named_parameters() if not parameter.numel()]
@@ -357,7 +357,7 @@ def _is_packed(module: nn.Module) -> bool:
 
 
 def _refuse_quantised(model: nn.Module) -> None:
-    """Raise UserError where a module stores other numbers than the checkpoint's."""
+    """Raise UserError if a module stores quantised weights instead of the checkpoint's."""
     unquantised = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
     for path, module in model.named_modules():
         method = getattr(module, "quant_method", None)
@@ -422,7 +422,7 @@ class AdapterSlots:
     """Storage of the actor's adapter in a vLLM engine; see `rollout.engines.base.Storage`.
 
     There is one slot, which every request uses. It starts as zeros, which add nothing, and is written in
-    place. vLLM's own loader takes stand-ins for PEFT's tensors, so that the adapter counts as loaded and
+    place. vLLM's own loader takes stand-ins for PEFT's tensors, so the adapter counts as loaded and
     stays. vLLM applies no factor to the written matrices: an adapter adds B A.
     """
 

@@ -104,7 +104,7 @@ class VllmServer:
         return asyncio.run(call_once())
 
     def call_workers(self, method: str, *arguments: Any, seconds: float) -> None:
-        """Call a method of every worker; raises ServerError where one fails.
+        """Call a method of every worker; raises ServerError if one fails.
 
         The extension's ``attempt`` returns a failure as text. After an exception in one worker vLLM would
         leave the replies of the others unread, and a later call would receive them.
@@ -341,9 +341,9 @@ def _require_model(
     served: Mapping[str, Any],
     path: str,
 ) -> None:
-    """Raise UserError where a plain setting, or a number of the positions, differs between both models.
+    """Raise UserError if a plain setting, or a number of the position settings, differs between the models.
 
-    A setting that only one side has is no difference: transformers and vLLM add defaults of their own.
+    A setting that only one side has is ignored: transformers and vLLM add defaults of their own.
     """
     # Plain: numbers, text and flags of what the model computes, without names, paths and dtypes.
     plain = plain_settings(settings)
