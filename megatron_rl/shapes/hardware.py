@@ -64,7 +64,9 @@ class Gpu:
 
     def peak(self, precision: str) -> float:
         """Return the dense peak of a precision in FLOP/s."""
-        return self.fp8_flops if precision == "fp8" else self.bf16_flops
+        if precision == "fp8":
+            return self.fp8_flops
+        return self.bf16_flops
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,16 @@ class Constants:
 
     def gpu(self, name: str) -> Gpu:
         """Return a GPU by name or alias; raises UserError with the nearest name for an unknown one."""
-        key = name if name in self.gpus else self.aliases.get(name.lower())
+        # A name of the table is exact; aliases match in any case.
+        key: str | None = name
+        if name not in self.gpus:
+            key = self.aliases.get(name.lower())
+
         if key is None:
             guess = nearest(name.lower(), list(self.aliases))
-            suggestion = f"did you mean {guess}? " if guess else ""
+            suggestion = ""
+            if guess:
+                suggestion = f"did you mean {guess}? "
             raise UserError(
                 f"unknown GPU {name!r}",
                 where="cluster.gpu",
@@ -134,6 +142,8 @@ class Constants:
         """
         gpu_type = self.gpu(gpu)
         per_node = int(gpus_per_node or gpu_type.gpus_per_node)
+
+        # From gigabits to bytes; the GPUs of a node share its bandwidth.
         network = gpu_type.network
         if gigabits_per_node is not None:
             network = float(gigabits_per_node) / 8 * GB / per_node
@@ -189,7 +199,7 @@ def _gpu(name: str, data: Mapping[str, Any]) -> Gpu:
     )
 
 
-def packaged() -> dict[str, Any]:
+def packaged_constants() -> dict[str, Any]:
     """Return the packaged constants.json as a plain mapping."""
     return json.loads(resources.files("megatron_rl.shapes").joinpath("constants.json").read_text())
 
@@ -217,12 +227,15 @@ def merged(base: Mapping[str, Any], override: Mapping[str, Any], prefix: str = "
 
         if key not in base:
             guess = nearest(key, list(base))
+            fix = "see megatron_rl/shapes/constants.json"
+            if guess:
+                fix = f"did you mean {guess}?"
             raise UserError(
                 f"unknown planner constant {path!r}",
                 where=path,
                 expected="a name from constants.json",
                 got=key,
-                fix=f"did you mean {guess}?" if guess else "see megatron_rl/shapes/constants.json",
+                fix=fix,
             )
 
         packaged_value = base[key]
@@ -249,7 +262,9 @@ def _checked_value(value: Any, packaged_value: Any, path: str) -> Any:
         return value
 
     low = packaged_value / _LARGEST_FACTOR
-    high = packaged_value * _LARGEST_FACTOR if packaged_value else _LARGEST_FACTOR
+    high = packaged_value * _LARGEST_FACTOR
+    if not packaged_value:
+        high = _LARGEST_FACTOR
     if "_seconds" in path:
         low = 0.0  # an overhead may be absent altogether
 
@@ -262,8 +277,11 @@ def _checked_value(value: Any, packaged_value: Any, path: str) -> Any:
 
 def _value_error(path: str, expected: str, value: Any) -> UserError:
     """Return the error of a constant, or with an empty ``path`` of a complete constants file."""
+    problem = "no constants can be read"
+    if path:
+        problem = f"the planner constant {path!r} cannot have this value"
     return UserError(
-        f"the planner constant {path!r} cannot have this value" if path else "no constants can be read",
+        problem,
         where=path or "--constants",
         expected=expected,
         got=json.dumps(value)[:200],
@@ -295,7 +313,7 @@ def build(data: Mapping[str, Any]) -> Constants:
 @lru_cache(maxsize=8)
 def load_constants(override: str | None = None) -> Constants:
     """Load the packaged constants with the values of an override file (JSON of the same structure)."""
-    data = packaged()
+    data = packaged_constants()
     if override is not None:
         path = Path(override)
         if not path.is_file():

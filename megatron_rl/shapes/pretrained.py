@@ -146,7 +146,7 @@ class PretrainedModel:
         match = re.match(r"model\.layers\.(\d+)\.", name)
         if match is None:
             return False
-        # These layers are numbered behind the model's own.
+        # MTP layers are numbered after the model's own.
         mtp_layers = self.config.get("num_nextn_predict_layers") or 0
         return 0 <= int(match.group(1)) - self.shape.layers < mtp_layers
 
@@ -208,27 +208,29 @@ def separate_head_error(path: Path, shapes: Mapping[str, Sequence[int]], what: s
     )
 
 
-def describe(config: Mapping[str, Any], place: str = "config.json") -> PretrainedModel:
+def describe(config: Mapping[str, Any], file: str = "config.json") -> PretrainedModel:
     """Return the model of a config.json, as a checkpoint or ``PretrainedConfig.to_dict()`` has it.
 
-    ``place`` is the file that errors name. Raises UserError for a family that is not in the table, and
+    ``file`` is the path that errors name. Raises UserError for a family that is not in the table, and
     UserErrors for values that are missing or not supported.
     """
-    family = family_of(config, place)
+    family = family_of(config, file)
     normal = family.normal(config)
-    reader = ConfigReader(normal, place)
+    reader = ConfigReader(normal, file)
     shape = family.shape(reader)
     raise_errors(reader.errors)
     return PretrainedModel(family, shape, normal)
 
 
-def family_of(config: Mapping[str, Any], place: str = "config.json") -> Family:
+def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
     """Return the family of a config.json, by its ``architectures`` or else by its ``model_type``.
 
-    ``place`` is the file that errors name. Raises UserError for any family that cannot be trained.
+    ``file`` is the path that errors name. Raises UserError for any family that cannot be trained.
     """
     architectures = config.get("architectures")
-    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    architecture = None
+    if isinstance(architectures, list) and architectures:
+        architecture = architectures[0]
     model_type = config.get("model_type")
     supported = [family.architecture for family in FAMILIES.values()]
 
@@ -244,7 +246,7 @@ def family_of(config: Mapping[str, Any], place: str = "config.json") -> Family:
         ):
             raise UserError(
                 f"{refused.title} cannot be trained",
-                where=f"{place}: architectures",
+                where=f"{file}: architectures",
                 expected="one of " + ", ".join(sorted(supported)),
                 got=f"{refused.architecture}; missing: {refused.missing}",
                 fix="use a checkpoint of another family",
@@ -253,7 +255,9 @@ def family_of(config: Mapping[str, Any], place: str = "config.json") -> Family:
     # A multimodal model has the config.json of its language model under text_config.
     name = str(architecture or model_type or "")
     inner = config.get("text_config")
-    inner_family = nearest(str(inner.get("model_type")), FAMILIES) if isinstance(inner, Mapping) else None
+    inner_family = None
+    if isinstance(inner, Mapping):
+        inner_family = nearest(str(inner.get("model_type")), FAMILIES)
     close = nearest(name, [*supported, *FAMILIES])
     if inner_family:
         fix = f"save the language model alone: {FAMILIES[inner_family].architecture}.from_pretrained(PATH)"
@@ -264,7 +268,7 @@ def family_of(config: Mapping[str, Any], place: str = "config.json") -> Family:
 
     raise UserError(
         f"the model's architecture {name or '(none named)'} is not supported",
-        where=f"{place}: architectures",
+        where=f"{file}: architectures",
         expected="one of " + ", ".join(sorted([*supported, *FAMILIES])),
         got=name or "no `architectures`",
         fix=fix,

@@ -5,7 +5,7 @@ from megatron_rl.shapes.family import ConfigReader, Family, Fields, gemma, gemma
 
 def _structure(reader: ConfigReader) -> Fields:
     # Every other layer has a sliding window unless config.json has a pattern of its own.
-    every_other = ConfigReader({"sliding_window_pattern": 2, **reader.config}, reader.place, reader.errors)
+    every_other = ConfigReader({"sliding_window_pattern": 2, **reader.config}, reader.file, reader.errors)
     return {**gemma(reader), **sliding(every_other, reader.size("num_hidden_layers"))}
 
 
