@@ -206,7 +206,7 @@ class PackedRows(PackedSeqParams):
     """Row boundaries of one packed sequence of T tokens, for attention and rotary embedding.
 
     `PackedAttention` uses ``buckets`` and ``restore``, Transformer Engine's attention ``boundaries``. The
-    ``qkv_format`` "rows" is none of Megatron's, whose own treatment of packed sequences ("thd") is thus
+    ``qkv_format`` "rows" is not one of Megatron's, whose own treatment of packed sequences ("thd") is thus
     skipped.
 
     Example: rows of 2 and 1 tokens have ``positions`` [0, 1, 0], one bucket [[0, 1], [2, 2]] and ``restore``
