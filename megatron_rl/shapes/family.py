@@ -184,7 +184,8 @@ class Family:
             "tied": reader.flag("tie_word_embeddings") and not scalar,
             "scalar_head": scalar,
         }
-        result = ModelShape(**{**common, **sliding(reader, sizes["layers"]), **self.structure(reader)})
+        windows = sliding_window_fields(reader, sizes["layers"])
+        result = ModelShape(**{**common, **windows, **self.structure(reader)})
 
         # Megatron has one setting for both biases, add_bias_linear.
         if result.output_bias != result.mlp_bias:
@@ -253,7 +254,7 @@ def rope_types(config: Mapping[str, Any]) -> list[str]:
     return [str(values.get("rope_type", "default")) for values in parameters]
 
 
-def sliding(reader: ConfigReader, layers: int) -> Fields:
+def sliding_window_fields(reader: ConfigReader, layers: int) -> Fields:
     """Read the layers that attend to a sliding window, and the window's size in tokens."""
     window = reader.config.get("sliding_window")
     if not window or reader.config.get("use_sliding_window") is False:
@@ -278,7 +279,7 @@ def sliding(reader: ConfigReader, layers: int) -> Fields:
     return {"sliding_window": reader.size("sliding_window"), "sliding_layers": tuple(indices)}
 
 
-def experts(reader: ConfigReader, count: str, width: str, dense_layers: tuple[int, ...] = ()) -> Fields:
+def expert_fields(reader: ConfigReader, count: str, width: str, dense_layers: tuple[int, ...] = ()) -> Fields:
     """Read a mixture of experts; ``count`` and ``width`` are the keys of the experts' number and width."""
     return {
         "experts": reader.size(count),
@@ -298,7 +299,7 @@ def shared_experts(reader: ConfigReader) -> Fields:
     """Read the routed and shared experts of DeepSeek and GLM, whose first layers are dense."""
     dense_layers = tuple(range(reader.count("first_k_dense_replace")))
     return {
-        **experts(reader, "n_routed_experts", "moe_intermediate_size", dense_layers),
+        **expert_fields(reader, "n_routed_experts", "moe_intermediate_size", dense_layers),
         "shared_width": reader.size("moe_intermediate_size") * reader.count("n_shared_experts"),
     }
 
@@ -314,7 +315,7 @@ def biased_router() -> Fields:
     }
 
 
-def gemma(reader: ConfigReader) -> Fields:
+def gemma_structure(reader: ConfigReader) -> Fields:
     """Read the structure that Gemma 2 and 3 have in common."""
     reader.allow("use_bidirectional_attention", None, False)
     return {**attention_bias(reader), "sandwich_norms": True}
@@ -329,7 +330,7 @@ def gemma_megatron(config: Mapping[str, Any]) -> Fields:
     }
 
 
-def deepseek(reader: ConfigReader) -> Fields:
+def deepseek_structure(reader: ConfigReader) -> Fields:
     """Read latent attention and experts, as DeepSeek V2 and V3 have them."""
     reader.allow("attention_bias", False, None)
 

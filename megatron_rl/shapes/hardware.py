@@ -204,7 +204,7 @@ def packaged_constants() -> dict[str, Any]:
     return json.loads(resources.files("megatron_rl.shapes").joinpath("constants.json").read_text())
 
 
-def merged(base: Mapping[str, Any], override: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def merge_constants(base: Mapping[str, Any], override: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return constants with the values of an override, level by level; ``prefix`` is the path of this level.
 
     New GPUs may be added under ``gpus`` with every field of a packaged one. Raises UserError with the nearest
@@ -219,7 +219,7 @@ def merged(base: Mapping[str, Any], override: Mapping[str, Any], prefix: str = "
         # A new GPU has no packaged values: any GPU gives the fields and their orders of magnitude.
         if prefix == "gpus." and key not in base:
             fields = next(iter(base.values()))
-            result[key] = merged(fields, {"aliases": [], **_object(value, path)}, f"{path}.")
+            result[key] = merge_constants(fields, {"aliases": [], **_object(value, path)}, f"{path}.")
             undefined = sorted(set(fields) - set(value) - {"aliases"})
             if undefined:
                 raise _value_error(path, f"every field of a GPU; missing: {', '.join(undefined)}", value)
@@ -240,7 +240,7 @@ def merged(base: Mapping[str, Any], override: Mapping[str, Any], prefix: str = "
 
         packaged_value = base[key]
         if isinstance(packaged_value, Mapping):
-            result[key] = merged(packaged_value, _object(value, path), f"{path}.")
+            result[key] = merge_constants(packaged_value, _object(value, path), f"{path}.")
         else:
             result[key] = _checked_value(value, packaged_value, path)
     return result
@@ -329,5 +329,5 @@ def load_constants(override: str | None = None) -> Constants:
             override_values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise _value_error("", f"a JSON object in {path}", str(error)) from error
-        data = merged(data, _object(override_values, ""))
+        data = merge_constants(data, _object(override_values, ""))
     return build(data)

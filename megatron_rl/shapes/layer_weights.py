@@ -243,7 +243,7 @@ def _latent(shape: ModelShape) -> Iterator[Weight]:
         )
         yield weight("linear_q_up_proj", "rows", Source("q_b_proj", (query_rows, shape.q_lora), "rows"))
 
-    # Keys and values: down to one latent with the rotary part beside it, and up to all heads.
+    # Keys and values: down to one latent and the rotary part, then up to all heads.
     down = Source("kv_a_proj_with_mqa", (latent + shape.qk_rope, shape.hidden))
     yield weight("linear_kv_down_proj", "latent", down)
     yield weight(
@@ -326,7 +326,7 @@ def _mlp_biases(
 
 
 def _mixture(shape: ModelShape) -> Iterator[Weight]:
-    """Yield the parameters of a mixture of experts; one entry stands for all routed experts of a layer."""
+    """Yield the parameters of a mixture of experts; one entry represents all routed experts of a layer."""
     router = Source("mlp.gate.weight", (shape.experts, shape.hidden))
     yield Weight("mlp.router.weight", "whole", (router,))
     if shape.router_bias:

@@ -1,7 +1,7 @@
 """The memory of a rank that trains, scores or generates with a model: equations on its shape.
 
 Parameters, gradients and optimizer states follow Megatron's distributed optimizer (float32 main
-gradients; float32 master weights and two moments beside bfloat16 weights; Rajbhandari et al. 2020).
+gradients; float32 master weights and two moments in addition to bfloat16 weights; Rajbhandari et al. 2020).
 Activations are counted tensor by tensor, as autograd saves them (the accounting of Korthikanti et al. 2022).
 The counts of this package's own layers are compared with the tensors that a real forward pass saves; those of
 Transformer Engine's fused layers are Korthikanti's, with flash attention.
@@ -261,7 +261,7 @@ class _OwnLayer:
         if kind.experts:
             mlp = ROUTED_COPIES * shape.experts_per_token * shape.hidden / self.token_shards
 
-        # Hidden states exist beside either; sequence parallelism gathers them before a projection.
+        # Hidden states exist in addition to either; sequence parallelism gathers them before a projection.
         hidden = 4 * shape.hidden / self.token_shards
         if kind.experts and shape.shared_width:
             hidden += shape.hidden / self.token_shards

@@ -28,7 +28,7 @@ TOKENIZER_FILES = (
     "chat_template.json", "generation_config.json", "tekken.json", "spiece.model",
     "sentencepiece.bpe.model", "tokenizer.model.v3",
 )  # fmt: skip
-"""Files of a checkpoint's folder beside config.json and weights."""
+"""Files of a checkpoint's folder besides config.json and weights."""
 TOKENIZER_PATTERNS = ("additional_chat_templates/*.jinja", "*.py", "*.tiktoken")
 """Patterns of more of them: named chat templates, and the code of ``auto_map`` with its vocabularies."""
 
@@ -141,7 +141,7 @@ class PretrainedModel:
             shapes[tensor.name] = (tensor.source.first + rows, *trailing)
         return shapes
 
-    def is_further(self, name: str) -> bool:
+    def is_mtp(self, name: str) -> bool:
         """Return whether a checkpoint tensor belongs to a multi-token prediction (MTP) layer."""
         match = re.match(r"model\.layers\.(\d+)\.", name)
         if match is None:
@@ -163,7 +163,7 @@ class PretrainedModel:
         These are rotary frequencies of old checkpoints, an output layer that is tied or replaced by a scalar
         head, and multi-token prediction layers.
         """
-        if self.is_further(name):
+        if self.is_mtp(name):
             return True
         output_unused = self.shape.tied or self.shape.scalar_head
         return name.endswith("rotary_emb.inv_freq") or (name == OUTPUT and output_unused)

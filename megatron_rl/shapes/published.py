@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_rl.errors import UserError, nearest, raise_errors, single_errors
 from megatron_rl.shapes.families import FAMILIES
-from megatron_rl.shapes.family import ConfigReader, Fields, common_sizes, latent_sizes, sliding
+from megatron_rl.shapes.family import ConfigReader, Fields, common_sizes, latent_sizes, sliding_window_fields
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, read_json, read_pretrained
 
@@ -183,7 +183,7 @@ def _read(reader: ConfigReader, name: str) -> ModelShape:
     }
 
     # Structures that only some models have.
-    fields |= sliding(reader, layers)
+    fields |= sliding_window_fields(reader, layers)
     fields |= _mixture(reader, layers)
     if reader.flag("kv_lora_rank"):
         fields |= latent_sizes(reader)
