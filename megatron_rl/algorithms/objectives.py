@@ -71,7 +71,7 @@ def policy_objective(
     if algorithm.policy_loss.entropy_coef:
         total = total - algorithm.policy_loss.entropy_coef * (weights * entropy).sum()
 
-    # Imitation of good responses, with weights of its own.
+    # Imitation of good responses, with its own token weights.
     if micro.nll_weights is not None:
         nll = -(micro.nll_weights * log_probs).sum()
         total = total + nll
