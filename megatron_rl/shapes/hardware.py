@@ -292,10 +292,13 @@ def _value_error(path: str, expected: str, value: Any) -> UserError:
 def build(data: Mapping[str, Any]) -> Constants:
     """Convert the mapping of constants.json to `Constants`."""
     gpus = {name: _gpu(name, fields) for name, fields in data["gpus"].items()}
+
+    # A GPU is found by its name and its aliases, in any case.
     aliases = {name.lower(): name for name in gpus}
     for name, fields in data["gpus"].items():
         aliases |= {alias.lower(): name for alias in fields.get("aliases", ())}
 
+    # The constants of one engine are separate from those that all engines share.
     engines = {name: SimpleNamespace(**fields) for name, fields in data["decode"]["engines"].items()}
     decode = SimpleNamespace(**{name: value for name, value in data["decode"].items() if name != "engines"})
 

@@ -327,12 +327,14 @@ def _mlp_biases(
 
 def _mixture(shape: ModelShape) -> Iterator[Weight]:
     """Yield the parameters of a mixture of experts; one entry represents all routed experts of a layer."""
+    # Every rank routes its own tokens, so the router is replicated.
     router = Source("mlp.gate.weight", (shape.experts, shape.hidden))
     yield Weight("mlp.router.weight", "whole", (router,))
     if shape.router_bias:
         bias = Source("mlp.gate.e_score_correction_bias", (shape.experts,), float32=True)
         yield Weight("mlp.router.expert_bias", "whole", (bias,))
 
+    # All shared experts of a layer are one MLP, of their widths together.
     if shape.shared_width:
         yield from _mlp_matrices(shape, "mlp.shared_experts.", "mlp.shared_experts.", shape.shared_width)
     if shape.shared_gate:

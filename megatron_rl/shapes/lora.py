@@ -258,6 +258,7 @@ def _local_elements(weights: Iterable[Weight], shards: _ShardCounts) -> tuple[in
     dense = 0
     experts = 0
     for weight in weights:
+        # A replicated parameter is complete on every rank.
         replicated = weight.cut in ("whole", "stacked")
         shard_count = shards.tensor
         if weight.expert:

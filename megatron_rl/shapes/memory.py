@@ -33,6 +33,7 @@ def stage_parameters(
     A tied embedding has a copy on the last stage of a pipeline. Latent attention's down projections count as
     replicated, as in Transformer Engine; Megatron's own layers shard them.
     """
+    # Layers of one kind have equally many parameters.
     dense = 0
     experts = 0
     for kind, count in shape.kinds_of(layers).items():
@@ -69,6 +70,8 @@ def rollout_parameters(shape: ModelShape, tensor: int, expert: int = 1, pipeline
     vocabulary = shape.padded_vocab(tensor) * shape.hidden // tensor
     if not shape.tied:
         vocabulary *= 2
+
+    # The stages of the engine's pipeline count as equal.
     return (layers + vocabulary + shape.final_norm_parameters) // pipeline
 
 
@@ -90,6 +93,7 @@ def saved_activation_bytes(
     so with it ``selective`` saves as much as ``none``. Routed tokens are assumed to spread evenly over
     experts.
     """
+    # The forward pass is repeated from the layer's input.
     if recompute == "full":
         return shape.hidden / token_shards * dtype_bytes
 
@@ -322,10 +326,13 @@ def activation_bytes(
     counts = shape.kinds_of(layers)
     local_tokens = tokens / layout.context
     recompute = implementation.recompute
+
+    # Saved once for every micro-batch in flight.
     saved = sum(
         count * implementation.saved_bytes(shape, layout, kind, recompute) for kind, count in counts.items()
     )
 
+    # The backward pass recomputes one layer at a time: count the largest.
     recomputed = 0.0
     if recompute == "full":
         recomputed = max(
@@ -353,6 +360,7 @@ def forward_bytes(
     For fused layers the activations of two layers are an upper bound; this package's own are counted exactly.
     """
     counts = shape.kinds_of(layers)
+    # Without gradients nothing is saved: tensors exist only until the next layer has read them.
     if implementation.fused:
         live = 2 * max(
             (implementation.saved_bytes(shape, layout, kind, "none") for kind in counts), default=0.0

@@ -134,7 +134,7 @@ def _uneven_error(layers: int, layout: ParallelLayout, settings: Mapping[str, An
         fix += f", or set {FIRST}: {ends[0]} and {LAST}: {ends[1]} in {role}.megatron"
 
     return UserError(
-        f"the model's {layers} layers cannot be dealt out to {sizes}",
+        f"the model's {layers} layers cannot be distributed over {sizes}",
         where=key,
         expected=expected,
         got=got,

@@ -98,6 +98,7 @@ class PretrainedModel:
 
         A tied output layer is not among them: its values are the embedding's.
         """
+        # The embedding comes before the layers, the final norm and the output layer after them.
         before_layers = self.outer(True, False)
         all_outer = self.outer(True, True)
 
@@ -234,12 +235,14 @@ def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
     model_type = config.get("model_type")
     supported = [family.architecture for family in FAMILIES.values()]
 
+    # The architecture decides; the model type only where there is none.
     for family in FAMILIES.values():
         if architecture is None and model_type == family.model_type:
             return family
         if architecture in (family.architecture, family.scalar_architecture):
             return family
 
+    # The error of a recognised family names the feature that is missing.
     for refused in REFUSED:
         if architecture == refused.architecture or (
             architecture is None and model_type == refused.model_type

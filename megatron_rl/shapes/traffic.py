@@ -292,6 +292,7 @@ class _Engine:
             expert_shards = 1
         one_expert = self._bytes(routed, trainer.expert_tensor, expert_shards)
 
+        # Each expert-parallel rank of the trainer holds consecutive experts.
         experts: dict[tuple[int, int], list[int]] = {}
         for expert in range(trainer.expert):
             local = range(expert * experts_per_rank, (expert + 1) * experts_per_rank)
@@ -316,6 +317,7 @@ class _Engine:
         kv_heads = self.shape.kv_heads
         result = [[0] * engine_ranks for _ in range(trainer_ranks)]
 
+        # Intersect the slice of each trainer rank with that of each engine rank, tensor by tensor.
         for weight in weights:
             slices = [trainer_slices(weight, rank, trainer_ranks, kv_heads) for rank in range(trainer_ranks)]
             for number, source in enumerate(weight.sources):
