@@ -498,7 +498,7 @@ def _with_bucket_padding(sub_optimizer: Any, original: Callable[..., Any]) -> Ca
     """Return a gather of the optimizer's state that includes the padding between buckets.
 
     Megatron gathers without that padding and reads with it. After a padded bucket (such as the tied embedding
-    of the last stage, in a bucket of its own) every element would be shifted.
+    of the last stage, which has its own bucket) every element would be shifted.
     """
 
     def gather(**arguments: Any) -> Any:

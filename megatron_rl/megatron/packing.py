@@ -70,12 +70,12 @@ def partition(
     for share in shares:
         bins = _fit([lengths[row] for row in share], tokens_per_microbatch, count)
         if bins is None:
-            return _deal_bins(lengths, data_parallel, tokens_per_microbatch, count, tokens_per_quadratic)
+            return _pack_all_rows(lengths, data_parallel, tokens_per_microbatch, count, tokens_per_quadratic)
         microbatches.append([[share[index] for index in items] for items in bins])
     return microbatches
 
 
-def _deal_bins(
+def _pack_all_rows(
     lengths: Sequence[int],
     ranks: int,
     budget: int,
