@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from megatron_rl.algorithms.rewards import prompts_to_sample as prompts_to_sample
     from megatron_rl.algorithms.rewards import take_groups as take_groups
 
-# Exported names by the module that defines them. The imports above tell type checkers the same.
+# Exported names by the module that defines them. The imports above are for type checkers.
 _NAMES = {
     "advantages": "Advantage AdvantageInputs Advantages FunctionAdvantage outcome",
     "aggregation": "Aggregation minibatches with_loss_weights",

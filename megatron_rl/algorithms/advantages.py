@@ -207,7 +207,7 @@ class Grpo(GroupAdvantage):
         """Compute one advantage per row: [B]."""
         count, mean, std = ragged.group_statistics(inputs.rewards, inputs.group, inputs.valid)
 
-        # A singleton's own mean would make its advantage 0, whatever its reward.
+        # Minus its own mean, the advantage of a single response would be 0 for any reward.
         advantages = inputs.rewards - torch.where(count > 1, mean, 0)
         if self.scale_by_std:
             scale = torch.where(count > 1, std, 1) + self.epsilon
@@ -397,7 +397,7 @@ class Gdpo(GroupAdvantage):
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
         """Compute one advantage per row: [B]."""
-        # `reward` is the total of the components: beside them it would count twice.
+        # `reward` is the total of the components: with them it would count twice.
         components = {name: value for name, value in inputs.components.items() if name != "reward"}
         if not components:
             components = {"reward": inputs.rewards}

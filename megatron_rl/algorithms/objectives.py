@@ -71,7 +71,7 @@ def policy_objective(
     if algorithm.policy_loss.entropy_coef:
         total = total - algorithm.policy_loss.entropy_coef * (weights * entropy).sum()
 
-    # Imitation of good responses, with weights of its own.
+    # Imitation of good responses, with its own token weights.
     if micro.nll_weights is not None:
         nll = -(micro.nll_weights * log_probs).sum()
         total = total + nll
@@ -185,7 +185,7 @@ def _policy_shift_metrics(micro: TrainBatch, log_probs: Tensor, token_count: Ten
 
 
 def mask_tokens(values: Tensor, mask: Tensor) -> Tensor:
-    """Convert values [N] to at least float32 and set 0 outside the mask, so that they are not read there.
+    """Convert values [N] to at least float32, and set them to 0 outside the mask.
 
     bfloat16 has three digits, too few for differences of log-probs.
     """

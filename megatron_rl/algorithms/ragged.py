@@ -188,7 +188,7 @@ def leave_one_out_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> G
     other_max = torch.where(rewards == group_max, second_max, group_max)
     other_min = torch.where(rewards == group_min, second_min, group_min)
 
-    # Equal others have exactly that mean and no deviation, whatever the rounding above.
+    # If the others are equal, their mean is that value and their deviation 0: remove the rounding above.
     equal = other_max == other_min
     other_mean = torch.where(equal & (other_count > 0), other_min, other_mean)
     std = torch.where(equal | (other_count < 2), 0, std)

@@ -164,7 +164,7 @@ class PendingCheckpoint:
         Raises a failure of one rank on all: UserError, or RuntimeError with the rank. Collective over the
         world.
         """
-        # A save that does not run beside the steps is finished by `save` already.
+        # A save in the foreground is finished by `save` already.
         if self._is_finished:
             return
         run_write_step(self._wait, "write the checkpoint", self.final)
@@ -253,7 +253,7 @@ def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
     damaged. Collective over the world.
     """
     for path in from_first_rank(lambda: durable.recover_replaced(folder)):
-        log(f"{path}: a kill had left it as {durable.replaced_name(path).name}; it has its name again")
+        log(f"{path}: restored from {durable.replaced_name(path).name}, which an interrupted save left")
 
     newest_damage = ""
     for path in reversed(from_first_rank(lambda: named_checkpoints(folder))):
@@ -279,7 +279,7 @@ def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
 
 def require_intact(path: Path) -> None:
     """Raise UserError unless the files of the checkpoint match their digests. Collective over the world."""
-    # A folder without a readable meta.json is no checkpoint, and has an error of its own.
+    # A folder without a readable meta.json is no checkpoint: read_meta raises the error for that.
     read_meta(path)
     problems = find_damages(path)
     if problems:

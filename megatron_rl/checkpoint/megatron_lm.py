@@ -61,7 +61,7 @@ def checkpoint_arguments(source: str | Path) -> tuple[dict[str, Any], int]:
     positions = min(model.shape.max_positions, _MOST_POSITIONS)
     padded_vocabulary = -(-model.shape.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
-    # Arguments that pretrain_gpt.py needs beside those of the model.
+    # Arguments that pretrain_gpt.py needs in addition to the model's.
     arguments |= {
         "seq_length": positions,
         "max_position_embeddings": positions,
@@ -76,7 +76,7 @@ def checkpoint_arguments(source: str | Path) -> tuple[dict[str, Any], int]:
 
 
 def iteration_folder(folder: str | Path, iteration: int) -> Path:
-    """Return the folder of one iteration in the folder of --save."""
+    """Return the folder of one iteration in the --save folder of Megatron-LM."""
     return Path(folder) / f"iter_{iteration:07d}"
 
 
@@ -260,10 +260,10 @@ def _states(
 def _verified_buffers(
     model: ParallelModel, source: str | Path, checkpoint: MegatronCheckpoint
 ) -> BufferFiles:
-    """Return the optimizer's flat buffers, with an arrangement of parameters that the weights confirm.
+    """Return the optimizer's flat buffers with the parameter order that agrees with the model's weights.
 
     Flat buffers have no parameter names, but their float32 master weights must equal the model's weights.
-    Each rank compares the parameters that it reads in `fill`. Raises UserError on all ranks if no arrangement
+    Each rank compares the parameters that it reads in `fill`. Raises UserError on all ranks if no order
     agrees. Collective over the model's ranks.
     """
     # The model weights, to compare the master weights with.

@@ -80,7 +80,7 @@ def save(
     best: Collection[int] = (),
     *,
     layout: str = ANY,
-    beside: bool = False,
+    in_background: bool = False,
 ) -> PendingCheckpoint:
     """Write a checkpoint into ``directory``, complete or not at all, and prune older ones.
 
@@ -88,13 +88,13 @@ def save(
     world; the folder is on a file system that all ranks share.
 
     Arguments:
-        roles: the trained roles by name, in the same order on every rank; the first one's facts are repeated
-            at the top level of meta.json, as the actor's.
+        roles: the trained roles by name, in the same order on every rank; the entries of the first one, the
+            actor, are repeated at the top level of meta.json.
         state: plain values and host tensors, equal on all ranks, with at least ``step`` and ``seed``.
         keep: number of checkpoints to retain, None for all.
         best: steps whose checkpoints are retained in addition.
         layout: storage of distributed optimizers: `ANY` layout can read it, or only the `SAME` one.
-        beside: write from copies while models may change, until the caller finishes the returned
+        in_background: write from copies while models may change, until the caller finishes the returned
             `PendingCheckpoint`; otherwise it is finished here.
     """
     final = Path(directory)
@@ -138,13 +138,13 @@ def save(
     writes: list[TensorWrite] = []
     try:
         for name, role in roles.items():
-            write = begin_tensors(partial / name, role.model, role.optimizer, layout, keep=beside)
+            write = begin_tensors(partial / name, role.model, role.optimizer, layout, keep=in_background)
             writes.append(write)
             files += write.files
     except Exception as error:
         raise write_error(error, final) from error
     saving = PendingCheckpoint(final, writes, files, keep, best)
-    if not beside:
+    if not in_background:
         saving.finish()
     return saving
 
@@ -209,7 +209,7 @@ def load(
 ) -> dict[str, Any]:
     """Restore a checkpoint into models and optimizers on any layouts; return the saved ``state``.
 
-    ``types`` are classes that ``state`` may contain beside plain values and tensors. A checkpoint that would
+    ``types`` are classes that ``state`` may contain besides plain values and tensors. A checkpoint that would
     run code is refused unless it is ``trusted``.
 
     On the layouts that saved it, the random generators of every rank are restored; on others they are seeded
@@ -236,7 +236,7 @@ def load(
     for name, role in roles.items():
         load_tensors(folder / name, role.model, role.optimizer, optimizer_layout(meta["roles"][name]))
         if role.optimizer is not None:
-            # The position in the learning-rate schedule is state; the schedule is the configuration's.
+            # Restore the position in the learning-rate schedule; the schedule itself is configured.
             role.optimizer.scheduler.num_steps = 0
             role.optimizer.scheduler.step(content["schedules"][name])
 

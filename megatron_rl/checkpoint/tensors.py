@@ -100,7 +100,7 @@ class TensorWrite:
             content_metadata=dict(content) if content else None,
         )
         self.files: list[Path] = []
-        # Ranks with no shard of their own write nothing.
+        # Ranks without a shard write nothing.
         if self._request.async_fn is None:
             return
 
@@ -152,9 +152,9 @@ class _Save(TorchDistSaveShardedStrategy):
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *writer_package: Any) -> Any:
         """Return the plan of a write; the first rank writes the common values.
 
-        Common values go into a file of their own, which all versions of Megatron-Core read. Since 0.19
-        Megatron passes them here as one more value beside the tensors, and names the package whose writer it
-        wants; Megatron-Core's own is used here.
+        Common values are written to common.pt, which all versions of Megatron-Core read. Since 0.19
+        Megatron passes them here as one more value next to the tensors, and names the package whose writer to
+        use; here it is always Megatron-Core's own.
         """
         common = sharded_state_dict.pop("common_state", None)
         if common is not None and device.rank() == 0:
@@ -245,7 +245,7 @@ def load_tensors(
     ``layout`` is that of the distributed optimizer in the checkpoint. Raises UserError if Megatron finds no
     checkpoint that it can read. Collective over the world.
     """
-    # Ranks outside the layout must know whether the others share the reading, which takes more collectives.
+    # A load that data-parallel ranks share has more collectives, which ranks outside the layout must join.
     shares_reading = model is not None and model.groups.data_context.size() > 1
     any_shares_reading = bool(sum_over_ranks(torch.tensor([int(shares_reading)])))
 
@@ -328,7 +328,7 @@ def sharded_state(
         "dp_cp_group": groups.data_context,
     }
     chunks: dict[str, Any] = {}
-    with _tied_replicas(model):
+    with _own_data_parallel_rank(model):
         for index, chunk in enumerate(model.chunks):
             if model.adapters is None:
                 chunks[f"chunk{index}"] = chunk.sharded_state_dict(metadata=metadata)
@@ -363,10 +363,11 @@ def _unwrapped(value: Any) -> Any:
 
 
 @contextmanager
-def _tied_replicas(model: ParallelModel) -> Iterator[None]:
-    """Answer Megatron's query of the data-parallel rank with the model's own groups.
+def _own_data_parallel_rank(model: ParallelModel) -> Iterator[None]:
+    """Make Megatron's get_data_parallel_rank return the rank in the model's own group.
 
-    The last stage's copy of tied embeddings asks the process-global groups, which do not exist here.
+    For tied embeddings, whose copy on the last stage reads it from the process-global groups, which do not
+    exist here.
     """
     original = parallel_state.get_data_parallel_rank
     rank = model.groups.data_context.rank()
@@ -497,7 +498,7 @@ def _with_bucket_padding(sub_optimizer: Any, original: Callable[..., Any]) -> Ca
     """Return a gather of the optimizer's state that includes the padding between buckets.
 
     Megatron gathers without that padding and reads with it. After a padded bucket (such as the tied embedding
-    of the last stage, in a bucket of its own) every element would be shifted.
+    of the last stage, which has its own bucket) every element would be shifted.
     """
 
     def gather(**arguments: Any) -> Any:

@@ -1,6 +1,6 @@
 """Detection of code that loading a checkpoint would run, without running it.
 
-Megatron's distributed format stores its directory, and small values beside the tensors, as pickles. A pickle
+Megatron's distributed format stores its directory, and small values other than tensors, as pickles. A pickle
 calls the functions that it names. Here pickles are read with an inert value for every name, and the names are
 compared with a list of the names that Megatron and torch write.
 """
@@ -56,7 +56,7 @@ _ARCHIVE_MAGIC = b"PK\x03\x04"
 
 
 def refuse_code(folder: Path, *, trusted: bool) -> None:
-    """Raise UserError if loading the distributed checkpoint ``folder`` could run code of its own.
+    """Raise UserError if loading the distributed checkpoint ``folder`` could run code from it.
 
     A ``trusted`` checkpoint is not inspected.
     """
@@ -93,7 +93,7 @@ def _pickled_names(folder: Path) -> Iterator[tuple[Path, set[tuple[str, str]]]]:
     for path, offset, length in values:
         yield path, _names_in_archive(path, offset, length)
 
-    # Values that all ranks have in common, in files beside the tensors.
+    # Values that all ranks have in common, in files next to the tensors.
     for path in sorted({folder / COMMON, *folder.glob("*.pt")}):
         yield path, _names_in_archive(path, 0, -1)
 

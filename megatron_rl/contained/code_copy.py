@@ -2,7 +2,7 @@
 
 A process that is restarted in the middle of a run executes the code that the first one did, even if the files
 have been edited meanwhile, and the run folder keeps the code that its rewards come from. Copied are the files
-that a configuration names and the modules beside them that they import, as far as import statements show.
+that a configuration names and the modules next to them that they import, as far as import statements show.
 Other files that the code reads are read from their own paths.
 """
 

@@ -107,14 +107,14 @@ def set_limits(limits: Mapping[str, Any]) -> None:
     ``limits`` may contain ``own_files``: how many files more than ``files`` `allow_files` may allow.
     """
     files = int(limits["files"])
-    most_files = files + limits.get("own_files", 0)
+    max_files = files + limits.get("own_files", 0)
     # Private writable memory, not address space, which programs that map large files need more of.
     memory = int(limits["memory_gib"] * GIB)
     file_size = int(limits["file_gib"] * GIB)
 
     for kind, soft, hard in (
         (resource.RLIMIT_DATA, memory, memory),
-        (resource.RLIMIT_NOFILE, files, most_files),
+        (resource.RLIMIT_NOFILE, files, max_files),
         (resource.RLIMIT_FSIZE, file_size, file_size),
         (resource.RLIMIT_CORE, 0, 0),
         (resource.RLIMIT_MSGQUEUE, 0, 0),
@@ -173,7 +173,7 @@ def isolate(limits: Mapping[str, Any], visible: Visible) -> Isolation:
     """
     isolation = Isolation(visible, Owner(os.getuid(), os.getgid()))
     memory = int(limits["memory_gib"] * GIB)
-    isolation.group = ControlGroup(memory + ROOM, _most_tasks(limits))
+    isolation.group = ControlGroup(memory + ROOM, _task_limit(limits))
 
     spaces = kernel.NEW_PROCESSES | kernel.NEW_IPC | kernel.NEW_HOST_NAME
     if not limits["network"]:
@@ -206,8 +206,8 @@ def _temporary_folder() -> str:
     return tempfile.mkdtemp(prefix="megatron_rl_")
 
 
-def _most_tasks(limits: Mapping[str, Any]) -> int:
-    """Return the threads and processes beyond which the kernel refuses further ones."""
+def _task_limit(limits: Mapping[str, Any]) -> int:
+    """Return the maximum number of threads and processes together."""
     return int(OTHER_TASKS + limits["processes"] + limits.get("own_processes", 0))
 
 
@@ -325,7 +325,7 @@ def enter(limits: Mapping[str, Any], isolation: Isolation) -> list[str]:
         worker = os.fork()
         if worker:
             os.closerange(0, _FILE_DESCRIPTORS)
-            _become(isolation.owner)
+            _switch_user(isolation.owner)
             os._exit(_reap_until(worker))
 
     # Limits first: they need the privileges that the worker gives up next.
@@ -334,7 +334,7 @@ def enter(limits: Mapping[str, Any], isolation: Isolation) -> list[str]:
     if isolation.scratch is not None:
         os.close(isolation.scratch)
     _close_namespace(isolation.owner)
-    _become(isolation.owner)
+    _switch_user(isolation.owner)
     # A change of the user resets both.
     kernel.process_control(kernel.SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     kernel.process_control(kernel.SET_DUMPABLE, 1)
@@ -355,7 +355,7 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
         return False
     kernel_limits = {}
     if _linux_version() >= _PID_MAX_OF_NAMESPACE:
-        kernel_limits["/proc/sys/kernel/pid_max"] = str(_most_tasks(limits))
+        kernel_limits["/proc/sys/kernel/pid_max"] = str(_task_limit(limits))
     network = bool(limits["network"])
 
     try:
@@ -387,8 +387,8 @@ def _keep_user(isolation: Isolation) -> None:
     isolation.owner = Owner(os.getuid(), os.getgid())
 
 
-def _become(owner: Owner) -> None:
-    """Change this process's user to the owner for good, without any capability."""
+def _switch_user(owner: Owner) -> None:
+    """Switch this process irreversibly to the owner's user, without capabilities."""
     kernel.drop_bounding_set()
     if owner.user != os.getuid():
         os.setgroups([])
@@ -405,7 +405,7 @@ def _limit_tasks(limits: Mapping[str, Any], isolation: Isolation) -> None:
     is_other_user = isolation.owner.user != os.getuid()
     if is_other_user or (isolation.namespaces and _linux_version() >= _TASKS_OF_NAMESPACE):
         _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-        bound = _at_most(_most_tasks(limits), hard)
+        bound = _at_most(_task_limit(limits), hard)
         resource.setrlimit(resource.RLIMIT_NPROC, (bound, bound))
 
 
@@ -469,7 +469,7 @@ def _filter(
     # or Landlock restricts.
     allow_local = has_root and (own_network or is_scoped)
 
-    # The error of code that asks for the network shows that it has none.
+    # Without network, opening a socket fails with an error that names the reason.
     refusal = errno.EAFNOSUPPORT if limits["network"] or own_network else errno.ENETUNREACH
     families = filters.families_of(network=allow_network, local=allow_local)
     try:
@@ -556,11 +556,11 @@ def _exceeded_limit(
     ``count_shared`` includes shared mappings in the memory.
     """
     (extra,) = struct.unpack_from("q", _extra_processes)
-    # The worker and the first process of the namespace are not the user's.
-    most_processes = limits["processes"] + min(extra, limits.get("own_processes", 0)) + 2
+    # Two processes are not the user's: the worker and the first process of the namespace.
+    max_processes = limits["processes"] + min(extra, limits.get("own_processes", 0)) + 2
     # Code may start processes faster than they can be listed: stop beyond the limit.
-    family = [worker, *islice(_descendants(worker), most_processes)]
-    if len(family) > most_processes or sum(map(_task_count, family)) > _most_tasks(limits):
+    family = [worker, *islice(_descendants(worker), max_processes)]
+    if len(family) > max_processes or sum(map(_task_count, family)) > _task_limit(limits):
         return TOO_MANY_PROCESSES
 
     shared_bytes = _scratch_bytes(scratch)
@@ -575,8 +575,8 @@ def _exceeded_limit(
 
 
 def _end(worker: int) -> None:
-    """Kill the worker and every descendant, in whatever session."""
-    # The first process of a namespace takes all others along.
+    """Kill the worker and every descendant, including those in other sessions."""
+    # In a PID namespace the kernel kills all other processes when the first one ends.
     with contextlib.suppress(ProcessLookupError):
         os.kill(worker, signal.SIGKILL)
     end_descendants()
@@ -627,14 +627,14 @@ def _descendants(process: int) -> Iterator[int]:
 def _task_count(process: int) -> int:
     """Return the number of threads of a process; 0 if it has ended."""
     try:
-        # A folder has a link for each subfolder, beside `.` and its own name.
+        # The link count of a folder is 2 (its name and `.`) plus one per subfolder, here per thread.
         return os.stat(f"/proc/{process}/task").st_nlink - 2
     except OSError:
         return 0
 
 
 def _private_bytes(process: int) -> int:
-    """Return the resident memory of a process that it shares with no file and no other process."""
+    """Return the resident bytes of a process without file-backed and shared pages."""
     try:
         _, resident_pages, shared_pages, *_ = map(int, Path(f"/proc/{process}/statm").read_text().split())
     except (OSError, ValueError):

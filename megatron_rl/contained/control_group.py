@@ -36,7 +36,7 @@ class ControlGroup:
 
     def __init__(self, memory: int, tasks: int) -> None:
         name = f"{_NAME_PREFIX}{os.getpid()}_{time.monotonic_ns()}"
-        # Files of both versions; a group has the files of its own. Swap would be memory beyond the limit.
+        # Files of cgroup v2 and v1; only those of the group's version exist. Swap would add to the limit.
         limits_by_controller = {
             "memory": {"memory.max": memory, "memory.swap.max": 0, "memory.limit_in_bytes": memory},
             "pids": {"pids.max": tasks},
@@ -131,8 +131,8 @@ def _own_group(controller: str) -> Path | None:
                 folder = root / path.lstrip("/")
                 with contextlib.suppress(OSError):
                     if controller in (folder / "cgroup.controllers").read_text().split():
-                        # The parent enables controllers for its children; the kernel refuses that to a group
-                        # with processes of its own.
+                        # The parent enables controllers for its children; the kernel refuses that if the
+                        # parent contains processes itself.
                         with contextlib.suppress(OSError):
                             (folder / "cgroup.subtree_control").write_text(f"+{controller}")
                         return folder if os.access(folder, os.W_OK) else None

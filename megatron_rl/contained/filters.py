@@ -199,7 +199,7 @@ def families_of(*, network: bool, local: bool) -> list[int]:
     """Return the allowed families of sockets: families of the ``network``, and ``local`` ones."""
     families: list[int] = []
     if network:
-        # Name resolution and libraries that list interfaces ask the kernel by netlink.
+        # Name resolution and libraries that list network interfaces use netlink.
         families += [socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK]
     if local:
         families.append(socket.AF_UNIX)
@@ -215,7 +215,7 @@ def landlock_version() -> int:
 
 
 def restrict_scope() -> bool:
-    """Refuse this process abstract sockets of others and signals to them; return whether Landlock can."""
+    """Deny this process abstract sockets of others and signals to them; return whether Landlock can."""
     if landlock_version() < SCOPES_SINCE:
         return False
     _restrict(0, _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS, {})
@@ -223,9 +223,9 @@ def restrict_scope() -> bool:
 
 
 def restrict_paths(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Refuse this process all files that are not at or below the paths; raises OSError without Landlock.
+    """Deny this process all files outside the paths, with Landlock; raises OSError if the kernel has none.
 
-    Abstract sockets and signals are refused too, by versions that can.
+    From version `SCOPES_SINCE` on, abstract sockets of others and signals to them are denied, too.
     """
     version = landlock_version()
     if not version:

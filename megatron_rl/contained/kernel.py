@@ -79,7 +79,7 @@ def process_control(option: int, value: int) -> int:
 
 
 def unshare(spaces: int) -> None:
-    """Move this process into new namespaces; a new one of processes begins with its next child."""
+    """Move this process into new namespaces; a new PID namespace begins with its next child."""
     _checked(_libc.unshare(spaces))
 
 
@@ -101,7 +101,7 @@ def mount(
 
 
 def new_file_system(kind: str, attributes: int, **options: str) -> int:
-    """Return the descriptor of a new file system that is not mounted yet."""
+    """Create a file system with fsopen and fsmount; return a descriptor of it for `attach`."""
     context = system_call(OPEN_FILE_SYSTEM, kind.encode(), _CLOSE_ON_EXEC)
     try:
         for name, value in options.items():
@@ -113,7 +113,7 @@ def new_file_system(kind: str, attributes: int, **options: str) -> int:
 
 
 def copy_of_tree(path: str) -> int:
-    """Return the descriptor of a copy of the mounts at and below ``path``, not mounted yet."""
+    """Clone the mounts at and below ``path`` with open_tree; return a descriptor of them for `attach`."""
     flags = os.O_CLOEXEC | _CLONE_TREE | _RECURSIVE
     return system_call(OPEN_TREE, _CURRENT_FOLDER, os.fsencode(path), flags)
 
@@ -141,7 +141,7 @@ def set_mount_attributes(
 
 
 def attach(tree: int, target: str) -> None:
-    """Mount the tree of a descriptor at ``target``, an existing file or folder as the tree's root is."""
+    """Mount the tree of a descriptor at ``target``, which must exist: a file for a file, or a folder."""
     system_call(MOVE_MOUNT, tree, b"", _CURRENT_FOLDER, os.fsencode(target), _FROM_DESCRIPTOR)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from megatron_rl.contained import kernel
 from megatron_rl.contained.visible import DEVICES, NETWORK_SETTINGS, SETTINGS, SYSTEM, Visible, links_to
 
-MOST_SCRATCH_FILES = 2**18
+MAX_SCRATCH_FILES = 2**18
 """Files in the temporary folders: each takes memory of the kernel, even an empty one."""
 _STAGE = "/tmp"
 """Mount point of the new root while it is assembled; paths below it have been opened by then."""
@@ -64,7 +64,7 @@ class _Tree:
 def new_scratch(size: int) -> int:
     """Return the descriptor of a file system in memory for temporary files, of at most ``size`` bytes."""
     attributes = kernel.NO_SETUID | kernel.NO_DEVICES
-    return kernel.new_file_system("tmpfs", attributes, size=str(size), nr_inodes=str(MOST_SCRATCH_FILES))
+    return kernel.new_file_system("tmpfs", attributes, size=str(size), nr_inodes=str(MAX_SCRATCH_FILES))
 
 
 def change_root(
@@ -290,18 +290,18 @@ def _hide_entries(folder: str, visible_paths: Iterable[str]) -> None:
                 open(empty_file, "x").close()
             kernel.attach(kernel.copy_of_tree(empty_file), _STAGE + path)
         elif any(visible_path.startswith(f"{path}/") for visible_path in visible_paths):
-            # A file system in which the visible path below can be mounted.
+            # An empty file system: the visible path below is mounted in it later.
             kernel.attach(kernel.new_file_system("tmpfs", 0, mode="0755"), _STAGE + path)
         else:
             kernel.attach(kernel.copy_of_tree(_STAGE + _EMPTY), _STAGE + path)
 
 
 def _make_links(links: Mapping[str, str]) -> None:
-    for link, text in links.items():
+    for link, link_target in links.items():
         # A link inside a visible folder exists already.
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(_STAGE + link), exist_ok=True)
-            os.symlink(text, _STAGE + link)
+            os.symlink(link_target, _STAGE + link)
 
 
 def _make_terminals() -> None:

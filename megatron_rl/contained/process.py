@@ -90,7 +90,7 @@ class LoadFailed(Exception):
         key: str,
         expected: str,
     ) -> UserError:
-        """Return the error of code that cannot be loaded, which the configuration names at ``key``."""
+        """Return the error of the code that the configuration names at ``key``."""
         details = f"\n{self.details}" if self.details else ""
         return UserError(
             f"{description} cannot be loaded{details}",
@@ -166,7 +166,7 @@ class ContainedProcess:
             self.process.terminate()
 
     def ask(self, request: Any) -> None:
-        """Send a request; the end of the process is reported when its reply is read."""
+        """Send a request. If the process has ended, reading the reply reports it."""
         self._requests.put(pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL))
 
     def load(self, spec: str, *arguments: Any) -> dict[str, Any]:
@@ -287,7 +287,7 @@ def serve_nothing(
     limits: Mapping[str, Any],
     unenforced: list[str],
 ) -> None:
-    """Answer the first request with the protections that are not enforced, and return."""
+    """Reply to the first request with the protections that are not enforced, and return."""
     requests.read()
     requests.reply({"kind": READY, "missing": unenforced})
 
@@ -384,7 +384,7 @@ class Requests:
         return pickle.loads(self._requests.read(HEADER.unpack(header)[0]))
 
     def reply(self, value: Mapping[str, Any]) -> None:
-        """Write a reply."""
+        """Write a reply as JSON."""
         _write_frame(self._replies, json.dumps(value).encode())
 
     def refuse(self, error: BaseException) -> None:
@@ -411,7 +411,7 @@ def set_module_sources(modules: tuple[list[str], Mapping[str, bytes]]) -> None:
 
 
 def load_callable(spec: str) -> Any:
-    """Return the callable ``module:name`` or ``file.py:name``; raises whatever the import raises."""
+    """Return the callable ``module:name`` or ``file.py:name``; raises the exceptions of the import."""
     module, _, name = spec.rpartition(":")
     value: Any = load_module(module)
     for attribute in name.split("."):

@@ -58,8 +58,8 @@ _SHARED_FOLDERS = frozenset(
         *("/srv", "/sys", "/tmp", "/var", "/var/tmp"),
     }
 )
-"""Folders with many purposes, beside those of users."""
-_MOST_LINKS = 40
+"""Folders with many purposes, besides those of users."""
+_MAX_LINKS = 40
 """Symbolic links that the kernel follows in one path."""
 
 VARIABLES = frozenset(
@@ -71,7 +71,7 @@ VARIABLES = frozenset(
         *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "RANK", "WORLD_SIZE"),
     }
 )
-"""Allowed environment variables, beside those of `PREFIXES`."""
+"""Allowed environment variables, besides those of `PREFIXES`."""
 PREFIXES = (
     *("LC_", "MALLOC_", "PYTHON", "TORCH_"),
     *("BLIS_", "GOMP_", "KMP_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_"),
@@ -165,7 +165,7 @@ def is_shared(folder: str) -> bool:
 
 
 def links_to(path: str) -> tuple[list[tuple[str, str]], str]:
-    """Return the symbolic links on the way to an absolute path, with their texts, and the real path."""
+    """Return the symbolic links on the way to an absolute path, each with its target, and the real path."""
     links: list[tuple[str, str]] = []
     # Components that are not resolved yet, the next one last.
     components = _reversed_components(path)
@@ -179,15 +179,15 @@ def links_to(path: str) -> tuple[list[tuple[str, str]], str]:
             continue
 
         step = os.path.join(real, component)
-        if not os.path.islink(step) or len(links) == _MOST_LINKS:
+        if not os.path.islink(step) or len(links) == _MAX_LINKS:
             real = step
             continue
 
-        text = os.readlink(step)
-        links.append((step, text))
-        if text.startswith("/"):
+        target = os.readlink(step)
+        links.append((step, target))
+        if target.startswith("/"):
             real = "/"
-        components += _reversed_components(text)
+        components += _reversed_components(target)
     return links, real
 
 

@@ -39,7 +39,7 @@ _WATCHED_TIMEOUT = timedelta(days=7)
 """Timeout of collectives in a job with a hang detector, which aborts it earlier."""
 
 _unbacked_bytes = 0
-"""Bytes that PyTorch counts as allocated and that have no memory behind them."""
+"""Bytes that PyTorch counts as allocated although no memory backs them."""
 _earlier_peak = 0
 """Peak of allocated bytes up to the last `set_unbacked`, since the last reset."""
 
@@ -158,13 +158,13 @@ def peak_memory(reset: bool = False) -> int:
 
 
 def set_unbacked(size: int) -> None:
-    """Set the number of allocated bytes without memory behind them, as of a sleeping engine.
+    """Set the number of allocated bytes that no memory backs, as those of a sleeping engine.
 
-    vLLM's sleep mode unmaps memory that PyTorch goes on counting as allocated.
+    vLLM's sleep mode unmaps memory that PyTorch continues to count as allocated.
     """
     global _unbacked_bytes, _earlier_peak
     if _in_use():
-        # Close the interval with the former number, since PyTorch's peak does not know when it was reached.
+        # Record the peak with the previous number: PyTorch does not record when its peak was reached.
         _earlier_peak = peak_memory()
         torch.cuda.reset_peak_memory_stats()
     _unbacked_bytes = size
@@ -254,7 +254,7 @@ def prepare_megatron() -> None:
 
     compile_for_any_shape()
 
-    # Layers read this buffer from Megatron's global state even with process groups of their own.
+    # Layers read this buffer from Megatron's global state even if they are given process groups.
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
 
@@ -335,7 +335,7 @@ def _names_accelerator(value: Any) -> bool:
 
 @contextmanager
 def megatron_mode() -> Iterator[None]:
-    """Redirect Megatron-Core's use of the accelerator to the host, inside; reentrant.
+    """Redirect Megatron-Core's use of the accelerator to the host inside the block; reentrant.
 
     On an accelerator this does nothing.
     """

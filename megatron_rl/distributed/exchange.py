@@ -1,7 +1,7 @@
 """Exchange between ranks: gather the rows that roles computed per shard, sum metrics, share small objects.
 
 Everything that crosses ranks outside of Megatron and of weight transfers is one of four things: rows,
-metrics, small objects, and the question whether an action failed anywhere. They cross the whole job, or a
+metrics, small objects, and whether an action failed on any rank. They cross the whole job, or a
 group that the caller names.
 """
 
@@ -232,7 +232,7 @@ def broadcast_tensor(tensor: Tensor, source: int, group: Any) -> None:
     ``source`` is the rank within the group. Collective over the group.
     """
     if dist.get_world_size(group) > 1:
-        # As bytes: a backend need not know the dtype.
+        # As bytes, since a backend may not support the dtype.
         raw = tensor.view(-1).view(torch.uint8)
         dist.broadcast(raw, dist.get_global_rank(group, source), group=group)
 
@@ -255,7 +255,7 @@ def broadcast_object(value: Any, ranks: tuple[int, ...]) -> Any:
 def _send_object(value: Any, source: int, group: Any) -> None:
     pickled = pickle.dumps(value)
 
-    # A short object travels in one message: a second one would double the latency between engine steps.
+    # A short object is sent in one message: a second one would double the latency between engine steps.
     head = len(pickled).to_bytes(_LENGTH_BYTES, "little") + pickled[: _FIRST_MESSAGE_BYTES - _LENGTH_BYTES]
     first_message = torch.zeros(_FIRST_MESSAGE_BYTES, dtype=torch.uint8, device=device.host())
     first_message[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)

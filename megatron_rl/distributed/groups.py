@@ -56,7 +56,7 @@ class ParallelGroups:
         self.tensor_context = self._group_of_this_rank("tensor", "context")
         self.tensor_data_context = self._group_of_this_rank("tensor", "data", "context")
 
-        # Expert layers have a layout of their own over the same ranks.
+        # Expert layers divide the same ranks by the expert dimensions of the layout.
         self.expert = self._group_of_this_rank("expert")
         self.expert_tensor = self._group_of_this_rank("expert_tensor")
         self.expert_data = self._group_of_this_rank("expert_data")
@@ -79,7 +79,10 @@ class ParallelGroups:
         """Return the group of the first and the last pipeline stage, which share tied embeddings."""
         own_group = None
         for ranks in self.layout.groups("pipeline"):
-            end_stages = ranks if len(ranks) == 1 else (ranks[0], ranks[-1])
+            # One rank of a pipeline without stages is both ends.
+            end_stages = (ranks[0], ranks[-1])
+            if len(ranks) == 1:
+                end_stages = ranks
             group = communicator(end_stages)
             if self.rank in end_stages:
                 own_group = group
@@ -158,14 +161,14 @@ def join_span(address: str, port: int, rank: int, count: int, timeout: float = 6
 
 
 def leave_span(group: Any) -> None:
-    """Destroy a span on this rank."""
+    """Destroy the process group of a span on this rank."""
     dist.destroy_process_group(group)
 
 
 def memberships() -> list[tuple[int, ...]]:
     """Return the ranks of each group made so far that includes this rank; the default group comes first.
 
-    For the count of connections: the host's backend connects every pair of ranks once per group.
+    The number of connections follows from it: the host's backend connects every pair of ranks in a group.
     """
     rank = device.rank()
     world = tuple(range(dist.get_world_size()))

@@ -40,7 +40,7 @@ def open_store(timeout: timedelta) -> dist.Store:
     if not agent_store:
         return store
 
-    # torchrun's agent store survives a restart of the ranks: each attempt gets a prefix of its own.
+    # torchrun's agent store survives a restart of the ranks: each attempt gets a separate prefix.
     return dist.PrefixStore(agree_on_attempt(store, rank, world_size, timeout), store)
 
 

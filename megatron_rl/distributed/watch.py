@@ -107,7 +107,7 @@ class HangDetector:
         if now - max(self._last_progress) <= self._limit:
             return None
 
-        # Silent ranks hold up the others; else ranks outside of a collective do; else nobody is ahead.
+        # The ranks that block the others: silent ones, else those outside a collective, else possibly any.
         ranks = range(len(self._last_report))
         silent = [rank for rank in ranks if self.is_silent(now, rank)]
         busy = [rank for rank in ranks if rank not in silent and not self._is_waiting(rank)]
@@ -185,7 +185,7 @@ class Watch:
         while not self._stopped.wait(self._interval):
             now = time.monotonic()
 
-            # After a gap this process was stopped itself, and its times of the other ranks are void.
+            # After a gap this process itself was stopped, so its times of the other ranks are invalid.
             if detector is None or now - last_answer > self._limit / 2:
                 detector = HangDetector(self._limit, self._world_size, now)
 

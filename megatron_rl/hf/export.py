@@ -90,9 +90,9 @@ def export(
     dtypes = {name: torch.float32 if name.endswith(FLOAT32_NAMES) else dtype for name in shapes}
 
     files = shard_files(shapes, dtypes, file_bytes)
-    extra_tensors = _further_layers(described, source)
+    extra_tensors = _mtp_tensors(described, source)
     if extra_tensors and SINGLE in files:
-        # Readers that find `model.safetensors` ignore the index, and with it the file of further layers.
+        # Readers that find `model.safetensors` ignore the index, and with it the file of MTP layers.
         files = {"model-00001-of-00001.safetensors": files[SINGLE]}
 
     content = _Content(files, shapes, dtypes, parameters, source_boxes(model))
@@ -168,11 +168,11 @@ def _write(
     _run_or_raise(lambda: _publish(target, path, finish, digests) if is_first else None, path, group)
 
 
-def _further_layers(described: PretrainedModel, source: str | Path | None) -> list[str]:
-    """Return the names of the tensors of ``source`` in layers for multi-token prediction."""
+def _mtp_tensors(described: PretrainedModel, source: str | Path | None) -> list[str]:
+    """Return the names of the tensors of ``source`` in multi-token prediction (MTP) layers."""
     if source is None or not described.config.get("num_nextn_predict_layers"):
         return []
-    return sorted(name for name in open_checkpoint(source).names() if described.is_further(name))
+    return sorted(name for name in open_checkpoint(source).names() if described.is_mtp(name))
 
 
 def _schedule_pieces(
@@ -389,7 +389,7 @@ def _finish(
         total_bytes += copy_tensors(source, target / FURTHER, extra_tensors)
         files = {**files, FURTHER: extra_tensors}
 
-    # Further files make an index necessary.
+    # More than one file needs an index.
     if len(files) > 1:
         write_index(target, files, total_bytes)
     if source is not None:

@@ -85,7 +85,7 @@ def dense_shapes(
 
 
 def expert_shapes(model: PretrainedModel, layout: ParallelLayout, layers: list[int]) -> Shapes:
-    """Return the shapes of the parameters of a rank's experts, where each expert is a module of its own."""
+    """Return the shapes of the parameters of a rank's experts, where each expert is a separate module."""
     shapes: Shapes = {}
     for layer in layers:
         weights = [weight for weight in model.weights(layer) if weight.expert]

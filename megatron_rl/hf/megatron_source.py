@@ -102,7 +102,7 @@ class MegatronFiles:
             # Coordinates of the overlap, counted from the start of the box.
             box_start = [low - first for low, first in zip(overlap[0], box.start, strict=True)]
             stored = self._stored(box, box_start, overlap[1])
-            # The first piece tells the stored dtype.
+            # The stored dtype is known from the first piece.
             if values is None:
                 values = torch.empty(tuple(size), dtype=stored.dtype)
             _within(values, start, overlap).copy_(stored)
@@ -212,7 +212,7 @@ class BufferFiles(MegatronFiles):
             self._boxes[box.name].append(box)
 
     def with_state(self, state: str) -> BufferFiles:
-        """Return a source of another optimizer state, from the same ranges of its own buffers."""
+        """Return a source of another optimizer state, whose buffers have the same layout."""
         source = copy(self)
         source._state = state
         return source
@@ -284,7 +284,7 @@ def _load_tensor(content: bytes, chunk: Chunk, path: Path) -> Tensor:
         if isinstance(value, Tensor) and value.numel() == math.prod(chunk.size):
             return value.detach().view(chunk.size)
         problem = f"{type(value).__name__} of {getattr(value, 'shape', 'another size')}"
-    except Exception as error:  # whatever damaged bytes lead to
+    except Exception as error:  # damaged bytes may raise any exception
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
 
     raise UserError(

@@ -144,7 +144,7 @@ def _assign_sources(parameters: Mapping[str, Tensor], groups: Any) -> dict[str, 
     dense_bytes = [0] * groups.data_context.size()
     expert_bytes = [0] * groups.expert_data.size()
     for storage, parameter in parameters.items():
-        # Experts are replicated over a group of their own.
+        # Experts are replicated over another group than the dense parameters.
         if is_expert_parameter(storage):
             group = groups.expert_data
             bytes_by_rank = expert_bytes
@@ -211,7 +211,7 @@ def fingerprint(path: str | Path, dtype: torch.dtype) -> str:
 
 def require_finite(values: Tensor, name: str, files: Checkpoint) -> None:
     """Raise UserError if any weight is NaN or infinite."""
-    # The extremes show it in one pass, without a copy.
+    # Minimum and maximum show NaN and infinities in one pass, without a copy: aminmax propagates NaN.
     if values.numel() == 0 or all(bool(end.isfinite()) for end in values.aminmax()):
         return
     raise UserError(

@@ -1,4 +1,4 @@
-"""One low-rank adapter on one of Megatron's linear layers, cut over tensor-parallel ranks as the layer is.
+"""One low-rank adapter on one of Megatron's linear layers, sharded over tensor-parallel ranks like it.
 
 The layer computes W x, the adapter adds scale * B (A x). Where the rows of W are cut (Megatron's
 ColumnParallelLinear: linear_qkv, linear_fc1), B is cut by rows and every rank has all of A. Where the columns
@@ -72,7 +72,7 @@ class Adapter(nn.Module):
         group: Any,
         sequence_parallel: bool,
     ) -> None:
-        """Set how the layer is cut over a tensor-parallel group, and mark the factors for Megatron.
+        """Set how the layer is sharded over a tensor-parallel group, and mark the factors for Megatron.
 
         ``tensor_model_parallel`` makes the gradient norm count a shard on every rank; ``sequence_parallel``
         makes finalize_model_grads sum the partial gradients of the factor that every rank has.
@@ -85,7 +85,7 @@ class Adapter(nn.Module):
         setattr(replicated, "sequence_parallel", self.sequence_parallel)
 
     def cut_expert(self, columns: bool, group: Any) -> None:
-        """Set how an expert's layer is cut over its tensor-parallel group, and mark the factors for Megatron.
+        """Set how an expert's layer is sharded over its tensor-parallel group; mark the factors for Megatron.
 
         Tensor-parallel ranks may hold different experts: the gradient norm must count a parameter on every
         rank (``tensor_model_parallel``), unless the rank is not the first of its expert's group (``shared``).
@@ -99,7 +99,7 @@ class Adapter(nn.Module):
         setattr(replicated, "shared", group.rank() > 0)
 
     def _shard_and_replicated(self) -> tuple[nn.Parameter, nn.Parameter]:
-        """Return the factor that is cut over the group and the one that every rank has."""
+        """Return the factor that is sharded over the group and the one that every rank has."""
         return (self.A, self.B) if self.columns else (self.B, self.A)
 
     def partial_gradient(self) -> Tensor | None:

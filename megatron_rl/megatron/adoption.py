@@ -73,19 +73,20 @@ def require_set_up(model: Any, optimizer: Any, scheduler: Any) -> None:
         got = ", ".join(type(chunk).__name__ for chunk in chunks)
         if not isinstance(model, Sequence):
             got += " outside of a list"
-        errors.append(_not_megatrons("model", "a list of chunks, each in Megatron-Core's DDP", got))
+        errors.append(_wrong_type("model", "a list of chunks, each in Megatron-Core's DDP", got))
     if not isinstance(optimizer, MegatronOptimizer):
         got = type(optimizer).__name__
-        errors.append(_not_megatrons("optimizer", "what get_megatron_optimizer made", got))
+        errors.append(_wrong_type("optimizer", "what get_megatron_optimizer made", got))
     if not hasattr(scheduler, "step"):
         got = type(scheduler).__name__
-        errors.append(_not_megatrons("scheduler", "an OptimizerParamScheduler", got))
+        errors.append(_wrong_type("scheduler", "an OptimizerParamScheduler", got))
 
     if errors:
         raise UserErrors(errors)
 
 
-def _not_megatrons(name: str, expected: str, got: str) -> UserError:
+def _wrong_type(name: str, expected: str, got: str) -> UserError:
+    """Return the error of a result of the training script that is of another type than Megatron's."""
     return UserError(
         f"the training script's {name} is not one of Megatron's",
         where=name,

@@ -26,7 +26,7 @@ _megatron_exchanges: dict[str, Any] = {}
 
 
 def prepare_experts() -> None:
-    """Define what Megatron-Core's router and dispatcher leave undefined on this machine. May be repeated."""
+    """Define what Megatron-Core's router and dispatcher leave undefined on this machine. Idempotent."""
     utilities: Any = moe_utils
     if not hasattr(utilities, "te_general_gemm"):
         # Megatron defines the name only where Transformer Engine has it; the router compares it with None.

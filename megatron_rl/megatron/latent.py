@@ -15,7 +15,7 @@ from megatron_rl.megatron.layers import PackedRotaryEmbedding, RowAttention
 
 
 def allow_without_transformer_engine() -> None:
-    """Clear Megatron's flag of Transformer Engine for latent attention if it is absent. May be repeated."""
+    """Clear Megatron's flag of Transformer Engine for latent attention if it is absent. Idempotent."""
     if not has_transformer_engine():
         module: Any = multi_latent_attention
         module.HAVE_TE = False

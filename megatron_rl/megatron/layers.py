@@ -70,7 +70,7 @@ def warn_of_unfused_attention() -> None:
 
 
 def _refusals(backends: Mapping[str, Any]) -> str:
-    """Let Transformer Engine choose its kernel again, and return the reasons that it logs for the choice.
+    """Make Transformer Engine choose its attention kernel again; return the reasons that it logs.
 
     It logs them at a level that is off by default.
     """
@@ -462,7 +462,7 @@ def _in_group(function: Callable[..., Any], group: Any, *args: Any, **kwargs: An
 
 
 def allow_shared_heads() -> None:
-    """Support fewer key-value heads than tensor-parallel ranks, by sharing heads. May be repeated.
+    """Support fewer key-value heads than tensor-parallel ranks, by sharing heads. Idempotent.
 
     Megatron then gathers the ranks' projections, and selects this rank's by its index in the process-global
     group, unless its version passes the attention's own. `bind_tensor_group` provides that group instead.

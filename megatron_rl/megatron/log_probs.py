@@ -83,7 +83,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor,
         shard: VocabularyShard, chunk: int, reduce_hidden_gradient: bool, support: Support | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        # The kernel knows neither truncated supports nor capped logits.
+        # The kernel implements neither truncated supports nor capped logits.
         if support is None and shard.cap is None and kernel_applies(hidden, weight):
             stats = kernel_statistics(hidden, weight, targets, temperature, shard)
         else:
@@ -183,7 +183,7 @@ def chunked_statistics(
     stats = []
     for begin in range(0, len(hidden), chunk):
         span = slice(begin, begin + chunk)
-        # Not bound to a name: the next chunk's logits must not be allocated beside these.
+        # Not bound to a name, so that these logits are freed before the next chunk's are allocated.
         stats.append(
             _statistics(
                 _logits(hidden[span], weight, temperature[span], shard, support, span),
@@ -222,7 +222,7 @@ def kernel_statistics(
 
 
 def kernel_applies(hidden: Tensor, weight: Tensor) -> bool:
-    """Return whether the Triton kernel takes these tensors: half precision, on a card where it works."""
+    """Return whether the Triton kernel can be used: half precision, on a GPU on which it is correct."""
     if device.on_host() or device.simulated() or importlib.util.find_spec("triton") is None:
         return False
     from megatron_rl.megatron.log_probs_triton import FAST
@@ -234,7 +234,7 @@ def kernel_applies(hidden: Tensor, weight: Tensor) -> bool:
 
 @functools.cache
 def kernel_works(dtype: torch.dtype) -> bool:
-    """Return whether the kernel's forward and backward pass are right on this machine; warn if not.
+    """Return whether the kernel's forward and backward pass are correct on this machine; warn if not.
 
     Tested once per process and dtype on a small problem, before training relies on it.
     """
@@ -326,7 +326,7 @@ def _logits(
         logits = logits.div_(shard.cap).tanh_().mul_(shard.cap)
     logits = logits.div_(temperature[:, None])
 
-    # Rows of the weight behind the last token pad the vocabulary.
+    # Rows of the weight after the last token pad the vocabulary.
     row_count = shard.size - shard.start
     if row_count < len(weight):
         logits[:, max(row_count, 0) :] = _MASKED

@@ -21,7 +21,7 @@ FAST = (torch.bfloat16, torch.float16)
 MASKED = -1e30
 """Logit of an absent row: finite, so that probability * logit is 0 and not NaN."""
 PROGRAMS = 256
-"""Programs to run at once if there is enough work: more than any card has processors."""
+"""Programs to run at once if there is enough work: more than any GPU has multiprocessors."""
 
 
 @triton.jit

@@ -76,7 +76,7 @@ def attach_adapters(
     groups = model.groups
     settings = model.transformer_config
 
-    # The base is frozen; a scalar head trains beside the adapters.
+    # Freeze the base. A scalar head is trained together with the adapters.
     for chunk in model.chunks:
         chunk.requires_grad_(False)
         head = _scalar_head(model, chunk)
@@ -112,7 +112,7 @@ def attach_adapters(
             linear.adapter = nn.ModuleList(
                 make_adapter(f"{name}.{number}", weight) for number, weight in enumerate(weights)
             )
-        # First of the layer's hooks: others, such as Gemma's norm behind the layer, must see the sum.
+        # Before the layer's other hooks: Gemma's norm after the layer, for instance, must see the sum.
         linear.register_forward_hook(add_adapter_output, prepend=True)
 
     if trainable and settings.recompute_granularity is not None and model.chunks[0].pre_process:
@@ -137,7 +137,7 @@ def share_base(model: ParallelModel, base_model: ParallelModel) -> None:
 
 
 def _scalar_head(model: ParallelModel, chunk: Any) -> Tensor | None:
-    """Return the weight of a scalar head, which trains beside adapters; None without one."""
+    """Return the weight of a scalar head, which is trained together with adapters; None without one."""
     if not model.spec.model.shape.scalar_head or not chunk.post_process:
         return None
     return chunk.output_layer.weight
@@ -161,7 +161,7 @@ def start_adapters(model: ParallelModel, seed: int, initial: TensorSource | None
         elif box.name.endswith("lora_B.weight"):
             view.zero_()
         else:
-            # Every rank draws the complete tensor and takes its slice, so that layouts start alike.
+            # Every rank draws the complete tensor and takes its slice, so values do not depend on the layout.
             ranges = zip(box.start, box.size, strict=True)
             slices = tuple(slice(start, start + size) for start, size in ranges)
             view.copy_(_new_values(box.name, shapes[box.name], seed)[slices])
@@ -357,7 +357,7 @@ def remove_adapters(model: ParallelModel) -> list[tuple[Any, Any]]:
 
 @contextmanager
 def without_adapters(model: ParallelModel | None) -> Iterator[None]:
-    """Present a model as one without adapters inside the block, its weights merged copies.
+    """Treat a model as one without adapters inside the block, with merged copies of its weights.
 
     A model without adapters is unchanged. Do not train inside the block.
     """
@@ -422,8 +422,8 @@ def sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
             name = global_name(model, f"{adapter_name}.{factor}")
             key, expert_row = _checkpoint_key(model, name)
 
-            # Which dimension is cut, behind the dimension of experts, or which rank saves a replicated
-            # factor.
+            # A sharded factor: which dimension is cut, counted after the dimension of experts. A replicated
+            # factor: which rank saves it.
             is_replicated = adapter.columns == (factor == "B")
             tensor_cut: tuple[tuple[int, int, int], ...] = ()
             replica = (0, tensor_rank, data_group.rank())

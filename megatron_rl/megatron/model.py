@@ -70,7 +70,7 @@ class ParallelModel:
 
     ``wrapped`` are the chunks as the schedule runs them: Megatron's DDP wrappers where the model trains,
     else the chunks themselves. ``routing`` is None if expert routing is neither recorded nor replayed,
-    ``adapters`` if no layer has an adapter. ``takes_rows`` is False if a user's own attention stands among
+    ``adapters`` if no layer has an adapter. ``takes_rows`` is False if a user's own attention is among
     Transformer Engine's layers: it gets Megatron's row boundaries (THD) instead of `PackedRows`. Raises
     UserError if context parallelism would cut the rows of such attention.
     """
@@ -106,7 +106,7 @@ class ParallelModel:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Enable calls of Megatron inside the block, on any device; a user's code sees the role's groups."""
+        """Allow calls of Megatron inside the block on any device; a provider's code gets role groups."""
         groups = nullcontext() if self.provider is None else self.provider.scope(self.groups)
         with device.megatron_mode(), groups:
             yield
@@ -177,7 +177,7 @@ class ParallelModel:
         shards = layout.context
         shard = coordinates.context
 
-        # Sequence parallelism cuts each context-parallel shard further.
+        # Sequence parallelism divides each context-parallel shard further.
         if self.transformer_config.sequence_parallel:
             shards *= layout.tensor
             shard = shard * layout.tensor + coordinates.tensor
@@ -212,8 +212,8 @@ class ParallelModel:
         shape = self.spec.model.shape
         sequence_parallel = self.transformer_config.sequence_parallel
         if sequence_parallel:
-            # The vocabulary is cut over the ranks, so each has a partial gradient of the states to sum. The
-            # scalar head is not: gradients are equal on all ranks, and a sum would count them tp times.
+            # The vocabulary is sharded over the ranks, so each has a partial gradient of the states to sum.
+            # The scalar head is not: gradients are equal on all ranks, and a sum would count them tp times.
             states = gather_from_sequence_parallel_region(
                 states, tensor_parallel_output_grad=not shape.scalar_head, group=self.groups.tensor
             )

@@ -63,7 +63,7 @@ class ModelSpec:
     """Arguments of GPTModel, apart from the layer spec and the pipeline stage."""
 
     transformer_config: TransformerConfig
-    stated: frozenset[str]
+    set_fields: frozenset[str]
     """Fields of ``transformer_config`` that the model, the layout and the role set."""
     gpt_kwargs: Mapping[str, Any]
     """Further keyword arguments of GPTModel."""

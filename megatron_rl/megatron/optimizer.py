@@ -164,19 +164,20 @@ class Optimizer:
         with torch.no_grad():  # shards may be views of weights that have been written since
             self.megatron.reload_model_params()
 
-    def step(self, more: bool = False) -> Metrics:
+    def step(self, has_next: bool = False) -> Metrics:
         """Clip gradients, update the weights and advance the learning rate.
 
-        With ``more`` the next use of the weights is the forward pass of a further step, which may gather
-        them itself. Raises FloatingPointError for gradients that are not finite. Returns ``grad_norm``
-        (before clipping) and ``learning_rate``. Collective over the model's ranks.
+        With ``has_next`` the weights are next read by the forward pass of another optimizer step, which
+        gathers them itself where overlap_param_gather is set. Raises FloatingPointError for gradients that
+        are not finite. Returns ``grad_norm`` (before clipping) and ``learning_rate``. Collective over the
+        model's ranks.
         """
         learning_rate = self.learning_rate
         with self.model.scope():
             outcome: Any = self.megatron.step()
             # With overlap_param_gather the forward pass gathers the updated shards. Readers outside of it,
             # such as weight sync and checkpoints, need them now.
-            if not more:
+            if not has_next:
                 for wrapped in _chunks(self.model):
                     if wrapped.use_forward_hook:
                         wrapped.start_param_sync(force_sync=True)
@@ -315,8 +316,8 @@ def _on_the_host(settings: MegatronOptimizerConfig) -> Iterator[None]:
     if not settings.optimizer_cpu_offload:
         yield
         return
-    # What Megatron derives for its precision-aware optimizer, which has no master weights on the device. Its
-    # own derivation asks for the version of Transformer Engine, whose optimizer is not used here.
+    # The values that Megatron derives for its precision-aware optimizer, which has no master weights on the
+    # device. Megatron's derivation requires Transformer Engine, whose optimizer is not used here.
     settings.use_precision_aware_optimizer = True
     settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     settings.store_param_remainders = False

@@ -70,12 +70,12 @@ def partition(
     for share in shares:
         bins = _fit([lengths[row] for row in share], tokens_per_microbatch, count)
         if bins is None:
-            return _deal_bins(lengths, data_parallel, tokens_per_microbatch, count, tokens_per_quadratic)
+            return _pack_all_rows(lengths, data_parallel, tokens_per_microbatch, count, tokens_per_quadratic)
         microbatches.append([[share[index] for index in items] for items in bins])
     return microbatches
 
 
-def _deal_bins(
+def _pack_all_rows(
     lengths: Sequence[int],
     ranks: int,
     budget: int,
@@ -206,7 +206,7 @@ class PackedRows(PackedSeqParams):
     """Row boundaries of one packed sequence of T tokens, for attention and rotary embedding.
 
     `PackedAttention` uses ``buckets`` and ``restore``, Transformer Engine's attention ``boundaries``. The
-    ``qkv_format`` "rows" is none of Megatron's, whose own treatment of packed sequences ("thd") is thus
+    ``qkv_format`` "rows" is not one of Megatron's, whose own treatment of packed sequences ("thd") is thus
     skipped.
 
     Example: rows of 2 and 1 tokens have ``positions`` [0, 1, 0], one bucket [[0, 1], [2, 2]] and ``restore``

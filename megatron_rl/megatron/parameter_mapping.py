@@ -65,7 +65,7 @@ def _copy_complete(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None
 def _rows(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None:
     (source,) = sources
     if target.shape == source.shape:
-        # Replicated instead of cut, as Transformer Engine does for latent attention.
+        # Replicated instead of sharded, as Transformer Engine does for latent attention.
         target.copy_(source)
         return
     rows = source.shape[0] // cut.count

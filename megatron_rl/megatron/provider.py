@@ -75,7 +75,7 @@ _COMPARED = frozenset(ABSENT) | {
     "moe_router_enable_expert_bias", "moe_router_topk_scaling_factor", "moe_router_num_groups",
     "moe_router_group_topk", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_expert_capacity_factor",
 }  # fmt: skip
-"""Fields of a provider's TransformerConfig that must have the expected value, beside the run's own."""
+"""Fields of a provider's TransformerConfig that must have the expected value, besides the run's own."""
 _WITHOUT_EFFECT = {
     "init_method_std", "bias_activation_fusion", "bias_dropout_fusion", "moe_grouped_gemm",
     "moe_token_dispatcher_type",
@@ -95,7 +95,7 @@ class Provider:
     Example: ``Provider("my_model.py:build", build, Namespace(num_layers=2))``.
     """
 
-    place: str
+    reference: str
     """Its name in the configuration, ``module:function`` or ``file.py:function``."""
     function: Callable[..., Any]
     """Called with those of `PROVIDER_ARGUMENTS` that it has parameters for; returns a GPTModel."""
@@ -105,9 +105,9 @@ class Provider:
     """Its parameter names -> Megatron's, below ``decoder.layers.N`` or, outside of layers, complete."""
 
     def of(self, spec: ModelSpec) -> Provider:
-        """Return the provider with arguments that match the layout, precision and dropout of a spec."""
+        """Return the provider with Megatron-LM arguments for the layout, precision and dropout of a spec."""
         values = {**vars(self.arguments)}
-        values |= {name: getattr(spec.transformer_config, name) for name in spec.stated}
+        values |= {name: getattr(spec.transformer_config, name) for name in spec.set_fields}
         multiple = values.get("make_vocab_size_divisible_by", 1) * values["tensor_model_parallel_size"]
         values["padded_vocab_size"] = -(-spec.model.shape.vocab // multiple) * multiple
         return replace(self, arguments=Namespace(**values))
@@ -167,13 +167,13 @@ class Provider:
             except Exception as error:  # the user's code may raise anything
                 raise UserError(
                     "the model provider raised an error",
-                    where=f"model.provider {self.place}",
+                    where=f"model.provider {self.reference}",
                     expected=f"a GPTModel for the call with {', '.join(arguments)}",
                     got=f"{type(error).__name__}: {error}",
                     fix="correct the provider; it is called in the role's groups, for one pipeline stage",
                 ) from error
 
-        check_chunk(chunk, f"model.provider {self.place}", pre_process, post_process, spec)
+        check_chunk(chunk, f"model.provider {self.reference}", pre_process, post_process, spec)
         fit_packed_rows(chunk, spec)
         return chunk
 
@@ -217,8 +217,8 @@ def check_chunk(
     config: Any = chunk.config
     unused_fields: set[str] = set()
     if not spec.model.shape.experts:
-        unused_fields = {name for name in spec.stated if "expert" in name}
-    compared_fields = (_COMPARED | spec.stated) - _WITHOUT_EFFECT - _SCHEDULED - unused_fields
+        unused_fields = {name for name in spec.set_fields if "expert" in name}
+    compared_fields = (_COMPARED | spec.set_fields) - _WITHOUT_EFFECT - _SCHEDULED - unused_fields
     for name in sorted(compared_fields):
         expected = getattr(spec.transformer_config, name, None)
         got = getattr(config, name, None)

@@ -120,7 +120,7 @@ class Residency:
         return {key: storage for key, storage in storages.items() if key not in base_weights}
 
     def _state_storages(self) -> dict[int, Any]:
-        """Return the optimizer's storages that are not the weights' own, as views of float32 weights are."""
+        """Return the optimizer's storages without those of float32 weights, which main weights may view."""
         weights = {_identity(value) for value in _weights(self.model)}
         storages = _storages(_optimizer_states(self.optimizer))
         return {key: storage for key, storage in storages.items() if key not in weights}

@@ -86,7 +86,7 @@ def build_microbatches(
     before: bool = True,
     unit: int = 1,
 ) -> tuple[list[MicroBatch], Metrics]:
-    """Cut this rank's data-parallel share of ``batch`` into packed micro-batches.
+    """Split this rank's data-parallel share of ``batch`` into packed micro-batches.
 
     ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B]; ``support_sizes`` and ``support``
     where sampling was truncated; ``experts`` where routers replay recorded choices. ``select`` [N] bool
@@ -151,7 +151,7 @@ def _pack(
     selected = mask.nonzero()[:, 0]
     temperature = torch.repeat_interleave(batch.temperature[row_index], lengths)
 
-    # Pad to the layout's multiple; a micro-batch without rows is all padding, for the pipeline needs it too.
+    # Pad to the layout's multiple; a micro-batch without rows is all padding: the pipeline needs it, too.
     multiple = model.token_multiple
     padding = -len(tokens) % multiple
     if not rows:
@@ -160,7 +160,7 @@ def _pack(
     if padding:
         packed_lengths.append(padding)
 
-    # Context-parallel ranks take equal, contiguous shards, each with the outputs of its own hidden states.
+    # Context-parallel ranks take equal, contiguous shards and compute the outputs of their hidden states.
     context_rank = model.groups.coordinates.context
     shards = torch.nn.functional.pad(tokens, (0, padding)).chunk(layout.context)
     inputs = shards[context_rank]
@@ -257,7 +257,7 @@ def _recorded_experts(model: ParallelModel, micros: Sequence[MicroBatch]) -> lis
     groups = model.groups
     assert routing is not None, "experts are recorded only by a model whose routing is watched"
 
-    # A rank knows its own tokens (a shard under sequence and context parallelism) in its own layers. The
+    # A rank records its own tokens (a shard under sequence and context parallelism) in its own layers. The
     # other entries are zero, so sums over these groups assemble the table. Without sequence parallelism all
     # tensor ranks route the same tokens: a sum over them would count each choice more than once.
     sum_groups = [groups.context, groups.pipeline]
@@ -366,7 +366,7 @@ def _run(
     interleaved = layout.virtual_pipeline > 1
     config.finalize_model_grads_func = None if forward_only else _finalize_gradients
 
-    # Each virtual stage walks through the micro-batches with an iterator of its own.
+    # Each virtual stage consumes a separate iterator over the micro-batches.
     iterators = [iter(micros) for _ in model.wrapped]
     chunks: Any = model.wrapped
     data_iterator: Any = iterators

@@ -132,7 +132,7 @@ def _layout_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, An
 def role_settings(
     layout: ParallelLayout, recompute: str = "none", overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the fields that a role sets beside its model's: recompute, the user's own, the schedule's."""
+    """Return the fields that a role adds to its model's: recompute, the user's own, the schedule's."""
     settings: dict[str, Any] = {}
     if recompute == "full":
         settings |= {

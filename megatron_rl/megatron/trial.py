@@ -74,7 +74,7 @@ def _config_classes() -> tuple[Any, Any, Any]:
     assert specification is not None and specification.submodule_search_locations
     folders = [Path(folder) for folder in specification.submodule_search_locations]
 
-    # Empty packages, which find their modules and import nothing themselves.
+    # Stand-ins for packages: their modules can be imported without running any __init__.py.
     for package in _PACKAGES:
         module = types.ModuleType(f"megatron.core{package}")
         module.__path__ = [str(folder / f"core{package.replace('.', '/')}") for folder in folders]
@@ -85,7 +85,7 @@ def _config_classes() -> tuple[Any, Any, Any]:
     # Nothing runs here, and importing the compiler takes longer than everything else.
     setattr(torch, "compile", lambda function=None, **_: function or (lambda decorated: decorated))
 
-    # Megatron's modules import each other in a circle, which can be entered here.
+    # Megatron's modules have circular imports, which work if this one is imported first.
     import megatron.core.parallel_state  # noqa: F401
     from megatron.core.optimizer.optimizer_config import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig

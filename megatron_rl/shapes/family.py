@@ -35,7 +35,7 @@ class ConfigReader:
 
     config: Mapping[str, Any]
     """The values of config.json."""
-    place: str = "config.json"
+    file: str = "config.json"
     """File that errors name."""
     errors: list[UserError] = field(default_factory=list)
     """Missing and unsupported values."""
@@ -43,7 +43,9 @@ class ConfigReader:
     def get(self, key: str, default: Any = None) -> Any:
         """Return a value, or the default for an absent or null one."""
         value = self.config.get(key)
-        return default if value is None else value
+        if value is None:
+            return default
+        return value
 
     def size(self, key: str, default: int | None = None) -> int:
         """Return a positive integer; record an error and return 1 for anything else."""
@@ -51,12 +53,16 @@ class ConfigReader:
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST:
             return value
 
+        # A size of 1 lets the reading continue, so that one pass reports every error.
+        got = repr(value)[:80]
+        if value is None:
+            got = "nothing"
         self.errors.append(
             UserError(
                 f"the model's config.json has no usable `{key}`",
-                where=f"{self.place}: {key}",
+                where=f"{self.file}: {key}",
                 expected="a positive integer",
-                got="nothing" if value is None else repr(value)[:80],
+                got=got,
                 fix="copy config.json again from the checkpoint",
             )
         )
@@ -64,7 +70,9 @@ class ConfigReader:
 
     def count(self, key: str) -> int:
         """Return a positive integer, or 0 for an absent, null or zero value."""
-        return self.size(key) if self.config.get(key) else 0
+        if not self.config.get(key):
+            return 0
+        return self.size(key)
 
     def flag(self, key: str) -> bool:
         """Return a truth value; absent is false."""
@@ -75,7 +83,7 @@ class ConfigReader:
         self.errors.append(
             UserError(
                 message,
-                where=f"{self.place}: {key}",
+                where=f"{self.file}: {key}",
                 expected=expected,
                 got=_as_json(self.config.get(key)),
                 fix=fix,
@@ -176,7 +184,8 @@ class Family:
             "tied": reader.flag("tie_word_embeddings") and not scalar,
             "scalar_head": scalar,
         }
-        result = ModelShape(**{**common, **sliding(reader, sizes["layers"]), **self.structure(reader)})
+        windows = sliding_window_fields(reader, sizes["layers"])
+        result = ModelShape(**{**common, **windows, **self.structure(reader)})
 
         # Megatron has one setting for both biases, add_bias_linear.
         if result.output_bias != result.mlp_bias:
@@ -245,7 +254,7 @@ def rope_types(config: Mapping[str, Any]) -> list[str]:
     return [str(values.get("rope_type", "default")) for values in parameters]
 
 
-def sliding(reader: ConfigReader, layers: int) -> Fields:
+def sliding_window_fields(reader: ConfigReader, layers: int) -> Fields:
     """Read the layers that attend to a sliding window, and the window's size in tokens."""
     window = reader.config.get("sliding_window")
     if not window or reader.config.get("use_sliding_window") is False:
@@ -259,7 +268,10 @@ def sliding(reader: ConfigReader, layers: int) -> Fields:
         pattern = reader.size("sliding_window_pattern")
         indices = [layer for layer in range(layers) if (layer + 1) % pattern]
     else:
-        first = int(reader.get("max_window_layers", 0)) if reader.flag("use_sliding_window") else 0
+        # Without ``use_sliding_window`` the window applies to every layer.
+        first = 0
+        if reader.flag("use_sliding_window"):
+            first = int(reader.get("max_window_layers", 0))
         indices = list(range(first, layers))
 
     if not indices:
@@ -267,7 +279,7 @@ def sliding(reader: ConfigReader, layers: int) -> Fields:
     return {"sliding_window": reader.size("sliding_window"), "sliding_layers": tuple(indices)}
 
 
-def experts(reader: ConfigReader, count: str, width: str, dense_layers: tuple[int, ...] = ()) -> Fields:
+def expert_fields(reader: ConfigReader, count: str, width: str, dense_layers: tuple[int, ...] = ()) -> Fields:
     """Read a mixture of experts; ``count`` and ``width`` are the keys of the experts' number and width."""
     return {
         "experts": reader.size(count),
@@ -284,10 +296,10 @@ def attention_bias(reader: ConfigReader) -> Fields:
 
 
 def shared_experts(reader: ConfigReader) -> Fields:
-    """Read routed and shared experts behind dense first layers, as DeepSeek and GLM have them."""
+    """Read the routed and shared experts of DeepSeek and GLM, whose first layers are dense."""
     dense_layers = tuple(range(reader.count("first_k_dense_replace")))
     return {
-        **experts(reader, "n_routed_experts", "moe_intermediate_size", dense_layers),
+        **expert_fields(reader, "n_routed_experts", "moe_intermediate_size", dense_layers),
         "shared_width": reader.size("moe_intermediate_size") * reader.count("n_shared_experts"),
     }
 
@@ -303,7 +315,7 @@ def biased_router() -> Fields:
     }
 
 
-def gemma(reader: ConfigReader) -> Fields:
+def gemma_structure(reader: ConfigReader) -> Fields:
     """Read the structure that Gemma 2 and 3 have in common."""
     reader.allow("use_bidirectional_attention", None, False)
     return {**attention_bias(reader), "sandwich_norms": True}
@@ -318,7 +330,7 @@ def gemma_megatron(config: Mapping[str, Any]) -> Fields:
     }
 
 
-def deepseek(reader: ConfigReader) -> Fields:
+def deepseek_structure(reader: ConfigReader) -> Fields:
     """Read latent attention and experts, as DeepSeek V2 and V3 have them."""
     reader.allow("attention_bias", False, None)
 
@@ -337,13 +349,19 @@ def deepseek(reader: ConfigReader) -> Fields:
 def deepseek_megatron(config: Mapping[str, Any]) -> Fields:
     """Return Megatron's settings for DeepSeek's router and rotary angles."""
     rope = rope_parameters(config)
+    rope_type = "rope"
+    scaling_factor = 1.0
     yarn = rope.get("rope_type", "default") == "yarn"
+    if yarn:
+        rope_type = "yarn"
+        scaling_factor = rope.get("factor", 1.0)
+
     settings: Fields = {
         "moe_router_topk_scaling_factor": config["routed_scaling_factor"],
         "moe_router_dtype": "fp32",
-        "rope_type": "yarn" if yarn else "rope",
+        "rope_type": rope_type,
         "rotary_base": rope["rope_theta"],
-        "rotary_scaling_factor": rope.get("factor", 1.0) if yarn else 1.0,
+        "rotary_scaling_factor": scaling_factor,
     }
     if yarn:
         names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")

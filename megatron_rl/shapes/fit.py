@@ -118,8 +118,12 @@ def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") 
 def _width_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
     """Return an error for each MLP width that its tensor-parallel size does not divide."""
     # A width of 0 is divisible by every size.
-    dense_width = shape.mlp_width if shape.moe_layers < shape.layers else 0
-    expert_width = shape.expert_width if shape.experts else 0
+    dense_width = 0
+    if shape.moe_layers < shape.layers:
+        dense_width = shape.mlp_width
+    expert_width = 0
+    if shape.experts:
+        expert_width = shape.expert_width
     widths = [
         ("MLP width", dense_width, "tensor"),
         ("shared experts' width", shape.shared_width, "tensor"),

@@ -64,7 +64,9 @@ class Gpu:
 
     def peak(self, precision: str) -> float:
         """Return the dense peak of a precision in FLOP/s."""
-        return self.fp8_flops if precision == "fp8" else self.bf16_flops
+        if precision == "fp8":
+            return self.fp8_flops
+        return self.bf16_flops
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,16 @@ class Constants:
 
     def gpu(self, name: str) -> Gpu:
         """Return a GPU by name or alias; raises UserError with the nearest name for an unknown one."""
-        key = name if name in self.gpus else self.aliases.get(name.lower())
+        # A name of the table is exact; aliases match in any case.
+        key: str | None = name
+        if name not in self.gpus:
+            key = self.aliases.get(name.lower())
+
         if key is None:
             guess = nearest(name.lower(), list(self.aliases))
-            suggestion = f"did you mean {guess}? " if guess else ""
+            suggestion = ""
+            if guess:
+                suggestion = f"did you mean {guess}? "
             raise UserError(
                 f"unknown GPU {name!r}",
                 where="cluster.gpu",
@@ -134,6 +142,8 @@ class Constants:
         """
         gpu_type = self.gpu(gpu)
         per_node = int(gpus_per_node or gpu_type.gpus_per_node)
+
+        # From gigabits to bytes; the GPUs of a node share its bandwidth.
         network = gpu_type.network
         if gigabits_per_node is not None:
             network = float(gigabits_per_node) / 8 * GB / per_node
@@ -189,12 +199,12 @@ def _gpu(name: str, data: Mapping[str, Any]) -> Gpu:
     )
 
 
-def packaged() -> dict[str, Any]:
+def packaged_constants() -> dict[str, Any]:
     """Return the packaged constants.json as a plain mapping."""
     return json.loads(resources.files("megatron_rl.shapes").joinpath("constants.json").read_text())
 
 
-def merged(base: Mapping[str, Any], override: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def merge_constants(base: Mapping[str, Any], override: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return constants with the values of an override, level by level; ``prefix`` is the path of this level.
 
     New GPUs may be added under ``gpus`` with every field of a packaged one. Raises UserError with the nearest
@@ -209,7 +219,7 @@ def merged(base: Mapping[str, Any], override: Mapping[str, Any], prefix: str = "
         # A new GPU has no packaged values: any GPU gives the fields and their orders of magnitude.
         if prefix == "gpus." and key not in base:
             fields = next(iter(base.values()))
-            result[key] = merged(fields, {"aliases": [], **_object(value, path)}, f"{path}.")
+            result[key] = merge_constants(fields, {"aliases": [], **_object(value, path)}, f"{path}.")
             undefined = sorted(set(fields) - set(value) - {"aliases"})
             if undefined:
                 raise _value_error(path, f"every field of a GPU; missing: {', '.join(undefined)}", value)
@@ -217,17 +227,20 @@ def merged(base: Mapping[str, Any], override: Mapping[str, Any], prefix: str = "
 
         if key not in base:
             guess = nearest(key, list(base))
+            fix = "see megatron_rl/shapes/constants.json"
+            if guess:
+                fix = f"did you mean {guess}?"
             raise UserError(
                 f"unknown planner constant {path!r}",
                 where=path,
                 expected="a name from constants.json",
                 got=key,
-                fix=f"did you mean {guess}?" if guess else "see megatron_rl/shapes/constants.json",
+                fix=fix,
             )
 
         packaged_value = base[key]
         if isinstance(packaged_value, Mapping):
-            result[key] = merged(packaged_value, _object(value, path), f"{path}.")
+            result[key] = merge_constants(packaged_value, _object(value, path), f"{path}.")
         else:
             result[key] = _checked_value(value, packaged_value, path)
     return result
@@ -249,7 +262,9 @@ def _checked_value(value: Any, packaged_value: Any, path: str) -> Any:
         return value
 
     low = packaged_value / _LARGEST_FACTOR
-    high = packaged_value * _LARGEST_FACTOR if packaged_value else _LARGEST_FACTOR
+    high = packaged_value * _LARGEST_FACTOR
+    if not packaged_value:
+        high = _LARGEST_FACTOR
     if "_seconds" in path:
         low = 0.0  # an overhead may be absent altogether
 
@@ -262,8 +277,11 @@ def _checked_value(value: Any, packaged_value: Any, path: str) -> Any:
 
 def _value_error(path: str, expected: str, value: Any) -> UserError:
     """Return the error of a constant, or with an empty ``path`` of a complete constants file."""
+    problem = "no constants can be read"
+    if path:
+        problem = f"the planner constant {path!r} cannot have this value"
     return UserError(
-        f"the planner constant {path!r} cannot have this value" if path else "no constants can be read",
+        problem,
         where=path or "--constants",
         expected=expected,
         got=json.dumps(value)[:200],
@@ -274,10 +292,13 @@ def _value_error(path: str, expected: str, value: Any) -> UserError:
 def build(data: Mapping[str, Any]) -> Constants:
     """Convert the mapping of constants.json to `Constants`."""
     gpus = {name: _gpu(name, fields) for name, fields in data["gpus"].items()}
+
+    # A GPU is found by its name and its aliases, in any case.
     aliases = {name.lower(): name for name in gpus}
     for name, fields in data["gpus"].items():
         aliases |= {alias.lower(): name for alias in fields.get("aliases", ())}
 
+    # The constants of one engine are separate from those that all engines share.
     engines = {name: SimpleNamespace(**fields) for name, fields in data["decode"]["engines"].items()}
     decode = SimpleNamespace(**{name: value for name, value in data["decode"].items() if name != "engines"})
 
@@ -295,7 +316,7 @@ def build(data: Mapping[str, Any]) -> Constants:
 @lru_cache(maxsize=8)
 def load_constants(override: str | None = None) -> Constants:
     """Load the packaged constants with the values of an override file (JSON of the same structure)."""
-    data = packaged()
+    data = packaged_constants()
     if override is not None:
         path = Path(override)
         if not path.is_file():
@@ -311,5 +332,5 @@ def load_constants(override: str | None = None) -> Constants:
             override_values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise _value_error("", f"a JSON object in {path}", str(error)) from error
-        data = merged(data, _object(override_values, ""))
+        data = merge_constants(data, _object(override_values, ""))
     return build(data)

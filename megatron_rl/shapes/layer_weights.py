@@ -96,10 +96,12 @@ class Weight:
 
         if self.cut in ("whole", "stacked"):
             return (rows, *trailing)
+        # The vocabulary is padded until all ranks have equally many rows.
         if self.cut == "vocabulary":
             return (-(-rows // shards), *trailing)
         if self.cut == "columns":
             return (rows, trailing[0] // shards)
+        # All other cuts divide the rows.
         return (rows // shards, *trailing)
 
 
@@ -115,7 +117,9 @@ def layer_weights(shape: ModelShape, linear: bool, experts: bool) -> tuple[Weigh
     else:
         attention = _attention(shape)
 
-    mlp = _mixture(shape) if experts else _mlp(shape)
+    mlp = _mlp(shape)
+    if experts:
+        mlp = _mixture(shape)
     return (*_norms(shape), *attention, *mlp)
 
 
@@ -137,6 +141,8 @@ def outer_weights(shape: ModelShape, first: bool, last: bool) -> tuple[Weight, .
 
     if last:
         weights += _norm(shape, "decoder.final_layernorm", "model.norm")
+
+        # A tied output layer on a separate last stage is a copy: the embedding is on the first stage's ranks.
         output = "output_layer.weight"
         if shape.scalar_head:
             weights.append(Weight(output, "whole", (Source(SCALAR, (1, shape.hidden)),)))
@@ -156,7 +162,7 @@ def _norm(shape: ModelShape, name: str, source: str, fused: str = "") -> Iterato
 
 def _norms(shape: ModelShape) -> Iterator[Weight]:
     """Yield the norms of a layer: two before attention and MLP, or four around them (sandwich norms)."""
-    # Transformer Engine fuses a norm into the linear layer behind it.
+    # Transformer Engine fuses a norm into the linear layer that follows.
     fused_attention = "self_attention.linear_qkv.layer_norm_weight"
     fused_mlp = "mlp.linear_fc1.layer_norm_weight"
 
@@ -165,18 +171,21 @@ def _norms(shape: ModelShape) -> Iterator[Weight]:
         yield from _norm(shape, "pre_mlp_layernorm", "post_attention_layernorm", fused_mlp)
         return
 
-    # With sandwich norms ``post_attention_layernorm`` is the one behind attention.
+    # With sandwich norms ``post_attention_layernorm`` follows attention; otherwise it is the norm
+    # before the MLP.
     yield from _norm(shape, "self_attention.linear_proj.post_layernorm", "post_attention_layernorm")
     yield from _norm(shape, "pre_mlp_layernorm", "pre_feedforward_layernorm", fused_mlp)
     yield from _norm(shape, "mlp.linear_fc2.post_layernorm", "post_feedforward_layernorm")
 
 
 def _attention(shape: ModelShape) -> Iterator[Weight]:
-    """Yield grouped-query attention: projections, their biases, and the norms of queries and keys."""
+    """Yield the parameters of grouped-query attention: projections, biases, norms of queries and keys."""
     query_rows = shape.heads * shape.head_dim
     key_rows = shape.kv_heads * shape.head_dim
     # An output gate is a second query-sized projection in the same tensor.
-    projected_rows = query_rows * (2 if shape.output_gate else 1)
+    projected_rows = query_rows
+    if shape.output_gate:
+        projected_rows *= 2
     projections: tuple[tuple[str, int, EngineCut], ...] = (
         ("q", projected_rows, "rows"),
         ("k", key_rows, "heads"),
@@ -200,25 +209,26 @@ def _attention(shape: ModelShape) -> Iterator[Weight]:
         bias = Source("self_attn.o_proj.bias", (shape.hidden,))
         yield Weight("self_attention.linear_proj.bias", "whole", (bias,))
 
-    for letter in "qk" if shape.qk_norm else "":
-        norm = Source(f"self_attn.{letter}_norm.weight", (shape.head_dim,))
-        yield Weight(f"self_attention.{letter}_layernorm.weight", "whole", (norm,))
+    # Heads are normalised one by one, with the same weight: every tensor-parallel rank has all of it.
+    if shape.qk_norm:
+        for letter in "qk":
+            norm = Source(f"self_attn.{letter}_norm.weight", (shape.head_dim,))
+            yield Weight(f"self_attention.{letter}_layernorm.weight", "whole", (norm,))
 
 
 def _latent(shape: ModelShape) -> Iterator[Weight]:
-    """Yield multi-head latent attention: DeepSeek-V2 (arXiv 2405.04434), section 2.1."""
+    """Yield the parameters of multi-head latent attention: DeepSeek-V2 (arXiv 2405.04434), section 2.1."""
     query_rows = shape.heads * shape.qk_dim
     latent = shape.kv_lora
 
     def weight(name: str, cut: Cut, source: Source, fused: str = "") -> Weight:
         """Return a parameter of the attention module; ``source`` is named below ``self_attn``."""
         prefix = "self_attention."
-        return Weight(
-            f"{prefix}{name}.weight",
-            cut,
-            (replace(source, name=f"self_attn.{source.name}.weight"),),
-            prefix + fused if fused else "",
-        )
+        fused_name = ""
+        if fused:
+            fused_name = prefix + fused
+        named_source = replace(source, name=f"self_attn.{source.name}.weight")
+        return Weight(f"{prefix}{name}.weight", cut, (named_source,), fused_name)
 
     # Queries: one projection, or down to a latent and up again.
     if not shape.q_lora:
@@ -233,7 +243,7 @@ def _latent(shape: ModelShape) -> Iterator[Weight]:
         )
         yield weight("linear_q_up_proj", "rows", Source("q_b_proj", (query_rows, shape.q_lora), "rows"))
 
-    # Keys and values: down to one latent with the rotary part beside it, and up to all heads.
+    # Keys and values: down to one latent and the rotary part, then up to all heads.
     down = Source("kv_a_proj_with_mqa", (latent + shape.qk_rope, shape.hidden))
     yield weight("linear_kv_down_proj", "latent", down)
     yield weight(
@@ -250,7 +260,7 @@ def _latent(shape: ModelShape) -> Iterator[Weight]:
 
 
 def _delta_net(shape: ModelShape) -> Iterator[Weight]:
-    """Yield a gated delta net (arXiv 2412.06464; transformers qwen3_next), for counts only.
+    """Yield the parameters of a gated delta net (arXiv 2412.06464; transformers qwen3_next), for counts only.
 
     Megatron's names are placeholders: models with these layers are planned, not trained.
     """
@@ -268,10 +278,17 @@ def _delta_net(shape: ModelShape) -> Iterator[Weight]:
 
 
 def _mlp(shape: ModelShape) -> Iterator[Weight]:
-    """Yield a dense MLP with its biases."""
+    """Yield the parameters of a dense MLP with its biases."""
     yield from _mlp_matrices(shape, "mlp.", "mlp.", shape.mlp_width)
     if shape.mlp_bias:
         yield from _mlp_biases(shape, "mlp.", "mlp.", shape.mlp_width)
+
+
+def _inner_projections(shape: ModelShape) -> tuple[tuple[str, ...], Cut]:
+    """Return the checkpoint's projections in Megatron's linear_fc1, and how Megatron shards them."""
+    if shape.gated:
+        return ("gate_proj", "up_proj"), "gate_up"
+    return ("up_proj",), "rows"
 
 
 def _mlp_matrices(
@@ -282,16 +299,15 @@ def _mlp_matrices(
     ``name`` and ``source`` are the prefixes of Megatron's and of the checkpoint's names, ``fused`` is
     Transformer Engine's name with ``{linear}`` for the layer.
     """
-    projections = ("gate_proj", "up_proj") if shape.gated else ("up_proj",)
+    projections, inner_cut = _inner_projections(shape)
     inner = tuple(
         Source(f"{source}{projection}.weight", (width, shape.hidden), "rows") for projection in projections
     )
     outer = (Source(f"{source}down_proj.weight", (shape.hidden, width), "columns"),)
 
-    # ``{expert}`` stays in the name: it is filled in per expert.
+    # Fill in ``{linear}`` only: ``{expert}`` is filled in later, once per expert.
     fused_inner = fused.format(linear="linear_fc1", expert="{expert}")
     fused_outer = fused.format(linear="linear_fc2", expert="{expert}")
-    inner_cut: Cut = "gate_up" if shape.gated else "rows"
     yield Weight(f"{name}linear_fc1.weight", inner_cut, inner, fused_inner, expert)
     yield Weight(f"{name}linear_fc2.weight", "columns", outer, fused_outer, expert)
 
@@ -300,9 +316,8 @@ def _mlp_biases(
     shape: ModelShape, name: str, source: str, width: int, expert: bool = False
 ) -> Iterator[Weight]:
     """Yield the biases of `_mlp_matrices`."""
-    projections = ("gate_proj", "up_proj") if shape.gated else ("up_proj",)
+    projections, inner_cut = _inner_projections(shape)
     inner = tuple(Source(f"{source}{projection}.bias", (width,), "rows") for projection in projections)
-    inner_cut: Cut = "gate_up" if shape.gated else "rows"
     yield Weight(f"{name}linear_fc1.bias", inner_cut, inner, expert=expert)
 
     # Added after the sum over tensor-parallel ranks, so every rank has all of it.
@@ -311,13 +326,15 @@ def _mlp_biases(
 
 
 def _mixture(shape: ModelShape) -> Iterator[Weight]:
-    """Yield a mixture of experts: router, shared experts, and one entry for all routed experts."""
+    """Yield the parameters of a mixture of experts; one entry represents all routed experts of a layer."""
+    # Every rank routes its own tokens, so the router is replicated.
     router = Source("mlp.gate.weight", (shape.experts, shape.hidden))
     yield Weight("mlp.router.weight", "whole", (router,))
     if shape.router_bias:
         bias = Source("mlp.gate.e_score_correction_bias", (shape.experts,), float32=True)
         yield Weight("mlp.router.expert_bias", "whole", (bias,))
 
+    # All shared experts of a layer are one MLP, of their widths together.
     if shape.shared_width:
         yield from _mlp_matrices(shape, "mlp.shared_experts.", "mlp.shared_experts.", shape.shared_width)
     if shape.shared_gate:

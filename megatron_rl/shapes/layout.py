@@ -75,8 +75,10 @@ class ParallelLayout:
 
     @property
     def token_shards(self) -> int:
-        """Return over how many tensor ranks sequence parallelism shards the tokens between layers."""
-        return self.tensor if self.sequence_parallel else 1
+        """Return the number of ranks over which sequence parallelism shards the tokens between layers."""
+        if not self.sequence_parallel:
+            return 1
+        return self.tensor
 
     @property
     def data(self) -> int:
@@ -96,6 +98,7 @@ class ParallelLayout:
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of a global rank of this role."""
+        # The inverse of `rank_of`: tensor varies fastest, pipeline slowest.
         index = self.ranks.index(rank)
         index, tensor = divmod(index, self.tensor)
         index, context = divmod(index, self.context)
@@ -121,8 +124,10 @@ class ParallelLayout:
             ("expert_data", self.expert_data),
         ]
 
-        sparse_names = {name for name, _ in sparse}
-        grid = sparse if sparse_names & set(dimensions) else dense
+        # ``pipeline`` is in both grids: only the other names select one.
+        grid = dense
+        if {name for name, _ in sparse} & set(dimensions):
+            grid = sparse
         return _slices(self.ranks, [*grid, ("pipeline", self.pipeline)], dimensions)
 
     def outputs(self) -> tuple[int, ...]:
@@ -157,6 +162,7 @@ def _slices(
     groups: dict[tuple[int, ...], list[int]] = {}
 
     for position, rank in enumerate(ranks):
+        # The coordinates are the digits of the position, the fastest dimension first.
         key = []
         for name, size in grid:
             position, coordinate = divmod(position, size)
@@ -256,7 +262,9 @@ def _rank_problems(layout: ParallelLayout, world_size: int | None) -> list[UserE
         upper_bound = ""
         if world_size is not None:
             upper_bound = f" to {world_size - 1}: the job has {world_size} processes"
-        ellipsis = " ..." if len(invalid) > LISTED_RANKS else ""
+        ellipsis = ""
+        if len(invalid) > LISTED_RANKS:
+            ellipsis = " ..."
         errors.append(
             UserError(
                 f"{layout.path} uses ranks that do not exist",
@@ -283,7 +291,7 @@ def _rank_problems(layout: ParallelLayout, world_size: int | None) -> list[UserE
 
 
 def _copy_problems(layout: ParallelLayout, smallest_world: int | None) -> list[UserError]:
-    """Return the error of ranks that do not divide into whole model replicas."""
+    """Return the error of a number of ranks that is no multiple of a model replica's."""
     product = layout.model_ranks
     if layout.size % product == 0:
         return []
@@ -312,8 +320,9 @@ def _copy_problems(layout: ParallelLayout, smallest_world: int | None) -> list[U
 
 def _count_ranks(layout: ParallelLayout) -> str:
     """Format the number of ranks, as in ``1 rank`` and ``8 ranks``."""
-    plural = "" if layout.size == 1 else "s"
-    return f"{layout.size} rank{plural}"
+    if layout.size == 1:
+        return "1 rank"
+    return f"{layout.size} ranks"
 
 
 def _product(sizes: Sequence[tuple[str, int]], always: Sequence[str] = ()) -> str:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.layer_weights import EngineCut, Source, Weight
+from megatron_rl.shapes.layer_weights import Cut, EngineCut, Source, Weight
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel
@@ -121,22 +121,31 @@ def adapter_weights(weights: Iterable[Weight], lora: Lora) -> tuple[Weight, ...]
 def _target_of(weight: Weight) -> str | None:
     """Return the linear layer of `TARGETS` that a weight belongs to; None for other parameters."""
     *_, layer, parameter = weight.name.split(".")
-    return layer if parameter == "weight" and layer in TARGETS else None
+    # Biases have no adapter.
+    if parameter == "weight" and layer in TARGETS:
+        return layer
+    return None
 
 
 def _factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
     """Return A and B of a linear layer.
 
-    Of a layer that is sharded by columns A is sharded, of any other layer B, by the same rows.
+    In a layer that is sharded by columns A is sharded, in any other layer B, by the layer's own rows.
     """
     input_sharded = weight.cut == "columns"
+    a_cut: Cut = "stacked"
+    a_engine: EngineCut = "whole"
+    b_cut = weight.cut
+    if input_sharded:
+        a_cut = "columns"
+        a_engine = "columns"
+        b_cut = "whole"
 
     # Sources that a family fuses into one tensor have one A: a dictionary keeps one per name.
-    a_cut: EngineCut = "columns" if input_sharded else "whole"
     a_sources: dict[str, Source] = {}
     for source in weight.sources:
         name = source.name.removesuffix(".weight") + ".lora_A.weight"
-        a_sources[name] = Source(name, (rank, source.shape[1]), a_cut)
+        a_sources[name] = Source(name, (rank, source.shape[1]), a_engine)
 
     b_sources = tuple(
         replace(
@@ -153,14 +162,14 @@ def _factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
     return (
         Weight(
             f"{module}.{ADAPTER}.A",
-            "columns" if input_sharded else "stacked",
+            a_cut,
             tuple(a_sources.values()),
             fused and f"{fused}.A",
             weight.expert,
         ),
         Weight(
             f"{module}.{ADAPTER}.B",
-            "whole" if input_sharded else weight.cut,
+            b_cut,
             b_sources,
             fused and f"{fused}.B",
             weight.expert,
@@ -170,7 +179,9 @@ def _factors(weight: Weight, rank: int) -> tuple[Weight, Weight]:
 
 def default_targets(shape: ModelShape) -> tuple[str, ...]:
     """Return the linear layers that have adapters by default: no MLPs in a mixture of experts."""
-    targets = ATTENTION if shape.experts else TARGETS
+    targets: tuple[str, ...] = TARGETS
+    if shape.experts:
+        targets = ATTENTION
     return tuple(name for name in targets if _refusal(shape, name) is None)
 
 
@@ -247,10 +258,17 @@ def _local_elements(weights: Iterable[Weight], shards: _ShardCounts) -> tuple[in
     dense = 0
     experts = 0
     for weight in weights:
+        # A replicated parameter is complete on every rank.
         replicated = weight.cut in ("whole", "stacked")
+        shard_count = shards.tensor
         if weight.expert:
-            elements = weight.elements if replicated else weight.elements // shards.expert_tensor
+            shard_count = shards.expert_tensor
+        if replicated:
+            shard_count = 1
+
+        elements = weight.elements // shard_count
+        if weight.expert:
             experts += elements * shards.experts
         else:
-            dense += weight.elements if replicated else weight.elements // shards.tensor
+            dense += elements
     return dense, experts

@@ -1,7 +1,7 @@
 """The memory of a rank that trains, scores or generates with a model: equations on its shape.
 
 Parameters, gradients and optimizer states follow Megatron's distributed optimizer (float32 main
-gradients; float32 master weights and two moments beside bfloat16 weights; Rajbhandari et al. 2020).
+gradients; float32 master weights and two moments in addition to bfloat16 weights; Rajbhandari et al. 2020).
 Activations are counted tensor by tensor, as autograd saves them (the accounting of Korthikanti et al. 2022).
 The counts of this package's own layers are compared with the tensors that a real forward pass saves; those of
 Transformer Engine's fused layers are Korthikanti's, with flash attention.
@@ -22,7 +22,7 @@ RUNTIME_BYTES = 5 * 2**30
 LOGITS_ELEMENTS = 2**25
 """Logits of a vocabulary shard in one chunk: 128 MiB in float32, whatever the vocabulary."""
 ROUTED_COPIES = 5
-"""Copies of routed tokens that our own layers hold at once: before, in and behind the experts."""
+"""Copies of routed tokens that our own layers hold at once: before, in and after the experts."""
 
 
 def stage_parameters(
@@ -33,6 +33,7 @@ def stage_parameters(
     A tied embedding has a copy on the last stage of a pipeline. Latent attention's down projections count as
     replicated, as in Transformer Engine; Megatron's own layers shard them.
     """
+    # Layers of one kind have equally many parameters.
     dense = 0
     experts = 0
     for kind, count in shape.kinds_of(layers).items():
@@ -44,8 +45,11 @@ def stage_parameters(
     vocabulary = shape.padded_vocab(layout.tensor) * shape.hidden // layout.tensor
     if first:
         dense += vocabulary + shape.learned_positions * shape.hidden
+    output_layer = vocabulary
+    if shape.scalar_head:
+        output_layer = shape.hidden
     if last and not (shape.tied and first):
-        dense += shape.hidden if shape.scalar_head else vocabulary
+        dense += output_layer
     if last:
         dense += shape.final_norm_parameters
     return dense, experts
@@ -62,7 +66,12 @@ def rollout_parameters(shape: ModelShape, tensor: int, expert: int = 1, pipeline
     sharded = shape.layer_dense_total - replicated + shape.key_value_parameters * (copies - 1)
     layers = sharded // tensor + replicated + shape.routed_expert_parameters // max(tensor, expert)
 
-    vocabulary = shape.padded_vocab(tensor) * shape.hidden // tensor * (1 if shape.tied else 2)
+    # Embedding and output layer, unless they share their parameters.
+    vocabulary = shape.padded_vocab(tensor) * shape.hidden // tensor
+    if not shape.tied:
+        vocabulary *= 2
+
+    # The stages of the engine's pipeline count as equal.
     return (layers + vocabulary + shape.final_norm_parameters) // pipeline
 
 
@@ -84,6 +93,7 @@ def saved_activation_bytes(
     so with it ``selective`` saves as much as ``none``. Routed tokens are assumed to spread evenly over
     experts.
     """
+    # The forward pass is repeated from the layer's input.
     if recompute == "full":
         return shape.hidden / token_shards * dtype_bytes
 
@@ -114,8 +124,10 @@ class _FusedLayer:
     """`ParallelLayout.token_shards`."""
 
     def norms(self) -> float:
-        """Count each norm's input and output; the output is the input of the projection behind it."""
-        tensors = 6 if self.shape.sandwich_norms else 4
+        """Count each norm's input and output; the output is the input of the next projection."""
+        tensors = 4
+        if self.shape.sandwich_norms:
+            tensors = 6
         return tensors * self.shape.hidden / self.token_shards
 
     def attention(self, recompute: str) -> float:
@@ -127,12 +139,18 @@ class _FusedLayer:
             return core + 2 * (shape.q_lora + shape.kv_lora) / self.token_shards
 
         groups = shape.kv_heads / self.tensor
-        queries = (3 if shape.output_gate else 2) + shape.qk_norm
+        # Tensors of the queries' size: queries and output, the gate, and queries before their norm.
+        queries = 2 + shape.qk_norm
+        if shape.output_gate:
+            queries += 1
         return shape.head_dim * (queries * heads + (2 + shape.qk_norm) * groups)
 
     def mlp(self, width: float) -> float:
         """Count gate, up and their product."""
-        return (3 if self.shape.gated else 2) * width
+        if not self.shape.gated:
+            # Without a gate: the activation's input and output.
+            return 2 * width
+        return 3 * width
 
     def routed(self, width: float) -> float:
         """Count one routed expert: it saves as much as a dense MLP."""
@@ -163,26 +181,34 @@ class _OwnLayer:
         """Count a norm's float32 input, its normalised values, and its output if a later layer saves it."""
         float32 = 4 / self.dtype_bytes
         # Norms whose weight is counted from zero multiply in float32.
-        normalised = float32 if self.shape.sandwich_norms else 1
+        normalised = 1.0
+        if self.shape.sandwich_norms:
+            normalised = float32
         return width * (float32 + normalised + output)
 
     def norms(self) -> float:
-        """Count the norms before attention and MLP, and sandwich norms behind them."""
+        """Count the norms before attention and MLP, and the sandwich norms after them."""
         elements = 2 * self._norm(self.shape.hidden)
         if self.shape.sandwich_norms:
             elements += 2 * self._norm(self.shape.hidden, output=False)
         return elements / self.token_shards
 
     def attention(self, recompute: str) -> float:
-        """Count projections, the core of attention, and its output; ``selective`` recomputes the core."""
+        """Count the projections, the core of attention and its output; ``selective`` recomputes the core.
+
+        The core is everything between the projections: softmax(Q K^T) V.
+        """
         shape = self.shape
         heads = shape.heads / self.tensor
         groups = shape.kv_heads / self.tensor
         output = heads * shape.value_dim
+
+        # Counted per query head, since keys and values are repeated. The last term is one float32 number.
         core = 2 * heads * (shape.qk_dim + shape.value_dim) + heads * 4 / self.dtype_bytes
 
         if shape.mla:
             if recompute == "selective":
+                # The core's inputs alone: queries, keys and values.
                 core = heads * (2 * shape.qk_dim + shape.v_head_dim)
             latent_norms = self._norm(shape.q_lora + shape.kv_lora) / self.token_shards
             return core + output + 4 * shape.qk_rope + latent_norms
@@ -192,13 +218,18 @@ class _OwnLayer:
         if shape.qk_norm:
             norms = self._norm((heads + groups) * shape.head_dim, output=False)
 
-        # In float32 keys are saved as a part of the complete projection, and queries too if they are
+        # In float32, keys are saved as a view of the complete projection, and queries too if they are
         # contiguous.
-        views = shape.qk_norm and self.dtype_bytes == 4
-        if views:
-            norms += shape.head_dim * (groups + (heads if groups > 1 else 0))
+        saves_views = shape.qk_norm and self.dtype_bytes == 4
+        if saves_views:
+            viewed_heads = groups
+            if groups > 1:
+                viewed_heads += heads
+            norms += shape.head_dim * viewed_heads
         if recompute == "selective":
-            core = shape.head_dim * (heads + groups) + (0 if views else projection)
+            core = shape.head_dim * (heads + groups)
+            if not saves_views:
+                core += projection
         return core + output + 4 * shape.head_dim + norms
 
     def mlp(self, width: float) -> float:
@@ -234,11 +265,13 @@ class _OwnLayer:
         if kind.experts:
             mlp = ROUTED_COPIES * shape.experts_per_token * shape.hidden / self.token_shards
 
-        # Hidden states exist beside either; sequence parallelism gathers them before a projection.
+        # Hidden states exist in addition to either; sequence parallelism gathers them before a projection.
         hidden = 4 * shape.hidden / self.token_shards
         if kind.experts and shape.shared_width:
             hidden += shape.hidden / self.token_shards
-        gathered = shape.hidden if self.token_shards > 1 else 0
+        gathered = 0
+        if self.token_shards > 1:
+            gathered = shape.hidden
         return hidden + gathered + max(attention, mlp)
 
 
@@ -293,10 +326,13 @@ def activation_bytes(
     counts = shape.kinds_of(layers)
     local_tokens = tokens / layout.context
     recompute = implementation.recompute
+
+    # Saved once for every micro-batch in flight.
     saved = sum(
         count * implementation.saved_bytes(shape, layout, kind, recompute) for kind, count in counts.items()
     )
 
+    # The backward pass recomputes one layer at a time: count the largest.
     recomputed = 0.0
     if recompute == "full":
         recomputed = max(
@@ -305,8 +341,10 @@ def activation_bytes(
 
     routed = 0.0
     if any(kind.experts for kind in counts):
-        # Copies of routed tokens beside the saved one; in fused layers, the gradients of two.
-        copies = 2 if implementation.fused else ROUTED_COPIES - 1
+        # Temporary copies of routed tokens, besides the saved one; in fused layers, the gradients of two.
+        copies = ROUTED_COPIES - 1
+        if implementation.fused:
+            copies = 2
         routed = (
             copies * shape.experts_per_token * shape.hidden / layout.token_shards * implementation.dtype_bytes
         )
@@ -317,8 +355,12 @@ def activation_bytes(
 def forward_bytes(
     shape: ModelShape, layout: ParallelLayout, layers: Sequence[int], tokens: float, implementation: Layers
 ) -> float:
-    """Return the bytes of activations of a forward pass without gradients: of two fused layers at most."""
+    """Return the peak bytes of activations in a forward pass without gradients.
+
+    For fused layers the activations of two layers are an upper bound; this package's own are counted exactly.
+    """
     counts = shape.kinds_of(layers)
+    # Without gradients nothing is saved: tensors exist only until the next layer has read them.
     if implementation.fused:
         live = 2 * max(
             (implementation.saved_bytes(shape, layout, kind, "none") for kind in counts), default=0.0
@@ -334,6 +376,7 @@ def logits_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float) -> fl
     if shape.scalar_head:
         return 0.0
     shard = shape.padded_vocab(layout.tensor) // layout.tensor
+    # At least 64 tokens, however large the vocabulary, and at most the micro-batch.
     chunk = min(max(64, LOGITS_ELEMENTS // shard), tokens / layout.context)
     return chunk * shard * 4 * 2
 
@@ -397,21 +440,32 @@ def training_memory(
 
     # Trainable parameters have gradients; the distributed optimizer shards their states over data-parallel
     # ranks, which are other ranks for experts.
-    trainable = (dense, experts) if adapters is None else adapters
+    trainable = (dense, experts)
+    if adapters is not None:
+        trainable = adapters
     states: tuple[float, float] = trainable
     if optimizer.distributed:
         states = (trainable[0] / (layout.data * layout.context), trainable[1] / layout.expert_data)
+
+    optimizer_bytes = optimizer.state_bytes * sum(states)
+    if optimizer.offload:
+        optimizer_bytes = 0.0
 
     microbatches_in_flight = in_flight(layout, stage, microbatches)
     activations = activation_bytes(
         shape, layout, stages[stage], tokens, microbatches_in_flight, implementation
     )
+
+    # Only the last stage has the output layer.
+    logits = 0.0
+    if last:
+        logits = logits_bytes(shape, layout, tokens)
     return TrainingMemory(
         weights=implementation.dtype_bytes * (dense + experts + sum(adapters or ())),
         gradients=optimizer.gradient_bytes * sum(trainable),
-        optimizer=0.0 if optimizer.offload else optimizer.state_bytes * sum(states),
+        optimizer=optimizer_bytes,
         activations=activations,
-        logits=logits_bytes(shape, layout, tokens) if last else 0.0,
+        logits=logits,
     )
 
 
@@ -426,12 +480,15 @@ def scoring_memory(
     """Return the memory on a rank of one pipeline stage of a model that runs forward passes only."""
     last = stage == len(stages) - 1
     parameters = stage_parameters(shape, layout, stages[stage], stage == 0, last)
+    logits = 0.0
+    if last:
+        logits = logits_bytes(shape, layout, tokens)
     return TrainingMemory(
         weights=implementation.dtype_bytes * sum(parameters),
         gradients=0.0,
         optimizer=0.0,
         activations=forward_bytes(shape, layout, stages[stage], tokens, implementation),
-        logits=logits_bytes(shape, layout, tokens) if last else 0.0,
+        logits=logits,
     )
 
 

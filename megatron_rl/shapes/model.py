@@ -132,12 +132,16 @@ class ModelShape:
     @property
     def qk_dim(self) -> int:
         """Return the size of one head's query and key."""
-        return self.qk_nope + self.qk_rope if self.mla else self.head_dim
+        if self.mla:
+            return self.qk_nope + self.qk_rope
+        return self.head_dim
 
     @property
     def value_dim(self) -> int:
         """Return the size of one head's value."""
-        return self.v_head_dim if self.mla else self.head_dim
+        if self.mla:
+            return self.v_head_dim
+        return self.head_dim
 
     @property
     def attention_layers(self) -> int:
@@ -147,7 +151,9 @@ class ModelShape:
     @property
     def moe_layers(self) -> int:
         """Return the number of layers with routed experts."""
-        return self.layers - len(self.dense_layers) if self.experts else 0
+        if not self.experts:
+            return 0
+        return self.layers - len(self.dense_layers)
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has routed experts."""
@@ -203,6 +209,7 @@ class ModelShape:
         def count(weights: tuple[Weight, ...]) -> tuple[int, int, int]:
             experts = sum(weight.elements for weight in weights if weight.expert) * self.experts
             dense = [weight for weight in weights if not weight.expert]
+            # Transformer Engine's down projections of latent attention are replicated, so they count as such.
             replicated = sum(weight.elements for weight in dense if weight.cut in ("whole", "latent"))
             return sum(weight.elements for weight in dense) - replicated, replicated, experts
 
@@ -232,12 +239,19 @@ class ModelShape:
         """Count the output layer's own parameters: 0 if it is tied, one row for a scalar head."""
         if self.tied:
             return 0
-        return self.hidden if self.scalar_head else self.embedding_parameters
+        if self.scalar_head:
+            return self.hidden
+        return self.embedding_parameters
+
+    @property
+    def _norm_tensors(self) -> int:
+        """Count the tensors of a norm: a LayerNorm has a bias in addition to its weight."""
+        return 1 + self.layer_norm
 
     @cached_property
     def final_norm_parameters(self) -> int:
-        """Count the parameters of the norm behind the last layer."""
-        return self.hidden * (2 if self.layer_norm else 1)
+        """Count the parameters of the norm after the last layer."""
+        return self.hidden * self._norm_tensors
 
     @cached_property
     def expert_parameters(self) -> int:
@@ -283,13 +297,16 @@ class ModelShape:
     @cached_property
     def tensors(self) -> int:
         """Count the tensors of the checkpoint; fused ones count as the tensors that they consist of."""
-        layers = sum(
-            count * len(weight.sources) * (self.experts if weight.expert else 1)
-            for kind, count in self._layer_kinds.items()
-            for weight in self._weights[kind]
-        )
-        final_norm = 2 if self.layer_norm else 1
-        return layers + 1 + final_norm + (not self.tied) + (self.learned_positions > 0)
+        layers = 0
+        for kind, count in self._layer_kinds.items():
+            for weight in self._weights[kind]:
+                copies = 1
+                if weight.expert:
+                    copies = self.experts
+                layers += count * copies * len(weight.sources)
+
+        # Outside the layers: embedding, final norm, output layer, learned positions.
+        return layers + 1 + self._norm_tensors + (not self.tied) + (self.learned_positions > 0)
 
     def attention_flops(self, context: float) -> float:
         """Return the forward FLOPs of one token's attention in all layers at a mean context length.
@@ -299,8 +316,12 @@ class ModelShape:
         cost a constant per token.
         """
         per_key = 2 * self.heads * (self.qk_dim + self.value_dim)
+
+        # A layer with a sliding window attends to no more keys than the window has.
         sliding = len(self.sliding_layers)
-        window = min(context, self.sliding_window) if sliding else 0
+        window: float = 0
+        if sliding:
+            window = min(context, self.sliding_window)
         linear = len(self.linear_layers) * 6.0 * self.linear_qk * self.linear_v_head_dim
         return per_key * ((self.attention_layers - sliding) * context + sliding * window) + linear
 
@@ -321,6 +342,7 @@ class ModelShape:
     @cached_property
     def kv_elements(self) -> int:
         """Count the KV cache's elements per token: 2 L kv d, or (c_kv + rope) L for latent attention."""
+        # All heads share one latent and one rotary key.
         if self.mla:
             return self.attention_layers * (self.kv_lora + self.qk_rope)
         return self.attention_layers * 2 * self.kv_heads * self.head_dim
@@ -330,5 +352,7 @@ class ModelShape:
 
         Key-value heads divide over ranks until each has one; a latent cache has no heads to divide by.
         """
-        shards = 1 if self.mla else min(tensor, self.kv_heads)
+        shards = 1
+        if not self.mla:
+            shards = min(tensor, self.kv_heads)
         return self.kv_elements * bytes_per_element / shards

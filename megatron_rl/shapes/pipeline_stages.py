@@ -90,7 +90,11 @@ def _stage_sizes(total: int, stages: int, first: int | None, last: int | None) -
     if middle_stages and middle_layers % middle_stages:
         return None
 
-    counts = [middle_layers // middle_stages if middle_stages else 0] * stages
+    # Without middle stages both ends are explicit and replace the zeros.
+    middle_size = 0
+    if middle_stages:
+        middle_size = middle_layers // middle_stages
+    counts = [middle_size] * stages
     if first is not None:
         counts[0] = first
     if last is not None:
@@ -130,7 +134,7 @@ def _uneven_error(layers: int, layout: ParallelLayout, settings: Mapping[str, An
         fix += f", or set {FIRST}: {ends[0]} and {LAST}: {ends[1]} in {role}.megatron"
 
     return UserError(
-        f"the model's {layers} layers cannot be dealt out to {sizes}",
+        f"the model's {layers} layers cannot be distributed over {sizes}",
         where=key,
         expected=expected,
         got=got,

@@ -28,7 +28,7 @@ TOKENIZER_FILES = (
     "chat_template.json", "generation_config.json", "tekken.json", "spiece.model",
     "sentencepiece.bpe.model", "tokenizer.model.v3",
 )  # fmt: skip
-"""Files of a checkpoint's folder beside config.json and weights."""
+"""Files of a checkpoint's folder besides config.json and weights."""
 TOKENIZER_PATTERNS = ("additional_chat_templates/*.jinja", "*.py", "*.tiktoken")
 """Patterns of more of them: named chat templates, and the code of ``auto_map`` with its vocabularies."""
 
@@ -98,6 +98,7 @@ class PretrainedModel:
 
         A tied output layer is not among them: its values are the embedding's.
         """
+        # The embedding comes before the layers, the final norm and the output layer after them.
         before_layers = self.outer(True, False)
         all_outer = self.outer(True, True)
 
@@ -141,12 +142,12 @@ class PretrainedModel:
             shapes[tensor.name] = (tensor.source.first + rows, *trailing)
         return shapes
 
-    def is_further(self, name: str) -> bool:
+    def is_mtp(self, name: str) -> bool:
         """Return whether a checkpoint tensor belongs to a multi-token prediction (MTP) layer."""
         match = re.match(r"model\.layers\.(\d+)\.", name)
         if match is None:
             return False
-        # These layers are numbered behind the model's own.
+        # MTP layers are numbered after the model's own.
         mtp_layers = self.config.get("num_nextn_predict_layers") or 0
         return 0 <= int(match.group(1)) - self.shape.layers < mtp_layers
 
@@ -163,7 +164,7 @@ class PretrainedModel:
         These are rotary frequencies of old checkpoints, an output layer that is tied or replaced by a scalar
         head, and multi-token prediction layers.
         """
-        if self.is_further(name):
+        if self.is_mtp(name):
             return True
         output_unused = self.shape.tied or self.shape.scalar_head
         return name.endswith("rotary_emb.inv_freq") or (name == OUTPUT and output_unused)
@@ -208,43 +209,47 @@ def separate_head_error(path: Path, shapes: Mapping[str, Sequence[int]], what: s
     )
 
 
-def describe(config: Mapping[str, Any], place: str = "config.json") -> PretrainedModel:
+def describe(config: Mapping[str, Any], file: str = "config.json") -> PretrainedModel:
     """Return the model of a config.json, as a checkpoint or ``PretrainedConfig.to_dict()`` has it.
 
-    ``place`` is the file that errors name. Raises UserError for a family that is not in the table, and
+    ``file`` is the path that errors name. Raises UserError for a family that is not in the table, and
     UserErrors for values that are missing or not supported.
     """
-    family = family_of(config, place)
+    family = family_of(config, file)
     normal = family.normal(config)
-    reader = ConfigReader(normal, place)
+    reader = ConfigReader(normal, file)
     shape = family.shape(reader)
     raise_errors(reader.errors)
     return PretrainedModel(family, shape, normal)
 
 
-def family_of(config: Mapping[str, Any], place: str = "config.json") -> Family:
+def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
     """Return the family of a config.json, by its ``architectures`` or else by its ``model_type``.
 
-    ``place`` is the file that errors name. Raises UserError for any family that cannot be trained.
+    ``file`` is the path that errors name. Raises UserError for any family that cannot be trained.
     """
     architectures = config.get("architectures")
-    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    architecture = None
+    if isinstance(architectures, list) and architectures:
+        architecture = architectures[0]
     model_type = config.get("model_type")
     supported = [family.architecture for family in FAMILIES.values()]
 
+    # The architecture decides; the model type only where there is none.
     for family in FAMILIES.values():
         if architecture is None and model_type == family.model_type:
             return family
         if architecture in (family.architecture, family.scalar_architecture):
             return family
 
+    # The error of a recognised family names the feature that is missing.
     for refused in REFUSED:
         if architecture == refused.architecture or (
             architecture is None and model_type == refused.model_type
         ):
             raise UserError(
                 f"{refused.title} cannot be trained",
-                where=f"{place}: architectures",
+                where=f"{file}: architectures",
                 expected="one of " + ", ".join(sorted(supported)),
                 got=f"{refused.architecture}; missing: {refused.missing}",
                 fix="use a checkpoint of another family",
@@ -253,7 +258,9 @@ def family_of(config: Mapping[str, Any], place: str = "config.json") -> Family:
     # A multimodal model has the config.json of its language model under text_config.
     name = str(architecture or model_type or "")
     inner = config.get("text_config")
-    inner_family = nearest(str(inner.get("model_type")), FAMILIES) if isinstance(inner, Mapping) else None
+    inner_family = None
+    if isinstance(inner, Mapping):
+        inner_family = nearest(str(inner.get("model_type")), FAMILIES)
     close = nearest(name, [*supported, *FAMILIES])
     if inner_family:
         fix = f"save the language model alone: {FAMILIES[inner_family].architecture}.from_pretrained(PATH)"
@@ -264,7 +271,7 @@ def family_of(config: Mapping[str, Any], place: str = "config.json") -> Family:
 
     raise UserError(
         f"the model's architecture {name or '(none named)'} is not supported",
-        where=f"{place}: architectures",
+        where=f"{file}: architectures",
         expected="one of " + ", ".join(sorted([*supported, *FAMILIES])),
         got=name or "no `architectures`",
         fix=fix,

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_rl.errors import UserError, nearest, raise_errors, single_errors
 from megatron_rl.shapes.families import FAMILIES
-from megatron_rl.shapes.family import ConfigReader, Fields, common_sizes, latent_sizes, sliding
+from megatron_rl.shapes.family import ConfigReader, Fields, common_sizes, latent_sizes, sliding_window_fields
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, read_json, read_pretrained
 
@@ -63,7 +63,8 @@ def named_config(reference: str) -> tuple[str, Mapping[str, Any]]:
     Raises UserError with the nearest preset for any other reference.
     """
     path = Path(reference)
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        path = path / "config.json"
     if path.is_file():
         return reference, read_json(path)
 
@@ -75,7 +76,9 @@ def named_config(reference: str) -> tuple[str, Mapping[str, Any]]:
         return name, presets()[name]["config"]
 
     close = nearest(short_name, sorted(presets()))
-    suggestion = f"did you mean {close}? " if close else ""
+    suggestion = ""
+    if close:
+        suggestion = f"did you mean {close}? "
     raise UserError(
         f"unknown model {reference!r}",
         where="MODEL",
@@ -160,7 +163,9 @@ def _read(reader: ConfigReader, name: str) -> ModelShape:
     activation = str(config.get("hidden_act") or config.get("hidden_activation") or "silu")
     gated = gemma or not (activation.startswith(("gelu", "relu")) or model_type in _TWO_MATRIX)
     bias = bool(config.get("attention_bias", model_type == "qwen2_moe"))
-    learned = config.get("position_embedding_type") == "learned"
+    learned_positions = 0
+    if config.get("position_embedding_type") == "learned":
+        learned_positions = reader.count("max_position_embeddings")
 
     width = reader.size("intermediate_size", 4 * sizes["hidden"])
     fields: Fields = {
@@ -174,10 +179,11 @@ def _read(reader: ConfigReader, name: str) -> ModelShape:
         "output_bias": bias and model_type not in _QKV_BIAS_ONLY,
         "mlp_bias": reader.flag("mlp_bias"),
         "qk_norm": bool(config.get("qk_norm", config.get("use_qk_norm", model_type in _QK_NORM))),
-        "learned_positions": reader.count("max_position_embeddings") if learned else 0,
+        "learned_positions": learned_positions,
     }
 
-    fields |= sliding(reader, layers)
+    # Structures that only some models have.
+    fields |= sliding_window_fields(reader, layers)
     fields |= _mixture(reader, layers)
     if reader.flag("kv_lora_rank"):
         fields |= latent_sizes(reader)

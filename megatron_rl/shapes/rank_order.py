@@ -91,7 +91,10 @@ def assign(costs: Sequence[Sequence[int]], capacity: int) -> list[int]:
         scaled = []
         for column, cost in enumerate(row):
             tie_break = index % columns != column
-            scaled.append(forbidden if cost > limit else cost * (rows + 1) + tie_break)
+            if cost > limit:
+                scaled.append(forbidden)
+            else:
+                scaled.append(cost * (rows + 1) + tie_break)
         matrix.append([cost for cost in scaled for _ in range(capacity)])
 
     # Each column was repeated ``capacity`` times to make the matrix square.

@@ -39,11 +39,17 @@ def trainer_slices(weight: Weight, rank: int, ranks: int, kv_heads: int) -> tupl
         group_rows = [source.shape[0] // kv_heads for source in weight.sources]
         return _interleaved(group_rows, kv_heads, rank, ranks)
 
+    # Replicated parameters are complete on every rank.
     if weight.cut in ("whole", "stacked"):
         rank = 0
         ranks = 1
-    dim = 1 if weight.cut == "columns" else 0
-    bounds = _padded_share if weight.cut == "vocabulary" else _share
+
+    dim = 0
+    if weight.cut == "columns":
+        dim = 1
+    bounds = _share
+    if weight.cut == "vocabulary":
+        bounds = _padded_share
     return tuple(Slice(dim, *bounds(source.shape[dim], rank, ranks)) for source in weight.sources)
 
 
@@ -57,6 +63,7 @@ def _interleaved(group_rows: Sequence[int], groups: int, rank: int, ranks: int) 
 
     def rows_before(end: int, offset: int, size: int) -> int:
         """Count the rows of a tensor, at ``offset`` in each group, before row ``end`` of the interleaving."""
+        # All rows of the complete groups, and the part of the last group that is before its end.
         complete_groups, remainder = divmod(end, group_size)
         return complete_groups * size + min(max(remainder - offset, 0), size)
 
@@ -103,6 +110,7 @@ def _share(size: int, rank: int, ranks: int) -> tuple[int, int]:
 def _padded_share(size: int, rank: int, ranks: int, multiple: int = 1) -> tuple[int, int]:
     """Return start and stop of one rank's share of a size, padded to a multiple and to equal shares."""
     padded = -(-size // multiple) * multiple
+    # The last ranks have fewer rows of the tensor, or none.
     rows = -(-padded // ranks)
     return min(rank * rows, size), min((rank + 1) * rows, size)
 
@@ -132,16 +140,18 @@ class SharedBytes:
     model_bytes: int
     """Bytes of one complete copy of the weights."""
 
-    def lacking(self, rank: int, place: int) -> int:
-        """Return the bytes that a global rank receives as rank ``place`` of a replica."""
+    def lacking(self, rank: int, rank_in_replica: int) -> int:
+        """Return the bytes that a global rank receives as a rank of a replica."""
         resident = self.held.get(rank)
+        # A rank outside the actor receives everything.
         if resident is None:
-            return self.needed[place]
-        return self.needed[place] - resident[place]
+            return self.needed[rank_in_replica]
+        return self.needed[rank_in_replica] - resident[rank_in_replica]
 
     def traffic(self, ranks: Sequence[int]) -> WeightTraffic:
         """Return the bytes of a weight sync into an engine whose replicas are consecutive ``ranks``."""
         replica_size = len(self.needed)
+        # Replicas are consecutive, so the position in a replica repeats.
         ranks_in_replica = {rank: index % replica_size for index, rank in enumerate(ranks)}
         return WeightTraffic(
             self.model_bytes,
@@ -178,7 +188,7 @@ def byte_text(count: float) -> str:
 def shared_bytes(
     shape: ModelShape,
     actor: ParallelLayout,
-    places: int,
+    replica_size: int,
     itemsize: int,
     *,
     settings: Mapping[str, Any] | None = None,
@@ -187,11 +197,11 @@ def shared_bytes(
 ) -> SharedBytes:
     """Return the bytes that each rank of an engine replica needs, and that the actor's ranks hold of them.
 
-    ``places`` is the number of ranks of the replica, ``itemsize`` the bytes of an element in the engine,
+    ``replica_size`` is the number of its ranks, ``itemsize`` the bytes of an element in the engine,
     ``settings`` are Megatron's for uneven stages. ``whole_experts`` selects vLLM's expert parallelism. With
     ``lora`` only adapters are sent; tensors that a family fuses into one are counted with an A each.
     """
-    engine = _Engine(shape, places, itemsize, whole_experts, lora)
+    engine = _Engine(shape, replica_size, itemsize, whole_experts, lora)
 
     # A trainer on one rank holds everything: its common bytes are those that the engine needs.
     single_rank = ParallelLayout((0,))
@@ -266,7 +276,9 @@ class _Engine:
     def _layer_weights(self, layer: int) -> Weights:
         """Return the parameters of a layer that are synced."""
         weights = self.shape.weights(layer)
-        return weights if self.lora is None else adapter_weights(weights, self.lora)
+        if self.lora is None:
+            return weights
+        return adapter_weights(weights, self.lora)
 
     def _layer_bytes(self, weights: Weights, trainer: ParallelLayout) -> _CommonBytes:
         """Return the common bytes of a layer, or of the parameters outside the layers."""
@@ -275,9 +287,12 @@ class _Engine:
         experts_per_rank = self.shape.experts // trainer.expert
 
         # An expert is complete on one rank of the engine, or sharded over all of them.
-        expert_shards = 1 if self.whole_experts else self.replica_size
+        expert_shards = self.replica_size
+        if self.whole_experts:
+            expert_shards = 1
         one_expert = self._bytes(routed, trainer.expert_tensor, expert_shards)
 
+        # Each expert-parallel rank of the trainer holds consecutive experts.
         experts: dict[tuple[int, int], list[int]] = {}
         for expert in range(trainer.expert):
             local = range(expert * experts_per_rank, (expert + 1) * experts_per_rank)
@@ -302,10 +317,13 @@ class _Engine:
         kv_heads = self.shape.kv_heads
         result = [[0] * engine_ranks for _ in range(trainer_ranks)]
 
+        # Intersect the slice of each trainer rank with that of each engine rank, tensor by tensor.
         for weight in weights:
             slices = [trainer_slices(weight, rank, trainer_ranks, kv_heads) for rank in range(trainer_ranks)]
             for number, source in enumerate(weight.sources):
-                itemsize = 4 if source.float32 else self.itemsize
+                itemsize = self.itemsize
+                if source.float32:
+                    itemsize = 4
                 for engine_rank in range(engine_ranks):
                     target = engine_slice(source, engine_rank, engine_ranks, kv_heads)
                     for rank in range(trainer_ranks):
@@ -320,8 +338,10 @@ def gathered_bytes(model_bytes: float, actor: ParallelLayout, colocated: bool = 
     A colocated rank gathers the actor's tensor- and pipeline-parallel shards that it does not hold; a rank
     outside the actor receives the whole model.
     """
+    if not colocated:
+        return model_bytes
     shards = actor.tensor * actor.pipeline
-    return model_bytes * (shards - 1) / shards if colocated else model_bytes
+    return model_bytes * (shards - 1) / shards
 
 
 def received_by_peers(

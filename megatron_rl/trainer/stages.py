@@ -442,7 +442,7 @@ def _take_steps(stage: Stage, job: Job) -> int:
             state,
             keep=1,
             layout=layout,
-            beside=in_background,
+            in_background=in_background,
         )
 
     checkpoints = Checkpoints(folder, job.config.checkpoint, write)

@@ -135,7 +135,7 @@ class TrainerState:
                 settings.keep,
                 best_steps,
                 layout=layout,
-                beside=in_background,
+                in_background=in_background,
             )
 
     def restore(self, path: Path, roles: Roles, *, trusted: bool = False) -> str | None:

@@ -208,7 +208,7 @@ class Execution:
                 total_weight = num_receivers * (num_receivers + 1) // 2
                 terms.append(_Term(index, True, total_weight, checksum))
 
-            # Further copies on one receiver are added once, and the first is subtracted once more for each.
+            # Add further copies on one receiver once; subtract the first one more time for each of them.
             if self._rank in region.receivers:
                 number = region.receivers.index(self._rank) + 1
                 views = self._destination_views(region)
@@ -230,7 +230,7 @@ class Execution:
                 if is_reference:
                     references[region] = value
 
-        # The receivers whose checksum is another one.
+        # The receivers whose checksum differs.
         faults: list[str] = []
         for rank, rank_sums in sums_by_rank:
             for region, is_reference, value in rank_sums:
@@ -305,7 +305,7 @@ class BoxSum:
         self._dtype = dtype
         self._has_product = _has_integer_product(values.device.type)
 
-        # Values that lie in memory as words are read through a view; others are copied chunk by chunk.
+        # Values whose storage can be viewed as words are read in place; others are copied chunk by chunk.
         in_place = values.dtype == dtype and _is_viewable_as_words(values, self._elements_per_word)
         chunk_words = _CHUNK_WORDS if self._has_product else _WIDE_CHUNK_WORDS
         if in_place and self._has_product:
@@ -366,7 +366,7 @@ def _as_words(values: Tensor, elements_per_word: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def _has_integer_product(kind: str) -> bool:
-    """Return whether a kind of device multiplies integer matrices, several times faster than it sums."""
+    """Return whether a kind of device has integer matrix products, which are faster than weighted sums."""
     matrix = torch.ones(1, 1, dtype=torch.int32, device=kind)
     try:
         return bool(torch.dot(torch.mm(matrix, matrix)[0], matrix[0]).item())

@@ -16,7 +16,7 @@ from megatron_rl.weights.transfer import slot_bytes
 
 @dataclass(frozen=True)
 class Bundle:
-    """Regions with the same holders and receivers, which travel together."""
+    """Regions with the same holders and receivers, which are sent together."""
 
     regions: tuple[Region, ...]
     senders: Mapping[int, int]
@@ -104,7 +104,7 @@ class Schedule:
     @property
     def staging(self) -> int:
         """Return the largest number of bytes of one rank's in and out buffers together."""
-        # Each stream has two buffers: one message travels while the other is unpacked.
+        # Each stream has two buffers: one message is in transit while the other is unpacked.
         return 2 * self.slot * self.streams
 
 
@@ -206,7 +206,7 @@ def check_plan(plan: ReshardPlan) -> None:
             if receiver not in holders:
                 wire_bytes[receiver] += bundle.bytes
 
-    # Every byte arrives, and none that the rank holds already travels.
+    # Every needed byte arrives, and none that the rank already holds.
     for rank, count in plan.needed.items():
         if arriving_bytes[rank] != count:
             raise PlanError(f"rank {rank} needs {count} bytes and would be given {arriving_bytes[rank]}")

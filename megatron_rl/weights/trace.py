@@ -57,7 +57,7 @@ _COPYING_OPS = {
     torch.ops.aten._to_copy.default,
     torch.ops.aten.contiguous.default,
 }
-"""Operations whose result holds the same elements as their argument, in a storage of its own."""
+"""Operations whose result has the same elements as the argument, in a new storage."""
 
 
 class CopyRecorder(TorchDispatchMode):
@@ -237,7 +237,7 @@ def merge_boxes(boxes: Iterable[TensorBox]) -> list[TensorBox]:
 
 def _merge_along(boxes: list[TensorBox], dim: int) -> list[TensorBox]:
     """Join boxes that are adjacent along one dimension and equal in all others."""
-    # Only boxes that are equal in all other dimensions can be joined.
+    # Group the boxes that are equal in all other dimensions.
     groups: dict[Any, list[TensorBox]] = {}
     merged: list[TensorBox] = []
     for box in boxes:
@@ -252,7 +252,7 @@ def _merge_along(boxes: list[TensorBox], dim: int) -> list[TensorBox]:
         groups.setdefault((box.name, box.rank, box.storage, other_dims), []).append(box)
 
     for group in groups.values():
-        # In the order of the dimension, neighbours follow each other.
+        # Sorted along the dimension, adjacent boxes follow each other.
         group.sort(key=lambda box: (box.start[dim], box.offset))
         unions = [group[0]]
         for box in group[1:]:

@@ -154,11 +154,11 @@ class Exchange:
         self.staging_peak = 0
 
     def run(self, meanwhile: Callable[[], None] | None = None) -> None:
-        """Send and receive everything; ``meanwhile`` runs once, while the first messages travel.
+        """Send and receive everything; ``meanwhile`` runs once, while the first messages are in transit.
 
         Afterwards ``staging_peak`` is the number of staging bytes that were allocated.
         """
-        # Double buffering: the next message of each stream travels while the previous one is unpacked.
+        # Double buffering: the next message of each stream is in transit while the previous one is unpacked.
         buffers: list[dict[Any, Tensor]] = [{}, {}]
         self.staging_peak = 0
         works = self._post(0, buffers[0]) if self.rounds else []
@@ -169,7 +169,7 @@ class Exchange:
             next_works = []
             if round_index + 1 < self.rounds:
                 next_works = self._post(round_index + 1, buffers[(round_index + 1) % 2])
-            # The wait also orders the unpacking behind the arrival on the device.
+            # On a device the wait also makes the unpacking run after the arrival.
             for work in works:
                 work.wait()
             self._unpack(round_index, buffers[round_index % 2])
@@ -204,7 +204,7 @@ class Exchange:
         stream: _Stream,
         number: int,
     ) -> Tensor:
-        """Return the bytes of a message: its storage if it travels in place, else a staging buffer."""
+        """Return the bytes of a message: its storage if it is sent in place, else a staging buffer."""
         storages = self._in_place[id(stream)]
         in_place = storages[number]
         if in_place is not None:

@@ -123,7 +123,7 @@ def test_buffers_with_other_weights_than_the_model_are_refused(tmp_path):
     saved_by_a_script(tmp_path / "iter_0000007", tmp_path / "hf", "dp_reshardable")
     path = resumed_from(tmp_path / "iter_0000007", tmp_path / "hf", tmp_path / "run")
     checkpoint = read_pointed(path)
-    assert checkpoint.optimizer_words() == "Adam resumes from 2 steps, in buffers of TP1 DP1"
+    assert checkpoint.describe_optimizer() == "Adam resumes from 2 steps, in buffers of TP1 DP1"
     (bucket,) = checkpoint.buffers["param"].values()
     chunk = bucket.chunks[5]
     with (checkpoint.path / chunk.file).open("r+b") as file:

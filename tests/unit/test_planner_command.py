@@ -382,9 +382,9 @@ def test_constants_override_and_its_errors(tmp_path) -> None:
 
 
 def _gpu(name: str) -> dict:
-    from megatron_rl.shapes.hardware import packaged
+    from megatron_rl.shapes.hardware import packaged_constants
 
-    return packaged()["gpus"][name]
+    return packaged_constants()["gpus"][name]
 
 
 def test_planner_imports_without_torch() -> None:

@@ -92,7 +92,7 @@ def with_megatron_models(
         folders[section] = folder
         reason = f"written for {checkpoint.path}"
         if is_actor and config.model.resume_optimizer:
-            reason += f"; {checkpoint.optimizer_words()}"
+            reason += f"; {checkpoint.describe_optimizer()}"
         origins[f"{section}.path"] = Origin("derived", reason)
 
     # The other direction: checkpoints that the run writes in Megatron-LM's format.

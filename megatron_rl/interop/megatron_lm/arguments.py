@@ -16,7 +16,7 @@ from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, describe
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Constants of Megatron-Core's scaling of rotary angles (--use-rope-scaling) beside its factor."""
+"""Constants of Megatron-Core's scaling of rotary angles (--use-rope-scaling) besides its factor."""
 ABSENT: Mapping[str, str] = {
     "mtp_num_layers": "layers that predict further tokens",
     "squared_relu": "squared ReLU",
@@ -216,7 +216,7 @@ def config_of(arguments: Mapping[str, Any], setting: str, vocabulary: int | None
     if get("add_bias_linear"):
         config |= {"attention_bias": True, "mlp_bias": True}
 
-    # The two families spell their experts differently; Mixtral has no dense layers.
+    # Mixtral has other keys for its experts than the other family, and no dense layers.
     if experts:
         width = get("moe_ffn_hidden_size") or get("ffn_hidden_size")
         config |= {"num_experts_per_tok": get("moe_router_topk")}
@@ -226,7 +226,7 @@ def config_of(arguments: Mapping[str, Any], setting: str, vocabulary: int | None
             config |= {
                 "num_experts": experts,
                 "moe_intermediate_size": width,
-                # A softmax before the selection is the one that is not normalised over the selected experts.
+                # A softmax after the selection is one before it, normalised over the selected experts.
                 "norm_topk_prob": not get("moe_router_pre_softmax"),
                 "mlp_only_layers": [
                     layer for layer, has_experts in enumerate(_expert_layers(arguments)) if not has_experts
@@ -253,7 +253,7 @@ def _vocabulary(arguments: Mapping[str, Any]) -> int | None:
     """Return the vocabulary size in the arguments; None if it is the tokenizer's."""
     size = arguments.get("vocab_size")
     if size and arguments.get("tokenizer_type") == "NullTokenizer":
-        # It adds an end-of-document token behind the vocab_size tokens.
+        # NullTokenizer adds an end-of-document token after the vocab_size tokens.
         return size + 1
     return size
 
@@ -388,7 +388,7 @@ def _refusal(
 
 
 def derived(arguments: Mapping[str, Any], setting: str, vocabulary: int | None) -> dict[str, Any]:
-    """Return a config.json derived from arguments, verified to lead back to them.
+    """Derive a config.json from arguments, and verify that it gives the same arguments back.
 
     Takes the arguments of `config_of` and raises UserErrors like it.
     """

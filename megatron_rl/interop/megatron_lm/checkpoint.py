@@ -92,7 +92,7 @@ class MegatronCheckpoint:
         biases = {key: value for key, value in self.tensors.items() if key.endswith("expert_bias")}
         return replace(self, tensors={**biases, **self.states[name]})
 
-    def optimizer_words(self) -> str:
+    def describe_optimizer(self) -> str:
         """Describe the optimizer state that is restored; valid only without `optimizer_errors`."""
         text = f"Adam resumes from {self.steps} steps"
         if self.states:
@@ -140,7 +140,7 @@ class MegatronCheckpoint:
         ]
 
     def flat_parameters(self, shape: ModelShape) -> list[list[FlatParameter]]:
-        """Return the possible arrangements of parameters in the optimizer buffers, likeliest first.
+        """Return the possible orders of parameters in the optimizer buffers, most likely first.
 
         Raises UserError for buffers of another model or layout than the arguments.
         """
@@ -165,7 +165,7 @@ class MegatronCheckpoint:
             for name in (MASTERS[0], *MOMENTS)
         ]
 
-        # Described as tensors of their own, buffers are verified like the weights.
+        # With one entry per bucket, `file_errors` verifies the buffers as it does the weights.
         flat = {
             f"{bucket.buffer_name()}.bucket_idx_{bucket.number}.{name}": tensor
             for name, buckets in self.buffers.items()
@@ -222,7 +222,7 @@ class MegatronCheckpoint:
 
     def file_errors(self) -> Iterator[UserError]:
         """Yield the errors of missing or truncated files, and of tensors with gaps."""
-        # The last byte that the directory of tensors needs of each file.
+        # The length that each file must have: the largest end of its chunks.
         ends: dict[str, int] = {}
         for tensor in self.tensors.values():
             for chunk in tensor.chunks:
@@ -243,7 +243,7 @@ class MegatronCheckpoint:
                 fix="copy the whole folder again, or name another iteration",
             )
 
-        # A save that did not finish leaves boxes out.
+        # An interrupted save leaves parts of tensors without a chunk.
         gaps = [
             name
             for name, tensor in self.tensors.items()
@@ -369,7 +369,7 @@ def read_checkpoint(path: str | Path, setting: str) -> MegatronCheckpoint:
         match = re.fullmatch(r"iter_(\d+)", folder.name)
         iteration = int(match[1]) if match else 0
 
-    # With flat buffers the steps are beside the tensors.
+    # With flat buffers the number of steps is stored next to the tensors, not in the common values.
     stored = read_tensors(folder)
     steps = common.steps
     if steps is None:
@@ -397,7 +397,7 @@ def _parameters(shape: ModelShape) -> Iterator[tuple[str, list[Location], tuple[
                 yield f"decoder.layers.{layer}.{weight.name}", _locations(weight, layer, None), size
                 continue
 
-            # Each expert is a parameter of its own in Megatron's names.
+            # Megatron names each expert as a separate parameter.
             for expert in range(shape.experts):
                 name = weight.name.format(expert=expert)
                 yield f"decoder.layers.{layer}.{name}", _locations(weight, layer, expert), size

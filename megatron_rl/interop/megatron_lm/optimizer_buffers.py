@@ -55,7 +55,7 @@ class Order(NamedTuple):
     """Implementation of a layer's modules, which decides the order of its parameters."""
 
     fused: bool
-    """Transformer Engine's norms are inside the linear layers behind them."""
+    """Transformer Engine's norms are part of the linear layers that follow them."""
     grouped: bool
     """Transformer Engine's experts are one module."""
 
@@ -122,9 +122,9 @@ def writer_layout(arguments: Mapping[str, Any]) -> ParallelLayout:
 
 
 def orders(arguments: Mapping[str, Any], shape: ModelShape) -> list[Order]:
-    """Return the implementations that may have written a checkpoint, likeliest first.
+    """Return the layer implementations that may have written a checkpoint, most likely first.
 
-    The arguments do not decide it: a user's own layer specs are not among them.
+    The arguments alone do not determine it, since they do not include a user's own layer specs.
     """
     plain = Order(fused=False, grouped=False)
     fused = [Order(fused=True, grouped=False)]
@@ -253,7 +253,7 @@ def _layer_parameters(
     """Yield the local parameters of a layer's weight, each with its sort key in the layer."""
     tensor, _, expert_tensor = shard
     if not weight.expert:
-        # Transformer Engine fuses a norm into the linear layer behind it, if the layer has that one.
+        # Transformer Engine fuses a norm into the linear layer that follows, if the layer has that one.
         name = weight.name
         modules = {sibling.name.rpartition(".")[0] for sibling in model.shape.weights(layer)}
         if model.order.fused and weight.fused.rpartition(".")[0] in modules:
@@ -314,8 +314,8 @@ def _with_offsets(
     for parameter in reversed(parameters):
         count = math.prod(parameter.shape)
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        # A bucket is full at its end, or at the padding of a next parameter with a bucket of its own, such as
-        # a tied embedding.
+        # Start the next bucket if this one is used up: exactly, or up to the padding before a parameter that
+        # has its own bucket, such as a tied embedding.
         if end and start + count > sizes.get(bucket, 0) and sizes.get(bucket) in (end, start):
             bucket = bucket._replace(number=bucket.number + 1)
             start = 0

@@ -27,7 +27,7 @@ COMMON = "common.pt"
 DIRECTORY = ".metadata"
 """File that lists the tensors."""
 _COMMON_VALUE = "common_state/shard_0_1"
-"""Name of the common values beside the tensors, as Megatron-Core 0.19 stores them."""
+"""Name of the common values stored next to the tensors, as Megatron-Core 0.19 stores them."""
 _MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.", "encoder.")
 """Prefixes of a model's tensors; others belong to the optimizer and to random generators."""
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
@@ -36,7 +36,7 @@ _GROUP = r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)"
 _FLAT = re.compile(_GROUP + r"\.gbuf_idx_(\d+)\.dtype_.+\.bucket_idx_(\d+)\.([^.]+)")
 """Optimizer state of a bucket as it is in memory: part, group, buffer, bucket, state."""
 _SETTINGS = re.compile(_GROUP + r"\.optimizer/shard_0_1")
-"""The optimizer's settings beside its buckets, with the number of its steps."""
+"""Entry of the optimizer's settings and number of steps, next to its buckets."""
 MASTERS = ("param", "fp32_param")
 """Names of the state that is the master weights."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -98,7 +98,7 @@ class Stored(NamedTuple):
     buffers: Mapping[str, Mapping[Bucket, StoredTensor]]
     """Optimizer states as they are in the ranks' memory: state -> bucket."""
     steps: int | None
-    """Steps of the optimizer, if they are stored beside its buffers."""
+    """Steps of the optimizer, if they are stored next to its buffers."""
 
 
 class Common(NamedTuple):
@@ -204,7 +204,7 @@ def names_in(content: bytes) -> set[tuple[str, str]]:
 def read_common(folder: Path) -> Common:
     """Read the values that all ranks have in common; raises UserError for a damaged or missing file.
 
-    They are a file of their own, or, as Megatron-Core 0.19 writes them, a list of one value beside the
+    They are in common.pt or, as Megatron-Core 0.19 writes them, in a list of one value stored next to the
     tensors.
     """
     path = folder / COMMON
@@ -353,7 +353,7 @@ def _tensors(folder: Path) -> Stored:
                 target = states.setdefault(state[1], {})
             target[key] = _stored(entry, locations.get(name, {}))
 
-    # With buffers the optimizer's settings are stored beside them, not in the common values.
+    # With flat buffers the optimizer's settings are stored next to them, not in the common values.
     steps = None
     if buffers:
         with zipfile.ZipFile(_read_value(folder, directory["storage_data"], _SETTINGS)) as archive:

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.shapes.family import ConfigReader, Family, Fields, deepseek, deepseek_megatron
+from megatron_rl.shapes.family import ConfigReader, Family, Fields, deepseek_megatron, deepseek_structure
 
 
 def _structure(reader: ConfigReader) -> Fields:
     reader.allow("topk_method", "greedy")
     reader.allow("norm_topk_prob", False)
-    return deepseek(reader)
+    return deepseek_structure(reader)
 
 
 def _megatron(config: Mapping[str, Any]) -> Fields:

@@ -3,7 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.shapes.family import ConfigReader, Family, Fields, biased_router, deepseek, deepseek_megatron
+from megatron_rl.shapes.family import (
+    ConfigReader,
+    Family,
+    Fields,
+    biased_router,
+    deepseek_megatron,
+    deepseek_structure,
+)
 
 
 def _structure(reader: ConfigReader) -> Fields:
@@ -19,7 +26,7 @@ def _structure(reader: ConfigReader) -> Fields:
             "topk_group",
             f"half of num_experts_per_tok, {experts_per_token}",
         )
-    return {**deepseek(reader), "router_bias": True}
+    return {**deepseek_structure(reader), "router_bias": True}
 
 
 def _megatron(config: Mapping[str, Any]) -> Fields:

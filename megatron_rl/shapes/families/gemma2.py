@@ -1,12 +1,19 @@
 """Gemma 2 (arXiv 2408.00118)."""
 
-from megatron_rl.shapes.family import ConfigReader, Family, Fields, gemma, gemma_megatron, sliding
+from megatron_rl.shapes.family import (
+    ConfigReader,
+    Family,
+    Fields,
+    gemma_megatron,
+    gemma_structure,
+    sliding_window_fields,
+)
 
 
 def _structure(reader: ConfigReader) -> Fields:
     # Every other layer has a sliding window unless config.json has a pattern of its own.
-    every_other = ConfigReader({"sliding_window_pattern": 2, **reader.config}, reader.place, reader.errors)
-    return {**gemma(reader), **sliding(every_other, reader.size("num_hidden_layers"))}
+    every_other = ConfigReader({"sliding_window_pattern": 2, **reader.config}, reader.file, reader.errors)
+    return {**gemma_structure(reader), **sliding_window_fields(every_other, reader.size("num_hidden_layers"))}
 
 
 FAMILY = Family(

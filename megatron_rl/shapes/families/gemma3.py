@@ -1,10 +1,10 @@
 """Gemma 3, the language model (arXiv 2503.19786)."""
 
-from megatron_rl.shapes.family import ConfigReader, Family, Fields, gemma, gemma_megatron
+from megatron_rl.shapes.family import ConfigReader, Family, Fields, gemma_megatron, gemma_structure
 
 
 def _structure(reader: ConfigReader) -> Fields:
-    return {**gemma(reader), "qk_norm": True}
+    return {**gemma_structure(reader), "qk_norm": True}
 
 
 FAMILY = Family(

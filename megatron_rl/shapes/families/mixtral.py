@@ -1,10 +1,10 @@
 """Mixtral (arXiv 2401.04088)."""
 
-from megatron_rl.shapes.family import ConfigReader, Family, Fields, experts
+from megatron_rl.shapes.family import ConfigReader, Family, Fields, expert_fields
 
 
 def _structure(reader: ConfigReader) -> Fields:
-    return experts(reader, "num_local_experts", "intermediate_size")
+    return expert_fields(reader, "num_local_experts", "intermediate_size")
 
 
 FAMILY = Family(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.shapes.family import ConfigReader, Family, Fields, attention_bias, experts
+from megatron_rl.shapes.family import ConfigReader, Family, Fields, attention_bias, expert_fields
 
 
 def _structure(reader: ConfigReader) -> Fields:
@@ -18,7 +18,7 @@ def _structure(reader: ConfigReader) -> Fields:
 
     return {
         **attention_bias(reader),
-        **experts(reader, "num_experts", "moe_intermediate_size", dense_layers),
+        **expert_fields(reader, "num_experts", "moe_intermediate_size", dense_layers),
         "qk_norm": True,
     }
 

@@ -91,7 +91,7 @@ def save_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
             save(folder / case["to"], parts, STATE)
         if case.get("shards"):
             with shards:
-                saving = save(folder / case["shards"], parts, STATE, layout=SAME, beside=True)
+                saving = save(folder / case["shards"], parts, STATE, layout=SAME, in_background=True)
     torch.save(moments(optimizer), folder / f"{case['name']}-moments-{dist.get_rank()}.pt")
     for layout, name in ((ANY, "megatron"), (SAME, "buffers")):
         if name in case:
