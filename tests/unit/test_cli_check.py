@@ -154,7 +154,7 @@ def test_servers_are_planned_before_the_model_is_here(
     asked = ["rollout.engine=server", "rollout.tensor=1", "rollout.vllm={}"]
     words = ["check", "configs/qwen2.5-7b-8gpu.yaml", "--without-files", *asked]
     assert main([*words, "rollout.server.urls=[http://host:8000]"]) == 0, capsys.readouterr().out
-    assert "once the model does in model.path" in capsys.readouterr().out
+    assert "once the model is in model.path" in capsys.readouterr().out
 
 
 def test_a_whole_configuration_fits_in_twenty_lines() -> None:

@@ -250,7 +250,7 @@ def test_the_chat_template_is_given_the_tools_of_a_record(material: Path) -> Non
     assert batch.prompts == ("781+2=", "1+2=")
     assert source(records(items), tokenizer, shuffle=False).next(1).prompts == ("1+2=",)
     mistakes = [
-        ({"tools": "add"}, "are no list"),
+        ({"tools": "add"}, "are not a list"),
         ({"prompt": "1+2"}, "does not go through the chat template"),
     ]
     for change, words in mistakes:
