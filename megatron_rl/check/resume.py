@@ -164,7 +164,7 @@ def resumed_build_errors(
 
 
 def _saved_learners(config: RunConfig, algorithm: Algorithm | None) -> Iterator[_SavedLearners]:
-    """Yield the checkpoints to resume from: that of reinforcement learning, else those of pending stages."""
+    """Yield the checkpoints to resume from: of reinforcement learning, else of the pending stages."""
     folder = RunFolder(config.run_dir)
     if config.job == TRAIN and algorithm is not None:
         resume = config.checkpoint.resume

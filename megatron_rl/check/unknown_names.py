@@ -471,7 +471,7 @@ def _written_value(entry: _UnknownEntry, key: str) -> Any:
 
 
 def _node(tree: Section, names: Sequence[str]) -> Leaf | Section | None:
-    """Return the node at the path ``names``, None if there is none."""
+    """Return the node at the path ``names``, None for a missing one."""
     node: Leaf | Section | None = tree
     for name in names:
         if not isinstance(node, Section):

@@ -43,7 +43,7 @@ ErrorsByKey = dict[str, list[UserError]]
 """Errors by the key whose value they make invalid."""
 
 REQUIRED_ARGUMENTS = ("pre_process", "post_process")
-"""Required parameters of a model provider: whether the pipeline stage embeds, and whether it returns logits."""
+"""Parameters that a model provider must have: whether the stage embeds, and whether it returns logits."""
 
 PROVIDER_ARGUMENTS = (*REQUIRED_ARGUMENTS, "vp_stage", "config", "pg_collection", "args")
 """Arguments that a model provider is called with, the optional ones only where it names them."""
