@@ -318,7 +318,7 @@ def predict_run(
             flops[spec.phase] += forward_flops
         if spec.trains:
             learn = learn_seconds(choice, batch, machine)
-            # A backward pass computes gradients of the inputs and, unless only adapters train, of the weights.
+            # A backward pass computes gradients of the inputs, and of the weights unless adapters train.
             passes = 3 if choice.lora is None else 2
             flops["learn"] += passes * batch.epochs * forward_flops
         moving = _moving_seconds(config, role, choice, batch, machine)
