@@ -86,7 +86,7 @@ def unfit_packages(versions: Mapping[str, str]) -> list[Finding]:
     findings = []
     torch = versions.get("torch")
     vllm = versions.get("vllm")
-    built = [name for name in BUILT_FOR_TORCH if name in versions]
+    compiled = [name for name in BUILT_FOR_TORCH if name in versions]
 
     if vllm is not None and "{}.{}".format(*release(vllm)) not in VLLM_SERIES:
         findings.append(
@@ -98,18 +98,18 @@ def unfit_packages(versions: Mapping[str, str]) -> list[Finding]:
             )
         )
 
-    if torch is None and built:
+    if torch is None and compiled:
         findings.append(
             Finding(
                 "error",
                 "torch",
-                f"{', '.join(built)} without the torch that they were built for",
-                f"pip uninstall {' '.join(built)}, or use a container that has torch too",
+                f"{', '.join(compiled)} without the torch that they were built for",
+                f"pip uninstall {' '.join(compiled)}, or use a container that has torch too",
             )
         )
 
     if torch is not None and vllm is None:
-        findings += _torch_without_vllm(torch, built)
+        findings += _torch_without_vllm(torch, compiled)
 
     apex = versions.get("apex")
     if apex is not None and not is_nvidia_apex(apex):
@@ -124,12 +124,12 @@ def unfit_packages(versions: Mapping[str, str]) -> list[Finding]:
     return findings
 
 
-def _torch_without_vllm(torch: str, built: list[str]) -> list[Finding]:
+def _torch_without_vllm(torch: str, compiled: list[str]) -> list[Finding]:
     """Compare a machine's torch with the one that vLLM's wheel was built for."""
     if release(torch) != release(TORCH):
         text = f"{torch} is here, and vLLM {VLLM} is built for torch {TORCH}"
-        if built:
-            text += f", which {', '.join(built)} of this machine cannot load with"
+        if compiled:
+            text += f", which {', '.join(compiled)} of this machine cannot load with"
         newer = release(torch) > release(TORCH)
         choice = f"use a container with torch {TORCH}, or with a vLLM {VLLM_SERIES[-1]} of its own"
         fix = f"{choice}; or {BUILD_VLLM}" if newer else choice
@@ -156,21 +156,21 @@ def missing_requirements(lock: str, versions: Mapping[str, str], cuda: int = CUD
     machine's own packages to their versions. A machine's own torch, or a torch for another CUDA version,
     comes with its CUDA libraries: NVIDIA's wheels in the lock are then left out.
     """
-    brought = {distribution_name(name) for name in versions}
+    provided = {distribution_name(name) for name in versions}
     skipped = {COMPILED_HERE}
     if cuda != CUDA:
         skipped |= ANOTHER_INDEX_FOR_CUDA_12
-    brings_cuda = "torch" in brought or cuda != CUDA
+    brings_cuda = "torch" in provided or cuda != CUDA
 
-    missing = []
+    requirements = []
     for line in lock.splitlines():
         requirement = line.partition("#")[0].strip()
         name = distribution_name(requirement.partition("==")[0])
         is_cuda_library = name.startswith("nvidia-") or name == "triton"
-        if not requirement or name in brought | skipped or (brings_cuda and is_cuda_library):
+        if not requirement or name in provided | skipped or (brings_cuda and is_cuda_library):
             continue
-        missing.append(requirement)
-    return missing
+        requirements.append(requirement)
+    return requirements
 
 
 def distribution_name(name: str) -> str:
@@ -189,13 +189,15 @@ def unfit_driver(driver: str, torch_cuda: int = CUDA) -> Finding | None:
     Call this before the installation, which downloads several gigabytes.
     """
     branch = release(driver)[0]
-    needed = OLDEST_DRIVER[torch_cuda]
-    if branch >= needed:
+    required_branch = OLDEST_DRIVER[torch_cuda]
+    if branch >= required_branch:
         return None
+
     text = f"{driver} does not run CUDA {torch_cuda}, which torch {TORCH} of the index is built for"
-    update = f"update the driver to {needed} or later"
+    update = f"update the driver to {required_branch} or later"
     if branch < OLDEST_DRIVER[12]:
         return Finding("error", "driver", text, update)
+
     older_build = (
         f"launch/setup.sh --gpu --cuda 12 takes torch {TORCH}+cu129 and vLLM's wheel for CUDA 12 instead"
     )

@@ -173,7 +173,7 @@ class Simulation(TorchDispatchMode):
             value = args[0][0]
             self._values[value.untyped_storage()._cdata] = torch.tensor(self.boundary)
         if "_tensor_coalesced" in name:
-            # PyTorch has no coalesced collectives for such tensors: call them on empty ones for the handle.
+            # PyTorch has no coalesced collectives for meta tensors: call them on empty host tensors.
             args = [[torch.empty(0) for _ in value] if isinstance(value, list) else value for value in args]
         return func(*args, **kwargs)
 
