@@ -62,10 +62,10 @@ def report_text(report: CheckReport, name: str, simulated: list[Simulated] | Non
         note = "one at each address of rollout.server.urls"
         blocks.append(_section("SERVERS", note, _servers(report.config)))
     if report.layouts is not None and report.shape is None:
-        unknown = "no memory"
+        unavailable = "no memory"
         if report.batch is not None:
-            unknown = "no memory, no bytes per weight sync"
-        blocks.append(f"The model's config.json is not on this machine: {unknown}.")
+            unavailable = "no memory, no bytes per weight sync"
+        blocks.append(f"The model's config.json is not on this machine: {unavailable}.")
 
     # Print the findings after all tables and the verdict last, since a terminal shows the end of a long text.
     if report.warnings:
