@@ -158,7 +158,7 @@ def write_digests(folder: Path, file_digests: Mapping[str, str]) -> None:
 
 
 def seal(folder: Path, computed: Mapping[str, str] | None = None) -> None:
-    """Write the digests of all files of a finished folder; ``computed`` are those that need no hashing."""
+    """Write the digests of all files of a finished folder; ``computed`` has those available already."""
     all_digests = dict(computed or {})
     remaining = [name for name in files_below(folder) if name not in all_digests]
     all_digests |= digests(folder, remaining)

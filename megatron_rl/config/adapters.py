@@ -19,7 +19,7 @@ def with_adapters(config: RunConfig, shape: ModelShape | None, reasons: dict[str
     """Fill in the scaling factor and the target layers of the roles' adapters.
 
     ``shape`` is the shape of the actor's model, None if it is not available. It determines the layers of the
-    roles that start from the same model; those of a role with another model stay None.
+    roles that start from the same model; for a role with another model they stay None.
     """
 
     def fill(path: str, section: Any) -> Any:

@@ -151,7 +151,10 @@ def _unsets(node: Leaf | Section | None) -> bool:
 def _value(
     hint: Any, node: Leaf | Section | None, default: Any, path: str, parse: Parse, number_means: str = ""
 ) -> Any:
-    """Return the typed value of the key at ``path``, of any type; ``node`` is None if it is not written."""
+    """Return the typed value of the key at ``path``: a mapping, a section or a plain value.
+
+    ``node`` is None for a key that is not written.
+    """
     entry = entry_class(hint)
     if entry is not None and isinstance(node, Section) and node.children:
         entries = {}

@@ -50,14 +50,14 @@ class ForeignName:
     name: str
     """Name there, with as many enclosing sections as make it unique."""
     conversion: str = ""
-    """Difference between the value there and ours, empty if there is none."""
+    """Difference between the value there and ours, empty without a difference."""
     values: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
     """Their value -> ours, `REMOVED` for a value that needs no setting here."""
     piece: str = ""
     """Piece of an algorithm that has the setting, where the algorithm's default piece does not."""
 
     def difference(self) -> str:
-        """Return the difference of the values as one sentence, empty if there is none."""
+        """Return the difference of the values as one sentence, empty without a difference."""
         clauses = []
         if self.conversion:
             clauses.append(self.conversion)

@@ -337,7 +337,7 @@ def _unreadable(path: Path, error: Exception, fix: str) -> UserError:
 
 
 def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None, tuple[Path, ...]]:
-    """Read a configuration file and the chain of files that its ``base`` begins, merged into one tree.
+    """Read a configuration file and merge it with its base, the base of its base, and so on.
 
     ``base`` is relative to the folder of the file that has it. Sections are merged name by name; any other
     value, also a list, replaces the base's, and null restores the default. Every value keeps the origin of

@@ -89,7 +89,7 @@ def server_commands(config: RunConfig) -> list[str]:
 
     lines = [command, *_flags(arguments)]
 
-    # On a host, set the size of the cache in bytes: the servers may share its memory with the job.
+    # On a host without an accelerator, the command gives the size of the cache in bytes.
     host = {**host_arguments(max_model_len), "kv_cache_memory_bytes": _HOST_CACHE_BYTES}
     return [
         *(f"{line} \\" for line in lines[:-1]),
