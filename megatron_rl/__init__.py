@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from megatron_rl.types import Scores as Scores
     from megatron_rl.types import TrainBatch as TrainBatch
 
-# Each public name and the module that defines it; tests/unit/test_architecture.py keeps both lists equal.
+# Public name -> module that defines it; tests/unit/test_architecture.py compares it with the imports above.
 PUBLIC = {
     "AgentEnvironment": "megatron_rl.environments.agent",
     "Algorithm": "megatron_rl.algorithms",

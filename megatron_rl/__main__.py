@@ -4,6 +4,6 @@ import sys
 
 from megatron_rl.cli.main import main
 
-# Saving a checkpoint spawns processes that import this module again; they must not start a command.
+# Processes that are spawned while a checkpoint is saved import this module again, and must not run a command.
 if __name__ == "__main__":
     sys.exit(main())

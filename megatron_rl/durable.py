@@ -1,9 +1,8 @@
-"""Files and folders that are complete or absent after any crash, and whose damage is detected.
+"""Atomic writes of files and folders, and digests that detect later damage.
 
 The one idea: everything is written under another name first, flushed to the disk (fsync of files and
 folders), and then renamed. A crash of the process or the machine leaves the old state or the new one, never
-half of one. A folder has a file with a digest of each of its files, from which every later damage can be
-told.
+a mixture. A folder contains a file with the digest of each of its files, against which they can be verified.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ REPLACED = ".old"
 # Suffix of a folder that is being deleted, and so may be incomplete.
 DOOMED = ".removed"
 
-# Bytes that are read and hashed at once, and files that are read at once.
+# Bytes of a block that is read and hashed, and number of files that are hashed in parallel.
 _READ_BYTES = 2**24
 _READERS = 2
 
-# Required space per byte to be written: file systems round sizes up and need space for their own tables.
+# Required free space per byte to be written: file systems round sizes up and store metadata.
 _HEADROOM = 1.05
 
-# Characters of a path that an error prints.
+# Length at which an error cuts a path, in characters.
 _PATH_CHARACTERS = 200
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
@@ -55,7 +54,7 @@ _FIXES = {
     errno.EIO: "check the disk, or the connection to the file system",
     errno.ESTALE: "check the disk, or the connection to the file system",
 }
-"""Error of a file system that a user can correct -> the fix."""
+"""errno of a file-system error that a user can correct -> the fix."""
 
 # Texts of the RuntimeErrors of PyTorch's allocator and of Python's threads when memory is exhausted.
 _OUT_OF_MEMORY = (
@@ -67,7 +66,7 @@ _OUT_OF_MEMORY = (
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file that is complete, or unchanged, after any crash."""
+    """Write a text file atomically: after a crash it has the old content or the new one."""
     replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
@@ -76,7 +75,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     temporary = path.with_name(path.name + ".part")
     write(temporary)
 
-    # Before the rename: some file systems write names before contents.
+    # Flush before the rename: some file systems write the new name to the disk before the content.
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
 
@@ -85,7 +84,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk, so that they survive a crash of the machine."""
+    """Flush a folder's entries to the disk, so that new and renamed files survive a crash of the machine."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -98,7 +97,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def files_below(folder: Path) -> list[str]:
-    """Return the sorted files of a folder that have a digest, relative to the folder."""
+    """Return the sorted relative paths of all files below a folder, except the file of digests itself."""
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in names if name != DIGESTS)
 
@@ -151,7 +150,7 @@ def require_file(path: Path) -> int:
 
 
 def write_digests(folder: Path, file_digests: Mapping[str, str]) -> None:
-    """Write the digests of a folder's files, and flush all names in the folder to the disk."""
+    """Write the digests of a folder's files, and flush the folder's entries to the disk."""
     write_text(folder / DIGESTS, json.dumps(dict(sorted(file_digests.items())), indent=0))
 
     for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
@@ -159,7 +158,7 @@ def write_digests(folder: Path, file_digests: Mapping[str, str]) -> None:
 
 
 def seal(folder: Path, computed: Mapping[str, str] | None = None) -> None:
-    """Write the digests of all files of a finished folder; ``computed`` are the available ones."""
+    """Write the digests of all files of a finished folder; ``computed`` has those available already."""
     all_digests = dict(computed or {})
     remaining = [name for name in files_below(folder) if name not in all_digests]
     all_digests |= digests(folder, remaining)
@@ -179,7 +178,7 @@ def read_digests(folder: Path) -> dict[str, str] | None:
     except (OSError, ValueError, RecursionError):
         return None
 
-    # An empty mapping would call every damaged folder an undamaged one.
+    # With an empty mapping, a damaged folder would pass verification.
     if not isinstance(content, dict) or not content:
         return None
     if not all(isinstance(value, str) for value in content.values()):
@@ -201,9 +200,9 @@ def damages(folder: Path, file_digests: Mapping[str, str], names: Sequence[str])
 
 
 def _damage(path: Path, digest: str) -> str | None:
-    """Return the damage of a file as a predicate; None for a file that has the digest."""
+    """Return the predicate of an error sentence about a damaged file; None if the file matches the digest."""
     try:
-        # The size first: it does not read the file.
+        # Compare the size first, which does not need to read the file.
         size = require_file(path)
         written_size = digest.partition(":")[0]
         if str(size) != written_size:
@@ -229,12 +228,12 @@ def remove(path: Path) -> None:
 def publish(finished: Path, final: Path) -> None:
     """Rename a finished folder to its final name; a folder that had the name is removed afterwards.
 
-    If a kill falls between the two renames, the old folder still exists under `replaced_name`, and
+    If the process is killed between the two renames, the old folder still exists as `replaced_name`, and
     `recover_replaced` restores its name at the next start.
     """
     old = replaced_name(final)
     if os.path.lexists(final):
-        # The rest of an earlier kill, beside a complete folder. Without that, it is the only complete copy.
+        # `old`, if it exists, is left over from a killed process, and redundant because `final` exists.
         remove(old)
         final.rename(old)
         sync_folder(final.parent)
@@ -268,7 +267,7 @@ def recover_replaced(folder: Path) -> list[Path]:
 def require_space(folder: Path, byte_count: float, content: str) -> None:
     """Raise a UserError unless the disk of an existing ``folder`` has room for ``byte_count`` more bytes.
 
-    ``content`` is the noun of the error for the bytes to be written.
+    ``content`` names the data to be written in the error, such as "a checkpoint".
     """
     free = shutil.disk_usage(folder).free
     if free < byte_count * _HEADROOM:
@@ -276,9 +275,9 @@ def require_space(folder: Path, byte_count: float, content: str) -> None:
 
 
 def file_error(error: OSError, folder: Path | None = None) -> UserError | None:
-    """Return the error for the user of a file operation below ``folder``.
+    """Convert an OSError of a file operation below ``folder`` to a UserError.
 
-    None for an error that the user cannot correct.
+    Return None for an error that the user cannot correct.
     """
     path = error.filename
     if path is None and folder is not None:
@@ -302,11 +301,11 @@ def file_error(error: OSError, folder: Path | None = None) -> UserError | None:
 
 
 def memory_error(error: BaseException, activity: str) -> UserError | None:
-    """Return the error for the user of exhausted host memory; None for another error.
+    """Convert an exception about exhausted host memory to a UserError; return None for any other exception.
 
     ``activity`` is a clause such as "a checkpoint was written".
 
-    PyTorch's allocator and the start of a thread raise a RuntimeError for it, not a MemoryError.
+    PyTorch's allocator and the start of a thread raise a RuntimeError in this case, not a MemoryError.
     """
     text = str(error)
     is_runtime = isinstance(error, RuntimeError) and any(phrase in text for phrase in _OUT_OF_MEMORY)
@@ -326,7 +325,7 @@ def memory_error(error: BaseException, activity: str) -> UserError | None:
 
 
 def no_space(folder: Path, content: str, got: str, byte_count: float | None = None) -> UserError:
-    """Return the error of a full disk; ``byte_count`` are the bytes to be written, None if unknown."""
+    """Return the error of a full disk; ``byte_count`` is the size of the data, None if unknown."""
     expected = "room for it"
     if byte_count is not None:
         expected = f"{byte_count * _HEADROOM / 2**30:.2f} GiB of free space"

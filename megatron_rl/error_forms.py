@@ -33,7 +33,7 @@ def unknown_choice(path: str, value: Any, choices: Sequence[str], *, fix: str | 
 
 
 def out_of_range(path: str, value: Any, expected: str, *, fix: str | None = None) -> UserError:
-    """Return the error of a key whose value has the right type and lies outside its bounds."""
+    """Return the error of a key whose value has the right type but is out of bounds."""
     return UserError(f"`{path}` is out of range", where=path, expected=expected, got=repr(value), fix=fix)
 
 
@@ -64,7 +64,7 @@ def exclusive(path: str, other: str, reason: str, *, fix: str | None = None) -> 
 
 
 def does_not_divide(path: str, size: int, total: int, noun: str, *, fix: str | None = None) -> UserError:
-    """Return the error of a ``size`` that has to divide a ``total`` of ``noun`` and does not.
+    """Return the error of a ``size`` that does not divide a ``total`` of ``noun``.
 
     Example:
         >>> print(does_not_divide("actor.layout.tensor", 3, 32, "attention heads"))

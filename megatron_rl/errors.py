@@ -1,7 +1,7 @@
-"""Errors that a user can act on: a message, the place, the expected and the actual value, and the fix.
+"""Errors that a user can act on: a message, the key or file, the expected and the actual value, and the fix.
 
-The one idea: a mistake of the user is never a traceback. Everything that a configuration, a data set or an
-environment can have wrong is a `UserError`, and as many as possible are reported together.
+The one idea: a mistake of the user is never a traceback. Every mistake in a configuration, a data set or an
+environment is a `UserError`, and as many as possible are reported together.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ def numbered(errors: Iterable[UserError], kind: str) -> list[str]:
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate that ``name`` is most likely a misspelling of; None unless exactly one is close.
 
-    A misspelling changes a letter or two of a word, the order of the words, or the signs between them. Words
-    of one or two letters, and digits, have the meaning of a name (`top_p` and `top_k`, `h100` and `h200`): a
-    name that differs in them is another one. No suggestion is better than a wrong one.
+    A misspelling changes one or two letters of a word, the order of the words, or the separators between
+    them. Names that differ in digits or in words of one or two letters are distinct names, not misspellings
+    (`top_p` and `top_k`, `h100` and `h200`). No suggestion is better than a wrong one.
 
     Example:
         >>> nearest("clip_hihg", ["clip_low", "clip_high"]), nearest("top_n", ["top_p", "top_k"])
@@ -143,12 +143,12 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     return best[0] if len(best) == 1 else None
 
 
-# Letters in all words of a name together that a misspelling may change.
+# Largest number of changed letters in a misspelled name, over all its words.
 _MAX_EDITS = 3
 
 
 def _misspelling(name: str, candidate: str) -> int | None:
-    """Return the number of letters in which ``name`` misspells ``candidate``; None for another name."""
+    """Return the edit distance if ``name`` may be a misspelling of ``candidate``, else None."""
     sources = _split_name(name)
     targets = _split_name(candidate)
     if sorted(sources) == sorted(targets):
@@ -156,7 +156,7 @@ def _misspelling(name: str, candidate: str) -> int | None:
     if re.findall(r"\d+", name) != re.findall(r"\d+", candidate):
         return None
 
-    # Another number of words: a sign between two of them was omitted or inserted.
+    # With another number of words, a separator was omitted or inserted: compare the names without separators.
     if len(sources) != len(targets):
         sources = ["".join(sources)]
         targets = ["".join(targets)]
@@ -174,7 +174,7 @@ def _misspelling(name: str, candidate: str) -> int | None:
 
 
 def _allowed_edits(length: int) -> int:
-    """Return the letters that a misspelling may change in a word of a length."""
+    """Return the largest number of changed letters in a misspelled word of ``length`` letters."""
     if length <= 2:
         return 0
     if length < 8:
@@ -189,9 +189,9 @@ def _split_name(name: str) -> list[str]:
 def _edits(source: str, target: str) -> int:
     """Return the optimal string alignment distance of two words.
 
-    It is the smallest number of letters to insert, delete, replace or exchange with their neighbour.
+    It is the smallest number of insertions, deletions, replacements and swaps of adjacent letters.
     """
-    # Rows of the table of distances between beginnings: row i, column j is that of source[:i] and target[:j].
+    # Dynamic programming: row i, column j of the table is the distance of source[:i] and target[:j].
     row_before_previous: list[int] = []
     previous_row = list(range(len(target) + 1))
     for i, letter in enumerate(source, start=1):
@@ -219,7 +219,7 @@ def neighbours(path: Path) -> str:
         return f"{path} is a pipe, a socket or a device"
 
     if not parent.is_dir():
-        # The first folder on the path that does not exist.
+        # Report the topmost missing folder of the path, where the mistake most likely is.
         while parent.parent != parent and not parent.parent.is_dir():
             parent = parent.parent
         return f"no directory {parent}"
@@ -234,7 +234,7 @@ def join_names(names: Sequence[str], count: int) -> str:
     """Return the first ``count`` names as text, with the number of further ones.
 
     Example:
-        >>> some_of(["a", "b", "c"], 2)
+        >>> join_names(["a", "b", "c"], 2)
         'a, b and 1 more'
     """
     text = ", ".join(names[:count])
@@ -245,7 +245,7 @@ def join_names(names: Sequence[str], count: int) -> str:
 
 def first_line(error: BaseException, length: int = 300) -> str:
     """Return the type and the first line of an exception, at most ``length`` characters."""
-    # Some libraries put the traceback of another process into the text.
+    # Some libraries put the traceback of another process into the message.
     lines = [line.strip() for line in str(error).splitlines()]
     text = next((line for line in lines if line and not line.startswith("Traceback (")), "")
     return f"{type(error).__name__}: {text}".removesuffix(": ")[:length]

@@ -1,6 +1,6 @@
-"""Position of a process in its job, as its launcher sets it, and the report of errors to the launcher.
+"""Rank and world size of a process, as its launcher sets them, and the report of errors to the launcher.
 
-The one idea: torchrun passes everything in environment variables. A process without them is a job of its own.
+The one idea: torchrun passes everything in environment variables. A process without them is a job by itself.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 
 from megatron_rl.errors import UserError, numbered, raise_errors, single_errors
 
-# Seconds between two checks that the launcher is alive.
+# Interval in seconds at which a rank checks that its launcher is alive.
 _CHECK_SECONDS = 1.0
 
-# Seconds that other ranks leave rank 0 to print its errors before they print their own.
+# Seconds for which other ranks wait for rank 0 to print its errors, before they print their own.
 PATIENCE = 8.0
 
 _FIX = "start with torchrun --nproc-per-node N, which sets it, or remove it for a single process"
@@ -30,7 +30,7 @@ _FIX = "start with torchrun --nproc-per-node N, which sets it, or remove it for 
 LOOPBACK = "127.0.0.1"
 _NO_PROXY = ("NO_PROXY", "no_proxy")
 
-# Variable -> launcher that sets the number of processes in a variable that torch.distributed does not read.
+# Environment variable with a number of processes that torch.distributed does not read -> its launcher.
 _OTHER_LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": "srun",
     "OMPI_COMM_WORLD_SIZE": "mpirun",
@@ -56,7 +56,7 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str], *, joins: bool = False) -> Launch:
-    """Return the position that the launcher's variables set; raise UserErrors for invalid values.
+    """Read the launcher's environment variables; raise UserErrors for invalid values.
 
     A process that ``joins`` the others of its job also needs the address of their rendezvous.
     """
@@ -94,12 +94,12 @@ def process_rank() -> int:
 
 
 def leave_with_launcher() -> None:
-    """Exit this process soon after its launcher is gone, which may be killed without a signal to its ranks.
+    """Start a thread that exits this process if its launcher dies.
 
-    Ranks without a launcher would keep devices and ports, and write into a folder that the next job uses as
-    its own. Only ranks of torchrun are watched: other launchers end their ranks themselves, and a process
-    that a shell started may outlive the shell. Call it before anything slow: a launcher that is gone at the
-    time of the call is not noticed.
+    A launcher that is killed cannot signal its ranks, which would keep devices and ports, and write into a
+    folder that the next job uses. Only ranks of torchrun are watched: other launchers end their ranks
+    themselves, and a process that a shell started may outlive the shell. Call this before anything slow,
+    since the death of a launcher before the call is not detected.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -107,7 +107,7 @@ def leave_with_launcher() -> None:
     launcher = os.getppid()
 
     def watch() -> None:
-        # An orphan gets another parent.
+        # The kernel gives an orphan another parent process.
         while os.getppid() == launcher:
             time.sleep(_CHECK_SECONDS)
 
@@ -128,7 +128,7 @@ def _integer(
     errors: list[UserError],
     default: int | None = None,
 ) -> int | None:
-    """Return a variable as an integer from ``minimum`` to below ``end``; append an error and return None."""
+    """Parse a variable as an integer in [``minimum``, ``end``); append an error for any other value."""
     text = environment.get(name, "").strip()
     if not text and default is not None:
         return default
@@ -169,10 +169,10 @@ def _unknown_launcher(name: str, launcher: str, size: str) -> UserError:
 
 
 def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which no client uses a proxy for servers on this machine.
+    """Return NO_PROXY variables with which clients connect to servers on this machine without a proxy.
 
-    Existing entries stay, in both cases of the name: some programs read one of them, others the first that is
-    set.
+    Existing entries are retained. Both spellings are returned: some programs read one of them, others the
+    first that is set.
 
     Example:
         >>> without_proxy({"no_proxy": ".corp.example"})["NO_PROXY"]
@@ -191,16 +191,17 @@ def without_proxy(environment: Mapping[str, str]) -> dict[str, str]:
 def report_errors(error: UserError) -> None:
     """Print the errors on one rank, in the same text under every launcher.
 
-    Every rank finds the same errors in the same input, so rank 0 prints them and the launcher ends the others
-    while they wait. A rank that is still alive after `PATIENCE` has an error that rank 0 does not have, such
-    as a file missing on its machine alone, and prints it itself. No rank waits for a message of another.
+    Every rank finds the same errors in the same input, so rank 0 prints them and exits, and the launcher ends
+    the others while they wait. A rank that is still alive after `PATIENCE` has an error that rank 0 does not
+    have, such as a file that is missing on its machine only, and prints it itself. No communication between
+    ranks is needed.
 
     The errors are printed before this process ends, and so before the traceback that torchrun prints. Its
     summary, the last lines of its output, repeats the first error.
     """
     rank = process_rank()
     if rank != 0:
-        # A launcher that ends this rank has heard of another's failure: this one has nothing to add.
+        # SIGTERM means that another rank has failed and reported its errors: exit without a second report.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(PATIENCE)
 

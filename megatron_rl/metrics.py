@@ -1,4 +1,4 @@
-"""Metrics with exact merging: every mean is a sum and a weight, divided once at the end.
+"""Metrics that merge exactly: every mean is kept as a sum and a weight, and divided once at the end.
 
 A run writes one JSON line per step to its metrics file; `read_metrics` reads that file.
 """
@@ -17,10 +17,10 @@ from megatron_rl.durable import require_file
 # in float32 above it has diverged.
 LARGEST = 1e30
 
-# Largest step number that a float represents exactly; plots of curves use floats.
+# Largest step number: floats, which plots use, represent every integer up to it exactly.
 LAST_STEP = 2**53
 
-# Above it a fixed-point number has more digits than a float holds.
+# Above this value, fixed-point notation would print more digits than a float has.
 _LARGEST_FIXED_POINT = 1e15
 
 
@@ -83,9 +83,9 @@ def merge(sources: Iterable[Metrics]) -> Metrics:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Read the numbers of a metrics file, one mapping per line, without damaged lines.
+    """Read a metrics file as one mapping per line; skip damaged lines and values that are not numbers.
 
-    Values that are not `is_measurable` are left out.
+    `is_measurable` decides which values are numbers.
     """
     lines, _ = read_lines(Path(path))
     return [{name: value for name, value in line.items() if is_measurable(value)} for line in lines]
@@ -109,9 +109,9 @@ def _is_step(value: Any) -> bool:
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Read the valid lines of a metrics file, and whether more than one is damaged; raise OSError.
+    """Read the valid lines of a metrics file; return them, and whether more than one line is damaged.
 
-    One damaged line is expected: the last one of a process that was killed while it wrote.
+    One damaged line is expected: the last one of a process that was killed while writing. Raises OSError.
     """
     lines: list[dict[str, Any]] = []
     texts: list[str] = []

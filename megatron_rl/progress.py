@@ -1,4 +1,4 @@
-"""Progress counters of this process, for the hang detector: units of work, whatever the role."""
+"""Progress counters of this process for the hang detector: completed units of work of any role."""
 
 from collections import Counter
 
@@ -15,5 +15,5 @@ def progress_text() -> str:
 
     Example: ``"3 blocks of files, 12 micro-batches"``.
     """
-    # A copy, since other threads count too.
+    # Iterate over a copy, since other threads update the counters.
     return ", ".join(f"{count} {unit}" for unit, count in sorted(_counts.copy().items()))

@@ -1,4 +1,4 @@
-"""Secrets: names that secrets have, and the removal of their values from text that is written."""
+"""Redaction of secrets: values under names such as ``api_key`` are replaced before anything is written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 HIDDEN = "(hidden)"
 
-# Complete words between underscores: `max_tokens` is not a secret, and `hf_token` is one.
+# Match complete words between underscores: `hf_token` is a secret, and `max_tokens` is not.
 _SECRET = re.compile(
     r"(?:^|_)(?:secret|passw(?:or)?d|passphrase|credentials?|token|auth|authorization|bearer|cookie"
     r"|(?:api|access|private|signing|encryption)_?key)(?:$|_)"
@@ -22,7 +22,7 @@ def is_secret(name: str) -> bool:
         >>> [is_secret(name) for name in ("HF_TOKEN", "apiKey", "max_prompt_tokens")]
         [True, True, False]
     """
-    # Camel case and other signs become underscores.
+    # Convert camel case and other separators to underscores.
     snake_case = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+", "_", name)
     return _SECRET.search(snake_case.lower()) is not None
 
@@ -37,7 +37,7 @@ def redacted(value: Any) -> Any:
     if isinstance(value, Mapping):
         content = {}
         for name, inner in value.items():
-            # An empty value has nothing to hide.
+            # Empty values stay visible: they show that no secret is set.
             is_hidden_name = isinstance(name, str) and is_secret(name) and inner
             content[name] = HIDDEN if is_hidden_name else redacted(inner)
         return content

@@ -107,7 +107,8 @@ _SUPPORT: Mapping[str, str] = {"support": "support_sizes"}
 def turn_starts(rollouts: Rollouts) -> Tensor:
     """Mark the first token of each turn of the policy: [N] bool.
 
-    A row begins with its prompt, so the last token of the row before needs no special case.
+    A turn starts where the mask changes to true. Every row begins with its prompt, so the comparison of its
+    first token with the last one of the row before needs no special case.
     """
     mask = rollouts.response_mask
     previous = torch.cat([torch.zeros(min(1, len(mask)), dtype=torch.bool), mask[:-1]])
@@ -115,11 +116,11 @@ def turn_starts(rollouts: Rollouts) -> Tensor:
 
 
 def observed_counts(rollouts: Rollouts) -> Tensor:
-    """Count the tokens of each row after the start of its first turn that are not the policy's: [B] int64."""
-    # Turns that began up to each token, in all rows together.
+    """Count the environment's tokens of each row, which follow the first turn of the policy: [B] int64."""
+    # Number of turns that started up to each token, over all rows.
     turn_count = turn_starts(rollouts).long().cumsum(0)
 
-    # Turns that began in earlier rows: a token with more is after the first turn of its own row.
+    # Number of turns in earlier rows: tokens with a larger count are after the first turn of their own row.
     row_starts = rollouts.lengths.cumsum(0) - rollouts.lengths
     count_before = torch.cat([torch.zeros(1, dtype=torch.long), turn_count])
     earlier_rows = count_before[row_starts]
@@ -128,7 +129,7 @@ def observed_counts(rollouts: Rollouts) -> Tensor:
 
 
 def limited_counts(rollouts: Rollouts) -> Tensor:
-    """Count the tokens of each row that its ``max_response_tokens`` limits: [B] int64.
+    """Count the tokens of each row that count towards its ``max_response_tokens``: [B] int64.
 
     These are the policy's tokens, the environment's between and after them, and the dropped tokens of an
     observation that did not fit.
@@ -171,7 +172,7 @@ class _Rows:
         index = torch.tensor(ids, dtype=torch.long)
         tokens = token_index(self.lengths, index)
 
-        # An optional field that is None stays None.
+        # Optional fields that are None stay None.
         changes: dict[str, Any] = {}
         for name in self.TOKEN_FIELDS:
             changes[name] = _select(getattr(self, name), tokens)
@@ -216,7 +217,7 @@ class _Rows:
                 items.extend(value or (None,) * len(batch))
             changes[name] = tuple(items)
 
-        # Fields without rows are those of the first batch.
+        # Fields that are not per row are taken from the first batch.
         common = {f.name: getattr(batches[0], f.name) for f in fields(cls) if f.name not in changes}  # pyright: ignore[reportArgumentType]
         return cls(**changes, **common)
 

@@ -1,8 +1,8 @@
-"""Modules of the user, imported by name or by file; workers load this too, so the standard library alone.
+"""Import of the user's modules, by name or by file; light enough for contained workers to import as well.
 
 A run keeps copies of the files of its contained code (`megatron_rl.contained.code_copy`). With `use_copies`,
-modules are executed from those copies. They keep their own names and paths, so that errors name the user's
-file and its neighbours can be imported.
+modules are executed from those copies but keep their names and paths, so that tracebacks name the user's file
+and other modules in its folder can be imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_rl.errors import UserError, nearest
 
-# Resolved path of a file -> the content that is executed in place of the file's own.
+# Resolved path of a file -> the copy of its content, which is executed instead of the file.
 _copies: dict[str, bytes] = {}
 
 
@@ -34,10 +34,10 @@ class _CopyLoader(SourceFileLoader):
         return super().get_data(path)
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compile the copy, never from a cache: the file's own .pyc may be of another content."""
+        """Compile the copy without the bytecode cache: the file's .pyc may belong to another version."""
         data = self.get_data(self.path)
 
-        # Tracebacks read their lines from here, and not from the file.
+        # Let tracebacks show the lines of the copy, not of the file.
         lines = data.decode("utf-8", "replace").splitlines(keepends=True)
         linecache.cache[self.path] = (len(data), None, lines, self.path)
         return self.source_to_code(data, self.path)
@@ -57,7 +57,7 @@ class _CopyFinder:
 
         for entry in path:
             folder = os.path.join(os.path.realpath(entry), name)
-            # In Python's order: a package before a module of the same name.
+            # As Python does, prefer a package to a module of the same name.
             for file, locations in ((os.path.join(folder, "__init__.py"), [folder]), (f"{folder}.py", None)):
                 if file in _copies:
                     return importlib.util.spec_from_file_location(
@@ -92,7 +92,7 @@ def load_module(location: str) -> ModuleType:
     if not has_copy and not file.is_file():
         raise FileNotFoundError(f"no such file: {location}")
 
-    # Two files of the same name in different folders are different modules.
+    # Files of the same name in different folders need different module names.
     name = f"_user_{abs(hash(str(file)))}_{file.stem}"
     if name in sys.modules:
         return sys.modules[name]
@@ -102,7 +102,7 @@ def load_module(location: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
 
-    # Before the execution: dataclasses and pickle look the module up by name.
+    # Register the module before its execution: dataclasses and pickle look it up by name.
     sys.modules[name] = module
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
@@ -129,7 +129,7 @@ def find_module(name: str) -> tuple[Path | None, str | None]:
         if component.isidentifier() and search_path is not None:
             spec = PathFinder.find_spec(component, search_path)
         if spec is None and position == 0 and component in sys.modules:
-            # Packages with an editable install are not on sys.path.
+            # An editable install may not be on sys.path, but an imported module has its spec.
             spec = sys.modules[component].__spec__
 
         if spec is None and position == 0 and component in sys.builtin_module_names:
@@ -143,7 +143,7 @@ def find_module(name: str) -> tuple[Path | None, str | None]:
 
     if spec is not None and spec.origin is not None:
         return Path(spec.origin), None
-    # A folder without __init__.py is a module, too, in which nothing is defined.
+    # A folder without __init__.py is a namespace package, which defines nothing.
     if search_path is not None:
         return None, f"{name}.__init__"
     return None, None
@@ -167,16 +167,16 @@ def require_file(location: str, key: str, noun: str = "file") -> None:
 
 
 def load_path(path: str, key: str) -> Any:
-    """Return the object with the name ``file.py:Name`` or ``module:Name``.
+    """Import and return the object that ``file.py:Name`` or ``module:Name`` names.
 
-    A file is relative to the directory that the run is started in. Raises UserError, also if the user's code
-    fails.
+    A file is relative to the directory in which the run is started. Raises UserError, also for an exception
+    in the user's code.
     """
     location, _, name = path.rpartition(":")
     require_file(location, key)
     try:
         module = load_module(location)
-    # The user's own module may fail in any way, or be a script that exits.
+    # The user's module may raise any exception, or be a script that exits.
     except (Exception, SystemExit) as error:
         is_absent = isinstance(error, ModuleNotFoundError) and error.name == location.partition(".")[0]
         fix = "correct the module; python -c 'import ...' shows the same error"

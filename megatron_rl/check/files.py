@@ -16,11 +16,11 @@ class Files:
     """Findings about the files that a configuration names.
 
     Attributes:
-        prepare: Directory -> the command that makes it. A file below a directory that does not exist yet is
-            collected in ``to_be_made`` and is not an error.
+        prepare: Directory -> the command that makes it. While the directory does not exist, a missing file
+            below it is collected in ``to_be_made`` and is not an error.
         allow_missing: Whether missing files are warnings (``missing``) instead of errors.
         errors: Files that are missing, broken or of the wrong kind.
-        warnings: Files that are read, and that are rarely meant this way.
+        warnings: Files that are valid but probably a mistake.
         missing: Missing files, where ``allow_missing`` is set.
         to_be_made: (directory, command) -> the files below the directory, each with the key that names it.
 
@@ -40,7 +40,7 @@ class Files:
 
     def miss(self, path: Path, message: str, key: str, expected: str, fix: str | None = None) -> None:
         """Record a missing file; a file below a directory that is still to be made is no error."""
-        # The user's command in `prepare` makes this file.
+        # A command in `prepare` makes this file.
         preparation = self._preparation(path)
         if preparation is not None:
             directory, command = preparation
@@ -83,7 +83,7 @@ class Files:
 def parse_json_object(text: str | bytes) -> dict[str, Any]:
     """Return the JSON object in ``text``; raises ValueError for any other content.
 
-    The one guard of `check` against JSON that is nested beyond Python's recursion limit.
+    The only guard of `check` against JSON that is nested beyond Python's recursion limit.
     """
     try:
         values = json.loads(text)

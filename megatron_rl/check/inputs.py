@@ -61,8 +61,8 @@ class Inputs:
         files: Findings about files.
         is_valid: Returns whether no value at, below or around the given keys has an error.
         shipped_models: Folder with NAME/config.json, for models that are not on this machine.
-        before_run: Whether this is a check before the run. The run itself reads all data, asks the servers
-            and reports what its kernel enforces, so its own check does not.
+        before_run: Whether this is a check before the run. The run itself reads all data, connects to the
+            servers and reports the limits that its kernel does not enforce, so its own check does not.
         errors: Errors of the inputs; ``files`` has further ones.
         warnings: Warnings of the inputs.
         shape: Shape of the actor's model, None if not available.
@@ -70,10 +70,10 @@ class Inputs:
         roles_without_shape: Roles whose model is not the actor's and not available.
         models: Role -> config.json of its model, where one is available.
         preview: Records of the training data.
-        derived_templates: Key of an unset ``chat_template`` -> the value that follows from the first record.
+        derived_templates: Key of an unset ``chat_template`` -> the value derived from the first record.
         uses_template: Key of a data set -> whether its prompts go through the chat template.
         tokens: Counter of tokens, None in a run.
-        read_budget: Bytes of data sets that are still read to their ends.
+        read_budget: Remaining bytes of data sets to read to the end.
     """
 
     config: RunConfig
@@ -109,9 +109,9 @@ class Inputs:
 
 
 def check_paths(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of values that no file system takes as a path.
+    """Yield the errors of values that are not a valid path on any file system.
 
-    The rules that read a file then need no guard: its path is missing, unreadable or valid.
+    Later rules that read files need no guard against such values.
     """
     for key, value in flatten(config).items():
         if key.rpartition(".")[2] not in _PATH_SETTINGS:
@@ -156,12 +156,12 @@ def check_inputs(inputs: Inputs) -> None:
         if inputs.before_run and inputs.is_valid("evaluation.sets"):
             inputs.errors.extend(function_errors(config))
 
-    # Contained code, the environment, and values that a run folder hides.
+    # Contained code, the environment, and secrets that were copied from a run folder in their hidden form.
     _check_containment(inputs)
     _check_environment(inputs)
     inputs.errors.extend(check_not_hidden("rollout.vllm", config.rollout.vllm))
 
-    # Where the run writes, and what it resumes from.
+    # The run folder, and the checkpoint to resume from.
     if inputs.is_valid("run_dir"):
         inputs.errors.extend(_run_dir_errors(Path(config.run_dir)))
     if config.job == TRAIN and inputs.is_valid("checkpoint.resume", "run_dir", _ACTOR_PATH):
@@ -214,7 +214,7 @@ def _check_data(inputs: Inputs) -> None:
     if config.rollout.environment is not None:
         inputs.errors.extend(_mixed_template_errors(inputs))
 
-    # Stages, and the end of the process that rendered the template.
+    # Stages; then close the process that rendered the templates of all data sets.
     for plan in stage_plans(config):
         _check_stage_data(inputs, plan)
     if inputs.tokens is not None:
@@ -226,7 +226,7 @@ def _check_reward(inputs: Inputs) -> None:
     reward = inputs.config.reward
     errors = [*check_reward(reward), *check_servers(reward)]
 
-    # Rewards of code run the tests in the ground truth: try to read those of the first record.
+    # `reward.code` runs the tests in the ground truth: try to parse those of the first record.
     first = inputs.preview.first if inputs.preview else None
     if reward.code is not None and first is not None:
         try:
@@ -245,7 +245,7 @@ def _check_reward(inputs: Inputs) -> None:
     if errors or not inputs.before_run or inputs.files.allow_missing:
         return
 
-    # Reward servers and the engine's servers are asked at once, within one timeout.
+    # Contact reward servers and the engine's servers in parallel, so that all share one timeout.
     rollout = inputs.config.rollout
     urls: tuple[str, ...] = ()
     health_path = None
@@ -264,7 +264,7 @@ def _check_containment(inputs: Inputs) -> None:
         errors.extend(check_limits(key, limits, inputs.files))
     inputs.errors.extend(errors)
 
-    # A run reports what its own contained processes do not have enforced.
+    # A run reports the unenforced limits of its own contained processes.
     if inputs.before_run and not inputs.files.allow_missing and not errors:
         inputs.warnings.extend(check_enforced(sections))
 
@@ -300,7 +300,7 @@ def _check_stage_data(inputs: Inputs, plan: StagePlan) -> None:
 
 def _check_model(inputs: Inputs, path: str, key: str) -> ModelShape | None:
     """Check the model at ``path``, which ``key`` names; return its shape, None if not available."""
-    # Without the checkpoint, its shipped config.json still gives the sizes.
+    # Without the checkpoint, take the sizes from a config.json that ships with the configuration.
     shipped = _shipped_config(inputs.shipped_models, Path(path))
     file = shipped
     if Path(path).is_dir():
@@ -364,7 +364,7 @@ def _check_model_files(path: Path, key: str, files: Files, shipped: Path | None)
 
 
 def _only_scores(config: RunConfig, section: str) -> bool:
-    """Return whether a section is a reward model that is used as it is, without training."""
+    """Return whether a section is a reward model that is used without training."""
     settings = role_sections(config).get(section)
     return isinstance(settings, RewardModelConfig) and settings.training is None
 
@@ -393,7 +393,7 @@ def _output_errors(model: PretrainedModel, key: str, config: RunConfig) -> Itera
 
 
 def _shipped_config(folder: Path | None, path: Path) -> Path | None:
-    """Return the config.json in ``folder`` for a model of this name, with or without its owner."""
+    """Return the config.json in ``folder`` for the model at ``path``, as OWNER/NAME or as NAME."""
     if folder is None:
         return None
     for name in (Path(path.parent.name) / path.name, Path(path.name)):
@@ -404,14 +404,14 @@ def _shipped_config(folder: Path | None, path: Path) -> Path | None:
 
 
 def _check_role_model(inputs: Inputs, path: str | None, section: str) -> None:
-    """Check the model of a role beside the actor, which reads the actor's tokens."""
+    """Check the model of a role other than the actor: its files, and that it has the actor's vocabulary."""
     if path is None:
         return
 
     # The actor's own files need no second check.
     is_starting_model = path == starting_model(inputs.config)
     if is_starting_model and not _only_scores(inputs.config, section):
-        return  # the actor's model, or a checkpoint that the run itself makes of it
+        return
     key = f"{section}.path"
     shape = _check_model(inputs, path, key)
     actor_shape = inputs.shape
@@ -419,7 +419,7 @@ def _check_role_model(inputs: Inputs, path: str | None, section: str) -> None:
         inputs.roles_without_shape.add(role_of(section))
         return
 
-    # Tokens pass between roles as ids, so that the vocabularies must be equal.
+    # Roles exchange tokens as ids, so their vocabularies must be equal.
     inputs.shapes[role_of(section)] = shape
     if actor_shape is not None and shape.vocab != actor_shape.vocab:
         inputs.errors.append(
@@ -441,7 +441,7 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
     data = data_set.data
     first = preview.first
 
-    # Tools are optional in a record, but rarely missing from the first.
+    # Tools are optional in a record, so a misspelled field is only seen by its absence from the first.
     tools_key = data.setting_of("tools_field")
     if data.tools_field is not None and data.tools_field not in first:
         inputs.warnings.append(
@@ -454,7 +454,7 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
             )
         )
 
-    # Prompts that are lists of messages need the chat template; the user may also ask for it.
+    # Prompts that are lists of messages need the chat template; `chat_template: true` uses it for text too.
     template_key = data.setting_of("chat_template")
     uses_template = data.chat_template
     if uses_template is None:
@@ -484,7 +484,7 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
 def _mixed_template_errors(inputs: Inputs) -> Iterator[UserError]:
     """Yield the errors of evaluation sets that differ from the training data in using the chat template.
 
-    An environment continues all conversations of a run in one way.
+    An environment continues all conversations either with the chat template or as plain text.
     """
     training_uses = inputs.uses_template.get("data.train")
     if training_uses is None:
@@ -519,11 +519,11 @@ def _run_dir_problem(path: Path) -> str | None:
     """Return why a run folder cannot be made at ``path``, None where it can."""
     existing = path
 
-    # The nearest folder that exists, in which the others are made.
+    # Find the nearest existing parent, in which the missing folders would be made.
     while not os.path.lexists(existing) and existing != existing.parent:
         existing = existing.parent
 
-    # Whatever a run writes must not exist as something else.
+    # None of the paths that a run writes may exist with another file type.
     folder = RunFolder(path)
     for directory in (existing, *folder.directories(), folder.stages, folder.reward_models):
         if os.path.lexists(directory) and not directory.is_dir():
@@ -534,7 +534,7 @@ def _run_dir_problem(path: Path) -> str | None:
     if path.parts and path.parts[0].startswith("~"):
         return f"{path.parts[0]}: only a shell replaces it by a home directory"
 
-    # Rights and full disks show only when something is written.
+    # Missing permissions and full disks are only detected by writing.
     try:
         with tempfile.TemporaryDirectory(prefix=".check.", dir=existing) as probe:
             Path(probe, "file").write_bytes(b"x")

@@ -1,13 +1,13 @@
 """Fields of classes in installed packages, read from their sources without importing them.
 
 `check` compares names and types of pass-through settings (``rollout.vllm``, ``actor.megatron``) and of
-config.json with the classes that will receive them. An import would answer the same, but importing vLLM,
-transformers or Megatron takes longer than the whole check, and a machine that only checks may lack torch.
+config.json with the classes that will receive them. Importing vLLM, transformers or Megatron would give the
+same fields, but takes longer than all rules together, and a machine that only checks may lack torch.
 
-The process that tries Megatron's settings (`megatron_rl.megatron.trial`) does not replace this: its
-dataclasses accept a value of any type, it names no near field for a slip, its answer is awaited only after
-these rules passed, and it knows neither vLLM nor transformers. Whether values fit each other and the model is
-decided there alone.
+The process that validates Megatron's settings (`megatron_rl.megatron.trial`) does not replace this module:
+Megatron's dataclasses accept a value of any type and suggest no field for a misspelled one, and vLLM and
+transformers are not part of it. Conversely, only that process can test whether values fit each other and the
+model.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class InstalledField:
 
     Attributes:
         name: Name of the field.
-        annotation: Its annotation as parsed.
-        module: The module that the annotation is written in, where its names are looked up.
+        annotation: Syntax tree of its annotation.
+        module: Module that contains the annotation, in which its names are looked up.
     """
 
     name: str
@@ -52,7 +52,7 @@ class InstalledField:
     module: str
 
     def accepts(self, value: Any) -> bool:
-        """Return whether a plain value may have the field's type; True for types that cannot be resolved."""
+        """Return whether the field's type accepts a plain value; True for types that cannot be resolved."""
         return _accepts(self.annotation, self.module, value)
 
     def annotation_text(self) -> str:
@@ -66,7 +66,7 @@ class InstalledField:
 def class_fields(*classes: tuple[str, str]) -> dict[str, InstalledField] | None:
     """Return the annotated fields of classes by field name; each class is (module, name).
 
-    None where a module is not installed, or another version has the class in another module.
+    None if a module is not installed or does not define the class, as in another version of the package.
     """
     fields: dict[str, InstalledField] = {}
     for module, class_name in classes:

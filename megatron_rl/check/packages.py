@@ -1,4 +1,4 @@
-"""Optional packages: which ones a configuration needs, and whether they are installed on this machine."""
+"""Rules on optional packages: those that a configuration needs must be installed on this machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def logging_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors of unknown trackers and of a malformed Prometheus address."""
     logging = config.logging
 
-    # Names of trackers.
     for name in logging.trackers:
         if name not in TRACKERS:
             suggestion = nearest(name.lower(), TRACKERS)
@@ -43,7 +42,7 @@ def logging_errors(config: RunConfig) -> Iterator[UserError]:
     if logging.prometheus is None:
         return
 
-    # The last colon: a host may be an IPv6 address.
+    # Split at the last colon, since an IPv6 host contains colons.
     host, _, port = logging.prometheus.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         yield UserError(
@@ -82,7 +81,6 @@ def missing_packages(config: RunConfig) -> Iterator[UserError]:
 
 def _requirements(config: RunConfig) -> Iterator[_Requirement]:
     """Yield the optional packages of trackers, reward functions, evaluators and the environment."""
-    # Each tracker is a package of its own.
     for name in config.logging.trackers:
         if name in TRACKERS:
             yield _Requirement("logging.trackers", name, TRACKERS[name], name)

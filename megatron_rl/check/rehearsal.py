@@ -1,10 +1,11 @@
-"""Import the user's pieces in contained processes before `check` imports them in its own process.
+"""Trial import of the user's code in contained processes, before `check` imports it in its own process.
 
 A loss, an engine or a model provider runs inside the training processes, so `check` imports it too. A module
-that exits its process, or never returns, would take `check` with it; here it becomes one error of the report.
+that exits its process, or whose import never returns, would end or block `check`; here it becomes one error
+of the report.
 
-The contained processes import this module, so it stays apart from the other rules: its imports are their
-start-up time.
+The contained processes import this module, so it imports none of the other rules: that would add to the
+start-up time of each process.
 """
 
 from __future__ import annotations
@@ -36,25 +37,25 @@ _LIMITS = {
     "read": ("/",),
     "environment": tuple(os.environ),
 }
-"""Limits that restrict nothing: a training process has none, and the piece must load as it does there."""
+"""Limits that restrict nothing: the code must load as in a training process, which has no limits."""
 
 _MAX_PROCESSES = 8
-"""Contained processes at a time; a configuration rarely names more pieces."""
+"""Contained processes at a time; a configuration rarely names more functions and classes."""
 
 
 class _ImportFailure(LoadFailed):
-    """Failed import of a piece: ``ended`` is true where its process exited or did not finish the import."""
+    """Failed import: ``ended`` is true if the process exited or did not finish the import."""
 
     ended = True
 
 
 def rehearse(pieces: Mapping[str, str], *, only: tuple[str, ...] = ()) -> list[UserError]:
-    """Import each ``file.py:Name`` or ``module:Name`` in a process of its own, and return the errors by key.
+    """Import each ``file.py:Name`` or ``module:Name`` in a process of its own; return the errors by key.
 
-    Every piece that ends its process, or never finishes, is an error. A piece whose import raises is an error
-    only for the keys in ``only``: `check` imports the other pieces itself and reports the exception then.
+    An import that ends its process, or never finishes, is an error. An import that raises is an error only
+    for the keys in ``only``: `check` imports the code of the other keys itself and reports the exception.
     """
-    # A name without a colon is one of this package, which needs no rehearsal.
+    # A name without a colon belongs to this package and needs no trial.
     specs = {key: spec for key, spec in pieces.items() if ":" in spec}
     if not specs:
         return []
@@ -71,8 +72,7 @@ def rehearse(pieces: Mapping[str, str], *, only: tuple[str, ...] = ()) -> list[U
 
 
 def _import_failure(spec: str) -> _ImportFailure | None:
-    """Import a piece in a contained process; return the failure, None where it can be imported."""
-    # The process may exit or hang; apart from that it is not restricted.
+    """Import ``spec`` in a contained process; return the failure, None where it can be imported."""
     process = ContainedProcess("megatron_rl.check.rehearsal:serve", _LIMITS, spec)
     try:
         answer = process.load(spec)
@@ -91,8 +91,8 @@ def _import_failure(spec: str) -> _ImportFailure | None:
 
 
 def serve(requests: Requests, limits: Mapping[str, Any], unenforced: list[str]) -> None:
-    """Import the requested piece in this contained process, and reply whether the import raised."""
-    # Modules are searched as in the parent process, and in the copies that a run keeps.
+    """Import the requested object in this contained process, and reply whether the import raised."""
+    # Use the parent's search path, and the copies of user code that a run keeps.
     search_path, spec = requests.read()
     set_module_sources(search_path)
     module, _, name = spec.rpartition(":")
@@ -102,6 +102,6 @@ def serve(requests: Requests, limits: Mapping[str, Any], unenforced: list[str]) 
         value: Any = load_module(module)
         for attribute in name.split("."):
             value = getattr(value, attribute)
-    except BaseException as error:  # SystemExit and KeyboardInterrupt of the user's module, too
+    except BaseException as error:  # includes SystemExit and KeyboardInterrupt of the user's module
         answer |= {"raised": f"{type(error).__name__}: {error}", "text": format_error(error)}
     requests.reply(answer)

@@ -33,7 +33,7 @@ from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_pretrained
 
 _DAMAGED_META = (KeyError, TypeError, AttributeError)
-"""Exceptions of reading a meta.json that is valid JSON and lacks the values of a finished save."""
+"""Exceptions of reading a meta.json that is valid JSON but lacks entries or has malformed ones."""
 
 
 class _SavedLearners(NamedTuple):
@@ -46,15 +46,15 @@ class _SavedLearners(NamedTuple):
 def resume_errors(config: RunConfig) -> list[UserError]:
     """Return the error of a checkpoint to resume from that is missing, broken or of another model.
 
-    ``checkpoint.resume: auto`` takes the newest readable checkpoint: a broken one is an error only where no
-    older one can be read.
+    ``checkpoint.resume: auto`` takes the newest readable checkpoint: broken ones are an error only if none
+    can be read.
     """
     resume = config.checkpoint.resume
     run_checkpoints = RunFolder(config.run_dir).checkpoints
     if resume == "never":
         return []
 
-    # Newest first: a damaged one is skipped if an older one can be read.
+    # Newest first: skip damaged checkpoints as long as an older one can be read.
     if resume == "auto":
         unreadable: list[UserError] = []
         for path in reversed(checkpoints(run_checkpoints)):
@@ -65,12 +65,12 @@ def resume_errors(config: RunConfig) -> list[UserError]:
                 unreadable.append(error)
         return unreadable[:1]
 
-    # A named checkpoint has to be readable itself.
+    # An explicit path must itself be readable.
     if Path(resume).is_dir():
         _, error = _resumable(Path(resume), config)
         return [] if error is None else [error]
 
-    # No such folder: name the checkpoint that the user probably means.
+    # The folder does not exist: suggest the newest checkpoint of the run.
     newest = latest(run_checkpoints)
     fix = "write auto, or a directory that exists"
     if newest is not None:
@@ -95,10 +95,10 @@ def _resumable(path: Path, config: RunConfig) -> tuple[bool, UserError | None]:
     try:
         model = read_pretrained(Path(config.model.path) / "config.json")
     except UserError:
-        return True, None  # an error of the model's own rules
+        return True, None  # reported by the rules on the model
 
     try:
-        # The same state, the same model, and steps left to take.
+        # The checkpoint needs a state of this format, the same model, and a step within the run.
         require_state_format(path, meta)
         check_same_model(path, meta["model"], model)
         if meta["step"] > config.steps:
@@ -128,7 +128,7 @@ def resumed_build_errors(
     shape: ModelShape | None,
     algorithm: Algorithm | None,
 ) -> list[UserError]:
-    """Return the errors of learners that the checkpoint lacks, or that were built differently.
+    """Return the errors of trained roles that the checkpoint lacks, or that were built differently.
 
     Adapters, optimizers and dtypes must match the checkpoint, and optimizer shards must fit
     ``layouts``. Rules that need the actor's ``shape`` or the ``algorithm`` are skipped without it.
@@ -136,7 +136,7 @@ def resumed_build_errors(
     if config.checkpoint.resume == "never":
         return []
 
-    # Derive what the build depends on: roles that the algorithm needs, and default adapters.
+    # Fill in the defaults that decide the build: roles that the algorithm needs, and adapters.
     config = with_adapters(with_needed_roles(config, algorithm, {}), shape, {})
     adapters = adapters_of(config)
 
@@ -149,7 +149,7 @@ def resumed_build_errors(
         try:
             require_roles(checkpoint, meta, optimizers)
             for name, optimizer in optimizers.items():
-                # Optimizer shards are read by the ranks of the same layout.
+                # Optimizer shards can only be read on the layout that wrote them.
                 role = role_of(name)
                 if role in layouts:
                     require_layout(checkpoint, name, meta, asdict(layouts[role]))
@@ -164,7 +164,7 @@ def resumed_build_errors(
 
 
 def _saved_learners(config: RunConfig, algorithm: Algorithm | None) -> Iterator[_SavedLearners]:
-    """Yield the checkpoints that the job resumes from: of reinforcement learning, else of pending stages."""
+    """Yield the checkpoints to resume from: of reinforcement learning, else of the pending stages."""
     folder = RunFolder(config.run_dir)
     if config.job == TRAIN and algorithm is not None:
         resume = config.checkpoint.resume

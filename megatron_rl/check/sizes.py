@@ -1,4 +1,4 @@
-"""Rules on what must fit: processes, layouts, the tokens of a row, and the memory of a GPU."""
+"""Rules on sizes: number of processes, parallel layouts, tokens of a row, and memory of a GPU."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megatron_rl.shapes.layout import ParallelLayout, problems
 from megatron_rl.shapes.model import ModelShape
 
 TRUST = 0.2
-"""Share of a GPU's memory by which an estimate may be too high: beyond it a run cannot fit.
+"""Tolerance of memory estimates, as a share of a GPU's memory: only an estimate beyond it is an error.
 
-Estimates count the tensors that a rank is known to allocate; a constant stands for kernels' workspaces and
-for fragmentation.
+Estimates count the tensors that a rank allocates, and approximate kernel workspaces and fragmentation by a
+constant.
 """
 
 _GIB = 2**30
 
 
 def check_launched(launched: int) -> Iterator[UserError]:
-    """Yield the error of a number of started processes that no run can have."""
+    """Yield the error of a number of started processes above ``MAX_WORLD``."""
     if not 1 <= launched <= MAX_WORLD:
         fix = "start at least one process"
         if launched > MAX_WORLD:
@@ -58,7 +58,7 @@ def check_world(config: RunConfig, launched: int | None) -> Iterator[UserError]:
 def smallest_valid_world(config: RunConfig) -> int | None:
     """Return the smallest number of processes that every role's sizes divide, None beyond ``MAX_WORLD``.
 
-    The one bound on products of parallel sizes: layouts with more ranks are never built.
+    This is the only bound on products of parallel sizes: layouts with more ranks are never built.
     """
     world = smallest_world(config)
     return world if world <= MAX_WORLD else None
@@ -79,10 +79,8 @@ def check_layout(
     role: str, layout: ParallelLayout, world_size: int, config: RunConfig
 ) -> Iterator[UserError]:
     """Yield the errors of a role's layout: its sizes, its ranks, and tensor parallelism of the engine."""
-    # Sizes and ranks.
     yield from problems(layout, world_size, smallest_valid_world(config))
 
-    # Tensor parallelism of the engine.
     engine = config.rollout.engine
     capabilities = config.rollout.capabilities
     if role == "rollout" and not capabilities.tensor_parallel and layout.tensor > 1:
@@ -100,7 +98,6 @@ def check_layout(
 
 def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
     """Yield the error of rows (prompt and response) with more tokens than the model has positions."""
-    # Prompt and response of the longest sampling profile.
     row_tokens = longest_row(config)
     excess = row_tokens - shape.max_positions
     if config.job == TRAIN and excess > 0:
@@ -131,7 +128,7 @@ def check_budget(config: RunConfig) -> Iterator[UserError]:
 
 def with_gpu_memory(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
     """Fill in ``gpu_memory_gib`` from the named ``gpu``; return the reason by the key that was filled in."""
-    # An explicit memory wins over the GPU's.
+    # An explicit `gpu_memory_gib` overrides that of the named GPU.
     if config.gpu is None or config.gpu_memory_gib is not None:
         return config, {}
     try:
@@ -147,8 +144,8 @@ def check_memory(
 ) -> tuple[list[UserError], list[UserError]]:
     """Return the errors and the warnings of phases in which a rank is estimated not to fit in a GPU.
 
-    An estimate above the limit by more than `TRUST` is an error, else a warning. ``key`` is the one that
-    gives the memory of a GPU.
+    An estimate above the limit by more than `TRUST` is an error, else a warning. ``key`` is the setting that
+    determines the memory of a GPU.
     """
     errors: list[UserError] = []
     warnings: list[UserError] = []
@@ -156,14 +153,14 @@ def check_memory(
     if limit is None or not ranks:
         return errors, warnings
 
-    # Each phase has its own peak: what is resident differs.
+    # Each phase has its own peak, since different tensors are resident.
     for phase in PHASES:
         fullest = max(ranks, key=lambda memory: memory.total(phase))
         total = fullest.total(phase) / _GIB
         if total <= limit:
             continue
 
-        # Name the three largest contributors.
+        # The three largest items tell the user which setting to change.
         items = [item for item in fullest.items if phase in item.phases]
         items.sort(key=lambda item: item.bytes, reverse=True)
         top_items = ", ".join(f"{item.name} {item.bytes / _GIB:.1f}" for item in items[:3])

@@ -22,7 +22,7 @@ SMOOTHED = ("sigmoid", "robust")
 
 def check_stages(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors of stages: their data, length and optimizer, and a job without a stage."""
-    # A job of one stage, or `train` with stages alone.
+    # A job of one stage needs that stage; `train` needs data for reinforcement learning.
     if config.job in SECTIONS:
         yield from _stage_job_errors(config)
     elif config.data.train is None:
@@ -35,7 +35,6 @@ def _stage_errors(config: RunConfig, plan: StagePlan) -> Iterator[UserError]:
     """Yield the errors of one stage's settings."""
     settings = plan.settings
 
-    # Data.
     response_fields = [getattr(settings, name) for name in settings.RESPONSES]
     if len(set(response_fields)) < len(response_fields):
         yield UserError(
@@ -46,20 +45,19 @@ def _stage_errors(config: RunConfig, plan: StagePlan) -> Iterator[UserError]:
             fix="name the field that holds the other response",
         )
 
-    # Length: exactly one of steps and epochs.
+    # Exactly one of steps and epochs sets the length.
     if settings.steps is None and settings.epochs is None:
         yield _length_error(plan, "neither", f"set {plan.where}.steps=200")
     elif settings.steps is not None and settings.epochs is not None:
         got = f"steps {settings.steps} and epochs {settings.epochs:g}"
         yield _length_error(plan, got, "remove one of them")
 
-    # End by held-out loss.
     if settings.until_loss is not None and settings.held_out is None:
         fix = f"set {plan.where}.held_out=data/held_out.jsonl, and {plan.where}.evaluate_every=50"
         path = f"{plan.where}.until_loss"
         yield requires(path, settings.until_loss, "held-out data", got="none", fix=fix)
 
-    # A stage of the actor runs on the actor's own model, whose gradient buffers are allocated once.
+    # A stage trains the actor's own model, whose gradient buffers are allocated for one kind of optimizer.
     distributed = config.actor.optimizer.distributed
     if config.job == TRAIN and plan.role == "actor" and settings.optimizer.distributed != distributed:
         yield UserError(
@@ -83,7 +81,6 @@ def _length_error(plan: StagePlan, got: str, fix: str) -> UserError:
 
 def _stage_job_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors of a job that is one stage alone: no such stage, or a checkpoint to resume from."""
-    # The stage itself.
     if not stage_plans(config):
         section = SECTIONS[config.job]
         data = "pairs"
@@ -98,7 +95,7 @@ def _stage_job_errors(config: RunConfig) -> Iterator[UserError]:
             fix=f"for example {example}.data=data/{data}.jsonl, {example}.epochs=1",
         )
 
-    # Resume: a path would name a checkpoint of another state.
+    # A stage resumes from its own folder: a path would name a checkpoint of reinforcement learning.
     if config.checkpoint.resume not in ("auto", "never"):
         yield UserError(
             "a stage resumes from its own checkpoints in the run folder",
@@ -126,10 +123,10 @@ def _stages_alone_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def repeated_records(plan: StagePlan, records: int) -> Iterator[UserError]:
-    """Yield the warning of a step that takes more than all ``records`` of a stage's data."""
+    """Yield the warning of a step that needs more than all ``records`` of a stage's data."""
     settings = plan.settings
 
-    # A fraction of an epoch takes fewer records.
+    # Less than one epoch uses only a part of the records.
     records_per_step = settings.per_step
     if settings.epochs is not None:
         records_per_step = min(records_per_step, round(settings.epochs * records))
@@ -149,11 +146,9 @@ def unused_settings(config: RunConfig) -> Iterator[UserError]:
         settings = plan.settings
         unused: list[tuple[str, str, str]] = []  # setting, reason, alternative
 
-        # Evaluation without data.
         if settings.evaluate_every is not None and settings.held_out is None:
             unused.append(("evaluate_every", "no held_out", f"set {plan.where}.held_out"))
 
-        # Settings of other preference losses.
         if isinstance(settings, PreferenceConfig):
             loss = f"loss {settings.loss}"
             if settings.label_smoothing and settings.loss not in SMOOTHED:
@@ -177,7 +172,7 @@ def check_row_lengths(config: RunConfig, shape: ModelShape | None) -> Iterator[U
         limits = {"the model's positions": shape.max_positions, **limits}
 
     for plan in stage_plans(config):
-        # A stage alone has the rows of reinforcement learning unless it sets its own.
+        # A job of one stage uses the row limit of reinforcement learning unless the stage sets its own.
         row_tokens = plan.settings.max_row_tokens
         if row_tokens is None and config.job != TRAIN:
             row_tokens = longest_row(config)

@@ -1,8 +1,8 @@
-"""Errors of unknown configuration names: the counterpart of another project's name, or the nearest known one.
+"""Errors of unknown configuration names: the counterpart of another project's name, or the nearest key.
 
-Every suggestion is tried before it is made: the configuration with the suggestion in place of the unknown
-name is parsed and checked, and a guess from the spelling that causes a new error is dropped. A name of
-another project keeps its meaning even where the value has to change; then the fix has the right value.
+Every suggestion is tried before it is made: the configuration is parsed and checked with the suggestion in
+place of the unknown name. A guess by spelling is dropped if it causes a new error. A name of another project
+is always translated; where its value has to change too, the fix contains the new value.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ _GENERIC_NAMES = frozenset({
     "settings", "size", "strategy", "target", "threshold", "timeout", "type", "url", "urls", "weight",
     "weights", "workers",
 })  # fmt: skip
-"""Names with a different meaning in each section: a section that has one is no sign that it was meant."""
+"""Names that many sections have with different meanings, so that the name does not identify a section."""
 
 _MIN_SLIP_LETTERS = 6
-"""Letters of a name from which other sections are searched for a name that it is a slip of."""
+"""Shortest name, in letters, for which a similar name is searched in other sections."""
 
 _MAX_LISTED = 8
-"""Names of an unknown section that an error lists."""
+"""Number of names of an unknown section that an error lists."""
 
 _MAX_VALUE_CHARACTERS = 40
 
@@ -89,14 +89,14 @@ def with_suggestions(errors: Iterable[UserError], tree: Section) -> list[UserErr
 
 @dataclass(frozen=True)
 class _UnknownEntry:
-    """One unknown name: the name that parsing refused, or a name below an unknown section.
+    """Unknown name: the name that parsing refused, or a name below an unknown section.
 
     Attributes:
         error: The error of parsing.
-        tree: The whole configuration.
-        names: Names that lead from the root of ``tree`` to this one.
-        path: The same, joined with dots.
-        value: The value that it was given.
+        tree: The complete configuration.
+        names: Path from the root of ``tree`` to this name, as a sequence of names.
+        path: The same path, joined with dots.
+        value: The value of the name.
     """
 
     error: UnknownName
@@ -119,7 +119,7 @@ class _UnknownEntry:
         return "section" if isinstance(self.value, dict) else "name"
 
     def as_error(self, message: str, expected: str, fix: str, source: str = "") -> UserError:
-        """Return an error about this name; ``source`` is text about the project that has the name."""
+        """Return an error about this name; ``source`` is text that names the project it belongs to."""
         name = self.path
         if name == self.error.path:
             name = self.error.key
@@ -171,7 +171,7 @@ def _section_errors(entry: _UnknownEntry) -> list[UserError]:
     """Return the errors of an unknown section: one for the whole, or one for each name below it."""
     error = entry.error
 
-    # The whole section may be another project's name of one of ours.
+    # The section itself may be another project's name for one of our sections.
     counterpart = _counterpart(entry)
     if counterpart is not None:
         if counterpart.ours is None:
@@ -179,12 +179,12 @@ def _section_errors(entry: _UnknownEntry) -> list[UserError]:
         if not _replace(entry, counterpart.ours, entry.value).problems:
             return [_renamed_error(entry, counterpart, counterpart.ours)]
 
-    # Or a slip of one.
+    # Or a misspelling of one.
     guess = _guess_error(entry)
     if guess is not None:
         return [guess]
 
-    # Else each name in it has an answer of its own, if there is one.
+    # Otherwise suggest a key for each name in it that has one.
     errors: list[UserError] = []
     unmatched: list[str] = []
     for names, value in _leaves(entry.value, ()):
@@ -198,7 +198,7 @@ def _section_errors(entry: _UnknownEntry) -> list[UserError]:
     if errors and not unmatched:
         return errors
 
-    # The rest of the section as one error.
+    # Report the remaining names of the section as one error.
     message = f"`{error.path}` is not a known section"
     foreign = FOREIGN_SECTIONS.get(error.path)
     if foreign is not None:
@@ -221,9 +221,9 @@ def _section_errors(entry: _UnknownEntry) -> list[UserError]:
 
 
 def _nested_error(entry: _UnknownEntry) -> UserError | None:
-    """Return the error of a name below an unknown section; None where no known name is like it.
+    """Return the error of a name below an unknown section; None if no known key has this name.
 
-    The section is another project's, so a similar spelling is no sign of a slip.
+    The section belongs to another project, so a similar spelling is not evidence of a misspelling.
     """
     counterpart = _counterpart(entry)
     if counterpart is not None:
@@ -247,7 +247,7 @@ def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -
         return entry.as_error(message, "no line", "remove the line", counterpart.source)
 
     replacement = _replace(entry, our_key, value, counterpart.piece)
-    # An override may set a value that the file has; two lines of a file contradict each other.
+    # An override may replace a value of the file, but two lines of one file contradict each other.
     current = None if entry.error.overrides else _written_value(entry, our_key)
 
     # The fix is a line to write, or the reason why no line is needed.
@@ -266,14 +266,14 @@ def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -
 
 
 def _guess_error(entry: _UnknownEntry) -> UserError | None:
-    """Return the error of a slip, or of a name in the wrong section; None where no known name is close."""
-    # The nearest places first.
+    """Return the error of a misspelling, or of a name in the wrong section; None where no key is close."""
+    # Search the same section first, then other sections, then the fields of vLLM and Megatron.
     for candidates in (_sibling_keys(entry), _keys_elsewhere(entry), _pass_through_keys(entry)):
         replacements = _valid_replacements(entry, candidates)
         if replacements:
             return _guess(entry, replacements)
 
-    # A field of vLLM or Megatron that the run sets itself, or refuses: its own rule has the reason.
+    # For a field of vLLM or Megatron that the run sets or refuses, the rule on that field gives the reason.
     for key in _pass_through_keys(entry):
         problem = _replace(entry, key, entry.value).problems[0]
         return _absent_error(entry, problem.message)
@@ -281,7 +281,7 @@ def _guess_error(entry: _UnknownEntry) -> UserError | None:
 
 
 def _valid_replacements(entry: _UnknownEntry, candidates: Iterable[str]) -> dict[str, _Replacement]:
-    """Return the replacements without problems, by the key of ours that replaces the unknown name."""
+    """Return the replacements that cause no new error, by the key that replaces the unknown name."""
     replacements = {key: _replace(entry, key, entry.value) for key in candidates}
     return {key: replacement for key, replacement in replacements.items() if not replacement.problems}
 
@@ -302,7 +302,7 @@ def _guess(entry: _UnknownEntry, replacements: Mapping[str, _Replacement]) -> Us
 
 
 def _absent_error(entry: _UnknownEntry, reason: str = "") -> UserError:
-    """Return the error of a name without a counterpart here."""
+    """Return the error of a name without a counterpart in this project."""
     message = f"`{entry.path}` is not a known {entry.kind}: there is no setting for it"
     fix = f"remove the line; {REFERENCE}"
     if reason:
@@ -316,17 +316,17 @@ def _absent_error(entry: _UnknownEntry, reason: str = "") -> UserError:
 
 
 def _counterpart(entry: _UnknownEntry) -> OtherName | None:
-    """Return our name of another project's name, in the section or role where it was written."""
+    """Return our key for another project's name, in the section or role where it was written."""
     counterpart = find_counterpart(entry.path) or _own_suffix(entry.path)
     if counterpart is None or counterpart.ours is None:
         return counterpart
 
-    # In a section of ours that has the same setting, that one is meant.
+    # Prefer the counterpart within the section of ours in which the name was written.
     in_section = name_in_section(entry.path, entry.error.section, entry.error.below)
     if in_section is not None:
         return in_section
 
-    # In another project's section of a role, the setting of that role is meant.
+    # In another project's section for a role, prefer the setting of that role.
     section, _, setting = counterpart.ours.partition(".")
     for name in entry.path.split("."):
         key = f"{_FOREIGN_ROLES.get(name)}.{setting}"
@@ -336,7 +336,7 @@ def _counterpart(entry: _UnknownEntry) -> OtherName | None:
 
 
 def _own_suffix(path: str) -> OtherName | None:
-    """Return the longest key of ours at the end of a path, such as `rollout.top_k` of `x.rollout.top_k`."""
+    """Return the longest valid key at the end of a path, such as `rollout.top_k` of `x.rollout.top_k`."""
     keys = set(value_paths(RunConfig))
     names = path.split(".")
     for start in range(1, len(names) - 1):
@@ -347,7 +347,7 @@ def _own_suffix(path: str) -> OtherName | None:
 
 
 def _sibling_keys(entry: _UnknownEntry) -> list[str]:
-    """Return the key in the same section that the name is a slip of, if any."""
+    """Return the key in the same section that the name misspells, if any."""
     section = entry.error.section
     siblings = {name.partition(".")[0] for name in entry.error.below}
     sibling = nearest(entry.error.key, siblings)
@@ -359,13 +359,13 @@ def _sibling_keys(entry: _UnknownEntry) -> list[str]:
 def _keys_elsewhere(entry: _UnknownEntry, *, slips: bool = True) -> list[str]:
     """Return the keys of other sections with this name; of roles' keys, the actor's.
 
-    ``slips`` also searches for a name that this one is a slip of.
+    ``slips`` also searches for keys that the name misspells.
     """
     name = entry.names[-1]
     if name.lower() in _GENERIC_NAMES or isinstance(entry.value, dict):
         return []
 
-    # Exact names win over slips.
+    # Exact names take precedence over misspellings.
     keys_by_name: dict[str, list[str]] = {}
     for path in (*value_paths(RunConfig), *piece_paths()):
         keys_by_name.setdefault(path.rpartition(".")[2], []).append(path)
@@ -377,7 +377,7 @@ def _keys_elsewhere(entry: _UnknownEntry, *, slips: bool = True) -> list[str]:
     if match is None or match in _GENERIC_NAMES:
         return []
 
-    # A name of every role means the actor's; else the key nearest to the root is meant.
+    # For a key of several roles, suggest the actor's; otherwise the key nearest to the root.
     keys = keys_by_name[match]
     if all(key.partition(".")[0] in _ROLE_SECTIONS for key in keys):
         actor_keys = [key for key in keys if key.startswith("actor.")]
@@ -406,7 +406,7 @@ def _pass_through_keys(entry: _UnknownEntry) -> Iterator[str]:
 
 
 def _mapped_value(counterpart: OtherName, value: Any) -> Any:
-    """Return our value of another project's value, the same value where the table has no other."""
+    """Return our value for another project's value; the same value if the table has no entry for it."""
     for their_value, our_value in counterpart.values.items():
         if isinstance(their_value, bool) == isinstance(value, bool) and their_value == value:  # True == 1
             return our_value
@@ -416,16 +416,16 @@ def _mapped_value(counterpart: OtherName, value: Any) -> Any:
 def _replace(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Replacement:
     """Try the configuration with ``key: value`` in place of the unknown name.
 
-    Where the algorithm's own piece has no such setting, the ``piece`` that has it is named as well.
+    If the algorithm's own piece lacks the setting, the replacement also selects the ``piece`` that has it.
     """
-    # Errors that the configuration has without the unknown name are no fault of the suggestion.
+    # Errors that the configuration has without the unknown name do not count against the suggestion.
     base = copy.deepcopy(entry.tree)
     _remove(base, entry.names)
     errors_before = {str(error) for error in _errors(base, key)}
 
     parent, _, _ = key.rpartition(".")
     parent_names = parent.split(".")
-    # `policy_loss: gspo` is short for a section; with a setting below it the whole section is shown.
+    # `policy_loss: gspo` is short for a section; with a setting below it, show the expanded section.
     shows_section = bool(parent) and isinstance(_node(base, parent_names), Leaf)
     replaced = copy.deepcopy(base)
     set_value(replaced, key.split("."), _tree(value))
@@ -436,7 +436,7 @@ def _replace(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Re
         problems = [error for error in _errors(replaced, key) if str(error) not in errors_before]
         shows_section = True
 
-    # The line to write is the key alone where the value stays.
+    # If the value stays the same, suggest the key alone.
     line = key
     if value is not entry.value:
         line = f"{key}: {one_line(value)}"
@@ -447,12 +447,12 @@ def _replace(entry: _UnknownEntry, key: str, value: Any, piece: str = "") -> _Re
 
 
 def _errors(tree: Section, key: str) -> list[UserError]:
-    """Return the errors of a configuration that rules about ``key`` find without files or processes."""
+    """Return the errors of a configuration, by the rules about ``key`` that need no files or processes."""
     errors: list[UserError] = []
     config, _ = parse_tree(tree, errors)
     errors.extend(check_values(config))
 
-    # Rules about the section of the key, which may refuse its value.
+    # Also apply the rules on the key's section, which may refuse its value.
     if key.startswith("algorithm"):
         errors.extend(check_algorithm(config)[1])
     if key.startswith("rollout.vllm"):
@@ -465,13 +465,13 @@ def _errors(tree: Section, key: str) -> list[UserError]:
 
 
 def _written_value(entry: _UnknownEntry, key: str) -> Any:
-    """Return the value that the configuration itself gives a key, None where it gives none."""
+    """Return the value of a key in the configuration as written, None if it is not written."""
     node = _node(entry.tree, key.split("."))
     return node.value if isinstance(node, Leaf) else None
 
 
 def _node(tree: Section, names: Sequence[str]) -> Leaf | Section | None:
-    """Return the node that ``names`` lead to, None without one."""
+    """Return the node at the path ``names``, None for a missing one."""
     node: Leaf | Section | None = tree
     for name in names:
         if not isinstance(node, Section):
@@ -490,7 +490,7 @@ def _remove(tree: Section, names: Sequence[str]) -> None:
 
 
 def _section_names(tree: Section, path: str) -> list[str]:
-    """Return the names that lead to the section at ``path``; a name that the user chose may contain dots."""
+    """Split the path of a section into names; a name that the user chose may itself contain dots."""
     if not path:
         return []
     for name, child in tree.children.items():
@@ -502,7 +502,7 @@ def _section_names(tree: Section, path: str) -> list[str]:
 
 
 def _leaves(value: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the names that lead to each single value in nested mappings, and the value."""
+    """Yield the path, as names, and the value of each leaf of nested mappings."""
     for name, inner in value.items():
         if isinstance(inner, dict):
             yield from _leaves(inner, (*names, name))

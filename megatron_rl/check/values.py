@@ -52,7 +52,7 @@ def _overlong_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]
     if algorithm.overlong.limit is not None:
         return []
 
-    # A buffer without a limit of its own counts from the limit of each sampling profile.
+    # A buffer without an explicit limit is relative to the response limit of each sampling profile.
     limits = {
         f"rollout.sampling_profiles.{task}.max_response_tokens": profile["max_response_tokens"]
         for task, profile in config.rollout.sampling_profiles.items()
@@ -63,7 +63,7 @@ def _overlong_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]
 
 def _reward_model_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors of reward models: an invalid name, or neither weights nor training."""
-    # Each scorer reports its reward under its own name; FUNCTION also names the rewards of an environment.
+    # Scorers report rewards under their own names, and an environment under FUNCTION: these are reserved.
     reserved = list(dict.fromkeys([FUNCTION, *config.reward.scorers]))
     for name, model in config.reward.models.items():
         path = f"reward.models.{name}"
@@ -89,7 +89,7 @@ def _reward_model_errors(config: RunConfig) -> Iterator[UserError]:
 
 def _no_reward_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the error of reinforcement learning without any reward."""
-    # An environment returns rewards itself.
+    # An environment can return rewards without any scorer.
     has_reward = bool(config.reward.scorers or config.reward.models or config.rollout.environment)
     if config.job == TRAIN and not has_reward:
         yield UserError(
@@ -118,7 +118,6 @@ def _learning_rate_errors(config: RunConfig) -> Iterator[UserError]:
 
 def _pair_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors of values that contradict each other."""
-    # Thresholds of the log-prob mismatch.
     warn = config.mismatch.warn
     stop = config.mismatch.stop
     if warn is not None and stop is not None and stop < warn:
@@ -130,7 +129,7 @@ def _pair_errors(config: RunConfig) -> Iterator[UserError]:
             fix="exchange the two values",
         )
 
-    # Mini-batches share a step's prompts.
+    # A mini-batch needs at least one prompt.
     prompts = config.batch.prompts_per_step
     optimizer_steps = config.batch.optimizer_steps
     if 0 < prompts < optimizer_steps:
@@ -148,7 +147,7 @@ def _field_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors of data sets that read prompt and ground truth from one field."""
     sections = [config.data]
     for name, evaluation_set in config.evaluation.sets.items():
-        # A set without fields of its own has those of `data`, whose error is enough.
+        # A set without explicit fields inherits those of `data`, whose error is reported once.
         if evaluation_set.prompt_field or evaluation_set.ground_truth_field:
             sections.append(fields_of(config.data, evaluation_set, f"evaluation.sets.{name}"))
 

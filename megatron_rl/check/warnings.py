@@ -1,4 +1,4 @@
-"""Warnings: settings that are valid and rarely meant, or that no run of this project has tried."""
+"""Warnings on settings that are valid but probably a mistake, or that this project has never run with."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def check_warnings(
 
 
 def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterator[UserError]:
-    """Yield warnings of samples that an advantage, or an evaluation, does not learn anything from."""
+    """Yield warnings of samples that carry no information for the advantage or for an evaluation."""
     # Group baselines need several samples of a prompt.
     advantage = None if algorithm is None else algorithm.advantage
     single_sample = config.batch.samples_per_prompt == 1
@@ -97,7 +97,7 @@ def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterat
             fix="set it to 8 or more, or choose an algorithm without groups",
         )
 
-    # VAPO's lambda of a response with l tokens is 1 - 1 / (alpha l), and 0 for alpha l <= 1.
+    # VAPO's lambda for a response of l tokens is 1 - 1 / (alpha l), and 0 for alpha l <= 1.
     max_tokens = config.rollout.max_response_tokens
     if isinstance(advantage, Vapo) and advantage.alpha * max_tokens <= 1:
         yield UserError(
@@ -108,7 +108,7 @@ def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterat
             fix=f"set algorithm.advantage={{alpha: {20 / max_tokens:.2g}}}",
         )
 
-    # Greedy samples of one prompt are equal.
+    # Greedy samples of one prompt are identical, so more than one adds nothing.
     for name, evaluation_set in config.evaluation.sets.items():
         if evaluation_set.samples > 1 and evaluation_set.temperature == 0:
             path = f"evaluation.sets.{name}"
@@ -122,7 +122,7 @@ def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterat
 
 def _batch_warnings(config: RunConfig, batch: BatchPlan, records: int | None) -> Iterator[UserError]:
     """Yield warnings of a batch that leaves ranks without work, or that is larger than the data."""
-    # Mini-batches of unequal size.
+    # Unequal mini-batches weigh prompts differently: each is one optimizer step.
     min_prompts, max_prompts = batch.prompts_per_minibatch
     if min_prompts != max_prompts:
         yield UserError(
@@ -134,7 +134,7 @@ def _batch_warnings(config: RunConfig, batch: BatchPlan, records: int | None) ->
             fix="choose a divisor of prompts_per_step",
         )
 
-    # Ranks without work.
+    # A data-parallel rank without rows waits for the others.
     min_rows = batch.rows_per_minibatch[0]
     if min_rows < batch.actor_data:
         yield UserError(
@@ -152,7 +152,6 @@ def _batch_warnings(config: RunConfig, batch: BatchPlan, records: int | None) ->
             fix="raise prompts_per_step or samples_per_prompt, or raise rollout.tensor",
         )
 
-    # Prompts would repeat within the step.
     if records is not None and records < config.batch.prompts_per_step:
         yield UserError(
             "a step takes more prompts than the training data has",
@@ -164,7 +163,7 @@ def _batch_warnings(config: RunConfig, batch: BatchPlan, records: int | None) ->
 
 def _schedule_warnings(config: RunConfig) -> Iterator[UserError]:
     """Yield warnings of learning rates that never finish warming up, or that do not decay."""
-    # A stage that is stated in epochs has steps of None: its length depends on the data.
+    # A stage with `epochs` has no steps here, since its length depends on the data.
     updates = config.steps * config.batch.optimizer_steps * config.batch.epochs
     stage_steps = {f"{plan.where}.optimizer": plan.settings.steps for plan in stage_plans(config)}
     for path, optimizer in sections_of(config, OptimizerConfig):
@@ -211,7 +210,7 @@ def _learning_warnings(config: RunConfig) -> Iterator[UserError]:
             fix="1e-6 is usual for billions of parameters, up to 1e-4 for very small models",
         )
 
-    # A GPU without constants: the planner has nothing to compute with.
+    # The planner has no constants for an unknown GPU.
     if config.gpu is not None:
         try:
             load_constants().gpu(config.gpu)
@@ -239,7 +238,7 @@ def _timeout_warnings(config: RunConfig) -> Iterator[UserError]:
     reward = config.reward
     seconds_by_key: dict[str, float] = {}
 
-    # Waits of each source of rewards, in seconds.
+    # Longest wait for each source of rewards, in seconds.
     if reward.function is not None:
         seconds_by_key["reward.timeout"] = reward.timeout
     if reward.code is not None:
@@ -251,7 +250,7 @@ def _timeout_warnings(config: RunConfig) -> Iterator[UserError]:
             if server.rate is not None:
                 seconds_by_key[f"reward.{name}.rate"] = 1 / server.rate
 
-    # A rate is a wait between two requests: raising it shortens the wait.
+    # A request rate is also a wait, which is shortened by raising the rate.
     for path, seconds in seconds_by_key.items():
         if seconds < config.rank_timeout:
             continue
@@ -294,7 +293,7 @@ def _network_warnings(
         if role == "rollout":
             if _replica_exceeds_node(config, shape):
                 continue
-            # A replica has no pipeline, so its tensor size is the only one to choose.
+            # A replica has no pipeline, so only its tensor size can change.
             fix = f"set {layout.path}.tensor={config.gpus_per_node} where one node holds the model's weights"
         yield UserError(
             f"tensor parallelism of the {role} spans nodes, between which the network is slow",
@@ -329,12 +328,12 @@ def _unneeded_role_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator
 
 
 def untried_settings(config: RunConfig) -> Iterator[UserError]:
-    """Yield a warning for each section with pass-through fields that no run of this project has tried.
+    """Yield a warning for each section with pass-through fields that no test or campaign has covered.
 
     A section such as ``actor.megatron`` accepts every field of the installed version that the run does not
-    set and that has an effect. Most of them were never run here.
+    set and that has an effect. Most of these fields are not covered by any run of this project.
     """
-    # Kind and settings of each section that passes fields through.
+    # Kind and settings of each section with pass-through fields.
     sections: dict[str, tuple[str, Mapping[str, Any] | None]] = {
         path: ("megatron", settings) for path, settings in megatron_sections(config).items()
     }

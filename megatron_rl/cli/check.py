@@ -1,4 +1,4 @@
-"""The ``check`` command: check a configuration and show what follows from it."""
+"""The ``check`` command: check a configuration, and print its findings and the plans derived from it."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the check, and return 2 for a configuration with errors."""
-    # The option first, then torchrun; without either the configuration's own.
+    # The option wins over torchrun's world size; without either, that of the configuration is used.
     job = current_launch()
     world_size = arguments.world_size
     if world_size is None and not job.alone:
         world_size = job.world_size
 
-    # A file that is no configuration at all has no report: its errors are raised.
+    # A file that cannot be read as a configuration has no report: its errors are raised.
     try:
         report = load_and_check(
             arguments, world_size, job=arguments.job, without_files=arguments.without_files
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(record, indent=2))
         return EXIT_BAD_INPUT
 
-    # Under torchrun every rank checks, and one prints.
+    # Under torchrun every rank checks, and only the first one prints.
     if process_rank() == 0:
         _print_report(arguments, report)
     if report.errors:
@@ -78,12 +78,12 @@ def _print_report(arguments: argparse.Namespace, report: CheckReport) -> None:
     if arguments.picture is not None and report.layouts is not None:
         _write_picture(arguments.picture, picture(report, arguments.config))
 
-    # A configuration with errors cannot be built.
+    # Simulation builds the models, which needs a configuration without errors.
     simulated = None
     if arguments.simulate and not report.errors:
         simulated = simulate_ranks(report)
 
-    # JSON alone on the output, so that a program can parse it.
+    # Print only JSON, so that a program can parse the output.
     if arguments.json:
         record = report_json(report)
         if simulated is not None:
@@ -103,7 +103,7 @@ def report_json(report: CheckReport) -> dict[str, Any]:
         origin = report.origins[path]
         config[path] = {"value": to_plain(value), "origin": origin.kind, "detail": origin.detail}
 
-    # The number of data-parallel copies is derived, and no field of a layout.
+    # The data-parallel size is derived, so it is not a field of a layout.
     roles = {
         role: {**dataclasses.asdict(layout), "data": layout.data}
         for role, layout in (report.layouts or {}).items()
@@ -117,7 +117,7 @@ def report_json(report: CheckReport) -> dict[str, Any]:
         for rank_memory in report.memory
     ]
 
-    # Null where the check did not get that far.
+    # Null if errors prevented the batch from being computed.
     batch = None
     if report.batch is not None:
         batch = dataclasses.asdict(report.batch)

@@ -10,9 +10,9 @@ from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.shapes.traffic import byte_text
 
 _MAX_COLUMNS = 16
-"""Ranks that are drawn: more columns are too narrow to read on a screen."""
+"""Largest number of ranks that are drawn: more columns are too narrow to read on a screen."""
 
-# Pixels: a column, a row, the column of names at the left, the title at the top.
+# Sizes in pixels: width of a column, height of a row, width of the names at the left, height of the title.
 _COLUMN = 112
 _ROW = 40
 _LEFT = 290
@@ -60,7 +60,7 @@ def _role_row(report: CheckReport, role: str, top: int, ranks: range) -> list[st
     """Return the row of one role: its name, its sizes, and a box per rank with its coordinates."""
     assert report.layouts is not None
     layout = report.layouts[role]
-    # The rollout is dark, as the arrows of the sync that lead to it.
+    # Draw the rollout in the dark colour of the arrows that lead to it.
     if role == ROLLOUT.name:
         colour = _ROLLOUT_COLOUR
     else:

@@ -1,4 +1,4 @@
-"""The result of a check for people: configuration, batch, roles, memory, weight sync, findings."""
+"""The result of a check as text: configuration, batch, roles, memory, weight sync, findings."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from megatron_rl.shapes.model import DTYPE_BYTES
 from megatron_rl.shapes.traffic import byte_text, gathered_bytes
 
 WIDTH = 110
-"""Columns of a terminal that wrapped lines fit in."""
+"""Width in columns at which lines are wrapped."""
 _MAX_VALUE_WIDTH = 60
-"""Characters of a configuration value that are printed."""
+"""Length at which a configuration value is cut, in characters."""
 _MAX_VALUE_COLUMN = 44
 _RANKS_IN_A_ROW = 8
 _MAX_BLOCKS = 8
-"""Blocks of ranks up to which a job is drawn completely."""
+"""Largest number of blocks of ranks for which the complete job is drawn."""
 _MEMORY_COLUMN = 12
 _MAX_OTHER_RANKS = 5
 
@@ -43,7 +43,7 @@ _MAX_OTHER_RANKS = 5
 
 def report_text(report: CheckReport, name: str, simulated: list[Simulated] | None = None) -> str:
     """Return the complete check as text, with the ``simulated`` ranks."""
-    # A section is left out where the check did not get as far as its numbers.
+    # Sections without results are left out: errors stop the check before later numbers are computed.
     blocks = [f"{name} on {_count(report.world_size, 'process', 'es')}", _configuration(report)]
     if report.layouts is not None:
         blocks.append(summary(report))
@@ -62,12 +62,12 @@ def report_text(report: CheckReport, name: str, simulated: list[Simulated] | Non
         note = "one at each address of rollout.server.urls"
         blocks.append(_section("SERVERS", note, _servers(report.config)))
     if report.layouts is not None and report.shape is None:
-        unknown = "no memory"
+        unavailable = "no memory"
         if report.batch is not None:
-            unknown = "no memory, no bytes per weight sync"
-        blocks.append(f"The model's config.json is not on this machine: {unknown}.")
+            unavailable = "no memory, no bytes per weight sync"
+        blocks.append(f"The model's config.json is not on this machine: {unavailable}.")
 
-    # The findings come after all tables, the verdict last: a terminal shows the end of a long text.
+    # Print the findings after all tables and the verdict last, since a terminal shows the end of a long text.
     if report.warnings:
         blocks.append("\n".join(numbered(report.warnings, "warning")))
     if report.errors:
@@ -153,7 +153,7 @@ def _configuration(report: CheckReport) -> str:
         else:
             explicit.append((path, text, origin.detail))
 
-    # Defaults are many and rarely read: they are wrapped, without their origin.
+    # There are many defaults, which are rarely read: print them as wrapped text without their origins.
     lines = ["stated:", *_columns(explicit)]
     if derived:
         lines += ["derived:", *_columns(derived)]
@@ -166,7 +166,7 @@ def _configuration(report: CheckReport) -> str:
 def _columns(rows: list[tuple[str, str, str]]) -> list[str]:
     """Return rows of a key, a value and its origin in aligned columns."""
     key_width = max((len(path) for path, _, _ in rows), default=0)
-    # One long value must not push the origins of all others off the screen.
+    # Limit the column, so that one long value does not move all origins off the screen.
     value_width = min(_MAX_VALUE_COLUMN, max((len(text) for _, text, _ in rows), default=0))
     return [f"  {path:<{key_width}}  {text:<{value_width}}  {detail}".rstrip() for path, text, detail in rows]
 
@@ -201,13 +201,13 @@ def batch_lines(report: CheckReport) -> list[str]:
 def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
     """Return the lines of a training step, from its prompts to the passes over the data."""
     config = report.config
-    # Rows that do not divide evenly are a range.
+    # Numbers of rows that do not divide evenly are printed as a range.
     minibatch = f"{_pair(batch.rows_per_minibatch)} rows"
     steps = f"{_count(batch.updates, 'optimizer step')} per training step"
     prompt = config.data.max_prompt_tokens
     response = batch.longest_row - prompt
 
-    # With over-sampling more rows are generated than a step learns from.
+    # With over-sampling more rows are in flight than a step trains on.
     rows_in_flight = f"{batch.prompts_in_flight * batch.samples:,} rows"
     if config.rollout.oversample:
         rows_in_flight += f" of {batch.prompts_in_flight:,} prompts in flight"
@@ -261,7 +261,7 @@ def _checkpoint_line(report: CheckReport) -> list[tuple[str, str]]:
         sizes = [item.bytes for memory in report.memory for item in memory.items if item.name == name]
         if not sizes:
             continue
-        # A distributed optimizer is cut over the data-parallel ranks; gathered, one rank has all of it.
+        # A distributed optimizer is sharded over data-parallel and context-parallel ranks until gathered.
         copies = 1
         if section.optimizer.distributed:
             copies = layouts[role].data * layouts[role].context
@@ -278,7 +278,7 @@ def _checkpoint_line(report: CheckReport) -> list[tuple[str, str]]:
         )
     else:
         text = f"optimizers gathered for any layout, {_bytes(gathered)} on a rank"
-    # An asynchronous checkpoint is written from its copy, beside the steps.
+    # An asynchronous checkpoint is written from a host copy while the next steps run.
     blocking = "the copy to the host" if settings.asynchronous else "it"
     return [(f"checkpoint every {_count(settings.every, 'step')}", f"{text}; steps wait for {blocking}")]
 
@@ -288,7 +288,7 @@ def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str
     environment = report.config.rollout.environment
     if environment is None:
         return []
-    # The replica with most rows.
+    # Rows of the replica that has most of them.
     rows = batch.rows_per_replica[1]
     in_flight = episodes_in_flight(report.config, batch)
     queued = max(0, batch.prompts_in_flight - in_flight // batch.samples * batch.replicas)
@@ -296,7 +296,7 @@ def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str
     if queued:
         queue = f"{_count(queued, 'group')} of the step wait in the queue"
 
-    # Without a limit of its own the configuration does not know the engine's.
+    # If the configuration sets no limit, the engine's own limit may still apply.
     engine_limit = ""
     if in_flight == rows:
         engine_limit = " (fewer where the engine takes fewer)"
@@ -309,7 +309,7 @@ def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str
         ),
     ]
 
-    # The caches of ranks differ where stages do: the largest is shown.
+    # Ranks may have caches of different sizes: print the largest.
     caches = [item for rank in report.memory for item in rank.items if item.name == "key-value cache"]
     if caches:
         cache = max(caches, key=lambda item: item.bytes)
@@ -320,7 +320,7 @@ def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str
 def _order_text(config: RunConfig) -> str:
     """Return the rows that a step learns from, by the order of the rollout."""
     rollout = config.rollout
-    # The closed order without over-sampling; each setting replaces or extends its text.
+    # Start with the text for the closed order without over-sampling; other settings replace or extend it.
     text = "a step learns from exactly its prompts"
     if rollout.oversample:
         text = f"a step learns from the groups complete first, in rounds of {rollout.round_tokens:,} tokens"
@@ -334,7 +334,7 @@ def _order_text(config: RunConfig) -> str:
 
 
 def _scoring_line(report: CheckReport) -> list[tuple[str, str]]:
-    """Return the source of the old log-probs; no line where the algorithm is not known."""
+    """Return the line on the source of the old log-probs; no line without an algorithm."""
     if report.algorithm is None:
         return []
     reason = scoring_reason(report.config, report.algorithm)
@@ -359,7 +359,7 @@ def _stage_line(plan: StagePlan) -> tuple[str, str]:
 
 
 def _data_passes(steps: int, batch: BatchPlan, records: int | None) -> str:
-    """Return the prompts of a run, and the passes over the data where the number of records is known."""
+    """Return the prompts of a run, and the passes over the data if the number of records is available."""
     total = f"{steps * batch.prompts:,} prompts in the run"
     if not records:
         return total
@@ -372,7 +372,7 @@ def _data_passes(steps: int, batch: BatchPlan, records: int | None) -> str:
 def _legend(layouts: Mapping[str, ParallelLayout]) -> str:
     """Return the meaning of the letters in the table of ranks."""
     names = ["t tensor"]
-    # Only letters that the table has.
+    # Explain only the letters that the table contains.
     if any(layout.context > 1 for layout in layouts.values()):
         names.append("c context")
     if any(layout.data > 1 for role, layout in layouts.items() if role != ROLLOUT.name):
@@ -392,7 +392,7 @@ def _roles(report: CheckReport) -> list[str]:
     role_width = max(len(role) for role in layouts)
     lines = [f"{role:<{role_width}} {layout_text(role, layout)}" for role, layout in layouts.items()]
 
-    # Of a large job the first blocks and the last one are drawn.
+    # For a large job, draw the first blocks and the last one.
     starts = list(range(0, world, block))
     if len(starts) > _MAX_BLOCKS:
         starts = [*starts[:3], starts[-1]]
@@ -457,7 +457,7 @@ def cell_label(role: str, layout: ParallelLayout, rank: int) -> str:
 def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
     """Return the memory of the fullest rank by item and phase, then that of other ranks."""
     fullest = ranks[0]
-    # A job of one stage only learns.
+    # A job of one stage has only the phase learn.
     phases = [phase for phase in PHASES if fullest.total(phase)]
     items = sorted(fullest.items, key=lambda item: -item.bytes)
     name_width = max(len(item.name) for item in items) + 2
@@ -467,7 +467,7 @@ def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
     for item in items:
         cells = [_bytes(item.bytes) if phase in item.phases else "" for phase in phases]
         row = "".join(f"{cell:>{_MEMORY_COLUMN}}" for cell in cells)
-        # An item of no phase is in host memory.
+        # An item without a phase is in host memory.
         origin = item.how
         if not item.phases:
             origin = f"{_bytes(item.bytes)} on the host: {item.how}"
@@ -483,7 +483,7 @@ def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
         )
 
     if len(ranks) > 1:
-        # The fullest rank of a phase need not be the fullest of all.
+        # The fullest rank may differ between phases.
         peaks = [max(memory.total(phase) for memory in ranks) for phase in phases]
         row = "".join(f"{_bytes(peak):>{_MEMORY_COLUMN}}" for peak in peaks)
         lines.append(f"{'most on any rank':<{name_width}}{row}")
@@ -503,13 +503,13 @@ def _servers(config: RunConfig) -> list[str]:
     command = ENGINES[config.rollout.engine].start_command
     if command is None:
         return ["start them as the engine's own documentation says"]
-    # By path, since modules of an engine may import its package.
+    # Import the function by its path, since an engine's module may import packages that are missing here.
     module, _, function = command.partition(":")
     return getattr(import_module(module), function)(config)
 
 
 def _sync(report: CheckReport) -> list[str]:
-    """Return the bytes of a weight sync, and of the same by gathering complete tensors."""
+    """Return the bytes of a weight sync, and of a sync that gathers complete tensors."""
     sync = report.sync
     layouts = report.layouts
     assert sync is not None and layouts is not None
@@ -522,7 +522,7 @@ def _sync(report: CheckReport) -> list[str]:
         ("received by all ranks together", sum(sync.received.values())),
     ]
     colocated = bool(set(actor.ranks) & set(layouts[ROLLOUT.name].ranks))
-    # The comparison: what other systems do with the same layouts.
+    # For comparison: systems that gather complete tensors in the same layouts.
     gathered = gathered_bytes(sync.model_bytes, actor, colocated)
     if gathered:
         rows.append(("by gathering whole tensors instead, per rank", gathered))

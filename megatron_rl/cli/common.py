@@ -28,7 +28,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 def require_counts(arguments: argparse.Namespace, *names: str, at_most: int | None = None) -> None:
     """Raise UserError for the first of the named arguments that is given and below 1 or above a limit.
 
-    The limit is the only border against absurd sizes: the code behind it does not check them again.
+    The limit is the only guard against absurd sizes: later code does not check them again.
     """
     for name in names:
         value = getattr(arguments, name)
@@ -47,7 +47,7 @@ def require_directory(path: Path, argument: str) -> None:
     if path.is_dir():
         return
 
-    # The likely mistake is in the last part of the path.
+    # The mistake is most likely in the last part of the path, so suggest its siblings.
     siblings = []
     if path.parent.is_dir():
         siblings = sorted(item.name for item in path.parent.iterdir() if item.is_dir())
@@ -80,9 +80,9 @@ def load_and_check(
         overrides.append(f"job={job}")
     loaded = load(Path(arguments.config), overrides)
 
-    # Models that ship with the configuration are in a folder beside it, or one level up.
+    # Models that ship with a configuration are in `models`, in its folder or one level up.
     folders = [folder / "models" for file in loaded.files for folder in (file.parent, file.parent.parent)]
-    # One rank of a job tries Megatron's settings for all; a run has more time for that than a check.
+    # Only one rank of a job lets Megatron validate its settings; a run waits longer for that than a check.
     patience = 0.0
     if process_rank() == 0:
         patience = LONG_PATIENCE if training else PATIENCE

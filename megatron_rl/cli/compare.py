@@ -1,4 +1,4 @@
-"""The ``compare`` command: settings in which runs differ, results with their spread over seeds, curves."""
+"""The ``compare`` command: compare runs by their settings, results with spread over seeds, and curves."""
 
 from __future__ import annotations
 

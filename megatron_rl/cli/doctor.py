@@ -1,4 +1,4 @@
-"""The ``doctor`` command: check the environment as a user has it, and print what to fix."""
+"""The ``doctor`` command: check the user's environment, and print the problems with their fixes."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from megatron_rl.planning.machine import (
 )
 
 _MARKS = {"ok": "ok  ", "note": "note", "warning": "WARN", "error": "FAIL"}
-"""Level of a finding -> its mark."""
+"""Level of a finding -> mark in front of its line."""
 _JOIN_SECONDS = 60.0
 """Timeout of the rendezvous, and of every collective."""
 
 Sections = dict[str, list[Finding]]
-"""Findings by the title under which they are printed."""
+"""Title of a section -> its findings."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.before_install:
         return _before_install(Path(arguments.before_install), arguments.lock, arguments.toolkit)
 
-    # Under torchrun every rank examines its machine, and one prints.
+    # Under torchrun every rank checks its machine, and only the first one prints.
     prints = process_rank() == 0
     sections: Sections = {
         "packages": packages(),
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.quick:
         sections["imports"] = _imports()
 
-    # Other ranks print their errors at once: a machine with errors may never meet the others.
+    # Other ranks print their errors now: a machine with errors may fail to join the process group.
     errors = [finding for section in sections.values() for finding in section if finding.level == "error"]
     if not prints:
         _print_errors(errors)
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif world == 1 and not arguments.quick:
         text = "not measured: start with torchrun --nproc-per-node N -m megatron_rl doctor"
         sections["links between ranks"] = [Finding("note", "all-reduce", text)]
-    # A machine that lacks packages would fail the proof with a worse message.
+    # Skip the proof after errors: without packages it would fail with a less helpful message.
     if arguments.gpu and not _failed(sections):
         sections["proof"] = _proof(Path(arguments.out), world, prints=prints and not arguments.json)
 
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     if measures_links:
         from megatron_rl.distributed import watch
 
-        # All ranks leave together: the launcher ends rank 0 as soon as another rank ends with an error.
+        # Exit on all ranks at once: the launcher would end rank 0 as soon as another rank fails.
         sys.stdout.flush()
         watch.leave()
     return int(_failed(sections))
@@ -147,7 +147,7 @@ def _proof(folder: Path, world: int, *, prints: bool) -> list[Finding]:
         if prints:
             print(f"{_MARKS[finding.level]}  {finding.name}", flush=True)
         elif finding.level == "error":
-            # The launcher ends the other ranks, and rank 0 may not come to print its own.
+            # Print on every rank: the launcher ends the other ranks, so rank 0 may not get to print.
             print(f"rank {process_rank()}: {finding.name}: {finding.text}", file=sys.stderr, flush=True)
     return findings
 
@@ -210,7 +210,7 @@ def _imports() -> list[Finding]:
     for name, check, fix in checks:
         try:
             findings.append(Finding("ok", name, check()))
-        # Any exception may come out of a foreign package's import.
+        # The import of another package may raise any exception.
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             message = (str(error).splitlines() or [""])[0]
@@ -267,7 +267,7 @@ def _links(errors: list[Finding]) -> tuple[list[Finding], list[Finding]]:
     device.initialize(_JOIN_SECONDS)
     links = probe_links(socket.gethostname())
 
-    # Ranks of one machine mostly have the same errors.
+    # Ranks of one machine usually have the same errors, so report each error once per machine.
     lowest_rank: dict[tuple[str, Finding], int] = {}
     for rank, rank_errors in enumerate(gather_objects(errors)):
         for finding in rank_errors:

@@ -1,4 +1,4 @@
-"""The ``eval`` command: answer the evaluation sets with checkpoints and Hugging Face models."""
+"""The ``eval`` command: evaluate checkpoints and Hugging Face models on the evaluation sets."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the configuration and the directories, then evaluate."""
-    # argparse gives --checkpoint everything that follows: texts with = are overrides.
+    # argparse assigns all following arguments to --checkpoint: those with = are overrides.
     overrides = [text for text in arguments.checkpoint if "=" in text and not Path(text).exists()]
     paths = [Path(text) for text in arguments.checkpoint if text not in overrides]
-    # Nothing is resumed: a newest checkpoint that training could not resume is no error here.
+    # Nothing is resumed here, so a checkpoint that training could not resume from is not an error.
     arguments.overrides = [*arguments.overrides, *overrides, "checkpoint.resume=never"]
 
     report = load_and_check(arguments, current_launch(joins=True).world_size, job=TRAIN, training=True)
     config = report.valid()
     for path in paths:
         require_checkpoint(path)
-    # A training run may have no evaluation sets; this command has nothing else to do.
+    # A training run may have no evaluation sets, but this command needs at least one.
     if not config.evaluation.sets:
         raise UserError(
             "there is nothing to evaluate",

@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out)
     require_directory(checkpoint, "CHECKPOINT")
 
-    # A checkpoint is many files: none of a directory's may be mixed with them.
+    # A checkpoint consists of many files, which must not be mixed with existing ones.
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(
             "the export would overwrite something",
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
 
     require_checkpoint(checkpoint)
-    # `require_checkpoint` also accepts a Hugging Face model, which `eval` takes.
+    # `require_checkpoint` also accepts a Hugging Face model, which only `eval` can use.
     if not is_checkpoint(checkpoint):
         raise UserError(
             f"{checkpoint} is a Hugging Face model, not a training checkpoint",

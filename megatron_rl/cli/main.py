@@ -39,7 +39,7 @@ EXIT_INTERRUPTED = 130
 
 
 def parse(command_line: Sequence[str]) -> argparse.Namespace:
-    """Return the command and its arguments; unknown words end the process with 2, as argparse does."""
+    """Parse a command and its arguments; exit with status 2 for unknown ones, as argparse does."""
     parser = argparse.ArgumentParser(
         prog="megatron_rl",
         description="Reinforcement learning of language models on Megatron-Core and vLLM.",
@@ -47,7 +47,7 @@ def parse(command_line: Sequence[str]) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    # Import the called command's module alone: the others may need packages that are not installed here.
+    # Import only the module of the called command: others may need packages that are not installed.
     command_name = next((text for text in command_line if not text.startswith("-")), None)
     for name, (module, help_text) in COMMANDS.items():
         description = help_text[0].upper() + help_text[1:] + "."
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments = sys.argv[1:]
     try:
         options = parse(list(arguments))
-        # Trackers, judges and tools on this machine are reached directly, by this process and its children.
+        # This process and its children connect to servers on this machine without a proxy.
         os.environ.update(without_proxy(os.environ))
         return int(import_module(COMMANDS[options.command][0]).run(options))
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
 
     except ModuleNotFoundError as error:
-        # A module of this package that is missing is a defect, any other one a package to install.
+        # A missing module of this package is a bug; any other one is a package to install.
         package = (error.name or "megatron_rl").partition(".")[0]
         if package == "megatron_rl":
             raise
@@ -86,12 +86,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has ended, as in `check ... | head`; Python would report it again at exit.
+        # The reader of a pipe has exited, as in `check ... | head`. Python would report this again at exit.
         sys.stderr.close()
         return 1
 
     except OSError as error:
-        # A file that cannot be read or written is the user's to correct; other errors are defects.
+        # Users can correct a file that cannot be read or written; other errors are bugs.
         user_error = file_error(error)
         if user_error is None:
             raise
@@ -114,7 +114,7 @@ def _not_installed(package: str) -> UserError:
 def _add_overrides(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace, unparsed: list[str]
 ) -> None:
-    """Add ``key=value`` arguments behind an option to the overrides: argparse takes them before one alone."""
+    """Add ``key=value`` arguments that follow an option to the overrides, which argparse does not parse."""
     overrides = [text for text in unparsed if "=" in text and not text.startswith("-")]
     unrecognized = [text for text in unparsed if text not in overrides]
     # Commands without a configuration have no overrides.

@@ -124,7 +124,7 @@ def _calibrate(args: argparse.Namespace) -> int:
             for name, (predicted, seconds) in phases.items()
         }
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
-    # Without --out the override is printed, to be redirected.
+    # Without --out, print the override so that it can be redirected to a file.
     text = json.dumps(override, indent=1) + "\n"
     if args.out:
         Path(args.out).write_text(text)
@@ -141,7 +141,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
         args, "prompts", "samples", "optimizer_steps", "prompt_tokens", "response_tokens", "lora_rank"
     )
 
-    # An optimizer step needs at least one prompt's group.
+    # An optimizer step needs the samples of at least one prompt.
     if args.optimizer_steps > args.prompts:
         raise UserError(
             "more optimizer steps than prompts",
@@ -155,7 +155,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
 
 
 def _check_precision(args: argparse.Namespace) -> None:
-    """Raise UserError where a configuration is to be written for a precision that no run has."""
+    """Raise UserError if ``--out`` is combined with a precision that no run supports."""
     if args.out and args.precision != "bf16":
         raise UserError(
             f"a run has no {args.precision} weights, so a plan of them cannot be written as a configuration",
@@ -179,7 +179,7 @@ def problem_of(args: argparse.Namespace) -> Problem:
         args.network_gigabits_per_node,
     )
 
-    # Without a measured mean, the share of the limit that the planner assumes elsewhere.
+    # Without a measured mean, assume the planner's default fraction of the limit.
     mean = args.response_tokens_mean or args.response_tokens * TYPICAL_SHARE
     batch = StepBatch(
         prompts=args.prompts,
@@ -190,13 +190,13 @@ def problem_of(args: argparse.Namespace) -> Problem:
         longest=float(args.prompt_tokens + args.response_tokens),
     )
 
-    # Critic and reward model, which have a head of one number, are of the critic's size.
+    # Critic and reward model have scalar heads, and the size that --critic names.
     actor = load_shape(args.model)
     critic = actor
     if args.critic:
         critic = load_shape(args.critic)
     shapes = {spec.name: critic if spec.head == NUMBER else actor for spec in MODEL_ROLES}
-    # Roles without a model are no part of the problem.
+    # The problem contains only the roles of the algorithm.
     models = {role: shapes[role] for role in ROLES[args.algorithm]}
     if args.no_reference:
         models.pop(REFERENCE.name)
@@ -213,7 +213,7 @@ def _search(args: argparse.Namespace) -> int:
     problem = problem_of(args)
     started = time.monotonic()
     result = search(problem, args.split)
-    # The order is that of the predictions of the configurations, which have one token budget for every role.
+    # Sort by the predictions of the written configurations, which have one token budget for all roles.
     runs = [planned_run(problem, plan, _paths(args)) for plan in result.plans]
     runs.sort(key=lambda run: run.prediction.total)
     runs = runs[: max(1, args.best)]
@@ -229,7 +229,7 @@ def _search(args: argparse.Namespace) -> int:
 
 
 def _model_path(model: str) -> str:
-    """Return the folder of a model of the command line; a preset's is the one that it is downloaded to."""
+    """Return the folder of a model on the command line; for a preset, the folder it is downloaded to."""
     if not Path(model).exists():
         return f"models/{model.rsplit('/', 1)[-1]}"
     if model.endswith("config.json"):
@@ -238,7 +238,7 @@ def _model_path(model: str) -> str:
 
 
 def _paths(args: argparse.Namespace) -> Paths:
-    """Return the paths that the configuration of a plan is written with."""
+    """Return the paths for the configuration of a plan."""
     return Paths(
         model=args.model_path or _model_path(args.model),
         data=args.data,

@@ -1,4 +1,4 @@
-"""The ``plan-reshard`` command: the cost of a weight transfer, on machines that need not be here."""
+"""The ``plan-reshard`` command: predict the cost of a weight transfer without the machines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from megatron_rl.shapes.traffic import byte_text, received_by_peers
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 CLUSTERS = ("A100-80GB", "H100-80GB", "B200")
-"""GPUs whose clusters are predicted by default."""
+"""GPU types of the clusters that are predicted by default."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,13 +77,13 @@ def run(arguments: argparse.Namespace) -> int:
     constants = load_constants(arguments.constants)
     clusters = arguments.cluster or CLUSTERS
     for name in clusters:
-        # An unknown GPU fails before the plan is made, not after it.
+        # Report an unknown GPU before the plan is computed.
         constants.gpu(name)
 
     config = find_config(arguments.model)
     actor = actor_layout(read_layout(arguments.source, "--from"))
     tensor, whole_experts = _engine_layout(arguments.target)
-    # By default the engine is on the actor's ranks.
+    # By default the engine shares the actor's ranks.
     ranks = actor.ranks
     if arguments.rollout_ranks:
         ranks = tuple(range(actor.size, actor.size + arguments.rollout_ranks))
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         lora=_lora(config, arguments.lora_rank),
     )
 
-    # Other systems' traffic is computed by their formulas, ours from the plan.
+    # Traffic of other systems is computed by their formulas, ours from the plan.
     summary = summarise(plan, arguments.ranks_per_node, arguments.staging_bytes, constants, clusters)
     peers = received_by_peers(summary.model_bytes, actor, tensor, colocated=not arguments.rollout_ranks)
     seconds = time.perf_counter() - start
@@ -118,12 +118,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lora(config: Any, rank: int | None) -> Lora | None:
-    """Return the adapters to transfer instead of the weights; raises UserErrors for impossible ones."""
+    """Return the adapters to transfer instead of the weights; raises UserErrors for invalid ones."""
     if rank is None:
         return None
     model = pretrained(config)
     lora = LoraConfig(rank, sync="adapter")
-    # The rules of a run.
+    # Apply the rules of `check` for a run.
     errors = [*check_lora(lora, "vllm"), *check_adapted_model(lora, model)]
     if errors:
         raise UserErrors(errors)
@@ -141,7 +141,7 @@ def _engine_layout(text: str) -> tuple[int, bool]:
             got=text,
         )
 
-    # The one size is the number of ranks, of either kind.
+    # The only size, tensor or expert, is the number of ranks of a replica.
     size = next(iter(sizes.values()))
     if size < 1:
         raise UserError("a replica needs ranks", where="--to", expected="1 or more", got=text)

@@ -1,4 +1,4 @@
-"""Generator of the documentation pages that are made from the code.
+"""Generator of the documentation pages that are derived from the code.
 
 ``python -m megatron_rl.cli.reference > docs/configuration.md`` writes the configuration reference, and
 ``python -m megatron_rl.cli.reference PAGE > docs/PAGE.md`` each of the others.
@@ -82,7 +82,7 @@ def _sections(section: type, path: str) -> Iterator[tuple[str, type]]:
     """Yield the path and the class of a section and of all below it; an entry of a mapping is NAME."""
     yield path, section
     for name, hint in field_hints(section).items():
-        # The path of the top level is empty.
+        # The top level has an empty path, so remove the leading dot.
         field_path = f"{path}.{name}".removeprefix(".")
         inner = section_class(hint)
         entry = entry_class(hint)
@@ -114,7 +114,7 @@ def _piece_table(key: str, kind: Kind) -> str:
         summary = inspect.cleandoc(type(piece).__doc__ or "").partition("\n")[0].replace("``", "`")
         settings = [item for item in dataclasses.fields(piece) if is_setting(item)]
         cells = [_setting_cells(piece, item) for item in settings] or [[""] * 4]
-        # The name and the summary are on the row of the first setting alone.
+        # Only the row of the first setting has the name and the summary.
         rows.append([f"`{name}`", summary, *cells[0]])
         rows.extend(["", "", *setting_cells] for setting_cells in cells[1:])
     header = ("Name", "What it does", "Setting", "Default", "Allowed", "Meaning")
@@ -125,7 +125,7 @@ def _setting_cells(piece: Piece, item: dataclasses.Field) -> list[str]:
     """Return the name, default, bounds and meaning of a piece's setting."""
     setting = setting_of(item)
     value = getattr(piece, item.name)
-    # None is a setting that is off, or whose default is described.
+    # None means that a setting is off, or that its default is described in words.
     default = f"`{one_line(to_plain(value))}`"
     if value is None:
         default = f"*{setting.unset or 'none'}*"
@@ -161,7 +161,7 @@ def _key_row(item: dataclasses.Field, hint: Any) -> list[str]:
 
 def _default(item: dataclasses.Field, setting: Setting) -> str:
     """Return the default of a key as a cell."""
-    # A section's default is described by its differences: its keys have rows of their own.
+    # The keys of a section have their own rows, so only list the values that differ from its class.
     if item.default_factory is not dataclasses.MISSING:
         value = item.default_factory()
         if dataclasses.is_dataclass(value):
@@ -175,7 +175,7 @@ def _default(item: dataclasses.Field, setting: Setting) -> str:
 
 
 def _differences(section: Any) -> str:
-    """Return the values in which a default section differs from its class."""
+    """Return the values in which the default of a section differs from the defaults of its class."""
     values = [
         f"`{item.name}: {one_line(getattr(section, item.name))}`"
         for item in dataclasses.fields(section)
@@ -213,7 +213,7 @@ def algorithms() -> str:
     blocks = [_ALGORITHMS_HEAD]
     defaults = Algorithm("").pieces()
     for name, algorithm in ALGORITHMS.items():
-        # Pieces that are GRPO's are left out, but for the two that make an algorithm.
+        # Leave out pieces that are the same as GRPO's, except the two that define an algorithm.
         pieces = [
             f"`{key}`: [{type(piece).__name__}](#{key}-{type(piece).__name__.lower()})"
             + _changed_settings(piece, type(piece)())
@@ -222,13 +222,13 @@ def algorithms() -> str:
         ]
         blocks.append(f"## `{name}`\n\n{algorithm.summary}\n\n{', '.join(pieces)}.\n")
 
-    # A class that is a piece of several kinds is described at the first.
+    # A class that is a piece of several kinds is described under the first kind.
     first_kind: dict[type, str] = {}
     for key, kind in KINDS.items():
         for piece in kind.named.values():
             first_kind.setdefault(type(piece), key)
     for key, kind in KINDS.items():
-        # A reference for the pieces of other kinds, and a section for each of its own.
+        # A link for pieces that are described under another kind, a section for each other piece.
         blocks.append(f"## Pieces of `{key}`\n")
         described = dict.fromkeys(first_kind[type(piece)] for piece in kind.named.values())
         blocks += [f"Those of `{first}`.\n" for first in described if first != key]
@@ -272,7 +272,7 @@ def commands() -> str:
 
 
 def _argument(action: argparse.Action) -> str:
-    """Return an argument as it is written on the command line."""
+    """Return an argument in command-line syntax."""
     name = action.metavar or action.dest.upper()
     if action.option_strings:
         option = action.option_strings[-1]
@@ -305,7 +305,7 @@ def python() -> str:
         else:
             declaration = f"def {name}{_signature(value)}"
             members = ()
-        # The signature as Python, then the docstring, then a table of the members.
+        # Each entry has the signature as Python, the docstring, and a table of the members.
         blocks.append(f"## {name}\n\n`{module}`\n\n```python\n{declaration}: ...\n```\n\n{_doc(value)}\n")
 
         rows = [
@@ -362,7 +362,7 @@ def other_names() -> str:
 
 def _doc(value: Any) -> str:
     """Return a docstring as Markdown, with a link for each paper; empty without a docstring."""
-    # Docstrings are reStructuredText as far as double backticks go.
+    # Docstrings use double backticks, as in reStructuredText.
     text = re.sub(r"`{2}([^`]*)`{2}", r"`\1`", inspect.cleandoc(value.__doc__ or ""))
     text = re.sub(r"^(Example|Examples|Raises|Source):$", r"\1:\n", text, flags=re.MULTILINE)
     return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)

@@ -1,4 +1,4 @@
-"""The ``report`` command: make the table, the learning curve and the report of a run from its metrics."""
+"""The ``report`` command: write the table, the learning curve and the report of a run from its metrics."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check, then train.
+    """Check the configuration, then train.
 
-    Every rank checks the same input before any of them waits for another: all end with the same errors, and
-    none is left in a collective.
+    Every rank checks the same input before the first collective, so all exit with the same errors and none is
+    left waiting.
     """
     leave_with_launcher()
     world_size = current_launch(joins=True).world_size

@@ -1,4 +1,4 @@
-"""Adapters of the roles: which layers have them, and with which roles an actor's base weights are shared."""
+"""LoRA adapters of the roles: layers that have them, and roles that share the actor's base weights."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megatron_rl.shapes.pretrained import read_pretrained
 
 
 def with_adapters(config: RunConfig, shape: ModelShape | None, reasons: dict[str, str]) -> RunConfig:
-    """Fill in the factor and the layers of the roles' adapters.
+    """Fill in the scaling factor and the target layers of the roles' adapters.
 
-    ``shape`` is the shape of the actor's model, None if it is not available. It gives the layers of the roles
-    that start from the same model; the layers of a role with another model stay open.
+    ``shape`` is the shape of the actor's model, None if it is not available. It determines the layers of the
+    roles that start from the same model; for a role with another model they stay None.
     """
 
     def fill(path: str, section: Any) -> Any:
@@ -43,19 +43,19 @@ def _has_actor_shape(config: RunConfig, section: Any) -> bool:
 
 
 def adapters_of(config: RunConfig) -> dict[str, LoraConfig]:
-    """Return the adapters of each role that trains some, by the path of its section."""
+    """Return the adapter settings of each role with adapters, by the path of its section."""
     adapters = {path: getattr(section, "lora", None) for path, section in role_sections(config).items()}
     return {path: lora for path, lora in adapters.items() if lora is not None}
 
 
 def own_base_reason(config: RunConfig, path: str) -> str | None:
-    """Return why the adapters of the role at ``path`` have a base of their own; None if it is the actor's.
+    """Return why the adapters of the role at ``path`` do not share the actor's base weights; None if they do.
 
     ``config`` is resolved, and the role is one that can share its base, see `ADAPTED`.
     """
     actor = config.actor
     section: Any = role_sections(config)[path]
-    # In the order in which a user would look: is it set at all, then what differs.
+    # The first condition that holds is the reason: adapters that are not set, then differences of the models.
     conditions = {
         f"{path}.lora is not set": section.lora is None,
         "actor.lora is not set": actor.lora is None,
@@ -85,8 +85,8 @@ def separate_adapters(config: RunConfig) -> AdaptedModel | None:
 def is_initial_actor(config: RunConfig, path: str) -> bool:
     """Return whether the role at ``path`` is the actor's own model with its adapters switched off.
 
-    It is if the table allows it (see `INITIAL`), the actor has adapters, and the role has neither another
-    model nor another layout. ``config`` is resolved.
+    The table must allow it (see `INITIAL`), the actor must have adapters, and the role must have the actor's
+    model and layout. ``config`` is resolved.
     """
     actor = config.actor
     section: Any = role_sections(config).get(path)

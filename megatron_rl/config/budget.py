@@ -1,7 +1,8 @@
-"""Memory of each rank in each phase of a step, from the shapes of every role's model.
+"""Estimate of the memory of each rank in each phase of a step, from the shapes of every role's model.
 
 The one idea: a rank's memory is a list of items, each with the phases in which it is resident. The peak is
-the largest sum over a phase, where of the roles that share a rank only one works at a time.
+the largest sum over a phase. Roles that share a rank work one after another, so only the largest of their
+turns counts.
 """
 
 from __future__ import annotations
@@ -61,17 +62,17 @@ class MemoryItem:
     """
 
     name: str
-    """Role and what it keeps, as the table of ``check`` prints it."""
+    """Role and kind of content, as the table of ``check`` prints it."""
     bytes: int
-    """Size."""
+    """Size in bytes."""
     phases: tuple[str, ...]
     """Phases in which it is resident on the device; empty: it is in host memory."""
     how: str
     """How the bytes were counted."""
     turn: str | None = None
-    """Role while whose turn alone it is resident; None: in the complete phase.
+    """Role during whose turn it is resident; None: resident in the complete phase.
 
-    Roles that share ranks work one after another, and one that offloads has nothing on the device meanwhile.
+    Roles that share ranks work one after another, and an offloaded role is in host memory between its turns.
     """
 
 
@@ -89,7 +90,7 @@ class RankMemory:
     """All contributors."""
 
     def total(self, phase: str) -> int:
-        """Return the most bytes resident at once in a phase: the lasting items and the largest turn."""
+        """Return the peak in bytes of a phase: the items of the complete phase plus the largest turn."""
         turns = [self._bytes(phase, role) for role in self.turns(phase)]
         return self._bytes(phase, None) + max(turns, default=0)
 
@@ -119,7 +120,7 @@ class Usage:
     kernels: int = 0
     """Operators that compute."""
     reads: int = 0
-    """Times that the host waited for a value of the device."""
+    """Synchronising reads: the host waited for a value of the device."""
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """Kind of group -> collectives; point-to-point messages are under ``messages``."""
     bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -133,17 +134,18 @@ class SimulatedRank:
     rank: int
     """Rank in the world."""
     phases: Mapping[str, Usage]
-    """Phase -> what it used."""
+    """Phase -> resources that it used."""
     resting: int
-    """Bytes that its models keep on the device while another role works."""
+    """Bytes of its models that stay on the device while another role works."""
     groups: Sequence[tuple[str, int]]
     """Kind and number of ranks of each group that the rank is in."""
 
     @property
     def connections(self) -> int:
-        """Return the largest number of connections of the host's backend that the rank comes to have.
+        """Return an upper bound on the Gloo connections that the rank opens.
 
-        Gloo makes them when collectives first need them: with ranks at distances that double.
+        With lazy initialisation Gloo connects a pair of ranks at their first message, and its collectives
+        exchange with ranks at distances of 1, 2, 4 and so on, in both directions.
         """
         return sum(min(members - 1, 2 * (members - 1).bit_length()) for _, members in self.groups)
 
@@ -154,14 +156,14 @@ def memory_plan(
     shapes: Mapping[str, ModelShape],
     batch: BatchPlan | None,
 ) -> list[RankMemory]:
-    """Return the memory of each distinct rank, the fullest first; ranks with the same items are listed once.
+    """Return the memory of each distinct kind of rank, fullest first; ranks with equal items are listed once.
 
     ``shapes`` has an entry for each role with a model of its own; the others have the actor's. ``batch`` is
     None for the job of one stage, which only trains.
     """
     asleep = sleeping_ranks(layouts) if "rollout" in layouts else frozenset[int]()
 
-    # A job has thousands of ranks and few kinds of them, such as one for each pipeline stage.
+    # A job may have thousands of ranks but has few distinct ones, such as one for each pipeline stage.
     first_rank: dict[tuple[MemoryItem, ...], int] = {}
     for rank in sorted({rank for layout in layouts.values() for rank in layout.ranks}):
         first_rank.setdefault(rank_memory(config, layouts, shapes, batch, rank, asleep).items, rank)
@@ -177,7 +179,10 @@ def rank_memory(
     rank: int,
     asleep: frozenset[int] = frozenset(),
 ) -> RankMemory:
-    """Return the memory of one rank; arguments as in `memory_plan`. Engines of the ranks ``asleep`` sleep."""
+    """Return the memory of one rank; arguments as in `memory_plan`.
+
+    The engines on the ranks ``asleep`` release their memory while other roles work.
+    """
     items: list[MemoryItem] = []
     if batch is None:
         learners = _stage_learners(config, layouts)
@@ -199,9 +204,9 @@ def rank_memory(
         elif config.rollout.capabilities.in_process:
             awake = ("generate",) if rank in asleep else PHASES
             items += _rollout(config, layout, shape, batch, awake)
-        # Other engines have servers, whose memory is not the job's.
+        # Other engines run in servers outside the job's ranks.
 
-    # The estimate is compared with the memory of a GPU only where that is given or known.
+    # Overhead of the runtime, which matters where the estimate is compared with the memory of a GPU.
     if config.gpu_memory_gib is not None:
         phases = ("learn",) if batch is None else PHASES
         items.append(MemoryItem("runtime", RUNTIME_BYTES, phases, "CUDA, NCCL, fragmentation"))
@@ -210,20 +215,20 @@ def rank_memory(
 
 @dataclass(frozen=True)
 class _Learner:
-    """Training of one role, as its memory depends on it."""
+    """Settings of a role's training that its memory depends on."""
 
     recompute: str
-    """Activations that the backward pass computes again."""
+    """Activations that the backward pass recomputes: none, selective or full."""
     optimizer: OptimizerConfig
-    """Optimizer."""
+    """Settings of the optimizer."""
     tokens: int
     """Tokens of a micro-batch."""
     microbatches: int
     """Micro-batches of a mini-batch on one rank."""
     offload: bool = False
-    """Whether it is in host memory outside its turn."""
+    """Whether the role's state is in host memory outside its turn."""
     alone: bool = False
-    """Whether a job trains it in a stage, without other roles."""
+    """Whether the role is trained in the job of one stage, without other roles."""
 
 
 def _learners(config: RunConfig, batch: BatchPlan) -> dict[str, _Learner]:
@@ -249,7 +254,7 @@ def _stage_learners(config: RunConfig, layouts: Mapping[str, ParallelLayout]) ->
         role = role_of(plan.role)
         settings = plan.settings
         assert settings.max_row_tokens is not None
-        # A record has a row for each of its responses.
+        # A record has one row for each response, such as two for a preference pair.
         rows = even_shares(settings.per_step * len(settings.RESPONSES), layouts[role].data)[1]
         rows_per_microbatch = max(1, tokens // settings.max_row_tokens)
         learners[role] = _Learner(
@@ -267,7 +272,7 @@ def _stages(config: RunConfig, layout: ParallelLayout, shape: ModelShape) -> Seq
     try:
         return stage_layers(shape.layers, layout, megatron_settings(config, layout)[1])
     except UserError:
-        # Megatron can deal out layers in ways that `stage_layers` does not compute: an even cut is close.
+        # Megatron accepts layer distributions that `stage_layers` does not model: assume an even split.
         return default_stage_layers(shape.layers, layout.pipeline)
 
 
@@ -282,7 +287,7 @@ def state_bytes(optimizer: OptimizerConfig, weight_bytes: int) -> int:
     These are its moments, and float32 master weights where the weights have fewer bytes.
     """
     if optimizer.offload:
-        # Two moments, weights and gradients in float32, whatever the model's type.
+        # Two moments, weights and gradients in float32, for any dtype of the model.
         return 16
 
     def bytes_of(name: str) -> int:
@@ -292,7 +297,7 @@ def state_bytes(optimizer: OptimizerConfig, weight_bytes: int) -> int:
     total = bytes_of("momentum")
     if optimizer.name == "adam":
         total = bytes_of("exp_avg_dtype") + bytes_of("exp_avg_sq_dtype")
-    # Weights of 4 bytes are their own master weights.
+    # float32 weights need no separate master weights.
     if weight_bytes != 4:
         total += bytes_of("main_params_dtype")
     return total
@@ -304,7 +309,7 @@ def saved_bytes(state_total: int, optimizer: OptimizerConfig, weight_bytes: int)
     if optimizer.offload:
         # Gradients, 4 of the 16 bytes, are not saved.
         return state_total * 12 // states
-    # A distributed optimizer saves float32 weights, also those that are the model's and not its own.
+    # A distributed optimizer also saves float32 weights that belong to the model.
     saved_states = states
     if optimizer.distributed and weight_bytes == 4:
         saved_states += 4
@@ -330,7 +335,7 @@ def _trained(
     optimizer = OptimizerChoice(distributed=learner.optimizer.distributed, state_bytes=states)
     tokens = learner.tokens
 
-    # With adapters, only they and a new head have gradients and optimizer state.
+    # With adapters, only the adapters and a new head have gradients and optimizer state.
     adapters = None
     merged_bytes = 0
     lora = adapters_of(config).get(path)
@@ -344,7 +349,7 @@ def _trained(
     )
     scoring = scoring_memory(shape, layout, stages, stage, layers, tokens)
 
-    # Gradients and optimizer state are needed only to train.
+    # Offloaded gradients and optimizer state are only resident while the role trains.
     training_phases = PHASES
     turn = None
     if learner.offload:
@@ -369,7 +374,7 @@ def _trained(
     if optimizer.distributed:
         sharing = f"shared by {layout.data * layout.context}"
     detail = f"{states} B per parameter, {sharing}"
-    # An optimizer on the host has no phases.
+    # The state of an optimizer on the host is never resident on the device.
     optimizer_phases = training_phases
     if learner.optimizer.offload:
         optimizer_phases = ()
@@ -386,7 +391,7 @@ def _trained(
     if not learner.alone:
         return items
 
-    # No other role is in the job, and the models that one job trains come one after another.
+    # A job of one stage has no other roles, and trains several models one after another.
     device_items = [replace(item, phases=("learn",), turn=role) for item in items if "learn" in item.phases]
     return device_items + [item for item in items if not item.phases]
 
@@ -394,13 +399,13 @@ def _trained(
 def _trained_weights(
     config: RunConfig, role: str, weight_bytes: int, layers: Layers, offload: bool
 ) -> MemoryItem:
-    """Return the weights of a role that trains, which it needs to score too."""
+    """Return the weights of a role that trains, which are also resident while it computes log-probs."""
     phases = PHASES
     turn = None
     if offload:
         phases = ("score", "learn")
         turn = role
-    # The actor's weights stay while another role computes with them in its own turn.
+    # The actor's weights stay resident while another role computes with them in its own turn.
     if role == "actor" and _is_base(config):
         turn = None
     detail = f"{weight_bytes / layers.dtype_bytes / 1e6:,.1f}M parameters x {layers.dtype_bytes} B"
@@ -416,7 +421,7 @@ def _adapter_counts(
     """
     adapter = Lora.of(shape, lora.rank, lora.targets)
     dense, experts = adapter_parameter_count(shape, layout, stages[stage], adapter)
-    # A head of one number is new and trained in full, beside the adapters.
+    # A scalar head is new and trained in full, in addition to the adapters.
     if shape.scalar_head and stage == len(stages) - 1:
         dense += shape.hidden
     return (dense, experts), adapted_parameter_count(shape, layout, stages[stage], adapter.targets)
@@ -432,7 +437,7 @@ def _is_base(config: RunConfig) -> bool:
 def _with_base(
     config: RunConfig, path: str, weights: MemoryItem, adapter_bytes: int, trained_count: str
 ) -> MemoryItem:
-    """Return the weights of a role with adapters: ``adapter_bytes`` alone over the actor's base."""
+    """Return the weights of a role with adapters: only ``adapter_bytes`` if it shares the actor's base."""
     reason = own_base_reason(config, path)
     if reason is None:
         detail = f"{trained_count} and the head, over the actor's base"
@@ -449,7 +454,7 @@ def _forward(
     layout: ParallelLayout,
     fused: bool,
 ) -> list[MemoryItem]:
-    """Return the items of a forward pass; a chunk of logits exists in all of ``phases``."""
+    """Return the items of a forward pass; a chunk of logits is resident in all of ``phases``."""
     detail = f"{tokens_per_rank}, {'2 layers' if fused else 'a layer'}"
     activations = int(scoring.activations)
     items = [MemoryItem(item_name("forward activations"), activations, ("score",), detail, role)]
@@ -480,7 +485,7 @@ def _frozen(
         turn = role
     detail = f"{memory.weights / layers.dtype_bytes / 1e6:,.1f}M parameters x {layers.dtype_bytes} B"
     weights = MemoryItem(f"{role} weights", int(memory.weights), phases, detail, turn)
-    # No bytes of its own, but a line of the table: the user sees why.
+    # An item of 0 bytes, so that the table shows why the role needs no memory.
     if is_initial_actor(config, path):
         weights = MemoryItem(f"{role} weights", 0, PHASES, "the actor's own, its adapters off")
 
@@ -493,10 +498,10 @@ def _frozen(
 
 
 def episodes_in_flight(config: RunConfig, batch: BatchPlan) -> int:
-    """Return the most episodes that a replica samples at once, as far as settings bound them."""
+    """Return an upper bound on the episodes that a replica samples at once, from the settings."""
     rows = batch.rows_per_replica[1]
     limit = config.rollout.most_in_flight
-    # The samples of a prompt are begun together.
+    # All samples of a prompt start together.
     if limit is None:
         return rows
     return min(rows, max(limit, batch.samples))
@@ -509,7 +514,7 @@ def _rollout(
     size = DTYPE_BYTES[config.model.dtype]
     parameters = rollout_parameters(shape, layout.tensor)
     weights = size * parameters
-    # No more than the weights themselves, as sent and as received.
+    # Staging never needs more than one copy of the weights to send and one to receive.
     staging = min(config.hybrid_engine.staging_bytes, 2 * weights)
 
     bytes_per_token = int(shape.kv_bytes_per_gpu(layout.tensor, size))
@@ -517,7 +522,7 @@ def _rollout(
     cache = bytes_per_token * rows * batch.longest_row
     detail = f"{rows} rows x {batch.longest_row} tokens x {bytes_per_token} B: all at full length"
     if config.gpu_memory_gib is not None:
-        # vLLM gives its cache all the memory of its fraction; less is enough where the rows need less.
+        # vLLM's cache fills its fraction of the memory, of which the rows may need only a part.
         room = max(0, int(config.rollout.memory_fraction * config.gpu_memory_gib * 2**30) - weights)
         if room < cache:
             cache = room

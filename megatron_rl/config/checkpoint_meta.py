@@ -1,8 +1,8 @@
-"""Checkpoints in a folder, their meta.json, and the rules for resuming from one; importable without torch.
+"""Checkpoint directories, their meta.json, and the rules for resuming from one; importable without torch.
 
-The one idea: a checkpoint is a directory ``step_N`` in a folder of a run or of one of its stages. It is
-written under another name and renamed when it is complete, so a directory of that name with a meta.json is
-complete.
+The one idea: a checkpoint is a directory ``step_N`` in the folder of a run or of one of its stages. It is
+written under a temporary name and renamed when it is complete, so every ``step_N`` with a meta.json is a
+complete checkpoint.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SAME = "same"
 # Parallel sizes that the shards of an optimizer depend on.
 _SHARD_SIZES = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
 
-# Property of a role that its state depends on beside its model -> how to restore it.
+# Property of a role, other than its model, that its saved state depends on -> fix for a different value.
 _BUILD_FIXES = {
     "layers": "set model.attention to the value it was trained with",
     "adapters": "set rank, alpha and targets in the lora of this role as they were",
@@ -40,11 +40,11 @@ _BUILD_FIXES = {
     "dtype": "set model.dtype as it was",
 }
 
-# Format of the state that a run resumes from, raised when an older state would be misread. Models are read
-# from checkpoints of every number; a checkpoint without one has 0.
+# Version of the state that a run resumes from, raised when an older state would be misread. Models can be
+# read from every version; a checkpoint without the number has version 0.
 STATE_FORMAT = 2
 
-# Format of the folder, its meta.json and the weights in it.
+# Version of the folder's layout, its meta.json and its weights.
 _FORMAT = 3
 
 _STEP = re.compile(r"step_(\d+)")
@@ -59,14 +59,14 @@ def is_checkpoint(path: Path) -> bool:
     """Return whether a directory is a complete training checkpoint."""
     try:
         return (path / META).is_file()
-    except OSError:  # a directory without permission to look into it
+    except OSError:  # a directory without read permission
         return False
 
 
 def named_checkpoints(folder: Path) -> list[Path]:
     """Return the paths with a checkpoint's name in a folder, complete or damaged, oldest first.
 
-    A checkpoint counts, too, whose replacement was killed between its two renames: it is ``step_N.old``.
+    They include ``step_N.old``, a checkpoint whose replacement was killed between its two renames.
     """
     if not folder.is_dir():
         return []
@@ -76,7 +76,7 @@ def named_checkpoints(folder: Path) -> list[Path]:
         if match:
             steps.append((int(match.group(1)), path))
 
-    # Also before `recover_replaced`: `check` reads what a restart will find, and renames nothing.
+    # `check` must see the checkpoints that a restart will recover, without renaming them itself.
     for path in unreplaced_folders(folder):
         match = _STEP.fullmatch(path.stem)
         if match:
@@ -111,9 +111,9 @@ def remove_interrupted_saves(folder: Path) -> list[Path]:
 def prune(saved: Path, keep: int, best: Collection[int] = ()) -> list[Path]:
     """Delete the remains of interrupted saves, and all but the newest ``keep`` checkpoints up to ``saved``.
 
-    Checkpoints of the steps ``best`` stay. Checkpoints newer than ``saved`` stay and do not count: they are
-    damaged, and the run has resumed from before them. Return the deleted paths. Call on one rank, while no
-    save is in progress.
+    Checkpoints of the steps ``best`` are retained. Checkpoints newer than ``saved`` are retained and do not
+    count: they are damaged, and the run has resumed from an older one. Returns the deleted paths. Call this
+    on one rank, while no save is in progress.
     """
     folder = saved.parent
     doomed = remove_interrupted_saves(folder)
@@ -125,7 +125,7 @@ def prune(saved: Path, keep: int, best: Collection[int] = ()) -> list[Path]:
         if path in best_paths:
             continue
         doomed.append(path)
-        # Renamed first: an interrupted deletion must not leave half a checkpoint under its name.
+        # Rename first: an interrupted deletion must not leave an incomplete checkpoint under a valid name.
         remove(path.rename(path.with_name(path.name + DOOMED)))
     return doomed
 
@@ -133,9 +133,9 @@ def prune(saved: Path, keep: int, best: Collection[int] = ()) -> list[Path]:
 def model_identity(model: PretrainedModel) -> dict[str, Any]:
     """Return the properties that identify a model, as JSON has them: its family and every size.
 
-    The longest row is not one of them, since the same weights can be run with another.
+    The maximum number of positions is not one of them, since the same weights work with another value.
     """
-    # Through JSON, since the saved one has lists where the shape has tuples.
+    # Convert through JSON, since the saved identity has lists where the shape has tuples.
     sizes = asdict(model.shape)
     del sizes["name"]
     del sizes["max_positions"]
@@ -203,7 +203,7 @@ def reads_anywhere(meta: Mapping[str, Any]) -> bool:
 def require_layout(
     directory: str | Path, name: str, meta: Mapping[str, Any], layout: Mapping[str, Any]
 ) -> None:
-    """Raise UserError unless the optimizer of the role ``name`` can be read on a layout with these sizes."""
+    """Raise UserError unless the optimizer of the role ``name`` can be loaded on a layout of these sizes."""
     role = meta["roles"][name]
     saved = role["layout"]
     if optimizer_layout(role) == ANY or all(saved[size] == layout[size] for size in _SHARD_SIZES):
@@ -211,7 +211,7 @@ def require_layout(
 
     fix = f"convert it first: resume on {saved['world_size']} ranks of its own layout with "
     fix += "checkpoint.optimizer_layout=any"
-    # A run that has all its steps only writes its last checkpoint again; a stage writes at its next save.
+    # With all its steps done, a run only writes its last checkpoint again; a stage writes at its next save.
     if Path(directory).parent.parent.parent.name == STAGES:
         fix += " until its next save"
     else:
@@ -259,7 +259,7 @@ def optimizer_kind(name: str, distributed: bool) -> str:
 def require_same_build(
     directory: str | Path, role: str, saved: Mapping[str, Any], build: Mapping[str, str | None]
 ) -> None:
-    """Raise UserError unless a role was saved as it is built now.
+    """Raise UserError unless a role was saved with the same properties as it is built with now.
 
     ``saved`` is the role's entry of meta.json, ``build`` the available properties of `_BUILD_FIXES`.
     """
@@ -278,7 +278,7 @@ def require_same_build(
 
 
 def write_meta(directory: Path, meta: Mapping[str, Any]) -> None:
-    """Write meta.json, the last file of a checkpoint: it makes the checkpoint a complete one."""
+    """Write meta.json, the last file of a checkpoint, which marks it as complete."""
     text = json.dumps({"format": _FORMAT, "state_format": STATE_FORMAT, **meta}, indent=2, sort_keys=True)
     (directory / META).write_text(text + "\n", encoding="utf-8")
 
@@ -289,7 +289,7 @@ def check_same_model(
     model: PretrainedModel,
     fix: str = "set model.path to the model that the run started from, or use another run_dir",
 ) -> None:
-    """Raise UserError if a folder is of another model than ``model``; ``saved`` is its `model_identity`."""
+    """Raise UserError if a folder belongs to another model; ``saved`` is the folder's `model_identity`."""
     identity = model_identity(model)
     differing = [name for name in identity if name in saved and saved[name] != identity[name]]
     if not differing:

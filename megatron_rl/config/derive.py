@@ -1,6 +1,6 @@
 """Derived values of a configuration for a number of processes, and the arithmetic of its batches.
 
-The one idea: a key left at None is filled in here, once, with a reason that ``check`` prints beside the
+The one idea: every key that is None is filled in here, once, with a reason that ``check`` prints beside the
 value. Later code reads a resolved configuration and never derives a value again.
 """
 
@@ -36,13 +36,13 @@ from megatron_rl.shapes.model import ModelShape
 # (stages - 1) / (micro-batches + stages - 1) of the time, which is below 20 % at this number.
 MICROBATCHES_PER_STAGE = 4
 
-# Rounds that a derived `rollout.round_tokens` divides the longest response into.
+# Number of rounds into which a derived `rollout.round_tokens` divides the longest response.
 ROUNDS_PER_RESPONSE = 8
 
-# Steps for which a response can be carried over by default.
+# Default for the number of steps over which a response can be carried.
 CARRIED_STEPS = 2
 
-# Upper end of a derived token budget, unless one row is longer.
+# Largest derived token budget of a micro-batch, unless one row is longer.
 MICROBATCH_TOKENS = 16384
 
 MISMATCH: Mapping[str, tuple[float, float, str]] = {
@@ -61,8 +61,8 @@ token in nats, and the reason."""
 class BatchPlan:
     """Arithmetic of one step, from prompts to micro-batches.
 
-    A pair is (smallest, largest) where a number does not divide evenly. ``longest_row`` and the token counts
-    are upper bounds: all prompts and responses at their limits.
+    A pair is (smallest, largest), for numbers that may not divide evenly. ``longest_row`` and the token
+    counts are upper bounds: all prompts and responses at their limits.
 
     Example: 64 prompts with 8 samples in 2 optimizer steps on 4 data-parallel ranks have ``rows=512``,
     ``rows_per_minibatch=(256, 256)``, ``rows_per_actor_rank=(64, 64)``.
@@ -75,7 +75,7 @@ class BatchPlan:
     rows: int
     """Rows that the step trains on: prompts x samples."""
     prompts_in_flight: int
-    """Prompts that the replicas sample together, with the over-sampled ones."""
+    """Prompts in flight on all replicas, over-sampled ones included."""
     optimizer_steps: int
     """Mini-batches of the step."""
     epochs: int
@@ -95,7 +95,7 @@ class BatchPlan:
     longest_row: int
     """Tokens of the longest row."""
     tokens_per_step: int
-    """Tokens of all rows at the longest."""
+    """Tokens of all rows, each with the length of the longest row."""
     tokens_per_microbatch: int
     """Token budget of a micro-batch."""
     rows_per_microbatch: int
@@ -117,7 +117,7 @@ class Resolved:
     """
 
     config: RunConfig
-    """Configuration without a None that stands for a derived value."""
+    """Configuration in which every derived value is filled in."""
     reasons: Mapping[str, str]
     """Path of each derived value -> the reason."""
 
@@ -126,7 +126,7 @@ def even_shares(total: int, count: int) -> tuple[int, int]:
     """Return the smallest and the largest of ``count`` shares of ``total`` that are as equal as possible.
 
     Example:
-        >>> spread(10, 4)
+        >>> even_shares(10, 4)
         (2, 3)
     """
     return total // count, -(-total // count)
@@ -136,7 +136,7 @@ def smallest_world(config: RunConfig) -> int:
     """Return the smallest number of processes that the parallel sizes of every role divide."""
     sizes = []
 
-    # Ranks 0 to n - 1 make a world of n, so that an explicit rank needs one more than its number.
+    # Ranks count from 0, so an explicit rank r needs a world of r + 1.
     explicit_worlds = [0]
     for layout in layout_sections(config).values():
         if layout is None:
@@ -144,7 +144,7 @@ def smallest_world(config: RunConfig) -> int:
         if layout.ranks is not None:
             explicit_worlds.extend(rank + 1 for rank in layout.ranks)
             continue
-        # Dense layers and experts divide the same ranks, each by sizes of their own.
+        # Dense layers and experts divide the same ranks by different sizes.
         sizes.append(layout.tensor * layout.pipeline * layout.context)
         sizes.append(layout.expert * (layout.expert_tensor or 1) * layout.pipeline)
 
@@ -157,7 +157,7 @@ def smallest_world(config: RunConfig) -> int:
     if not sizes:
         return max(1, world)
 
-    # Sizes of 0 are errors of their own. Placements with separate halves need the sizes in each half.
+    # Sizes of 0 are reported elsewhere. Placements with separate halves need the sizes in each half.
     unit = math.lcm(*(max(1, size) for size in sizes))
     if config.placement in HALF_PRESETS:
         unit *= 2
@@ -169,7 +169,7 @@ def longest_row(config: RunConfig) -> int:
     responses = [config.rollout.max_response_tokens]
     for profile in config.rollout.sampling_profiles.values():
         value = profile.get("max_response_tokens")
-        # Values of profiles are checked after this function is needed.
+        # The values of sampling profiles may not have been validated yet.
         if isinstance(value, int) and not isinstance(value, bool):
             responses.append(value)
     return config.data.max_prompt_tokens + max(responses)
@@ -192,10 +192,10 @@ def token_budget(config: RunConfig, layout: ParallelLayout) -> tuple[int, str]:
         sizes = [plan.settings.per_step * len(plan.settings.RESPONSES) for plan in stage_plans(config)]
         rows = max(sizes, default=rows)
 
-    # Without a pipeline, fewer and larger micro-batches are faster.
+    # Only a pipeline needs several micro-batches; without one, fewer and larger ones are faster.
     stages = layout.pipeline
     microbatches = MICROBATCHES_PER_STAGE * stages if stages > 1 else 1
-    # From the rows at their limits: the budget must hold for every step.
+    # Assume all rows at their limits, since the budget must hold for every step.
     share = -(-even_shares(rows, layout.data)[1] * row_tokens // microbatches)
     budget = max(row_tokens, min(share, MICROBATCH_TOKENS))
 
@@ -216,7 +216,7 @@ def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Batc
     samples = batch.samples_per_prompt
     in_flight = config.rollout.prompts_in_flight(batch.prompts_per_step)
 
-    # Mini-batches are cut between prompts, so that the samples of a prompt stay together.
+    # Mini-batches are divided by prompts, so that the samples of a prompt stay together.
     prompts = even_shares(batch.prompts_per_step, batch.optimizer_steps)
     per_minibatch = (prompts[0] * samples, prompts[1] * samples)
     per_rank = (per_minibatch[0] // actor.data, -(-per_minibatch[1] // actor.data))
@@ -259,7 +259,7 @@ def with_needed_roles(config: RunConfig, algorithm: Any, reasons: dict[str, str]
 def resolve(
     config: RunConfig, world_size: int, algorithm: Any = None, shape: ModelShape | None = None
 ) -> Resolved:
-    """Fill in every value that the configuration leaves open.
+    """Fill in every unset value of a configuration that is derived.
 
     ``algorithm`` is the run's algorithm, which may need a reference or a critic; None if it is not available.
     ``shape`` is the shape of the actor's model, which decides the best order of the rollout's ranks.
@@ -268,15 +268,15 @@ def resolve(
     if config.world_size is None:
         reasons["world_size"] = "number of processes of this job"
 
-    # In this order: roles first, since all of the following fills in every role; their ranks and models
-    # before adapters, since those depend on which roles share the actor's model and ranks.
+    # The order matters: roles first, since every later step loops over them; ranks and models before
+    # adapters, which depend on the roles that share the actor's model and ranks.
     config = with_needed_roles(config, algorithm, reasons)
     config = _with_placement(config, world_size, shape, reasons)
     config = _with_starting_models(config, reasons)
     config = _with_training_settings(config, reasons)
     config = with_adapters(config, shape, reasons)
 
-    # By this machine: a plan for another one has to set it.
+    # This default depends on this machine: a plan for another machine has to set it.
     model = config.model
     if model.attention is None:
         attention, reasons["model.attention"] = default_attention()
@@ -303,9 +303,9 @@ def resolve(
 
 
 def _with_starting_models(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
-    """Set the path of roles without a model of their own to the one that reinforcement learning starts from.
+    """Set the path of roles without an explicit model to the model that reinforcement learning starts from.
 
-    That is the one after the stages of the actor, so that the reference is the policy at the first step.
+    It is the model after the stages of the actor, so that the reference is the policy at the first step.
     """
     model = starting_model(config)
     source = "model.path"
@@ -321,7 +321,7 @@ def _with_starting_models(config: RunConfig, reasons: dict[str, str]) -> RunConf
         reason = f"the starting model: {source}"
         if spec_at(path).head == NUMBER:
             reason += ", with a new head"
-        # A role that the algorithm needs has the reason of the role itself already.
+        # A role that was added because the algorithm needs it has a reason already.
         key = f"{path}.path"
         if key in reasons:
             reason = f"{reasons[key]}; {reason}"
@@ -369,9 +369,9 @@ def _with_placement(
 
 
 def _layout(explicit: LayoutConfig, layout: LayoutConfig, path: str, reasons: dict[str, str]) -> LayoutConfig:
-    """Fill in the open sizes of a placed ``layout``; ``explicit`` is the layout in the configuration."""
+    """Fill in the unset sizes of a placed ``layout``; ``explicit`` is the layout in the configuration."""
     derived = role_layout(layout, path)
-    # The reason of a layout that is derived as one covers its parts.
+    # The reason of a layout that is derived as a whole also applies to its sizes.
     if path not in reasons and explicit.expert_tensor is None:
         reasons[f"{path}.expert_tensor"] = "experts are whole unless asked otherwise"
     if path not in reasons and explicit.sequence_parallel is None:
@@ -445,7 +445,7 @@ def default_attention() -> tuple[str, str]:
 
 
 def _preference(preference: PreferenceConfig | None, reasons: dict[str, str]) -> PreferenceConfig | None:
-    """Fill in the beta of the paper of the loss."""
+    """Fill in the default beta of the preference loss, which is that of its paper."""
     if preference is None or preference.beta is not None:
         return preference
     if preference.loss == "simpo":
@@ -456,10 +456,10 @@ def _preference(preference: PreferenceConfig | None, reasons: dict[str, str]) ->
 
 
 def _mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]) -> MismatchConfig:
-    """Fill in the thresholds of a dtype so that ``warn`` is never above ``stop``."""
+    """Fill in the default thresholds of a dtype, with ``warn`` at most ``stop``."""
     warn, stop, reason = MISMATCH.get(dtype, MISMATCH["bfloat16"])
     if mismatch.warn is None:
-        # An explicit stop below the usual warning must not make the two contradict each other.
+        # An explicit `stop` may be below the default of `warn`, which must not exceed it.
         if mismatch.stop is not None:
             warn = min(warn, mismatch.stop)
         reasons["mismatch.warn"] = reason
@@ -472,7 +472,7 @@ def _mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]) -> 
 
 
 def _rollout(rollout: RolloutConfig, reasons: dict[str, str]) -> RolloutConfig:
-    """Fill in the length of a round of over-sampling."""
+    """Fill in the length of a generation round with over-sampling, in tokens."""
     if rollout.round_tokens is not None:
         return rollout
     reasons["rollout.round_tokens"] = f"1/{ROUNDS_PER_RESPONSE} of rollout.max_response_tokens"
@@ -480,7 +480,7 @@ def _rollout(rollout: RolloutConfig, reasons: dict[str, str]) -> RolloutConfig:
 
 
 def _asynchrony(config: RunConfig, reasons: dict[str, str]) -> AsynchronyConfig:
-    """Fill in the largest age of a trained token, in updates."""
+    """Fill in ``max_staleness``, the largest age of a trained token in updates of the policy."""
     asynchrony = config.asynchrony
     if asynchrony.max_staleness is not None:
         return asynchrony

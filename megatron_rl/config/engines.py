@@ -30,7 +30,7 @@ class EngineCapabilities:
     """`Generator.interrupt` returns the tokens sampled so far, as the open order needs."""
 
     sampling_masks: bool = False
-    """`Completion.support` lists the tokens that top-p, top-k and min-p left to each draw."""
+    """`Completion.support` lists the tokens that passed top-p, top-k and min-p for each sampled token."""
 
     routing_replay: bool = False
     """`Completion.experts` lists the experts that each token was routed to."""
@@ -42,10 +42,10 @@ class EngineCapabilities:
     """Interrupted requests can keep their key-value cache while weights are updated."""
 
     host_head_sizes: tuple[int, ...] = ()
-    """Sizes of an attention head that the engine computes on a host without accelerator, empty for any."""
+    """Supported sizes of an attention head on a host without accelerator, empty for any."""
 
     host_latent_size: int = 0
-    """Size of the latent cache of a token that it computes there (DeepSeek's 512 and 64), 0 for any."""
+    """Supported size of a token's latent cache on such a host (DeepSeek: 512 + 64), 0 for any."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ ENGINES: dict[str, EngineSpec] = {
     ),
     "torch": EngineSpec(
         "megatron_rl.rollout.engines.torch",
-        # Its step completes whole requests, so that an interruption finds none with tokens and loses none.
+        # A step of this engine completes all requests, so an interruption never finds partial responses.
         EngineCapabilities(in_process=True, partial=True, sampling_masks=True),
     ),
     "server": EngineSpec(
@@ -103,8 +103,8 @@ ENGINES: dict[str, EngineSpec] = {
     ),
 }
 
-# Capabilities of an engine that a user names by path: its class is not imported before a run starts, so that
-# every capability with an interface of its own is taken to be there.
+# Capabilities of an engine that a user names by path. Its class is not imported before a run starts, so every
+# capability that is part of the engine interface is assumed.
 USER_ENGINE = EngineCapabilities(in_process=True, tensor_parallel=True, partial=True, sampling_masks=True)
 
 

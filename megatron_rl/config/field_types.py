@@ -1,6 +1,6 @@
 """Types of configuration fields: conversion of plain values, and the type as text.
 
-The one idea: a field's annotation is the only statement of its type. Parsing, error texts and the generated
+The one idea: a field's annotation is the only definition of its type. Parsing, error texts and the generated
 reference all read the annotation through the functions of this module.
 """
 
@@ -21,7 +21,7 @@ from megatron_rl.config.sections.bounds import MAX_WORLD
 @functools.cache
 def field_hints(cls: type) -> dict[str, Any]:
     """Return the evaluated type of each field of a dataclass."""
-    # Annotations are texts under `from __future__ import annotations`.
+    # Annotations are strings under `from __future__ import annotations`.
     evaluated = typing.get_type_hints(cls)
     return {item.name: evaluated[item.name] for item in dataclasses.fields(cls)}
 
@@ -30,7 +30,7 @@ def union_members(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union, or the type alone.
 
     Example:
-        >>> options(int | None), options(str)
+        >>> union_members(int | None), union_members(str)
         ((<class 'int'>, <class 'NoneType'>), (<class 'str'>,))
     """
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
@@ -79,10 +79,10 @@ def convert_value(hint: Any, raw: Any) -> tuple[bool, Any]:
     """Convert a plain value to a type; return whether the type accepts it, and the typed value.
 
     Example:
-        >>> convert(int | None, 1e3), convert(int, "64")
+        >>> convert_value(int | None, 1e3), convert_value(int, "64")
         ((True, 1000), (False, '64'))
     """
-    # In the order of the union: `str | tuple[str, ...]` reads a text as one path, never as its letters.
+    # Try the members in the order of the union: `str | tuple[str, ...]` takes a string as one path.
     for option in union_members(hint):
         accepted, value = _convert(option, raw)
         if accepted:
@@ -94,7 +94,7 @@ def _convert(option: Any, raw: Any) -> tuple[bool, Any]:
     """Convert a plain value to one member of a union."""
     origin = typing.get_origin(option)
     arguments = typing.get_args(option)
-    # Python counts a bool as an int, so that `steps: true` would be one step.
+    # bool is a subclass of int, so `steps: true` would otherwise be 1 step.
     is_number = isinstance(raw, int | float) and not isinstance(raw, bool)
 
     if option is Any:
@@ -104,7 +104,7 @@ def _convert(option: Any, raw: Any) -> tuple[bool, Any]:
     if option is bool:
         return isinstance(raw, bool), raw
     if option is int:
-        # `1e6` is an integer, too, as long as a float holds every integer of its size.
+        # Accept `1e6` as an integer, below the size up to which floats represent every integer.
         if isinstance(raw, float) and raw.is_integer() and abs(raw) < 2**53:
             return True, int(raw)
         return is_number and isinstance(raw, int), raw
@@ -117,7 +117,7 @@ def _convert(option: Any, raw: Any) -> tuple[bool, Any]:
     if origin is tuple:
         return _convert_tuple(arguments[0], raw)
     if origin is dict and section_class(arguments[1]) is not None:
-        # `parse` makes the sections of a mapping that has any.
+        # Mappings with sections are converted by `parse`.
         return raw == {}, {}
     if origin is dict:
         return _convert_mapping(arguments[1], raw)
@@ -125,7 +125,7 @@ def _convert(option: Any, raw: Any) -> tuple[bool, Any]:
 
 
 def _is_plain(raw: Any) -> bool:
-    """Return whether JSON can write a value of any type, as the configuration in the run folder needs."""
+    """Return whether a value can be written as JSON, as the saved configuration requires."""
     if isinstance(raw, dict):
         return all(isinstance(key, str) and _is_plain(value) for key, value in raw.items())
     if isinstance(raw, list):
@@ -136,7 +136,7 @@ def _is_plain(raw: Any) -> bool:
 
 
 def _is_utf8(text: str) -> bool:
-    r"""Return whether UTF-8 can encode a text; YAML escapes such as \ud800 write half of a character."""
+    r"""Return whether UTF-8 can encode a text; YAML escapes such as \ud800 produce lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -174,7 +174,7 @@ def type_text(hint: Any) -> str:
     """Return a type as text for the ``expected`` line of an error.
 
     Example:
-        >>> type_words(int | None)
+        >>> type_text(int | None)
         'an integer or null'
     """
     return " or ".join(_option_text(option) for option in union_members(hint))
@@ -201,12 +201,12 @@ def _option_text(option: Any) -> str:
 
 
 def type_fix(hint: Any, raw: Any, path: str) -> str:
-    """Return the fix for a value of the wrong type: the nearest text that the key at ``path`` accepts."""
+    """Return the fix for a value of the wrong type: a similar value that the key at ``path`` accepts."""
     name = path.rpartition(".")[2]
     accepted = union_members(hint)
     takes_number = int in accepted or float in accepted
 
-    # From the likeliest mistake to the least likely one.
+    # Ordered from the most to the least likely mistake.
     if str in accepted and is_mapping(hint) and not isinstance(raw, str):
         return f"write a name, or names and values below `{name}:`"
     if str in accepted and isinstance(raw, bool | int | float):
@@ -244,7 +244,7 @@ def parse_ranges(text: str) -> tuple[int, ...] | None:
         if match is None:
             return None
 
-        # Before the range is written out: no job has more ranks, and 0-999999999 would fill the memory.
+        # Check the bounds before the range is expanded: 0-999999999 would fill the memory.
         first = int(match[1])
         last = int(match[2] or match[1])
         if last < first or last >= MAX_WORLD:

@@ -1,7 +1,7 @@
-"""Loading of a configuration from YAML and overrides, and its text as YAML.
+"""Loading of a configuration from YAML and overrides, and writing it as YAML.
 
 The one idea: `load` never raises. It returns the configuration with every mistake and the origin of every
-value, so that ``check`` can report them beside mistakes of its own; `load_config` raises them instead.
+value, so that ``check`` can report them together with its own findings; `load_config` raises them instead.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LoadedConfig:
     config: RunConfig | None
     """Typed configuration; None where a file could not be read."""
     path: Path | None
-    """File that was named; None for a text."""
+    """File that was loaded; None for text."""
     origins: Mapping[str, Origin]
     """Dotted path of each value -> its origin."""
     errors: tuple[UserError, ...] = ()
@@ -49,9 +49,9 @@ class LoadedConfig:
     broken: frozenset[str] = frozenset()
     """Paths whose value is a placeholder or a default because of a mistake."""
     files: tuple[Path, ...] = ()
-    """Files that were read: the named one, its base, the base of that one, and so on."""
+    """Files that were read: the loaded file, its base, the base of its base, and so on."""
     tree: Section = field(default_factory=Section)
-    """Values as they were written, overrides included."""
+    """Explicit values as written, overrides included."""
 
     def valid(self) -> RunConfig:
         """Return the configuration, or raise UserErrors with every mistake."""
@@ -92,7 +92,7 @@ def _finish(
     """Apply the overrides to a tree and parse it."""
     apply_overrides(tree, overrides, errors)
 
-    # After the overrides, since `base=other.yaml` on the command line would be ignored.
+    # Refuse `base` after the overrides: `base=other.yaml` on the command line would have no effect.
     refuse_base(tree, errors)
     _name_megatron_model(tree)
     config, parse = parse_tree(tree, errors)
@@ -102,7 +102,7 @@ def _finish(
 def parse_tree(tree: Section, errors: list[UserError]) -> tuple[RunConfig, Parse]:
     """Return the configuration of a complete tree and the state of parsing, which appends to ``errors``."""
     parse = Parse(errors=errors)
-    # Before everything else, since the job decides the keys that are required.
+    # Read the job first, since it decides which keys are required.
     job = tree.children.get("job")
     if isinstance(job, Leaf) and job.value in JOBS:
         parse.job = job.value
@@ -112,7 +112,7 @@ def parse_tree(tree: Section, errors: list[UserError]) -> tuple[RunConfig, Parse
 def _name_megatron_model(tree: Section) -> None:
     """Set ``model.path`` to the folder in run_dir for the config.json and tokenizer of ``model.megatron``.
 
-    Nothing is set where ``model.path`` is written, or ``model.megatron`` is not.
+    Do nothing if ``model.path`` is set or ``model.megatron`` is not.
     """
     model = tree.children.get("model")
     run_dir = tree.children.get("run_dir")
@@ -126,14 +126,14 @@ def _name_megatron_model(tree: Section) -> None:
 
 
 def to_plain(value: Any, name: str = "") -> Any:
-    """Return a configuration, or a value of the key ``name``, as the values that YAML or JSON write."""
+    """Convert a configuration, or the value of the key ``name``, to plain values for YAML and JSON."""
     if dataclasses.is_dataclass(value):
         items = dataclasses.fields(value)
         return {item.name: to_plain(getattr(value, item.name), item.name) for item in items}
     if isinstance(value, dict):
         return {key: to_plain(inner, key) for key, inner in value.items()}
     if isinstance(value, tuple):
-        # Ranks of a large job in one line; an empty list has no ranges.
+        # Write the ranks of a large job as ranges; an empty list has none.
         return format_ranges(value) if name == "ranks" and value else list(value)
     return value
 
@@ -143,10 +143,10 @@ def flatten(config: RunConfig) -> dict[str, Any]:
     return {path: value for path, _, value in iter_settings(config)}
 
 
-# Keys that do not change the numbers of a run: where it writes, what it retains, and how long it waits.
+# Keys that do not affect the numerical results of a run: output paths, retention and timeouts.
 _WITHOUT_NUMBERS = ("run_dir", "checkpoint.", "rank_timeout")
 
-# Beginnings of the keys that decide which prompts make a step.
+# Prefixes of the keys that decide which prompts are in a step.
 _PROMPT_ORDER = (
     "seed", "data.", "batch.prompts_per_step", "rollout.order", "rollout.oversample", "rollout.partial",
     "rollout.round_tokens", "asynchrony.",
@@ -156,16 +156,15 @@ _PROMPT_ORDER = (
 def changes(saved: str, config: RunConfig) -> list[str]:
     """Return a line for each setting that differs from the run being resumed.
 
-    ``saved`` is the text of its `dump`. Settings that do not change the numbers of a run are left out.
+    ``saved`` is the text of its `dump`. Settings that do not affect numerical results are left out.
     """
-    # Read as a configuration, and not compared as text: a newer version may have more keys, at their
-    # defaults.
+    # Parse the saved text instead of comparing texts: a newer version may have further keys, at defaults.
     loaded = load_text(saved, name="config.yaml")
     if loaded.errors or loaded.config is None:
         return [f"the settings that the run began with cannot be read: {loaded.errors[0].message}"]
 
     before = flatten(loaded.config)
-    # A dump hides secrets: compare hidden values with hidden values.
+    # A dump hides secrets, so hide them here too before the comparison.
     now = flatten(without_secrets(config))
     lines = []
     for name in sorted({*before, *now}):
@@ -185,7 +184,7 @@ def _entries(section: Any) -> list[tuple[str, Any]]:
 
 
 def without_secrets(config: RunConfig) -> RunConfig:
-    """Return the configuration as it may be written to disk: values under names of secrets are hidden.
+    """Return the configuration in the form that is written to disk: values under names of secrets are hidden.
 
     Only free mappings can have such names: the arguments of the user's own code and of vLLM.
     """
@@ -194,7 +193,7 @@ def without_secrets(config: RunConfig) -> RunConfig:
     if environment is not None:
         environment = replace(environment, settings=redacted(environment.settings))
 
-    # Texts alone: a field such as `hf_token: true` tells vLLM where to look, and a saved run keeps it.
+    # Hide only strings: `hf_token: true` contains no secret, but makes vLLM use the stored token.
     texts = {name: value for name, value in rollout.vllm.items() if isinstance(value, str)}
     rollout = replace(rollout, environment=environment, vllm=rollout.vllm | redacted(texts))
     reward = replace(config.reward, arguments=redacted(config.reward.arguments))

@@ -1,8 +1,8 @@
 """Names that are not keys: names in other projects, former names of ours, and errors for unknown names.
 
-The one idea: other projects' names of a key are written on its field (see `setting`), so that this module
-only turns the fields around. A name may be written with as many of its sections as tell it from another, as
-in ``checkpointing.metric_name``; the longest match wins.
+The one idea: other projects' names of a key are listed on its field (see `setting`), so that this module only
+inverts that mapping. A name includes as many of its sections as make it unique, as in
+``checkpointing.metric_name``; the longest match wins.
 
 `note_unknown` records the facts: the name, its value, and the names that its section has. The meaning of
 the name is decided by `check.unknown_names`, which can test whether a run would accept the guess.
@@ -24,8 +24,8 @@ from megatron_rl.config.setting import ForeignName, key_path, setting_of
 from megatron_rl.config.source import Leaf, Section
 from megatron_rl.errors import UserError, nearest
 
-# Former key of this project -> its key now. Configurations in the folders of older runs have the former ones,
-# and `resume` reads them; keys below a former key are below its new one.
+# Former key of this project -> current key. Configurations of older runs contain former keys, and `resume`
+# reads them; keys below a former key are now below its current one.
 RENAMED: Mapping[str, str] = {
     **FORMER_SETTINGS,
     "data.eval": "evaluation.sets.NAME.data",
@@ -34,7 +34,7 @@ RENAMED: Mapping[str, str] = {
     "evaluation.max_prompts": "evaluation.sets.NAME.max_prompts",
 }
 
-# Names of other projects by the reason why there is no counterpart, which is the answer to all of them.
+# Reason why there is no counterpart, as an error prints it -> names of other projects.
 _NO_COUNTERPART: Mapping[str, str] = {
     # Sampling.
     (
@@ -57,12 +57,12 @@ _NO_COUNTERPART: Mapping[str, str] = {
         chat_template_kwargs apply_chat_template_kwargs enable_thinking""",
     "the tokenizer's own chat template is used": """
         custom_chat_template chat_template_path system_prompt""",
-    # Features that are not there, or are elsewhere.
+    # Features that this project does not have, or has under another subject.
     "no model teaches another": """
         teacher teacher_model teacher_path distillation""",
     "metrics.jsonl and `report` have the time of each phase of a step": """
         profile profiler enable_profiling nsys_profile use_nsys global_profiler torch_profiler""",
-    # Choices that are always made one way.
+    # Behaviour that cannot be configured.
     "rows are always packed into micro-batches by their tokens, see batch.tokens_per_microbatch": """
         use_dynamic_batching dynamic_batching use_dynamic_bsz log_prob_use_dynamic_bsz
         use_dynamic_batch_size use_remove_padding remove_padding sequence_packing packing_samples packing
@@ -152,7 +152,7 @@ NO_COUNTERPART: Mapping[str, str] = {
 }
 """Name in other projects without a counterpart -> why there is none, or what replaces it."""
 
-# Sections of other projects whose keys are in several of our sections, so that no key of ours is the answer.
+# Sections of other projects whose keys are spread over several of our sections.
 FOREIGN_SECTIONS: Mapping[str, ForeignName] = {
     "actor_rollout_ref": ForeignName("verl", "actor, rollout, reference"),
     "trainer": ForeignName("verl", "the top level (steps, run_dir, world_size), evaluation, checkpoint"),
@@ -182,7 +182,7 @@ class OtherName:
     ours: str | None
     """Our key; None for a name without a counterpart."""
     conversion: str = ""
-    """How the value differs, see `ForeignName`."""
+    """Difference between the values, see `ForeignName`."""
     values: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
     """Their value -> ours, see `ForeignName`."""
     piece: str = ""
@@ -212,7 +212,7 @@ def foreign_names() -> Mapping[str, OtherName]:
     for path, name in foreign_keys():
         counterpart = OtherName(name.project, path, name.conversion, name.values, name.piece)
         names.setdefault(name.name, counterpart)
-    # Last: a name with a reason has none of the keys that happen to have it.
+    # Names without a counterpart override keys that happen to have the same name.
     for name, reason in NO_COUNTERPART.items():
         names[name] = OtherName("common", None, reason=reason)
     return names
@@ -226,7 +226,7 @@ def find_counterpart(path: str) -> OtherName | None:
         if path == former or path.startswith(f"{former}."):
             return OtherName("", key + path.removeprefix(former))
 
-    # From the longest end to the shortest, since a name with its section is more specific.
+    # Try the longest suffix first, since a name with its section is more specific.
     names = path.split(".")
     for start in range(len(names)):
         end = ".".join(names[start:])
@@ -254,7 +254,7 @@ def name_in_section(path: str, section: str, below: Iterable[str]) -> OtherName 
 
 
 def foreign_keys() -> Iterator[tuple[str, ForeignName]]:
-    """Yield our key and another project's name of it, for each name that is written on a field."""
+    """Yield our key and another project's name of it, for each name that a field lists."""
     yield from _names_below(RunConfig, "")
 
 
@@ -288,7 +288,7 @@ class UnknownName(UserError):
     value: Any = None
     """Its value, a mapping for a section."""
     overrides: bool = False
-    """Whether it was written on the command line."""
+    """Whether it was given on the command line."""
     below: tuple[str, ...] = ()
     """Paths of the section's own values, relative to the section."""
 
@@ -317,9 +317,9 @@ def note_unknown(key: str, node: Leaf | Section, path: str, below: list[str], no
     full_name = key_path(path, key)
     is_former_section = any(name.startswith(f"{full_name}.") for name in RENAMED)
     if is_former_section and isinstance(node, Section) and not node.children:
-        return  # older versions wrote the section into each run's folder, also with nothing in it
+        return  # older versions wrote this section into each run folder, even if it was empty
 
-    # `below` has each key of an inner section; the names beside the unknown one are the sections themselves.
+    # `below` lists each key of an inner section; siblings of the unknown name are the sections themselves.
     siblings = list(dict.fromkeys(name.partition(".")[0] for name in below))
     kind = "section" if isinstance(node, Section) else "name"
     message = f"`{full_name}` is not a known {kind}"

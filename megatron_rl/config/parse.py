@@ -1,7 +1,7 @@
 """Conversion of a tree of plain values to typed, frozen dataclasses.
 
-The one idea: a mistake never stops the conversion. A broken value is recorded with its origin and replaced by
-its default, so that one pass finds every mistake of a configuration.
+The one idea: a mistake never stops the conversion. An invalid value is recorded with its origin and replaced
+by its default, so that one pass finds every mistake of a configuration.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Parse:
     """Paths whose value is a placeholder or a default because of a mistake."""
 
     def fail(self, path: str, node: Leaf | Section | None, message: str, **fields: str | None) -> None:
-        """Record a mistake after which the value at ``path`` is not the user's."""
+        """Record a mistake, and mark the value at ``path`` as a placeholder for the user's."""
         self.note(path, node, message, **fields)
         self.broken.add(path)
 
@@ -60,14 +60,14 @@ class Parse:
 
 
 def parse_section(cls: type, section: Section, parse: Parse, path: str = "", defaults: Any = None) -> Any:
-    """Return an instance of ``cls`` made from the section at ``path``; broken values keep their default.
+    """Return an instance of ``cls`` made from the section at ``path``; invalid values get their default.
 
-    ``defaults`` is the instance that the enclosing section has as its default, which may differ from the
-    default of the class: its values fill the gaps of ``section``.
+    ``defaults`` is the default of the enclosing section's field, which may differ from the class's defaults:
+    its values are used for the keys that ``section`` does not have.
     """
     items = {item.name: item for item in dataclasses.fields(cls) if is_setting(item)}
 
-    # Unknown names first: a misspelled one explains the missing key that is reported after it.
+    # Report unknown names first: a misspelled name explains a missing key.
     section = _with_rest(items, section)
     for key, node in section.children.items():
         if key not in items:
@@ -82,7 +82,7 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
         default = _default(item, defaults)
         node = section.children.get(name)
 
-        # `null` over another value means the default, unless None is a value of the key.
+        # `null` in place of a value restores the default, unless None is a valid value of the key.
         if default is not dataclasses.MISSING and not accepts_none(hint) and _unsets(node):
             node = None
 
@@ -95,10 +95,10 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
 def _missing_value(item: dataclasses.Field, hint: Any, key: str, path: str, parse: Parse) -> Section | None:
     """Return an empty section for a required section; for a required value record its absence."""
     if section_class(hint) is not None and key not in parse.broken:
-        # The errors then name each required key of the section, not the section.
+        # An empty section makes the errors name each of its required keys.
         return Section()
 
-    # Below a section that is itself broken, a missing key would be a second error for one mistake.
+    # In an invalid section, a missing key would be a second error for one mistake.
     jobs = setting_of(item).jobs
     if path not in parse.broken and (not jobs or parse.job in jobs):
         parse.fail(
@@ -117,7 +117,7 @@ def parse_settings(cls: type, settings: Mapping[str, Any], path: str, defaults: 
 
     Raises UserErrors. Any other exception of the class itself passes through.
     """
-    # Without origins: the error names the key of the section that has the settings.
+    # The settings have no origins here, so errors name the key of their section.
     parse = Parse()
     section = Section({name: Leaf(value, DEFAULT) for name, value in settings.items()})
     instance = parse_section(cls, section, parse, path, defaults)
@@ -127,7 +127,7 @@ def parse_settings(cls: type, settings: Mapping[str, Any], path: str, defaults: 
 
 
 def _with_rest(items: dict[str, dataclasses.Field], section: Section) -> Section:
-    """Move the names without a field below the field with ``takes_rest``, if the class has one.
+    """Move names that are not fields into the field with ``takes_rest``, if the class has one.
 
     ``environment: {name: my_env.py:Calculator, digits: 3}`` thus gives ``digits`` to the user's class.
     """
@@ -151,7 +151,10 @@ def _unsets(node: Leaf | Section | None) -> bool:
 def _value(
     hint: Any, node: Leaf | Section | None, default: Any, path: str, parse: Parse, number_means: str = ""
 ) -> Any:
-    """Return the typed value of the key at ``path``, of any type; ``node`` is None if it is not written."""
+    """Return the typed value of the key at ``path``: a mapping, a section or a plain value.
+
+    ``node`` is None for a key that is not written.
+    """
     entry = entry_class(hint)
     if entry is not None and isinstance(node, Section) and node.children:
         entries = {}
@@ -168,7 +171,7 @@ def _value(
         _note_defaults(default, path, parse)
         return default
 
-    # A section that may be written as text: `policy_loss: gspo`.
+    # Expand a section that is written as text, such as `policy_loss: gspo`.
     node = named_section(node, path.split(".")) or node
     if isinstance(node, Leaf):
         is_null = node.value is None or node.value == "None"
@@ -178,7 +181,7 @@ def _value(
         if is_null:
             node = Section(origin=node.origin)
         else:
-            # The defaults stand in, so that later rules have a complete configuration.
+            # Use the defaults, so that later rules have a complete configuration.
             _fail_single_value(section, node, path, parse)
             node = Section()
     return parse_section(section, node, parse, path, None if default is dataclasses.MISSING else default)
@@ -222,10 +225,10 @@ def _plain(
         parse.origins[path] = DEFAULT
         return fallback
 
-    # Also for a value that turns out to be broken: `check` prints where the user wrote it.
+    # Record the origin of an invalid value too: `check` prints the line that wrote it.
     parse.origins[path] = node.origin
     raw = node.plain()
-    # Users of Python write None where YAML has null.
+    # Accept Python's None for YAML's null.
     if raw == "None" and accepts_none(hint):
         return None
     accepted, value = convert_value(hint, raw)
@@ -281,7 +284,7 @@ def _note_defaults(value: Any, path: str, parse: Parse) -> None:
 
 
 def _placeholder(hint: Any) -> Any:
-    """Return the value of a required key that is missing: of its type, so that later rules can read it."""
+    """Return a placeholder of the right type for a missing required key, so that later rules can read it."""
     if accepts_none(hint):
         return None
     return {str: "", int: 1, float: 1.0, bool: False}.get(union_members(hint)[0])

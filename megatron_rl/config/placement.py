@@ -1,6 +1,6 @@
-"""Placement: the ranks and the layout of each role, and what rollout and actor share on them.
+"""Placement: the ranks and the layout of each role, and the weights that rollout and actor share.
 
-The one idea: a preset assigns ranks only to layouts that name none; explicit ranks always stay.
+The one idea: a preset assigns ranks only to layouts without explicit ranks.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def with_ranks(config: RunConfig, world_size: int) -> RunConfig:
     def place(path: str, section: Any) -> Any:
         layout = section.layout
         if layout is None:
-            # On the actor's half it gets the actor's very ranks, also explicit ones: it can then share its
-            # base.
+            # A role on the actor's half gets exactly the actor's ranks, also explicit ones, so that it can
+            # share the actor's base weights.
             same_half = ranks_of(path) == ranks_of("actor")
             layout = actor_layout if same_half else replace(actor_layout, ranks=None)
         if layout.ranks is None:
@@ -63,7 +63,7 @@ def layout_sections(config: RunConfig) -> dict[str, LayoutConfig | None]:
 
 
 def megatron_sections(config: RunConfig) -> dict[str, Mapping[str, Any] | None]:
-    """Return every role's own settings of Megatron by their configuration path; None for a role without."""
+    """Return each role's Megatron settings by their configuration path; None for a role without its own."""
     return {f"{path}.megatron": section.megatron for path, section in role_sections(config).items()}
 
 
@@ -79,7 +79,7 @@ def explicit_megatron_settings(config: RunConfig, section: str) -> tuple[str, Ma
 def megatron_settings(config: RunConfig, layout: ParallelLayout) -> tuple[str, Mapping[str, Any]]:
     """Return the path and the values of Megatron's settings for the model of a role's ``layout``.
 
-    A role that takes the actor's settings takes its uneven stages only with a pipeline of the same sizes.
+    A role that inherits the actor's settings gets its uneven stages only with the same pipeline sizes.
     """
     section = layout.path.rpartition(".")[0]
     path, settings = explicit_megatron_settings(config, section)
@@ -124,7 +124,7 @@ def role_layouts(config: RunConfig, world_size: int) -> dict[str, ParallelLayout
         assert section is not None
         layouts[role_of(path)] = role_layout(section, path)
 
-    # The actor's sizes were needed above, for models without a layout of their own.
+    # The job of a reward model has no actor, whose sizes were the default of the layouts above.
     if config.job == "reward-model":
         del layouts["actor"]
     if config.job == TRAIN:
@@ -137,7 +137,7 @@ def role_layouts(config: RunConfig, world_size: int) -> dict[str, ParallelLayout
 def sleeping_ranks(layouts: Mapping[str, ParallelLayout]) -> frozenset[int]:
     """Return the rollout ranks whose engine sleeps while other roles work.
 
-    A replica sleeps as one: all its ranks, if another role uses any of them.
+    All ranks of a replica sleep if another role uses any of them.
     """
     model_ranks: set[int] = set()
     for role, layout in layouts.items():
@@ -152,7 +152,7 @@ def sleeping_ranks(layouts: Mapping[str, ParallelLayout]) -> frozenset[int]:
 
 
 def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:
-    """Return the bytes of weights that actor and rollout engine have in common on each pair of their ranks.
+    """Return the bytes of weights that actor and rollout engine share, for each pair of their ranks.
 
     The ranks of ``config`` are set.
     """
@@ -171,13 +171,13 @@ def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:
 def with_best_rank_order(config: RunConfig, shape: ModelShape) -> tuple[RunConfig, str]:
     """Return the configuration with the order of rollout ranks that moves the least weights, and the reason.
 
-    The order decides which ranks form a replica, and so how many of its weights a rank already has as an
-    actor.
+    The order decides which ranks form a replica, and so how many of its weights a rank already has as part of
+    the actor.
     """
     ranks = config.rollout.ranks
     assert ranks is not None
     common = shared_weights(config, shape)
-    # Ranks of one node exchange faster than ranks of different nodes.
+    # Ranks within a node exchange faster than ranks of different nodes.
     order = best_rank_order(common, ranks, config.gpus_per_node)
 
     best_bytes = common.traffic(order).received_most

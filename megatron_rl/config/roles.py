@@ -1,4 +1,4 @@
-"""Table of the roles of a run: the name, the section and the work of each in a step.
+"""Table of the roles of a run: name, configuration section and work in a step.
 
 The one idea: a role is a row of `ROLES`, and everything that loops over roles (placement, memory estimate,
 `check`, the planner, the build, the score phase) reads that row. A new frozen role that scores tokens is one
@@ -27,7 +27,7 @@ RoleConfig = ActorConfig | CriticConfig | ReferenceConfig | RewardModelConfig
 # Output layer of a policy: its outputs are the log-prob of each token, and the entropy of its distribution.
 VOCABULARY = "vocabulary"
 
-# Output layer of one number per token, as a critic and a reward model have.
+# Scalar output layer, one number per token, of a critic or a reward model.
 NUMBER = "number"
 
 # The role can be the actor as it was before its adapters were trained: one model, adapters switched off.
@@ -51,9 +51,9 @@ class AlgorithmNeed:
     unused: str
     """Warning of a run that has the role although its algorithm does not need it."""
     lacks: str
-    """Property of an algorithm without need of it; ``{advantage}`` is its advantage estimator's class."""
+    """Reason why the algorithm does not need it; ``{advantage}`` is its advantage estimator's class."""
     choice: str
-    """Setting that chooses an algorithm with need of it."""
+    """Setting that chooses an algorithm that needs it."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,15 @@ class RoleSpec:
     section: str
     """Configuration path of its section; with `named`, of the mapping from NAME to sections."""
     section_class: type
-    """Class of a section; one without arguments is the default section."""
+    """Class of its section; an instance without arguments is the default section."""
     phase: str
-    """Phase of a step in which it infers: generate, reward or score."""
+    """Phase of a step in which it runs inference: generate, reward or score."""
     head: str | None
     """Output layer of its Megatron model, `VOCABULARY` or `NUMBER`; None: it has no such model."""
     outputs: tuple[str, ...] = ()
     """Per-token columns of the head's outputs, in `Scores`; empty where NAME is the only column."""
     trains: bool = False
-    """Whether the step trains its weights; else they are frozen once the step begins."""
+    """Whether a step trains its weights; otherwise they are frozen during reinforcement learning."""
     named: bool = False
     """Whether the section is a mapping of any number of models by name."""
     metric_prefix: str = ""
@@ -85,7 +85,7 @@ class RoleSpec:
     need: AlgorithmNeed | None = None
     """Property of an algorithm that requires it; None: a run has it only if its section is set."""
     placement: str | None = None
-    """Placement preset that gives it the second half of the ranks, apart from the actor."""
+    """Placement preset that gives it the second half of the ranks, separate from the actor."""
     shares: str | None = None
     """How it can share weights with the actor, `INITIAL` or `ADAPTED`; None: never."""
 
@@ -164,8 +164,8 @@ ROLLOUT = RoleSpec(
     placement="standalone",
 )
 
-# Every role, in the order of layouts and texts, which is also the order of work on ranks that roles share:
-# all ranks must call collectives in one order.
+# Every role, in the order of layouts and printed tables. It is also the order in which roles work on shared
+# ranks: all ranks must call collectives in the same order.
 ROLES = (ACTOR, CRITIC, REFERENCE, REWARD_MODELS, ROLLOUT)
 
 # The roles with a Megatron model.
@@ -211,7 +211,7 @@ def with_role_sections(config: RunConfig, change: Callable[[str, Any], Any]) -> 
 
 
 def explicit_model_paths(config: RunConfig) -> dict[str, str | None]:
-    """Return the model path of each role beside the actor, by its section; None: it has the actor's model."""
+    """Return the model path of each role except the actor, by its section; None for the actor's model."""
     paths = {}
     for path, section in role_sections(config).items():
         if not isinstance(section, ActorConfig):
@@ -244,5 +244,5 @@ def section_of(role: str) -> str:
 def layout_path_of(role: str) -> str:
     """Return the configuration path of a role's layout."""
     if spec_of(role).head is None:
-        return section_of(role)  # an engine has no pipeline or context: its sizes are keys of its section
+        return section_of(role)  # the engine's parallel sizes are keys of its section, without a `layout`
     return f"{section_of(role)}.layout"

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from megatron_rl.durable import publish, write_text
 
-# Folder below a run's with a folder for each of its stages, which has checkpoints of its own.
+# Subfolder of a run folder with a folder for each stage, which has its own checkpoints.
 STAGES = "stages"
 
 
 class RunFolder:
     """Paths of one run, relative to the folder ``path``.
 
-    The directory of a model exists once it is complete, so that its existence means that a stage has ended.
+    A model's directory only exists once it is complete, so its existence means that the stage has ended.
 
     Example: ``RunFolder("runs/first").checkpoints`` is ``Path("runs/first/checkpoints")``.
     """
@@ -56,7 +56,7 @@ class RunFolder:
         return sorted((name for name in names if "." not in name), key=lambda name: (name != "sft", name))
 
     def stage_checkpoints(self, stage: str) -> Path:
-        """Return the directory of the checkpoints in the middle of a stage."""
+        """Return the directory of the checkpoints from which a stage resumes."""
         return self.stages / stage / "checkpoints"
 
     def stage_model(self, stage: str) -> Path:
@@ -86,17 +86,17 @@ class RunFolder:
         return self
 
     def has_begun(self) -> bool:
-        """Return whether there is any state that a restart would resume from."""
+        """Return whether the folder contains any state that a restart would resume from."""
         return any(folder.is_dir() and any(folder.iterdir()) for folder in (self.checkpoints, self.stages))
 
     def start_over(self) -> None:
-        """Rename checkpoints and models of an earlier run, so that none is read as one of this run."""
+        """Rename checkpoints and models of an earlier run, so that this run does not resume from them."""
         for directory in (self.stages, self.reward_models, self.checkpoints):
             set_aside(directory)
         self.checkpoints.mkdir(exist_ok=True)
 
     def publish(self, model: Path) -> None:
-        """Make a stage's model the run's model, by hard links to its files if the file system has links."""
+        """Publish a stage's model as the run's model, by hard links if the file system supports them."""
 
         def link(source: str, target: str) -> None:
             try:
@@ -125,7 +125,7 @@ class RunFolder:
         )
         temporary.write_text(proposed.isoformat(), encoding="utf-8")
 
-        # A link is made only where its name is free, and complete at once: the first process decides.
+        # Creating a hard link is atomic and fails if the name exists, so the first process decides.
         with suppress(OSError):  # the name is taken, or the file system has no links
             os.link(temporary, self.first_start)
         if self.read_first_start() is None:

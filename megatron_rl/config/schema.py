@@ -27,7 +27,7 @@ from megatron_rl.config.sections.rollout import (
 from megatron_rl.config.sections.stages import PreferenceConfig, SftConfig
 from megatron_rl.config.setting import required, setting
 
-# Differences to names of other projects that several keys have.
+# Conversions from names of other projects that several keys share.
 _OPTIMIZER_STEPS = "ours counts optimizer steps per batch: batch size / mini-batch size"
 _EPOCHS = "ours counts steps: epochs x prompts / batch.prompts_per_step"
 _PROCESSES = "ours is the number of processes: nodes x GPUs per node"
@@ -42,7 +42,6 @@ JOBS = (TRAIN, *STAGE_JOBS)
 class BatchConfig:
     """Batch sizes of a step, in prompts; rows, mini-batches and micro-batches follow from them."""
 
-    # Rows of a step: prompts x samples.
     prompts_per_step: int = setting(
         64,
         "Number of prompts of a training step.",
@@ -77,7 +76,7 @@ class BatchConfig:
             "ROLL": "num_return_sequences_in_group",
         },
     )
-    # Updates of a step. One by default: the policy is then the one that sampled, up to the engine's rounding.
+    # One update per step by default, which makes training on-policy up to the engine's rounding.
     optimizer_steps: int = setting(
         1,
         "Number of mini-batches, each with one optimizer step, that the rows of a step are divided into.",
@@ -100,7 +99,7 @@ class BatchConfig:
         at_most=10_000,
         also_called={"verl": "ppo_epochs", "TRL": "num_iterations, num_ppo_epochs", "OpenRLHF": "max_epochs"},
     )
-    # In tokens and not in rows, since rows have different lengths and memory depends on tokens.
+    # In tokens, since memory depends on tokens and rows have different lengths.
     tokens_per_microbatch: int | None = setting(
         None,
         "Largest number of tokens of a micro-batch, up to which rows are packed.",
@@ -165,7 +164,7 @@ class CheckpointConfig:
             "OpenRLHF": "max_ckpt_num",
         },
     )
-    # Retention of the best, beside the newest.
+    # Retention of the best checkpoint, in addition to the newest ones.
     best: str | None = setting(
         None,
         "Metric of an evaluation set, such as eval/NAME/accuracy. A checkpoint is saved when its value is "
@@ -205,7 +204,7 @@ class CheckpointConfig:
         "end of the job, wait until it is complete.",
         also_called={"Megatron-LM": "async_save"},
     )
-    # How a run starts again.
+    # Resuming, and what is saved when a run is interrupted.
     resume: str = setting(
         "auto",
         "Checkpoint to resume from: the newest one of the run folder, if any (auto), none (never), or a "
@@ -233,7 +232,7 @@ class CheckpointConfig:
         "got the signal itself.",
         **WAIT,
     )
-    # Models for other programs.
+    # Exported models, which other programs can load.
     export: bool = setting(
         True,
         "Write a Hugging Face checkpoint at the end of the run.",
@@ -389,7 +388,7 @@ class RunConfig:
     # Stages before reinforcement learning.
     sft: SftConfig | None = setting(None, "Supervised warm-up.", unset="none")
     preference: PreferenceConfig | None = setting(None, "Training on preferences.", unset="none")
-    # PyTorch's default for collectives of NCCL is 10 minutes, too.
+    # PyTorch's default timeout for NCCL collectives is also 10 minutes.
     rank_timeout: float = setting(
         600.0,
         "Time without progress of any rank after which the job stops. A rank may wait longer for a rank that "

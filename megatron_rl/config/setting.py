@@ -1,7 +1,6 @@
 """Description of one key of a configuration: meaning, unit, bounds, choices, and names in other projects.
 
-A field of a configuration's dataclass is written with `setting`, or with `required` for a key without
-default::
+A configuration field is declared with `setting`, or with `required` for a key without a default::
 
     prompts_per_step: int = setting(
         64,
@@ -13,9 +12,9 @@ default::
 
 Units and bounds of common kinds of numbers have names in `sections.bounds`.
 
-The one idea: everything about the key is read from its field, that is parsing and its errors, the check of
-the value (`value_errors`), the reference in the documentation, and the answer to a name of another project. A
-section is a field whose type is such a dataclass; its fields are the same in every section that has the type.
+The one idea: the field is the only description of a key. Parsing and its errors, the check of the value
+(`value_errors`), the documentation and the suggestions for names of other projects all read it. A section is
+a field whose type is such a dataclass; sections of one type have the same keys.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from megatron_rl.errors import UserError, nearest
 
 S = TypeVar("S")
 
-# Metadata of a dataclass field that no configuration sets.
+# Metadata of a dataclass field that is not a configuration key.
 NO_SETTING: Mapping[str, Any] = {"setting": None}
 
-# Our value of another project's setting that asks for nothing here: the line is left out.
+# Marks a value of another project's setting that needs no setting here: the user removes the line.
 REMOVED = "(no line)"
 
 
@@ -49,16 +48,16 @@ class ForeignName:
     project: str
     """Project that has the name; ``common`` for several."""
     name: str
-    """Name there, with as many of its sections as tell it from another name."""
+    """Name there, with as many enclosing sections as make it unique."""
     conversion: str = ""
-    """How the value differs from ours, empty where it does not."""
+    """Difference between the value there and ours, empty without a difference."""
     values: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
-    """Their value -> ours, `REMOVED` for a value that asks for nothing here."""
+    """Their value -> ours, `REMOVED` for a value that needs no setting here."""
     piece: str = ""
     """Piece of an algorithm that has the setting, where the algorithm's default piece does not."""
 
     def difference(self) -> str:
-        """Return in one sentence how the value differs, empty where it does not."""
+        """Return the difference of the values as one sentence, empty without a difference."""
         clauses = []
         if self.conversion:
             clauses.append(self.conversion)
@@ -84,7 +83,7 @@ class Setting:
     unit: str = ""
     """Unit of a number."""
     unset: str = ""
-    """What None stands for."""
+    """Meaning of None, as text for the documentation."""
     at_least: float | None = None
     """Smallest allowed number."""
     at_most: float | None = None
@@ -98,9 +97,9 @@ class Setting:
     or_path: bool = False
     """Whether ``file.py:Name`` is allowed beside the choices."""
     spelled: Mapping[str, str] = field(default_factory=dict)
-    """Another spelling of a choice, in lower case -> the choice."""
+    """Alternative spelling in lower case -> the choice."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Value that users expect to be a choice -> why it is not."""
+    """Value that users may expect to be a choice -> reason why it is not."""
     advice: str = ""
     """Fix for a value out of bounds."""
     example: str = ""
@@ -110,7 +109,7 @@ class Setting:
     per_task: bool = False
     """Whether a sampling profile can set the key for one task."""
     takes_rest: bool = False
-    """Whether the key takes every name of its section that is not a field."""
+    """Whether the key collects every name of its section that is not a field."""
     jobs: tuple[str, ...] = ()
     """Jobs that require the key; empty: all, where it has no default."""
     foreign_names: tuple[ForeignName, ...] = ()
@@ -148,7 +147,7 @@ class Setting:
 
     def error(self, path: str, value: Any) -> UserError | None:
         """Return the error of a value of the right type at ``path``; None for a valid one."""
-        # A path of the user's own class is not opened here: `check` imports it.
+        # Only the form of a user's path is checked here; `check` imports the class.
         if isinstance(value, str):
             if self.choices:
                 is_path = self.or_path and ":" in value
@@ -169,7 +168,7 @@ class Setting:
 
     def _choice_error(self, path: str, value: str) -> UserError:
         """Return the error of a text that is not a choice, with the nearest spelling and the reason."""
-        # Known spellings first: `fp32` is far from `float32` by its letters.
+        # Alternative spellings first: the edit distance from `fp32` to `float32` is large.
         close = self.spelled.get(value.lower()) or nearest(value.lower(), self.choices)
         reason = self.refused.get(value)
 
@@ -199,12 +198,12 @@ def setting(
 ) -> Any:
     """Return a dataclass field with a default; ``says`` are further fields of `Setting`.
 
-    ``also_called`` maps a project to its names of the key, separated by commas. ``conversion`` is how the
-    value differs, of all names or by name, and ``their_values`` maps a name to its values and ours.
-    ``also_called_below`` is for a section that other projects do not have: our key below it -> project ->
-    names. The key is written ``PIECE: KEY`` where that piece of an algorithm has it.
+    ``also_called`` maps a project to its names of the key, separated by commas. ``conversion`` describes the
+    difference of the values, for all names or by name, and ``their_values`` maps a name to its values and
+    ours. ``also_called_below`` is for a section that other projects do not have: our key below it -> project
+    -> names. The key is written ``PIECE: KEY`` if it belongs to that piece of an algorithm.
     """
-    # Fields write names as text, which is short; here they become objects.
+    # Convert the names, which fields write as text for brevity, to objects.
     values = their_values or {}
     names = tuple(_foreign_names(also_called or {}, conversion, values))
     names_below = []
@@ -218,7 +217,7 @@ def setting(
     if default is dataclasses.MISSING:
         return field(metadata=metadata)
 
-    # Every configuration gets a default of its own, since the mappings in it are mutable.
+    # Copy mutable defaults for every configuration.
     if isinstance(default, dict) or dataclasses.is_dataclass(default):
         return field(default_factory=functools.partial(copy.deepcopy, default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -256,7 +255,7 @@ def with_value(section: Any, path: str, value: Any) -> Any:
 
     Example: ``with_value(config, "actor.layout.tensor", 2)``.
     """
-    # The longest name that the path begins with: a user's name in a mapping may have dots.
+    # Match the longest name at the start of the path, since a user's name in a mapping may contain dots.
     names = section if isinstance(section, dict) else [item.name for item in dataclasses.fields(section)]
     name = max((name for name in names if f"{path}.".startswith(f"{name}.")), key=len)
     if name != path:
@@ -333,7 +332,7 @@ def _value_text(value: Any) -> str:
 
 def _number(value: float) -> str:
     """Return a bound as text, an integer without a decimal point."""
-    # From 1e15 on, digits say less than the power of ten.
+    # From 1e15 on, scientific notation is easier to read.
     if float(value).is_integer() and abs(value) < 1e15:
         return str(int(value))
     return f"{value:g}"

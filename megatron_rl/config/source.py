@@ -1,9 +1,9 @@
-"""Text of a configuration, as a tree of plain values with the origin of each.
+"""Parsing of YAML and overrides into a tree of plain values with the origin of each.
 
 The one idea: every value keeps the file and line, or the override, that wrote it, so that any later error can
-name the place. `read_file` is also the border at which oversized text is refused: behind it, no text is
-longer than `MAX_TEXT`, no tree has more than `MAX_VALUES` values or `MAX_DEPTH` levels, and no integer more
-than 64 bits.
+name it. `read_file` is also the only place that refuses oversized input: later code sees no text longer than
+`MAX_TEXT`, no tree with more than `MAX_VALUES` values or `MAX_DEPTH` levels, and no integer of more than 64
+bits.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from megatron_rl.config.setting import key_path
 from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError
 
-# Key of a configuration file that names the file below it. It is not a key of a run: a tree loses it when it
-# is merged.
+# Key with which a configuration file names its base. It is not a key of a run: merging removes it.
 BASE_KEY = "base"
 
 
@@ -98,24 +97,22 @@ class Section:
                 yield path, node
 
 
-# Limits of a configuration. A resolved one with every key has about 3,000 characters, so that a text beyond
-# them is the wrong file, or has aliases that multiply one another. Later functions need no guards of their
-# own.
+# Size limits. A configuration with every key has about 3,000 characters, so a text beyond the limits is the
+# wrong file, or has aliases that multiply one another. Later functions need no guards.
 
-# Characters.
+# Number of characters.
 MAX_TEXT = 1 << 18
 
-# Values, each *alias replaced by its anchor's: 40 lines of aliases can stand for 2^40 values.
+# Number of values after the expansion of aliases: 40 lines of aliases can expand to 2^40 values.
 MAX_VALUES = 100_000
 
-# Sections and lists inside one another; PyYAML uses 3 Python frames for each level, of the 1,000 that Python
-# allows.
+# Nesting depth of sections and lists. PyYAML recurses about 3 Python frames per level, of 1,000 by default.
 MAX_DEPTH = 64
 
 # End of the range of integers, -2^63 to 2^63 - 1: no larger number fits a tensor.
 INTEGER_END = 1 << 63
 
-# Characters of an integer: 64 binary digits, a sign, a prefix and underscores have fewer.
+# Length of an integer in characters, enough for 64 binary digits with sign, prefix and underscores.
 _INTEGER_TEXT = 100
 
 
@@ -126,25 +123,25 @@ class _TooLarge(yaml.MarkedYAMLError):
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 loader of PyYAML within the limits, with three differences.
 
-    ``1e-6`` is a number (PyYAML requires ``1.0e-6``), a date stays text, and `repeated` collects the names
-    that one mapping has twice; PyYAML would take the last.
+    ``1e-6`` is a number (PyYAML requires ``1.0e-6``), a date stays text, and `repeated` collects duplicate
+    names of a mapping, of which PyYAML would silently use the last.
     """
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        # Names that a mapping has twice: the later node and the first one.
+        # Duplicate names in a mapping: the later node and the first one.
         self.repeated: list[tuple[yaml.ScalarNode, yaml.ScalarNode]] = []
         self._depth = 0
-        # Id of each complete node -> its number of values and its levels, aliases replaced.
+        # Id of each complete node -> its number of values and levels, with expanded aliases.
         self._sizes: dict[int, tuple[int, int]] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Return the next node; raise `_TooLarge` where it exceeds the depth or the number of values."""
-        # An alias inside its own anchor refers to a node that is not complete yet, and would never end.
+        # An alias inside its own anchor refers to an incomplete node: its expansion would be infinite.
         is_alias = self.check_event(yaml.AliasEvent)
         mark = self.peek_event().start_mark
 
-        # The depth is refused on the way down, before PyYAML's recursion reaches Python's limit.
+        # Check the depth before descending, so that PyYAML's recursion cannot reach Python's limit.
         self._depth += 1
         self._require_depth(self._depth, mark)
         node = super().compose_node(parent, index)
@@ -173,7 +170,7 @@ class _Loader(yaml.SafeLoader):
             count += child_count
             levels = max(levels, child_levels + 1)
 
-        # Aliases of aliases make levels, too, of which the text shows only one.
+        # Nested aliases add levels that the text does not show.
         self._require_depth(levels, node.start_mark)
         if count > MAX_VALUES:
             limit = f"at most {MAX_VALUES:,} values"
@@ -187,10 +184,10 @@ class _Loader(yaml.SafeLoader):
             raise _TooLarge(limit, None, f"more than {MAX_DEPTH} inside one another", mark)
 
     def _note_repeated(self, node: yaml.MappingNode) -> None:
-        """Collect the names that a mapping itself has twice.
+        """Collect the duplicate names of a mapping.
 
-        Here, and not where the mapping is converted: ``<<`` adds the names of other mappings, and a name that
-        overrides one of theirs is valid.
+        This must precede the conversion, where ``<<`` adds the names of other mappings: overriding one of
+        those is valid.
         """
         first: dict[str, yaml.ScalarNode] = {}
         for key, _ in node.value:
@@ -203,7 +200,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         """Return an integer; raise `_TooLarge` for one of more than 64 bits."""
-        # The length first: Python refuses to read decimal numbers of more than 4,300 digits.
+        # Check the length first: Python refuses to parse decimal numbers of more than 4,300 digits.
         if len(node.value) <= _INTEGER_TEXT:
             number = super().construct_yaml_int(node)
             if -INTEGER_END <= number < INTEGER_END:
@@ -217,7 +214,7 @@ class _Loader(yaml.SafeLoader):
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
-# A date must stay text: a user's `name: 2026-01-31` is no timestamp, and JSON cannot write one.
+# Dates stay text: `name: 2026-01-31` is a name, and JSON cannot write a timestamp.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -235,7 +232,7 @@ class _Dumper(yaml.SafeDumper):
     """YAML writer that quotes text which `_Loader` would read as a number, and leaves dates unquoted."""
 
 
-# The resolvers of the loader, so that every text is written as the loader reads it.
+# Use the loader's resolvers, so that every written text is read back unchanged.
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
@@ -252,7 +249,7 @@ def one_line(value: Any) -> str:
     # PyYAML ends a lone scalar with a document end.
     text = text.removesuffix("\n").removesuffix("\n...").strip()
 
-    # YAML would fold a line break over several lines; JSON escapes it, and YAML reads JSON's text as its own.
+    # YAML would write a line break as several lines; JSON escapes it, and JSON strings are valid YAML.
     return json.dumps(value) if "\n" in text else text
 
 
@@ -294,7 +291,7 @@ def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
         errors.append(_too_large(error, f"{name}:{error.problem_mark.line + 1}"))
     except yaml.YAMLError as error:
         errors.append(_syntax_error(error, name))
-    # A scalar whose tag it does not match, such as `!!int many`, or a sexagesimal number beyond every float.
+    # Raised for a scalar that does not match its tag, such as `!!int many`, or that overflows a float.
     except (ValueError, ArithmeticError) as error:
         errors.append(
             UserError(
@@ -311,8 +308,8 @@ def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
 def read_file(path: Path, errors: list[UserError]) -> Section:
     """Read a configuration file; mistakes are appended to ``errors`` and their values left out."""
     try:
-        # A pipe of the shell is valid, too, and a device may have no end: read only what can be valid, which
-        # is 4 bytes a character in UTF-8 at most.
+        # The file may be a shell's pipe, or an endless device: read at most the size of a valid text, with up
+        # to 4 bytes per character in UTF-8.
         with path.open("rb") as file:
             text = file.read(4 * MAX_TEXT + 1).decode("utf-8")
     except FileNotFoundError:
@@ -340,7 +337,7 @@ def _unreadable(path: Path, error: Exception, fix: str) -> UserError:
 
 
 def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None, tuple[Path, ...]]:
-    """Read a configuration file and the chain of files that its ``base`` begins, merged into one tree.
+    """Read a configuration file and merge it with its base, the base of its base, and so on.
 
     ``base`` is relative to the folder of the file that has it. Sections are merged name by name; any other
     value, also a list, replaces the base's, and null restores the default. Every value keeps the origin of
@@ -352,7 +349,7 @@ def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None,
     while True:
         error_count = len(errors)
         tree = read_file(files[-1], errors)
-        # A file with a mistake in one value has a tree; without one, nothing was read.
+        # Errors without a tree mean that the file could not be read at all.
         if len(errors) > error_count and not tree.children:
             return None, tuple(files)
 
@@ -365,7 +362,7 @@ def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None,
             return None, tuple(files)
         files.append(base)
 
-    # From the end of the chain upwards, so that the file nearest to the user's has the last word.
+    # Merge from the end of the chain, so that each file overrides its base.
     merged = trees.pop()
     while trees:
         _merge(merged, trees.pop())
@@ -420,7 +417,7 @@ def _base_file(node: Leaf | Section, files: list[Path], errors: list[UserError])
         )
         return None
 
-    # Resolved, so that a link or `../` cannot hide a loop.
+    # Compare resolved paths, so that a link or `../` cannot hide a cycle.
     if base.resolve() in [file.resolve() for file in files]:
         errors.append(
             UserError(
@@ -436,7 +433,7 @@ def _base_file(node: Leaf | Section, files: list[Path], errors: list[UserError])
 
 
 def _merge(tree: Section, upper: Section, path: tuple[str, ...] = ()) -> None:
-    """Put the values of a file's section ``upper`` at ``path`` over the section ``tree`` of its base."""
+    """Merge a file's section ``upper`` at ``path`` into the section ``tree`` of its base; ``upper`` wins."""
     for key, node in upper.children.items():
         lower = tree.children.get(key)
         if not isinstance(node, Section):
@@ -526,7 +523,7 @@ def override_node(tree: Section, name: str, node: Leaf | Section) -> None:
 
 
 def named_section(node: Leaf | Section | None, path: Sequence[str]) -> Section | None:
-    """Expand text at the path of a named section; None where the node is no text, or the path another.
+    """Expand text in place of a named section; None if the node is not text, or ``path`` not a named section.
 
     ``algorithm.policy_loss: gspo`` is short for ``algorithm.policy_loss: {name: gspo}``, and an environment
     likewise; the text of an evaluation set is its ``data``.
@@ -571,7 +568,7 @@ def _convert(
     if not isinstance(node, yaml.MappingNode):
         return Leaf(loader.construct_object(node, deep=True), origin)
 
-    # PyYAML puts the names of `<<` before the mapping's own, so that in order the mapping's own win.
+    # flatten_mapping inserts the names of `<<` before the mapping's own, which therefore override them.
     loader.flatten_mapping(node)
     section = Section(origin=origin)
     for key_node, value_node in node.value:
@@ -588,7 +585,7 @@ def _convert(
             )
             continue
 
-        # The line of the name, not of the value: the value of a long section begins below it.
+        # Use the line of the name, since the value of a section begins below it.
         child = _convert(loader, value_node, origin_of, errors)
         child.origin = line
         section.children[key_node.value] = child
@@ -665,7 +662,7 @@ def describe(value: Any) -> str:
         >>> describe(3), describe([1, 2])
         ('3 (integer)', '[1, 2] (list)')
     """
-    # `bool` before `int`, of which Python makes it a subclass.
+    # `bool` comes before `int`, since it is a subclass of it.
     match value:
         case None:
             return "null (nothing)"

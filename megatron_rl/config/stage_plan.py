@@ -1,7 +1,7 @@
 """Stages before reinforcement learning: their order, their settings, and the model that each writes.
 
-The one idea: a stage has ended when its model exists, since a model is renamed to its final name when it is
-complete. A restart needs no other state to resume with the right stage.
+The one idea: a stage has ended when its model exists, since a model gets its final name when it is complete.
+A restart needs no other state to continue with the right stage.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StagePlan:
 
     @property
     def ended(self) -> bool:
-        """Return whether the stage has written its model, which it does completely or not at all."""
+        """Return whether the stage has ended: it writes its model atomically at its end."""
         return self.model.is_dir()
 
 
@@ -44,7 +44,7 @@ def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
     """Return the stages of a configuration in the order in which they run."""
     folder = RunFolder(config.run_dir)
     plans = []
-    # Supervised first: the reference of the training on preferences is its result.
+    # Supervised training first: its result is the reference policy of preference training.
     if config.sft is not None:
         plans.append(StagePlan("sft", "sft", "actor", config.sft, folder.stage_model("sft")))
     if config.preference is not None:
@@ -76,7 +76,7 @@ _REINFORCEMENT = (
     "preference",
 )
 
-# Keys below those that a stage alone reads too, since they bound the rows of every job.
+# Keys among these that the job of one stage reads as well, since they limit the rows of every job.
 _ROW_LIMITS = ("rollout.max_response_tokens", "rollout.sampling_profiles", "batch.tokens_per_microbatch")
 
 # Job of one stage -> the section that describes the stage.
@@ -84,7 +84,7 @@ SECTIONS = {"sft": "sft", "prefer": "preference", "reward-model": "reward.models
 
 
 def job_reads(job: str, path: str) -> bool:
-    """Return whether a job reads the setting at a path."""
+    """Return whether a job reads the setting at a path; the job of one stage ignores many."""
     return job not in SECTIONS or not _below(path, *_REINFORCEMENT) or _below(path, *_stage_keys(job))
 
 
@@ -100,13 +100,13 @@ def _below(path: str, *sections: str) -> bool:
 def for_job(config: RunConfig) -> RunConfig:
     """Return the configuration with the default of every key that its job does not read.
 
-    So the job of one stage needs its own settings alone, and no mistake in another one stops it.
+    The job of one stage thus depends only on its own settings, and mistakes in others do not stop it.
     """
     if config.job not in SECTIONS:
         return config
     config = _with_defaults(config, config.job, "")
 
-    # Reward models without training would be loaded for nothing.
+    # Drop reward models without training, which a stage would load without using them.
     models = {name: model for name, model in config.reward.models.items() if model.training is not None}
     return replace(config, reward=replace(config.reward, models=models))
 
@@ -131,7 +131,7 @@ def _with_defaults(section: Any, job: str, prefix: str) -> Any:
 def pending_stages(config: RunConfig) -> tuple[StagePlan, ...]:
     """Return the stages that have not run yet: of the actor's, those after the last one that has ended.
 
-    An earlier stage whose model was deleted does not run again: the later one has started from it.
+    An earlier stage whose model was deleted does not run again, since a later one has started from it.
     """
     plans = stage_plans(config)
     begin = 0
@@ -158,7 +158,7 @@ def existing_models(config: RunConfig) -> dict[str, str]:
         if lora is not None and lora.path is not None:
             keys.append((lora.path, f"{key}.lora.path"))
 
-    # Reversed, so that of several keys with one folder the first one names it.
+    # Insert in reverse order, so that the first of several keys with the same folder is used.
     return {path: key for path, key in reversed(keys) if Path(path).is_dir()}
 
 
@@ -168,7 +168,7 @@ def starting_model(config: RunConfig) -> str:
 
 
 def present_model(config: RunConfig) -> str:
-    """Return the model that the actor would start from now: that of its last stage that has ended."""
+    """Return the model that the actor would start from now: the result of its last ended stage."""
     return _last_model(config, [plan for plan in stage_plans(config) if plan.role == "actor" and plan.ended])
 
 

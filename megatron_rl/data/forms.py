@@ -200,7 +200,7 @@ class RecordReader:
         """Return a record in the one form; raises UserError for one that cannot be read into it."""
         data = self.data
         responses = self.responses
-        record = with_inner(original, (*data.of_prompts, *responses))
+        record = with_inner(original, (*data.record_fields, *responses))
 
         # Each value into the one form.
         values = dict(record.values)
@@ -277,14 +277,14 @@ class RecordReader:
         if not self.responses:
             other_fields.append(data.ground_truth_field)
         require_last_answer(record, data.prompt_field, self.responses, self.setting)
-        require_fields(record, data.asked | dict(self.responses), self.setting, other_fields)
+        require_fields(record, data.prompt_fields | dict(self.responses), self.setting, other_fields)
 
         # The ground truth, unless nothing can read it.
         reader = self.consumers.ground_truth
         if self.responses or reader is None:
             return
         try:
-            require_fields(record, data.judged, self.setting)
+            require_fields(record, data.reward_fields, self.setting)
         except UserError as error:
             alternative = f"where there is none, let {reader} not read `ground_truth`"
             raise replace(error, fix=f"{error.fix}; {alternative}") from None
@@ -494,7 +494,7 @@ class RecordReader:
         if not self.responses:
             read_fields |= {data.ground_truth_field, data.task_field}
         # The outer field of a dotted name is read, too.
-        read_fields |= {name.partition(".")[0] for name in (*data.of_prompts, *self.responses) if name}
+        read_fields |= {name.partition(".")[0] for name in (*data.record_fields, *self.responses) if name}
 
         # User code gets every further field. A field that belongs into the prompt has no effect there.
         has_metadata = not self.responses and self.consumers.metadata is not None

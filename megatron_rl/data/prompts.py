@@ -247,7 +247,7 @@ def load_prompts(
     # Everything that changes the encoded records must be in `inputs`, which names the file of tokens.
     consumers = prompt_consumers(config, evaluation_set)
     encode = partial(encode_prompts, tokenizer, data, setting, consumers=consumers)
-    inputs = ("prompts", *data.of_prompts, data.chat_template, data.max_prompt_tokens, consumers)
+    inputs = ("prompts", *data.record_fields, data.chat_template, data.max_prompt_tokens, consumers)
     return PromptSource(
         files.encoded(path, setting, tokenizer, inputs, encode),
         tokenizer,

@@ -322,7 +322,7 @@ def load_responses(
         ends,
         every_turn=every_turn,
     )
-    inputs = ("responses", *data.of_prompts, *fields, data.chat_template, max_tokens, ends, every_turn)
+    inputs = ("responses", *data.record_fields, *fields, data.chat_template, max_tokens, ends, every_turn)
     encoded = files.encoded(path, setting, tokenizer, inputs, encode)
 
     source = ResponseSource(encoded, data, seed=config.seed, max_tokens=max_tokens, setting=setting)

@@ -1,1 +1,1 @@
-"""Predictions of a run before there are machines, and proofs of machines: nothing of a run imports it."""
+"""Predictions of a run without machines, and tests of machines; no code of a run imports this package."""

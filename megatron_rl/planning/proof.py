@@ -1,8 +1,8 @@
-"""Prove machines: rates of devices and links, accuracy of the log-prob kernel, and small complete jobs.
+"""Tests of machines: rates of devices and links, accuracy of the log-prob kernel, and small complete jobs.
 
 `doctor --gpu` runs `prove` on every rank. First come short measurements over the job's own communicators
-(`probe_links`, `probe_pairs`, `probe_devices`, `probe_kernel`), then jobs of a small model in processes of
-their own, so that a job that hangs or crashes is a finding and not the end of the proof.
+(`probe_links`, `probe_pairs`, `probe_devices`, `probe_kernel`), then jobs of a small model in separate
+processes, so that a job that hangs or crashes is a finding and does not end the proof.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from megatron_rl.shapes.hardware import GB, Constants, load_constants
 WITHIN = "within a machine"
 ACROSS = "across machines"
 STRAGGLER = 0.8
-"""Share of the median's rate below which a rank is reported: it sets the pace of all."""
+"""Fraction of the median rate below which a rank is reported: the slowest rank delays all others."""
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-"""Relative difference that a loss and a gradient norm on all ranks may have from those on one, by dtype."""
+"""Tolerated relative difference of loss and gradient norm between all ranks and one rank, by dtype."""
 MAX_CLOCK_SPREAD = 1.0
-"""Seconds by which the machines' clocks may differ before it is reported."""
+"""Difference of the machines' clocks, in seconds, above which there is a warning."""
 SLOW_HOST_LINK = 50e6
 """Bytes per second below which links between processes on the host are reported as slow."""
 SLOW_LINK = 5e9
 """Bytes per second below which links between accelerators are reported as slow."""
 _REPEATS = 5
-"""Timed repetitions of a measurement, after one that is not counted."""
+"""Timed repetitions of a measurement, after one warm-up."""
 _MIB = 2**20
 _JOIN_SECONDS = 60.0
 """Timeout of the rendezvous, and of every collective of the measurements."""
@@ -73,7 +73,7 @@ class LinkProbe:
     correct: bool
     """Whether its sum was right on every rank."""
     clock_spread: float
-    """Largest difference of the ranks' wall clocks in seconds, accurate to the time of a barrier."""
+    """Largest difference of the ranks' wall clocks in seconds, to within the duration of a barrier."""
     hosts: tuple[str, ...]
     """Machine names by rank."""
 
@@ -96,7 +96,7 @@ def probe_links(host: str, mebibytes: int = 16) -> LinkProbe:
         times.append(_seconds(lambda values=values: dist.all_reduce(values)))
         correct = correct and bool((values == expected_sum).all())
 
-    # Clocks are read right after a barrier, so that their difference is the clocks' and not the ranks'.
+    # Read the clocks right after a barrier, so that differences are not delays of the ranks.
     barrier()
     answers = gather_objects((time.time(), host, correct, median(times[1:])))
     clocks = [answer[0] for answer in answers]
@@ -159,13 +159,13 @@ def probe_pairs(pairs: Sequence[tuple[int, int]], mebibytes: int = 16) -> PairPr
     times = []
     correct = True
     for _ in range(_REPEATS + 1):
-        # Ranks without a partner join the barrier, too: it is the world's.
+        # The barrier is collective over the world, so ranks without a partner take part.
         barrier()
         if partner is not None:
             times.append(_seconds(lambda: exchange(partner)))
             correct = correct and bool((incoming == partner).all())
 
-    # A rank without a partner has no time.
+    # A rank without a partner has no measurements.
     seconds = median(times[1:]) if times else 0.0
     answers = gather_objects((seconds, correct))
     slowest = max(pairs, key=lambda pair: max(answers[rank][0] for rank in pair))
@@ -199,14 +199,14 @@ def probe_devices() -> list[DeviceProbe]:
         size = 8192
         block_bytes = 1024 * _MIB
 
-    # Random values: zeros and ones take less power, and the clock is then higher than in training.
+    # Use random values: zeros and ones draw less power, so clocks would be higher than in training.
     matrix = torch.randn(size, size, device=device.device()).to(torch.bfloat16)
     factor = torch.randn(size, size, device=device.device()).to(torch.bfloat16)
     block = torch.zeros(block_bytes, dtype=torch.uint8, device=device.device())
     copy = torch.empty_like(block)
 
     barrier()
-    # A copy reads and writes each byte.
+    # A product of n x n matrices takes 2 n^3 FLOPs; a copy reads and writes each byte.
     flops = 2 * size**3 / _median_seconds(lambda: matrix @ factor)
     memory = 2 * len(block) / _median_seconds(lambda: copy.copy_(block))
     host = None
@@ -221,19 +221,19 @@ def probe_kernel() -> tuple[bool, str]:
     """Return whether the log-prob kernel is accurate on this rank's device, and its errors as text."""
     if device.on_host():
         return True, "no accelerator: log-probs are computed by torch"
-    # Errors against float64: of the values, and of the gradients by kind of token.
+    # Errors relative to float64: of the values, and of the gradients by kind of token.
     values, gradients = kernel_errors(torch.bfloat16)
     errors = ", ".join(f"{kind} tokens {error:.2%}" for kind, error in gradients.items())
     return kernel_works(torch.bfloat16), f"log-probs within {values:.2g} of float64; gradients: {errors}"
 
 
 def _median_seconds(call: Callable[[], object]) -> float:
-    """Return the median time of a call; the first one, which warms up, does not count."""
+    """Return the median time of a call in seconds, without the first one, which warms up."""
     return median([_seconds(call) for _ in range(_REPEATS + 1)][1:])
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Return the time of one call, with the device's work before and after it complete."""
+    """Return the time of one call in seconds, synchronised with the device before and after it."""
     device.synchronize()
     start = time.perf_counter()
     call()
@@ -251,7 +251,7 @@ class Task:
     name: str
     """Folder of the job's run, below that of the proof."""
     shows: str
-    """Property of the machines that the job proves, as a finding names it."""
+    """Capability of the machines that the job tests, as the finding names it."""
     command: str
     """Command of megatron_rl."""
     changes: tuple[str, ...]
@@ -261,9 +261,9 @@ class Task:
 
 
 def tasks(folder: Path, world: int) -> list[Task]:
-    """Return the jobs in their order; a single rank has no parallelism to compare."""
+    """Return the jobs in the order in which they run; the comparison with one rank needs several."""
     warm_up = (f"sft.data={folder / 'material/sft.jsonl'}", f"sft.steps={_STEPS}", "sft.rows_per_step=64")
-    # The first two train the same step, whose numbers are compared.
+    # The first two jobs train the same steps, whose losses and gradient norms are compared.
     jobs = [
         Task(
             "one_rank",
@@ -286,7 +286,7 @@ def tasks(folder: Path, world: int) -> list[Task]:
             (f"steps={_STEPS}",),
             "try rollout.engine=torch: if that passes, vLLM does not fit this machine",
         ),
-        # The folder of the job before: one more step resumes from its checkpoint.
+        # The same folder as the previous job, so that one more step resumes from its checkpoint.
         Task(
             "train",
             "resume from the checkpoint",
@@ -295,13 +295,13 @@ def tasks(folder: Path, world: int) -> list[Task]:
             "resume a run of your own on one machine and compare its metrics.jsonl with an uninterrupted one",
         ),
     ]
-    # One rank has nothing to compare itself with.
+    # With one rank, the second job would repeat the first.
     return [job for job in jobs if world > 1 or job.name != "all_ranks"]
 
 
 def settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
     """Return the configuration of the jobs: a small model in as many kinds of parallelism as ranks allow."""
-    # Tensor parallelism needs two ranks, pipeline parallelism beside it four.
+    # Tensor parallelism needs two ranks, pipeline parallelism in addition four.
     tensor = 2 if world % 2 == 0 else 1
     pipeline = 2 if world % (2 * tensor) == 0 else 1
     material = folder / "material"
@@ -321,7 +321,7 @@ def settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
 
 def prove(folder: Path, world: int) -> Iterator[Finding]:
     """Yield a finding per step of the proof; an error is the last. Collective over the world."""
-    # Measure everything while the communicators exist.
+    # Measure first: the communicators are destroyed before the small jobs start.
     leave_with_launcher()
     device.initialize(_JOIN_SECONDS)
     links = probe_links(socket.gethostname())
@@ -329,13 +329,13 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
     devices = probe_devices()
     kernels = gather_objects(probe_kernel())
 
-    # Rank 0 writes the jobs' material; every rank must see it.
+    # Rank 0 writes the files of the jobs to the shared folder; every rank must see them.
     if device.rank() == 0:
         _write_material(folder, world, on_host=device.on_host())
     barrier()
     visible = gather_objects((links.hosts[device.rank()], _has_material(folder)))
     blind_hosts = [host for host, sees_folder in visible if not sees_folder]
-    # The small jobs below have process groups of their own.
+    # The small jobs run in other processes with their own process groups.
     watch.leave()
 
     if world > 1:
@@ -393,12 +393,12 @@ def _write_material(folder: Path, world: int, *, on_host: bool) -> None:
 
 
 def _has_material(folder: Path) -> bool:
-    """Return whether a folder is that of a proof, seen from this machine."""
+    """Return whether this machine sees the files of a proof in the folder."""
     return (folder / "proof.yaml").is_file()
 
 
 def _run_task(task: Task, folder: Path) -> Finding:
-    """Run this rank's process of a job; every rank calls it, and the processes meet as at a restart."""
+    """Run this rank's process of a job as a subprocess; the subprocesses of all ranks form the job."""
     start = time.monotonic()
     log = folder / f"logs/{task.name}_{process_rank()}.log"
     command = [
@@ -410,7 +410,7 @@ def _run_task(task: Task, folder: Path) -> Finding:
         f"run_dir={folder / task.name}",
         *task.changes,
     ]
-    # An error file that the job wrote would be taken for this process's by the launcher.
+    # The launcher would take an error file that the job writes for that of this process.
     environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_ERROR_FILE"}
 
     with log.open("wb") as output:
@@ -429,7 +429,7 @@ def link_findings(links: LinkProbe) -> list[Finding]:
     ranks = len(links.hosts)
     machines = len(set(links.hosts))
     rate = links.bus_bandwidth
-    # The level depends on correctness first: a fast link that adds wrongly is an error.
+    # A wrong sum is an error at any rate; a slow link is a warning.
     text = (
         f"{ranks} ranks on {machines} machine{'s' if machines > 1 else ''}: {links.bytes / _MIB:.0f} MiB in "
         f"{links.seconds * 1e3:.1f} ms, {rate / 1e9:.2f} GB/s per rank"
@@ -499,7 +499,7 @@ def compare_steps(folder: Path, finding: Finding, tolerance: float) -> Finding:
     one_rank = read_metrics(RunFolder(folder / "one_rank").stage_metrics("sft"))
     all_ranks = read_metrics(RunFolder(folder / "all_ranks").stage_metrics("sft"))
     differences = []
-    # Relative differences; the largest decides.
+    # The largest relative difference of all steps and numbers decides.
     for expected, actual in zip(one_rank, all_ranks, strict=True):
         for name in ("sft/loss", "sft/grad_norm"):
             difference = abs(actual[name] - expected[name]) / abs(expected[name])
@@ -517,9 +517,9 @@ def compare_steps(folder: Path, finding: Finding, tolerance: float) -> Finding:
 def run_findings(folder: Path) -> Iterator[Finding]:
     """Yield the rates of the final step of the small model's run."""
     lines = read_metrics(RunFolder(folder / "train").metrics)
-    # The final step has no compilation or other warm-up in its times.
+    # The times of the final step contain no compilation or other warm-up.
     final = lines[-1]
-    # A line has the time of the checkpoint before its step, so the first line of a process has none.
+    # A line has the time of the checkpoint before its step, so the first line of a process lacks it.
     checkpoint = next(line["time/checkpoint"] for line in lines if "time/checkpoint" in line)
 
     sync_bytes = final["reshard/bytes_received_max"] + final["reshard/bytes_local_max"]
@@ -541,8 +541,8 @@ def measured_constants(
 ) -> dict[str, Any]:
     """Return an override of the planner's constants with the measured rates; empty for an unlisted device.
 
-    The planner multiplies a link's nominal rate by the share that is achieved, so the rate that is written is
-    the measured one over that share. The slowest rank counts. ``pairs`` are bytes per second by kind.
+    The planner multiplies a link's nominal rate by its efficiency, so the override is the measured rate
+    divided by that efficiency. The slowest rank counts. ``pairs`` are bytes per second by kind.
     """
     # A device reports a name such as "NVIDIA H100 80GB HBM3"; constants.json calls it "H100-80GB".
     device_words = devices[0].name.lower().split()

@@ -1,4 +1,4 @@
-"""Plan a weight transfer for machines that are not here: real shapes, any number of ranks, one process."""
+"""Offline plan of a weight transfer: the real model's shapes and any number of ranks, in one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SIZES = {short: name for name, short in SHORT_NAMES.items()}
 
 @dataclass(frozen=True)
 class Summary:
-    """Cost of a plan; bytes by rank unless a field says otherwise."""
+    """Cost of a plan; bytes are per rank unless a field is over all ranks together."""
 
     model_bytes: int
     """Bytes of one complete copy of the model."""
@@ -47,7 +47,7 @@ class Summary:
     sent_most: int
     """Most bytes that a rank sends."""
     local_mean: float
-    """Mean bytes that a rank of the engine copies from itself."""
+    """Mean bytes that a rank of the engine copies from its own actor weights."""
     inside_nodes: int
     """Bytes of all ranks together that stay inside a node."""
     across_nodes: int
@@ -57,7 +57,7 @@ class Summary:
     staging_most: int
     """Most bytes of staging buffers."""
     redundant_most: int
-    """Most bytes that a rank receives although it has them."""
+    """Most bytes that a rank receives although it already has them."""
     seconds: Mapping[str, float]
     """Predicted seconds by cluster."""
 
@@ -66,7 +66,7 @@ def read_layout(text: str, option: str = "--from") -> dict[str, int]:
     """Parse ``tp8pp8dp2`` into sizes by name; raises UserError for anything else."""
     sizes = re.findall(r"([a-z]+)(\d{1,6})", text)
     names = [name for name, _ in sizes]
-    # The matches must cover the text: findall skips what does not match.
+    # The matches must cover the text, since findall skips text that does not match.
     complete = bool(sizes) and "".join(name + count for name, count in sizes) == text
     if not complete or not set(names) <= set(_SIZES) or len(set(names)) < len(names):
         raise UserError(
@@ -83,7 +83,7 @@ def read_layout(text: str, option: str = "--from") -> dict[str, int]:
 def find_config(model: str) -> Any:
     """Return the transformers config of a model by name or path; raises UserError for an unknown one."""
     values = dict(named_config(model)[1])
-    # transformers has one class of configuration for each model type.
+    # transformers has one configuration class for each model type.
     try:
         return AutoConfig.for_model(values.pop("model_type", ""), **values)
     except ValueError as error:
@@ -130,7 +130,7 @@ def plan_offline(
     """
     model = pretrained(hf_config)
     settings = end_settings(model.shape.layers, actor.pipeline, actor.virtual_pipeline) or {}
-    # Megatron checks its settings in constructors, with assertions.
+    # Megatron validates its settings in constructors, partly by assertions.
     try:
         sources = megatron_layout(hf_config, actor, dtype, settings, lora)
     except (AssertionError, ValueError) as error:
@@ -185,7 +185,7 @@ def engine_layout(
             start[0] += source.first
             boxes.append(TensorBox(name, tuple(start), tuple(size), -1, name, 0, (0,) * len(size)))
             dtypes[name] = torch.float32 if source.float32 else dtype
-        # Ranks with the same index in their replicas need the same boxes.
+        # Ranks with the same tensor-parallel index in their replicas need the same boxes.
         groups.append(BoxGroup(tuple(ranks[tensor_rank::tensor]), tuple(boxes), dtypes))
     return groups
 
@@ -238,7 +238,7 @@ def summarise(
 
 
 def _redundant_bytes(plan: ReshardPlan) -> dict[int, int]:
-    """Return by rank the bytes that it receives although it has them."""
+    """Return the bytes that each rank receives although it already has them."""
     redundant: dict[int, int] = {}
     for bundle in plan.bundles:
         # All regions of a bundle have the same holders.
@@ -252,7 +252,7 @@ def _redundant_bytes(plan: ReshardPlan) -> dict[int, int]:
 def predict_seconds(plan: ReshardPlan, machine: Machine) -> float:
     """Return predicted seconds on a machine, until the slowest rank has sent or received its bytes."""
     domain = machine.cluster.domain
-    # (rank, direction) -> bytes across domains, and inside of one: a card sends and receives at once.
+    # (rank, direction) -> bytes across and within domains. Directions are separate: links are full duplex.
     traffic: dict[tuple[int, str], list[float]] = {}
     for (sender, receiver), count in plan.pairs.items():
         same_domain = sender // domain == receiver // domain

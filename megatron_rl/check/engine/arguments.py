@@ -26,7 +26,7 @@ TOOL_PARSERS = ("vllm.tool_parsers", "_TOOL_PARSERS_TO_REGISTER")
 """Module and name of the table of vLLM's parsers of tool calls."""
 
 HOST_BATCHED_TOKENS = 4096
-"""vLLM's own default of tokens per step on a host, for each tensor-parallel rank."""
+"""vLLM's default for ``max_num_batched_tokens`` on a CPU, per tensor-parallel rank."""
 
 OURS: Mapping[str, str] = {
     "model": "model.path",
@@ -124,18 +124,17 @@ def _argument_error(
     path = f"rollout.vllm.{name}"
     got = f"`{name}: {value}`"
 
-    # Set by a key of ours.
     key = OURS.get(name)
     if key is not None:
         message = f"`{path}` is set by the run itself: it is called `{key}` here"
         return UserError(message, where=path, expected=f"`{key}`", got=got, fix=f"write `{key}`")
 
-    # Impossible with weights that are written in place.
+    # Features that an engine with weights written in place cannot have.
     if name in REFUSED and not _is_default(value):
         message = f"`{path}` does not work with the rollout's engine: {REFUSED[name]}"
         return UserError(message, where=path, expected="no value", got=got, fix=f"remove `{path}`")
 
-    # Passed through, if the installed version has the field.
+    # Pass through the fields that the installed version has.
     if installed is None:
         return None
 
@@ -149,7 +148,7 @@ def _is_default(value: Any) -> bool:
 
 def check_tool_parser(name: str | None) -> list[UserError]:
     """Return the error of a parser of tool calls that the installed vLLM does not have."""
-    # None where vLLM is not installed: nothing to compare with.
+    # Without an installed vLLM there is no table to compare with.
     available = table_names(*TOOL_PARSERS) if name is not None else None
     if name is None or not available or name in available:
         return []
@@ -170,7 +169,7 @@ def check_user_engine(spec: str) -> list[UserError]:
     except UserError as error:
         return list(single_errors(error))
 
-    # A class, or a function that returns an engine.
+    # `rollout.engine` may name a class, or a function that returns an engine.
     if callable(engine):
         return []
     return [
@@ -192,7 +191,7 @@ def sampling_arguments(
 
     They are the same for an engine in the ranks and for a server. ``max_model_len`` is in tokens.
     """
-    # Keys of config.json that vLLM has to read differently to compute what the trainer computes.
+    # Keys of config.json that vLLM must override to compute the same function as the trainer.
     overrides = dict(model.family.engine_keys)
     if float32_head:
         overrides["head_dtype"] = "float32"
@@ -208,7 +207,7 @@ def sampling_arguments(
 
 
 def host_arguments(max_model_len: int, tensor: int = 1) -> dict[str, Any]:
-    """Return the engine arguments that vLLM needs besides on a host without an accelerator."""
+    """Return the additional engine arguments for vLLM on a host without an accelerator."""
     return {
         "enforce_eager": True,
         # vLLM resets a seeded request's generator after each chunk of its prompt, and a generator of torch on
@@ -259,7 +258,7 @@ def host_engine_errors(
 
     A configuration that names a ``gpu`` is for other machines, unless it is checked ``for_this_machine``.
     """
-    # Only engines with kernels of fixed sizes on hosts, which is vLLM's.
+    # Only vLLM has kernels of fixed sizes on hosts.
     capabilities = config.rollout.capabilities
     is_for_gpus = config.gpu is not None and not for_this_machine
     if not capabilities.host_head_sizes or is_for_gpus or not has_host_build():

@@ -1,4 +1,4 @@
-"""Rules on when a run samples: ahead of training, in the open order, over-sampled, with partial responses."""
+"""Rules on the order of sampling: steps ahead, the open order, over-sampling and partial responses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _open_order_errors(config: RunConfig) -> Iterator[UserError]:
     if config.rollout.order == CLOSED:
         return
 
-    # Responses of later steps are in flight while a step is trained on.
+    # In the open order, responses of later steps are in flight while the learner trains on the current one.
     requirements = {
         "asynchrony.steps_ahead=1": config.asynchrony.steps_ahead > 0,
         "rollout.partial=true": config.rollout.partial,
@@ -61,7 +61,7 @@ def _kept_cache_errors(config: RunConfig) -> Iterator[UserError]:
     if rollout.on_update != KEEP:
         return
 
-    # Requests stay in the engine in the open order alone, and only between two of the engine's steps.
+    # Only the open order leaves requests in the engine during a weight sync, between two engine steps.
     requirements = {
         "rollout.order=open": rollout.order == OPEN,
         engines_with(keeps_cache=True): rollout.capabilities.keeps_cache,
@@ -83,8 +83,8 @@ def _kept_cache_errors(config: RunConfig) -> Iterator[UserError]:
 def _unmet_requirements(requirements: Mapping[str, bool], error: UserError) -> Iterator[UserError]:
     """Yield ``error`` with the requirements that are not met, if any.
 
-    ``requirements`` maps the setting that meets each one to whether it is met; the error's ``got`` is the
-    choice, its ``fix`` the alternative to meeting them.
+    ``requirements`` maps the setting that meets each requirement to whether it is met. The ``got`` of
+    ``error`` is the configured choice, and its ``fix`` the alternative to meeting the requirements.
     """
     unmet = [setting for setting, is_met in requirements.items() if not is_met]
     if unmet:
@@ -99,7 +99,7 @@ def _rank_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> It
     if config.asynchrony.steps_ahead < 1 or rollout is None:
         return
 
-    # The rollout generates while the other roles train.
+    # The rollout generates while the other roles train, so they must not share ranks.
     overlaps: list[str] = []
     for role, layout in layouts.items():
         ranks = tuple(rank for rank in layout.ranks if rank in rollout.ranks)
@@ -126,12 +126,12 @@ def _rank_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> It
 
 def _staleness_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the error of a ``max_staleness`` (policy versions) that every response would exceed."""
-    # A response is as old as the steps that it was sampled ahead.
+    # A response is as many policy versions old as the steps that it was sampled ahead.
     bound = config.asynchrony.max_staleness
     minimum = config.asynchrony.steps_ahead
     expected = f"at least {minimum}: asynchrony.steps_ahead"
     if config.rollout.partial:
-        # A carried response is one step older than the others of its step.
+        # A carried-over response is one step older than the others of its step.
         minimum += 1
         expected = (
             f"at least {minimum}: asynchrony.steps_ahead, and one more for rollout.partial to carry any"
@@ -166,7 +166,7 @@ def _oversample_errors(config: RunConfig, algorithm: Algorithm | None) -> Iterat
     if rollout.oversample == 0:
         return
 
-    # Over-sampling gains from responses that a round leaves unfinished.
+    # Over-sampling only helps if a round can leave responses unfinished.
     max_tokens = rollout.max_response_tokens
     round_tokens = rollout.round_tokens
 

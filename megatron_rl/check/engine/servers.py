@@ -1,4 +1,4 @@
-"""Rules on rollout servers (`rollout.engine: server`), and the command that starts one for a run."""
+"""Rules on rollout servers (`rollout.engine: server`), and the command line that starts one for a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.shapes.pretrained import read_pretrained
 
 WORKER_EXTENSION = "megatron_rl.hybrid_engine.worker_extension.HybridWorker"
-"""Class that vLLM's workers inherit from, which receives weights."""
+"""Class of this package that vLLM's workers inherit from to receive weights."""
 
 TRANSFER_BACKEND = "megatron_rl"
 """Name of our backend in vLLM's registry of weight transfers."""
@@ -34,25 +34,25 @@ _FILE_SETTINGS = (
     "head_dtype",
     "architectures",
 )
-"""Keys of config.json that describe the checkpoint's files and change nothing that the model computes."""
+"""Keys of config.json that describe the checkpoint's files and do not affect the model's outputs."""
 
 
 def plain_settings(settings: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Return the settings of a config.json that a server with the same model reports equally.
+    """Return the settings of a config.json that a server with the same model must report unchanged.
 
-    These are the plain values, and of rotary positions the numbers alone, flattened to keys such as
-    ``rope_scaling.factor``: vLLM renames some of the others. ``section`` is the prefix of flattened keys.
+    These are the values that are not mappings, and the numbers of rotary positions, flattened to keys such as
+    ``rope_scaling.factor``; vLLM renames some of the others. ``section`` is the prefix of flattened keys.
     """
     plain: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            # Positions are the one nested setting that changes what is computed.
+            # Rotary positions are the only nested setting that affects the model's outputs.
             if section or name.startswith("rope"):
                 plain |= plain_settings(value, f"{section}{name}.")
             continue
         is_number = isinstance(value, int | float)
         if (section and is_number) or (not section and name not in _FILE_SETTINGS):
-            # Through JSON, as a server's answer: tuples become lists, other objects their text.
+            # Convert through JSON, as a server's response is: tuples become lists, other objects text.
             plain[f"{section}{name}"] = json.loads(json.dumps(value, default=str))
     return plain
 
@@ -72,7 +72,7 @@ def server_commands(config: RunConfig) -> list[str]:
         "enable_scale_out": True,
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": TRANSFER_BACKEND},
-        "load_format": "dummy",  # the job brings the weights
+        "load_format": "dummy",  # the job sends the weights
         **sampling_arguments(
             model,
             float32_head=rollout.float32_head,
@@ -84,12 +84,12 @@ def server_commands(config: RunConfig) -> list[str]:
         # Other kernels for experts store weights in an order that a weight sync does not write.
         arguments["moe_backend"] = "triton"
 
-    # The development mode has the endpoints through which weights arrive.
+    # The endpoints for weight updates exist only in vLLM's development mode.
     command = "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server"
 
     lines = [command, *_flags(arguments)]
 
-    # On a host the size of the cache is given in bytes.
+    # On a host without an accelerator, the command gives the size of the cache in bytes.
     host = {**host_arguments(max_model_len), "kv_cache_memory_bytes": _HOST_CACHE_BYTES}
     return [
         *(f"{line} \\" for line in lines[:-1]),
@@ -114,9 +114,10 @@ def _flag(name: str, value: Any) -> str:
 
 
 class _CapabilityRule(NamedTuple):
-    """Setting that is refused where the rollout engine lacks a capability.
+    """Setting that is refused if the rollout engine lacks a capability.
 
-    ``reason`` continues a sentence about the engine; ``engines`` chooses one with the capability.
+    ``reason`` continues a sentence about the engine; ``engines`` is the setting of an engine that has the
+    capability.
     """
 
     refused: bool
@@ -185,19 +186,19 @@ def _server_url_errors(rollout: RolloutConfig) -> Iterator[UserError]:
             )
         return
 
-    # A server engine: every URL is valid, and each server is listed once.
+    # Every URL must be valid.
     for url in urls:
         if not _is_server_url(url):
             yield UserError(
                 "invalid server URL",
                 where="rollout.server.urls",
                 expected="http://HOST:PORT",
-                # A user and password are secrets, which are not shown.
+                # Do not print a user and password.
                 got=repr(url) if "@" not in url else "a URL with a user or a password",
                 fix="correct it",
             )
 
-    # One server under two spellings would receive every weight twice.
+    # A server that is listed twice, also in another spelling, would receive every weight twice.
     distinct = {url.rstrip("/").lower() for url in urls}
     if not urls or len(distinct) < len(urls):
         yield UserError(

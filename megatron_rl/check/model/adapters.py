@@ -40,7 +40,7 @@ _PLAIN_PEFT = {
     "alpha_pattern": {},
     "target_parameters": None,
 }
-"""PEFT settings that make an adapter more than two matrices A and B -> their value for a plain adapter."""
+"""PEFT settings of LoRA variants -> the value with which an adapter is plain LoRA, two matrices A and B."""
 
 CHECKPOINT_LAYERS = {
     "q_proj": "linear_qkv",
@@ -51,7 +51,7 @@ CHECKPOINT_LAYERS = {
     "up_proj": "linear_fc1",
     "down_proj": "linear_fc2",
 }
-"""Layer names of most checkpoints, which PEFT's users write -> the Megatron layer that contains them."""
+"""Hugging Face layer names, as PEFT configurations use them -> the Megatron layer that contains them."""
 
 
 def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") -> Iterator[UserError]:
@@ -65,7 +65,6 @@ def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") ->
             layer = CHECKPOINT_LAYERS.get(name) or nearest(name, TARGETS) or " or ".join(TARGETS)
             yield unknown_choice(path, name, TARGETS, fix=f"write {layer}")
 
-    # Each layer once.
     if lora.targets is not None and (not lora.targets or len(set(lora.targets)) < len(lora.targets)):
         yield UserError(
             f"`{path}` is empty or names a layer twice",
@@ -75,7 +74,7 @@ def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") ->
             fix=f"remove {path} to have all",
         )
 
-    # Adapters beside the engine's weights need storage of their own, of a rank that vLLM allocates.
+    # Separately synced adapters need an engine that stores them, and a rank that vLLM supports.
     if lora.sync != "adapter":
         return
     max_rank = ENGINE_RANKS[-1]
@@ -121,10 +120,10 @@ def check_adapted_model(
     if errors or lora.path is None:
         return
 
-    # The adapter to start from: its settings first, then its tensors.
+    # Check the settings of the adapter to start from first: its tensors are only comparable if they match.
     file = Path(lora.path) / PEFT_CONFIG
     try:
-        # A list, so that a file that fails halfway is one error: that it cannot be read.
+        # Collect into a list, so that a file that cannot be read halfway is only that one error.
         problems = list(_peft_config_errors(lora, model, targets, read_json_object(file), key))
         problems = problems or list(_peft_tensor_errors(lora, model, targets, key))
     except (OSError, ValueError, AttributeError, TypeError) as error:
@@ -143,7 +142,7 @@ def check_adapted_model(
 def _expert_errors(
     lora: LoraConfig, shape: ModelShape, key: str, settings: Mapping[str, Any]
 ) -> Iterator[UserError]:
-    """Yield the errors of settings that adapters of experts exclude, and adapters of attention do not."""
+    """Yield the errors of settings that are not supported with adapters on experts."""
     targets = ", ".join(lora.targets or ())
     if lora.sync == "adapter":
         yield UserError(
@@ -170,7 +169,7 @@ def _peft_config_errors(
     lora: LoraConfig, model: PretrainedModel, targets: tuple[str, ...], peft: Mapping[str, Any], key: str
 ) -> Iterator[UserError]:
     """Yield the differences between the configured adapters and PEFT's adapter_config.json (``peft``)."""
-    # Rank and alpha have to be the saved ones: they scale the product of A and B.
+    # Rank and alpha must equal the saved ones: A and B have that rank, and alpha scales their product.
     file = f"{lora.path}/{PEFT_CONFIG}"
 
     numbers = {"rank": (lora.rank, peft.get("r")), "alpha": (lora.alpha or lora.rank, peft.get("lora_alpha"))}
@@ -184,7 +183,7 @@ def _peft_config_errors(
                 fix=f"set {key}.{name} to {saved}",
             )
 
-    # Every saved layer needs an adapter to be loaded into; further layers start new.
+    # Every saved layer needs a configured adapter; adapters of further layers are initialised.
     modules = adapted(model, lora.rank, lora.alpha, targets).modules()
 
     saved_modules = peft.get("target_modules")
@@ -201,7 +200,7 @@ def _peft_config_errors(
             fix=f"name the layer in {key}.targets, or train an adapter without it",
         )
 
-    # Variants of LoRA compute something else from the same two matrices.
+    # LoRA variants compute another function of the same two matrices.
     for name, plain in _PLAIN_PEFT.items():
         if peft.get(name, plain) not in (plain, None, [], {}):
             yield UserError(
@@ -216,7 +215,10 @@ def _peft_config_errors(
 def _peft_tensor_errors(
     lora: LoraConfig, model: PretrainedModel, targets: tuple[str, ...], key: str
 ) -> Iterator[UserError]:
-    """Yield the error of tensors that no adapter of the model has; adapters without a tensor start new."""
+    """Yield the error of saved tensors that belong to no adapter of the model.
+
+    Adapters without a saved tensor are initialised.
+    """
     assert lora.path is not None
     file = Path(lora.path) / PEFT_WEIGHTS
 

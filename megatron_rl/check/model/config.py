@@ -1,4 +1,4 @@
-"""Rules on a checkpoint's config.json: values that the trainer, transformers or vLLM refuse at their start.
+"""Rules on a checkpoint's config.json: values that the trainer, transformers or vLLM refuse at start-up.
 
 Types are compared with the fields of transformers' configuration class, read from the installed source
 (see `check.installed_source`).
@@ -23,7 +23,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 _MAX_COUNTS = {"num_hidden_layers": 10_000, "num_experts": 1 << 16, "n_routed_experts": 1 << 16}
-"""Upper bounds of counts. A larger one is a slip, and later rules list every layer and expert."""
+"""Upper bounds of counts: a larger one is a mistake, and later rules loop over every layer and expert."""
 
 _ROPE_NUMBERS = {
     "linear": ("factor",),
@@ -42,13 +42,13 @@ def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
         return read_trainable(file, files.errors)  # reports the file, or its architecture
 
     errors = list(_type_errors(config, family, file))
-    if not errors:  # values of a wrong type cannot be compared
+    if not errors:  # the rules on values assume the right types
         errors = list(_value_errors(config, family, file))
     if errors:
         files.errors.extend(errors)
         return None
 
-    # Custom code is never run: without it the model may be another one.
+    # The checkpoint's own modelling code is never run, and the model may be a different one without it.
     if config.get("auto_map"):
         files.warnings.append(
             UserError(
@@ -64,7 +64,7 @@ def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
 
 def _type_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
     """Yield the errors of values of another type than the field of transformers' configuration class."""
-    # Multi-modal families have their text model's settings in a class of their own.
+    # The text model of a multi-modal family has a class with the suffix Text in the family's module.
     folder = family.model_type.removesuffix("_text")
     class_name = family.architecture.removesuffix("ForCausalLM")
     if family.model_type.endswith("_text"):
@@ -89,7 +89,6 @@ def _type_errors(config: Mapping[str, Any], family: Family, file: Path) -> Itera
 
 def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
     """Yield the errors of values that have the right type."""
-    # Kind of the checkpoint.
     model_type = config.get("model_type")
     if model_type != family.model_type:
         expected = f"{family.model_type}, as {family.architecture} has"
@@ -110,7 +109,6 @@ def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iter
     yield from _layer_type_errors(config, file)
     yield from _rope_errors(config, file)
 
-    # Other values that transformers validates.
     epsilon = config.get("rms_norm_eps", 1e-6)
     if not _is_number(epsilon) or not 0 <= epsilon < 1:
         yield _error(file, "rms_norm_eps", "a number from 0 to below 1", epsilon)
@@ -152,15 +150,15 @@ def _head_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
     hidden_size = _size(config, "hidden_size")
     head_size = _size(config, "head_dim")
     if heads is None:
-        return  # reading the model's shape reports it
+        return  # reported when the model's shape is read
 
     # Each key-value head serves the same number of query heads.
     if groups is not None and heads % groups:
         yield _error(file, "num_key_value_heads", f"a divisor of num_attention_heads ({heads})", groups)
     if config.get("kv_lora_rank"):
-        return  # latent attention has head sizes of its own
+        return  # multi-head latent attention has separate head sizes
 
-    # Without head_dim the heads divide the hidden size.
+    # Without head_dim, the head size is hidden_size / heads.
     if head_size is None and hidden_size is not None and hidden_size % heads:
         expected = f"a divisor of hidden_size ({hidden_size}), or head_dim"
         yield _error(file, "num_attention_heads", expected, heads)
@@ -196,7 +194,7 @@ def _rope_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
         yield _error(file, key, "an object with rope_type and its numbers", parameters)
         return
 
-    # Models with sliding windows give positions for each type of layer.
+    # Models with several attention types may have rope parameters for each layer type.
     parameters = parameters or {}
     by_layer_type = [parameters[layer_type] for layer_type in _LAYER_TYPES if layer_type in parameters]
     for rope in by_layer_type or [parameters]:

@@ -1,8 +1,8 @@
-"""Models from Megatron-LM: weights in one of its checkpoints, and the user's model provider.
+"""Rules on models from Megatron-LM: weights in one of its checkpoints, and the user's model provider.
 
-For a Megatron checkpoint a folder is written that transformers and vLLM can load: config.json, the tokenizer,
-and in place of weights a pointer to the checkpoint. The folder becomes the model's path in the configuration,
-so nothing after this module treats such a model differently.
+For a Megatron checkpoint this module writes a folder that transformers and vLLM can open: config.json, the
+tokenizer, and a pointer to the checkpoint in place of weights. The folder becomes the model's path in the
+configuration, so no later code treats such a model differently.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ErrorsByKey = dict[str, list[UserError]]
 """Errors by the key whose value they make invalid."""
 
 REQUIRED_ARGUMENTS = ("pre_process", "post_process")
-"""Arguments that a model provider must take: whether this stage embeds, and whether it computes logits."""
+"""Parameters that a model provider must have: whether the stage embeds, and whether it returns logits."""
 
 PROVIDER_ARGUMENTS = (*REQUIRED_ARGUMENTS, "vp_stage", "config", "pg_collection", "args")
 """Arguments that a model provider is called with, the optional ones only where it names them."""
@@ -95,7 +95,7 @@ def with_megatron_models(
             reason += f"; {checkpoint.describe_optimizer()}"
         origins[f"{section}.path"] = Origin("derived", reason)
 
-    # The other direction: checkpoints that the run writes in Megatron-LM's format.
+    # Exported checkpoints: the folder that the run writes in Megatron-LM's format.
     export_error = _export_error(config, folders)
     if export_error is not None:
         errors["checkpoint.megatron"] = [export_error]
@@ -113,7 +113,7 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
             yield requires("model.weights", settings.weights, "model.provider", got="no value", fix=fix)
         return
 
-    # The parameters of the provider must fit its call; `model.weights` is a table, which has to exist.
+    # The provider's signature must fit its call. `model.weights` names a table, which must exist.
     optional = PROVIDER_ARGUMENTS[len(REQUIRED_ARGUMENTS) :]
     provider = FunctionRef(
         settings.provider,
@@ -170,7 +170,7 @@ def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError |
     if target is None:
         return None
 
-    # A resumed run finds its own checkpoints there.
+    # For a resumed run, the folder may contain its earlier checkpoints.
     resumes = RunFolder(config.run_dir).has_begun() and config.checkpoint.resume != "never"
     if is_megatron(target) and not resumes:
         return UserError(
@@ -181,12 +181,12 @@ def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError |
             fix="choose another folder: older iterations in it are removed, as checkpoint.keep says",
         )
 
-    # Not every architecture can be described by Megatron-LM's arguments.
+    # Megatron-LM's arguments cannot describe every architecture.
     file = folders.get("model", Path(config.model.path)) / "config.json"
     try:
         model = describe(read_json(file), str(file))
     except UserError:
-        return None  # an error of the model's own rules
+        return None  # reported by the rules on the model
     try:
         arguments_of(model)
     except UserError as error:
@@ -204,7 +204,7 @@ def _write_model_folder(config: RunConfig, path: Path, key: str, folder: Path) -
     _require_free_folder(folder, "model.path" if is_actor else key)
     checkpoint = read_checkpoint(_starting_iteration(config, path, folder), key)
 
-    # config.json comes with the tokenizer, else it is derived from the checkpoint's arguments.
+    # Use the config.json beside the tokenizer, else derive one from the checkpoint's arguments.
     tokenizer = _tokenizer_folder(config, checkpoint, key)
     hf_config: Mapping[str, Any] | None = None
     errors: list[UserError] = []
@@ -213,11 +213,11 @@ def _write_model_folder(config: RunConfig, path: Path, key: str, folder: Path) -
         hf_config = read_json(config_file)
         model = describe(hf_config, str(config_file))
         errors = contradictions(checkpoint.arguments, model, key, str(config_file))
-    if hf_config is None or (errors and not is_actor):  # another role's model may be of another size
+    if hf_config is None or (errors and not is_actor):  # another role's model may have another size
         hf_config = derived(checkpoint.arguments, key, _vocabulary(config, is_actor, tokenizer))
         errors = []
 
-    # Everything that the checkpoint has to fit: parameters, optimizer state, complete files.
+    # The checkpoint must match the model: its parameters, optimizer state, and complete files.
     shape = describe(hf_config, key).shape
     if not errors:
         errors += checkpoint.parameters(shape)[1]
@@ -227,10 +227,9 @@ def _write_model_folder(config: RunConfig, path: Path, key: str, folder: Path) -
     if errors:
         raise UserErrors(errors)
 
-    # The folder's files.
     facts = {"checkpoint": str(checkpoint.path.resolve()), "iteration": checkpoint.iteration}
     contents = {
-        # The pointer first: a folder that was interrupted is then recognised as ours.
+        # Write the pointer first: it marks a partly written folder as one of ours.
         POINTER: _json({**facts, "arguments": dict(checkpoint.arguments)}),
         "config.json": _json(hf_config),
     }
@@ -266,7 +265,7 @@ def _require_free_folder(folder: Path, key: str) -> None:
 
 
 def _starting_iteration(config: RunConfig, path: Path, folder: Path) -> Path:
-    """Return the checkpoint to start from; a resumed run keeps its iteration though newer ones may exist."""
+    """Return the checkpoint to start from; a resumed run keeps its iteration even if newer ones exist."""
     if config.checkpoint.resume == "never" or not RunFolder(config.run_dir).has_begun():
         return path
     recorded = Path(str((pointer(folder) or {}).get("checkpoint", "")))
@@ -278,8 +277,8 @@ def _starting_iteration(config: RunConfig, path: Path, folder: Path) -> Path:
 def _tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: str) -> Path | None:
     """Return the folder with the model's tokenizer; raises UserError where the actor has none.
 
-    The first of ``model.hf_path``, for other roles the actor's folder (they read its tokens), and for the
-    actor the tokenizer that the checkpoint was trained with.
+    It is ``model.hf_path`` if set. Otherwise it is the actor's folder for the other roles, which read the
+    actor's tokens, and the tokenizer in the checkpoint's arguments for the actor.
     """
     if config.model.hf_path is not None:
         folder = Path(config.model.hf_path)
@@ -330,15 +329,15 @@ def _json(values: Mapping[str, Any]) -> bytes:
 def _write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Write files by name into a folder, and remove the files of another tokenizer.
 
-    Every rank of a job may do so at the same time: each file is written under a name of the process and then
-    renamed, which is atomic.
+    Every rank of a job may do so at the same time: each process writes a file under a name of its own and
+    renames it, which is atomic.
     """
-    # Files of another tokenizer would be read together with the new ones.
+    # Leftover files of another tokenizer would be loaded together with the new ones.
     folder.mkdir(parents=True, exist_ok=True)
     for name in {*TOKENIZER_FILES} - {*contents}:
         (folder / name).unlink(missing_ok=True)
     for name, content in contents.items():
-        # Unchanged files stay: another rank may be reading them.
+        # Do not replace unchanged files, which another rank may be reading.
         file = folder / name
         if file.is_file() and file.read_bytes() == content:
             continue
@@ -360,7 +359,7 @@ def _resume_optimizer_errors(config: RunConfig) -> list[UserError]:
     if config.model.megatron is None:
         return [_needs_checkpoint(key, "true")]
 
-    # The moments belong to Adam on all weights, from exactly the checkpoint's weights.
+    # The moments are those of Adam on all weights, and only valid for exactly the checkpoint's weights.
     conflicts: dict[str, str] = {}
     if config.actor.optimizer.name != "adam":
         conflicts["actor.optimizer.name"] = config.actor.optimizer.name

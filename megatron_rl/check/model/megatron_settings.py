@@ -1,9 +1,9 @@
 """Rules on Megatron's own settings: ``megatron``, ``ddp`` and ``optimizer.megatron`` of each role.
 
-A field is set by the run (from a key of ours, or to the one value that works), has no effect and is refused,
-or passes through. Names and types of the last kind are compared with the installed sources. Then Megatron
-itself makes the configuration of every role, in a process of its own (`megatron_rl.megatron.trial`) that is
-started first and awaited last: importing torch and Megatron takes longer than the other rules together.
+A field is either set by the run (from a key of ours, or to the only value that works), refused because it has
+no effect, or passed through. Names and types of the last kind are compared with the installed sources. Then
+Megatron itself builds the configuration of every role, in a separate process (`megatron_rl.megatron.trial`)
+that starts first and is awaited last: importing torch and Megatron takes longer than all other rules.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ DDP_CONFIG = (
 """Module and name of the class whose fields ``ddp`` sets."""
 
 PATIENCE = 30.0
-"""Seconds after the start of a check at which it stops waiting for Megatron's trial."""
+"""Time limit of Megatron's trial in seconds, from the start of the check."""
 
 LONG_PATIENCE = 120.0
-"""The same before a run: all ranks of a host start at once and share its cores."""
+"""The same at the start of a run: all ranks of a host start at once and share its cores."""
 
 DERIVED_FIELDS: Mapping[str, str] = {
     "tensor_model_parallel_size": "actor.layout.tensor",
@@ -171,7 +171,7 @@ def is_off(value: Any) -> bool:
 
 def check_model_settings(values: Mapping[str, Any], path: str = "actor.megatron") -> list[UserError]:
     """Return the errors of a role's settings of Megatron's TransformerConfig, which the key ``path`` has."""
-    # Keys of ours that set a field, in the role's own section.
+    # Some keys that set a field are in the role's own section.
     role_prefix = path.removesuffix("megatron")
     keys = {name: key.replace("actor.layout", f"{role_prefix}layout") for name, key in DERIVED_FIELDS.items()}
     keys["pipeline_model_parallel_layout"] = f"{path}.num_layers_in_first_pipeline_stage"
@@ -181,7 +181,7 @@ def check_model_settings(values: Mapping[str, Any], path: str = "actor.megatron"
     effective = {name: value for name, value in values.items() if name not in dropped}
     errors = _pass_through_errors(effective, path, TRANSFORMER_CONFIG, keys, SET_BY_RUN)
 
-    # Fields that Megatron would accept and our layers ignore.
+    # Megatron accepts these fields, but they have no effect in this package.
     for name in sorted(dropped):
         errors.append(
             UserError(
@@ -203,7 +203,7 @@ def check_optimizer(optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any
     yield from _pass_through_errors(optimizer.megatron, optimizer_path, OPTIMIZER_CONFIG, keys, OPTIMIZER_SET)
     yield from _pass_through_errors(ddp, ddp_path, DDP_CONFIG, {}, DDP_SET)
 
-    # Kinds of optimizers that do not work together.
+    # Combinations of optimizer features that exclude each other.
     if optimizer.offload:
         yield from _host_optimizer_errors(optimizer, path)
     elif optimizer.name == "sgd" and optimizer.distributed:
@@ -215,7 +215,7 @@ def check_optimizer(optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any
             fix=f"set {path}.distributed to false",
         )
 
-    # Features that need a package, or another setting.
+    # Features that require a package or another setting.
     precision_aware = "use_precision_aware_optimizer"
     wants_fused_adam = optimizer.megatron.get(precision_aware) and not optimizer.offload
     if wants_fused_adam and find_module("transformer_engine")[1]:
@@ -268,7 +268,7 @@ def check_routing(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
     key = "actor.routing_replay"
     replay = actor.routing_replay
 
-    # A dense model.
+    # A dense model has no router to configure.
     if not shape.experts:
         router_settings: dict[str, str] = {}
         if replay != "none":
@@ -287,7 +287,7 @@ def check_routing(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
     if replay == "none":
         return
 
-    # These routers compute scores and choices in one kernel, which takes no choices as input.
+    # The fused and the Sinkhorn router cannot be given the experts to route to.
     fixed_router = None
     if actor.megatron.get("moe_router_fusion"):
         fixed_router = "moe_router_fusion"
@@ -324,7 +324,7 @@ def _pass_through_errors(
     ``classes`` are (module, name), the last one the most derived. ``keys`` maps a field to the key of ours
     that sets it, ``reasons`` a field to why the run sets it.
     """
-    # Reading the sources takes a moment, and most sections are empty.
+    # Parse the installed sources only if there is a field to compare: most sections are empty.
     installed = class_fields(*classes) if values else None
     owner = f"Megatron-Core's {classes[-1][1].removeprefix('MLA')}"
 
@@ -355,13 +355,13 @@ def _set_by_run_error(path: str, name: str, value: Any, reason: str, key: str | 
 
 @dataclass(frozen=True)
 class TrialRole:
-    """Role whose Megatron configuration is tried.
+    """Role whose Megatron configuration the trial builds.
 
     Attributes:
         role: Name of the role.
         model: The config.json of its model.
         layout: Its layout.
-        scalar_head: Whether the model has a head of one number instead of logits over tokens.
+        scalar_head: Whether the model has a scalar output instead of logits over tokens.
         recompute: Its ``recompute`` setting.
         fused: Whether its layers are Transformer Engine's.
         settings_key: The key of its Megatron settings.
@@ -424,10 +424,10 @@ class TrialRole:
 
 
 class Trial:
-    """Process in which Megatron makes the configurations of all roles, started when this is created.
+    """Process in which Megatron builds the configurations of all roles, started by the constructor.
 
-    ``paths`` are the keys of all settings: without any, nothing is tried. ``patience``, in seconds, counts
-    from the start of the process.
+    ``paths`` are the keys of all settings; without any, no process is started. ``patience`` is a time limit
+    in seconds from the start of the process.
     """
 
     def __init__(self, paths: list[str], patience: float) -> None:
@@ -436,14 +436,14 @@ class Trial:
         self._start = time.monotonic()
         self._process: subprocess.Popen[str] | None = None
 
-        # Without torch or Megatron nothing can be tried; the package is named in the warning.
+        # Without torch or Megatron there is no trial, and the warning names the missing package.
         self._missing_package: str | None = None
         for package in ("torch", "megatron.core"):
             if find_module(package)[1]:
                 self._missing_package = package
                 break
 
-        # Started now, so that its imports overlap with the other rules.
+        # Start now, so that the imports overlap with the other rules.
         if paths and self._missing_package is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megatron_rl.megatron.trial"],
@@ -454,7 +454,7 @@ class Trial:
             )
 
     def result(self, roles: list[TrialRole], dtype: str) -> tuple[list[UserError], list[UserError]]:
-        """Return what Megatron refuses (errors), or that it could not be asked (a warning)."""
+        """Return the errors of settings that Megatron refuses, and the warning of a trial without result."""
         if not self._paths:
             return [], []
         if self._process is None:
@@ -468,13 +468,13 @@ class Trial:
             self.stop()
             return [], [self._not_tried(f"Megatron did not answer within {self._patience:g} seconds")]
 
-        # Any failure of the process is a warning: `train` makes the same test.
+        # A failed process is only a warning, since `train` builds the same configurations.
         if self._process.returncode != 0:
             last_line = stderr.strip().rpartition("\n")[2]
             return [], [self._not_tried(last_line or "the process died")]
         try:
             refusals = json.loads(answer)
-        except ValueError:  # a package of the user's environment that prints when it is imported
+        except ValueError:  # the output is not JSON, such as the message of an imported package
             return [], [self._not_tried(f"malformed answer: {answer[:80]!r}")]
 
         errors: list[UserError] = []

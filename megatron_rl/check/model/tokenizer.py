@@ -1,7 +1,7 @@
-"""Rules on a checkpoint's tokenizer and chat template, read without importing transformers.
+"""Rules on a checkpoint's tokenizer and chat template, without importing transformers.
 
 transformers takes seconds to import; the library `tokenizers` and the checkpoint's JSON files are enough to
-find a tokenizer that is missing, damaged, or of another model.
+detect a tokenizer that is missing, damaged, or of another model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError
 
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
-"""Sets of files, each of which is a whole tokenizer for transformers."""
+"""Sets of files from each of which transformers can load a tokenizer."""
 
 _COPY_AGAIN = "copy the tokenizer files of the model into its directory again"
 
@@ -34,7 +34,7 @@ _SPECIAL_TOKENS = (
 )
 
 _MALFORMED_VOCABULARY = (ValueError, KeyError, TypeError, IndexError, AttributeError)
-"""Exceptions of reading token ids from JSON that is valid and not a tokenizer's."""
+"""Exceptions of reading token ids from valid JSON that is not a tokenizer."""
 
 
 def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) -> None:
@@ -42,7 +42,6 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
 
     ``vocabulary`` is the number of rows of the model's embedding, None if not available.
     """
-    # Files.
     if not any(all((path / name).is_file() for name in names) for names in _TOKENIZER_FILES):
         files.miss(
             path / "tokenizer.json",
@@ -52,7 +51,7 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
             "copy the tokenizer files of the model into its directory",
         )
 
-    # Each file that cannot be read is an error of its own; the rules on ids need the readable ones only.
+    # Report each unreadable file, and apply the rules on ids to the readable ones.
     settings = _read_or_report(path / "tokenizer_config.json", files) or {}
     generation = _read_or_report(path / "generation_config.json", files) or {}
     tokenizer = _read_or_report(path / "tokenizer.json", files)
@@ -70,7 +69,7 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
         files.errors.append(_unreadable(path / "tokenizer.json", error))
         return
 
-    # Ids, against the rows of the embedding.
+    # Every id that the model can see needs a row of the embedding.
     files.errors.extend(_generation_end_errors(path, generation, vocabulary))
     if vocabulary is not None and ids:
         files.errors.extend(_vocabulary_errors(path, ids, special, vocabulary))
@@ -86,7 +85,7 @@ def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
     if tokenizer is None:
         return
 
-    # Text of unknown characters becomes one token that stands for all of them.
+    # A stop string of unknown characters would become the unknown token, which also encodes other text.
     unknown_token = getattr(tokenizer.model, "unk_token", None)
     for setting, texts in stops.items():
         for text in texts:
@@ -96,7 +95,7 @@ def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
 
 
 def read_tokenizer(path: Path) -> Any:
-    """Return the tokenizer in a folder, None where it cannot be read: an error of `check_tokenizer`."""
+    """Return the tokenizer in a folder; None if it cannot be read, which `check_tokenizer` reports."""
     try:
         return _load(path)
     except Exception:
@@ -104,7 +103,7 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def vocabulary_of(path: Path) -> int | None:
-    """Return the number of token ids that a tokenizer's files list, None where they list none."""
+    """Return the number of token ids in a tokenizer's files, None if they contain none."""
     files = Files()
     tokenizer = _read_or_report(path / "tokenizer.json", files) or {}
     settings = _read_or_report(path / "tokenizer_config.json", files) or {}
@@ -112,7 +111,7 @@ def vocabulary_of(path: Path) -> int | None:
     try:
         ids, _ = _token_ids(tokenizer, vocab_file, settings)
     except _MALFORMED_VOCABULARY:
-        return None  # an error of `check_tokenizer`
+        return None  # reported by `check_tokenizer`
     if not ids:
         return None
     return 1 + max(ids.values())
@@ -169,7 +168,7 @@ def _token_ids(
     else:
         ids = dict(vocab)
 
-    # Added tokens extend the vocabulary, in tokenizer.json or, formerly, in tokenizer_config.json.
+    # Added tokens extend the vocabulary; older checkpoints list them in tokenizer_config.json.
     added_tokens = [*(tokenizer.get("added_tokens") or ())]
     for key, token in (settings.get("added_tokens_decoder") or {}).items():
         added_tokens.append({**token, "id": int(key)})
@@ -206,7 +205,6 @@ def _end_token_errors(
     path: Path, settings: Mapping[str, Any], ids: Mapping[str, int], vocabulary: int
 ) -> Iterator[UserError]:
     """Yield the error of an ``eos_token`` that the tokenizer or the embedding lacks."""
-    # A text, or an object with one.
     text = _token_text(settings.get("eos_token"))
     if text is None:
         return
@@ -294,7 +292,6 @@ def special_token_texts(path: Path) -> dict[str, str]:
     }
     texts: dict[str, str] = {}
     for name in _SPECIAL_TOKENS:
-        # A text, or an object with one.
         text = _token_text(settings.get(name))
         if isinstance(text, str):
             texts[name] = text
@@ -302,7 +299,7 @@ def special_token_texts(path: Path) -> dict[str, str]:
 
 
 def _token_text(token: Any) -> Any:
-    """Return the text of a special token, which settings give as a text or as an object with one."""
+    """Return the text of a special token, which is a string or an object with ``content``."""
     return token.get("content") if isinstance(token, Mapping) else token
 
 
@@ -331,7 +328,7 @@ def _text_or_empty(file: Path) -> str:
 
 
 def _object_or_empty(file: Path) -> Mapping[str, Any]:
-    """Return the object in a JSON file, empty where it cannot be read: an error of `check_tokenizer`."""
+    """Return the object in a JSON file; empty if it cannot be read, which `check_tokenizer` reports."""
     try:
         return read_json_object(file)
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
 """Rules on a checkpoint's weights, read from the headers of its safetensors files.
 
-A header lists name, dtype, shape and offsets of every tensor: enough to find a file that is cut short, and
-tensors of another model, without reading the weights.
+A header lists name, dtype, shape and offsets of every tensor: enough to detect truncated files and tensors of
+another model without reading the weights.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from megatron_rl.shapes.pretrained import INDEX, PretrainedModel, separate_head_
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 _MAX_HEADER_BYTES = 100_000_000
-"""Bytes of a header; safetensors itself refuses longer ones."""
+"""Largest header in bytes; safetensors itself refuses longer ones."""
 
 _LENGTH_BYTES = 8
 """Bytes at the start of a file that hold the length of its header, little-endian."""
 
 _POINTER_BYTES = 1024
-"""A smaller file may be the text that Git LFS leaves in the place of one that was not downloaded."""
+"""Size in bytes below which a file may be a Git LFS pointer, in place of a file that was not downloaded."""
 
 _COMPARED_BYTES = 2**24
-"""Bytes of two tensors that are compared at a time: the largest embeddings do not fit in memory twice."""
+"""Chunk size in bytes for comparing two tensors, since two large embeddings may not fit in memory."""
 
 _MAX_SHOWN = 4
-"""Tensor names in an error's text."""
+"""Number of tensor names in an error's text."""
 
 _MALFORMED_HEADER = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""Exceptions of reading a header or index that is damaged, or JSON of another form."""
+"""Exceptions of reading a damaged header or index, or one with another JSON structure."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StoredTensor:
     Attributes:
         shape: Shape of the tensor.
         dtype: Its dtype in safetensors' spelling, such as ``BF16``.
-        file: The file that holds it.
+        file: The file that contains it.
         begin: Offset of its first byte in the file.
         size: Number of its bytes.
     """
@@ -63,7 +63,7 @@ def check_weights(path: Path, key: str, files: Files, model: PretrainedModel | N
     ``path`` is the checkpoint's folder, and ``key`` the key that names it.
     """
     if (path / POINTER).is_file():
-        return  # a Megatron-LM checkpoint, which was checked when the pointer was written
+        return  # a Megatron-LM checkpoint, which `check.model.megatron_lm` checks
 
     # The list of files: an index, or the safetensors files in the folder.
     findings = _count_findings(files)
@@ -78,7 +78,7 @@ def check_weights(path: Path, key: str, files: Files, model: PretrainedModel | N
     if not shards:
         _report_no_weights(path, key, files)
 
-    # The header of each file.
+    # The headers of all files together list the stored tensors.
     stored: dict[str, StoredTensor] = {}
     for shard in shards:
         if shard.is_file():
@@ -88,11 +88,11 @@ def check_weights(path: Path, key: str, files: Files, model: PretrainedModel | N
         message = f"a weight file is missing: {shard.name}"
         files.miss(shard, message, key, expected, "download the checkpoint again")
 
-    # Without every file, tensors of the others would be reported as missing, too.
+    # With a missing or broken file, its tensors would also be reported as missing.
     if _count_findings(files) != findings:
         return
 
-    # Tensors in other files than listed, or else other tensors than the model's.
+    # Compare with the index first: a tensor in another file than listed is not missing from the model.
     misplaced = [
         name
         for name, file in sorted(weight_map.items())
@@ -108,7 +108,6 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file by name; raises OSError, or ValueError for a damaged file."""
     size = path.stat().st_size
 
-    # The header: its length, then JSON.
     with path.open("rb") as stream:
         header_length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
         if size < _POINTER_BYTES and b"git-lfs" in path.read_bytes():
@@ -145,7 +144,7 @@ def _count_findings(files: Files) -> tuple[int, int, int]:
 
 
 def _read_index(path: Path, files: Files) -> dict[str, str] | None:
-    """Return tensor name -> file name from the checkpoint's index; None for a broken one, an error."""
+    """Return tensor name -> file name from the checkpoint's index; report a broken index and return None."""
     index = path / INDEX
     try:
         weight_map = read_json_object(index)["weight_map"]
@@ -172,11 +171,11 @@ def _report_no_weights(path: Path, key: str, files: Files) -> None:
 
 
 def _read_shard(path: Path, files: Files) -> dict[str, StoredTensor]:
-    """Return the tensors of a weight file by name, none for a broken one, which is an error."""
+    """Return the tensors of a weight file by name; report a broken file and return an empty dict."""
     try:
         return read_header(path)
     except _MALFORMED_HEADER as error:
-        # A ValueError of `read_header` is a sentence of ours; other exceptions need their type's name.
+        # A plain ValueError of `read_header` has a complete message; other exceptions need their type's name.
         got = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         files.errors.append(
             UserError(
@@ -203,26 +202,25 @@ def _misplaced_error(path: Path, weight_map: Mapping[str, str], names: list[str]
 def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: PretrainedModel) -> list[UserError]:
     """Return the error of stored tensors that do not match the model in config.json.
 
-    At most one error: quantised tensors, other names, an output layer of its own, or the first other shape.
+    At most one error is returned: quantised tensors, other names, an untied output layer, or a wrong shape.
     """
     # Integers and 8-bit numbers cannot be trained.
     quantised = [name for name, tensor in stored.items() if tensor.dtype not in _FLOATS]
     if quantised:
         return [_quantised_error(path, quantised, stored[quantised[0]].dtype)]
 
-    # Names of tensors.
     shapes = model.tensor_shapes()
     missing_tensors = [name for name in shapes if name not in stored]
     unexpected = [name for name in stored if name not in shapes and not model.is_ignorable(name)]
     if missing_tensors or unexpected:
         return [_other_tensors_error(path, missing_tensors, unexpected)]
 
-    # A tied model may store its output layer as a copy of the embedding, but not as another tensor.
+    # A model with tied embeddings may store its output layer as well, but only with equal values.
     if model.has_separate_head(stored) and not _equal_values(stored[OUTPUT], stored[EMBEDDING]):
         stored_shapes = {name: stored[name].shape for name in (OUTPUT, EMBEDDING)}
         return [separate_head_error(path, stored_shapes, "other values")]
 
-    # Shapes: one wrong size in config.json changes many, so the first is enough.
+    # One wrong size in config.json changes many shapes, so report only the first.
     for name, shape in shapes.items():
         if stored[name].shape != shape:
             return [
@@ -238,7 +236,7 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
 
 
 def _equal_values(first: StoredTensor, second: StoredTensor) -> bool:
-    """Return whether two tensors are stored as the same bytes, compared in pieces of bounded size."""
+    """Return whether two tensors have the same stored bytes, compared in chunks."""
     if first.shape != second.shape or first.dtype != second.dtype or first.size != second.size:
         return False
     with first.file.open("rb") as first_stream, second.file.open("rb") as second_stream:

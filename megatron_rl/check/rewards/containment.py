@@ -1,4 +1,4 @@
-"""Rules on the limits of contained code: the files they name, and what this kernel cannot enforce."""
+"""Rules on the limits of contained code: the paths that they name, and enforcement by this kernel."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_limits(section: str, limits: LimitsConfig, files: Files) -> Iterator[U
     Paths that do not exist are added to ``files``.
     """
     for entry in limits.read:
-        # A link may lead to a forbidden folder, so compare the real path.
+        # Compare the real path, since a link may lead to a forbidden folder.
         path = Path(os.path.expanduser(entry))
         if os.path.realpath(path) in _FORBIDDEN_FOLDERS:
             yield UserError(
@@ -76,7 +76,7 @@ def check_enforced(sections: Mapping[str, LimitsConfig]) -> Iterator[UserError]:
     """
     reports: set[str] = set()
     for section, limits in sections.items():
-        # Environments talk to the engine over loopback.
+        # Environments connect to the engine over the loopback interface.
         settings = asdict(limits) | {"loopback": section.startswith("rollout.environment")}
         try:
             unenforced = unenforced_protections(settings)

@@ -49,8 +49,8 @@ def _name_errors(path: str, name: str, reserved: Sequence[str] = ()) -> Iterator
 
 
 def best_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of a ``checkpoint.best`` that no evaluation measures, or of patience without it."""
-    # Patience counts evaluations without a better metric, so it needs one.
+    """Yield the error of a ``checkpoint.best`` that no evaluation computes, or of patience without it."""
+    # Patience counts evaluations in which the metric of `checkpoint.best` has not improved.
     best = config.checkpoint.best
     if best is None:
         if config.evaluation.patience is not None:
@@ -59,7 +59,7 @@ def best_errors(config: RunConfig) -> Iterator[UserError]:
             yield requires("evaluation.patience", patience, "checkpoint.best", got="no value", fix=fix)
         return
 
-    # An evaluator that returns several numbers has one metric for each, below its name.
+    # An evaluator that returns several numbers has a metric for each, whose name begins with the evaluator's.
     metrics: list[str] = []
     evaluators: list[str] = []
     for name, evaluation_set in config.evaluation.sets.items():

@@ -1,9 +1,9 @@
 """Rules on the user's functions: rewards, evaluators, parsers, templates and model providers.
 
-A function is first read, not imported: its file exists, parses and defines the function, whose parameters fit
-the call. Then functions that judge are loaded as a run loads them, each in a contained process, all at the
-same time: whatever a module does when it is imported (fail, exit, never return) becomes one error of the
-report. Reading comes first because it names the line of the function, and needs no process.
+A function's source is first parsed, not imported: the file must exist, parse and define the function, whose
+parameters must fit the call. Then functions that compute rewards are loaded as a run loads them, each in a
+contained process, all in parallel: whatever a module does on import (raise, exit, never return) becomes one
+error of the report. Parsing comes first because its errors name the function's line, and need no process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_rl.rewards.worker import ARGUMENTS, GROUP, TOKENS, TURNS, paramete
 from megatron_rl.user_code import find_module, missing_file
 
 RESERVED_ARGUMENTS = (*ARGUMENTS, TURNS, TOKENS, GROUP)
-"""Arguments that a run passes to reward functions: all calls have the first ones, the others on request."""
+"""Names that `reward.arguments` cannot use: the arguments that a run passes itself."""
 
 _EXPECTED_SPEC = "module:function, or path/to/file.py:function"
 
@@ -60,7 +60,7 @@ class FunctionRef(NamedTuple):
 
     @property
     def noun(self) -> str:
-        """Return the name of the function's kind for an error's text."""
+        """Return the kind of function as a noun for error texts."""
         return "reward function" if self.key == "reward.function" else self.key
 
 
@@ -89,7 +89,7 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
 
 def _argument_errors(reward: RewardConfig) -> list[UserError]:
     """Return the errors of ``reward.arguments``: reserved names, and values hidden by a run folder."""
-    # Names first: a reserved one would replace an argument of the call.
+    # A reserved name would replace an argument of the call.
     reserved = [name for name in reward.arguments if name in RESERVED_ARGUMENTS]
     if not reserved:
         return check_not_hidden("reward.arguments", reward.arguments)
@@ -122,12 +122,11 @@ def check_not_hidden(key: str, value: Any) -> list[UserError]:
 
 def check_function(function: FunctionRef) -> list[UserError]:
     """Return the errors of a function's name, file and parameters, read from its source."""
-    # The name.
     location, colon, name = function.spec.rpartition(":")
     if not colon or not location or not name.isidentifier():
         return [_spec_error(function)]
 
-    # The file or module.
+    # Find the file, or the file of the module, without importing it.
     if location.endswith(".py") or "/" in location:
         path = Path(location)
         if not path.exists():
@@ -147,7 +146,6 @@ def check_function(function: FunctionRef) -> list[UserError]:
                 )
             ]
 
-    # The function in it.
     if path is None or path.suffix != ".py":  # a compiled module has no source to read
         return []
     return _source_errors(path, name, function)
@@ -207,7 +205,7 @@ def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserErr
 
     if name in definitions:
         return _signature_errors(definitions[name], path, function)
-    if _binds(tree, name):  # not a plain function: only loading it tells what it is
+    if _binds(tree, name):  # not a plain function: its signature is only available after an import
         return []
 
     suggestion = nearest(name, definitions)
@@ -241,7 +239,7 @@ def _binds(tree: ast.Module, name: str) -> bool:
 
 
 def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> list[UserError]:
-    """Return the error of parameters that do not fit the call: refused arguments, or unfilled parameters."""
+    """Return the error of a signature that refuses arguments of the call, or needs further ones."""
     parameters = node.args
 
     # Parameters that an argument can be passed to by name.
@@ -261,7 +259,7 @@ def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> 
         arguments[arguments.index("response")] = GROUP
     arguments += function.extra
 
-    # Every passed argument needs a parameter. Without `passes_all` only the extra ones are surely passed.
+    # Every passed argument needs a parameter. Without `passes_all` only the extra ones are always passed.
     refused: list[str] = []
     if parameters.kwarg is None:
         passed = function.extra
@@ -312,11 +310,11 @@ class _Loading(NamedTuple):
     """A function to load in a contained process, with the settings of that process."""
 
     config: RewardConfig
-    """``config.function`` is the function; its limits and arguments are those of the process."""
+    """Settings with the function as ``config.function``, and with the limits and arguments of the process."""
     key: str
     """The key that names the function."""
     writes: bool = False
-    """Whether the function writes the prompt of a judge, so that it returns text."""
+    """Whether the function is the template of an LLM judge and returns the prompt as text."""
     extra: Sequence[str] = ()
     accepts_group: bool = True
 
@@ -332,15 +330,15 @@ class _Loading(NamedTuple):
 
 
 def function_errors(config: RunConfig) -> list[UserError]:
-    """Load the functions that judge in contained processes; return the errors of loading them.
+    """Load reward and evaluation functions in contained processes; return the errors of loading them.
 
-    Functions whose source has errors are skipped: one error for each mistake.
+    Functions whose source has errors are skipped, so that one mistake is one error.
     """
     # A process for each function: importing one must not affect another.
     loadings = [
         loading
         for loading in _loadings(config)
-        # The package's own functions can be imported: a process for each would only take time.
+        # Skip the package's own functions, whose import is known to work.
         if not (loading.config.function or "").startswith("megatron_rl.") and not loading.source_errors()
     ]
 

@@ -1,4 +1,4 @@
-"""Rules on reward servers: their URLs, headers and requests, and whether servers answer now."""
+"""Rules on reward servers: their URLs, headers and requests, and whether the servers respond now."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megatron_rl.redaction import is_secret
 from megatron_rl.rewards.judgement import is_function
 
 PATIENCE = 2.0
-"""Seconds within which all servers together have to answer: `check` is to stay below five."""
+"""Timeout for the responses of all servers together, in seconds: `check` should take less than five."""
 
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
-"""A token of RFC 9110, section 5.6.2."""
+"""Pattern of an HTTP header name: a token of RFC 9110, section 5.6.2."""
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -44,7 +44,6 @@ def check_servers(reward: RewardConfig) -> Iterator[UserError]:
             yield from _header_errors(f"{section}.headers", header)
             yield from _variable_errors(f"{section}.headers", variable)
 
-    # Requests.
     if reward.http is not None:
         yield from _sends_errors(reward.http.sends)
     if reward.judge is not None:
@@ -53,7 +52,7 @@ def check_servers(reward: RewardConfig) -> Iterator[UserError]:
 
 def _url_errors(path: str, url: str) -> Iterator[UserError]:
     """Yield the error of an invalid URL, or of one with a secret, which is not shown."""
-    # Any part may be missing or malformed; urlsplit itself accepts almost everything.
+    # urlsplit accepts almost any text, so check each part.
     try:
         address = urllib.parse.urlsplit(url)
         parameters = [name for name, _ in urllib.parse.parse_qsl(address.query)]
@@ -62,7 +61,7 @@ def _url_errors(path: str, url: str) -> Iterator[UserError]:
         )
         has_login = address.username is not None or address.password is not None
 
-        # The URL is not shown: the secret would be in the report.
+        # Do not print a URL with a secret in the report.
         if valid and (has_login or any(map(is_secret, parameters))):
             yield UserError(
                 "the server URL contains a secret, and a run writes its settings to files",
@@ -73,7 +72,7 @@ def _url_errors(path: str, url: str) -> Iterator[UserError]:
             )
             return
 
-        # Port 0 is valid for urlsplit and no server's.
+        # urlsplit accepts port 0, on which no server listens.
         problem = None if valid and address.port != 0 else repr(url)
     except ValueError as error:  # brackets or a port that urlsplit refuses
         problem = f"{url!r}: {error}"
@@ -99,9 +98,9 @@ def _header_errors(path: str, header: str) -> Iterator[UserError]:
 
 
 def _variable_errors(path: str, name: str) -> Iterator[UserError]:
-    """Yield the error of an environment variable for a secret: its name, or its value on this machine.
+    """Yield the error of an environment variable for a secret: an invalid name, or no valid value here.
 
-    A name that is refused may be the secret itself, so it is not shown.
+    An invalid name may be the secret itself, so it is not printed.
     """
     if not _VARIABLE_NAME.fullmatch(name) or not is_secret(name):
         yield UserError(
@@ -129,7 +128,6 @@ def _variable_errors(path: str, name: str) -> Iterator[UserError]:
 
 def _sends_errors(sends: tuple[str, ...]) -> Iterator[UserError]:
     """Yield the errors of ``reward.http.sends``, the fields of a sample in a request."""
-    # An empty list, or names that a sample does not have.
     if not sends:
         yield UserError(
             "`reward.http.sends` is empty: a request would have no sample",
@@ -158,7 +156,7 @@ def _judge_errors(judge: JudgeConfig) -> Iterator[UserError]:
             fix="write {response} where the response is to stand",
         )
 
-    # Parameters that would change how the answer is read.
+    # The run sets these itself, since they decide the form of the judge's response.
     for name in _SET_BY_JUDGE:
         if name in judge.parameters:
             yield UserError(
@@ -173,12 +171,12 @@ def _judge_errors(judge: JudgeConfig) -> Iterator[UserError]:
 def silent_servers(
     reward: RewardConfig, samplers: Sequence[str] = (), health_path: str | None = None
 ) -> Iterator[UserError]:
-    """Yield warnings of servers that do not answer now; they may be up when the run starts.
+    """Yield warnings of servers that do not respond now; they may be up when the run starts.
 
     ``samplers`` are the URLs of the rollout engine's servers; each must answer at ``health_path``, if
     their engine has one.
     """
-    # Reward servers answer any request, the engine's servers have a health endpoint.
+    # Any response of a reward server counts; the engine's servers have a health endpoint.
     reward_urls = {section: config.url for section, config in servers(reward)}
 
     requests: list[tuple[str, str | None]] = [(url, None) for url in reward_urls.values()]
@@ -214,10 +212,10 @@ def silent_servers(
 
 
 def _request_all(requests: Sequence[tuple[str, str | None]]) -> list[str | None]:
-    """Send a request to each (URL, health path) at once; return the problem of each, None for an answer.
+    """Send a request to each (URL, health path) in parallel; return the problem of each, None for a response.
 
-    Daemon threads, not a pool: a name server that does not answer blocks longer than `check` waits, and a
-    pool would wait for it at exit.
+    It uses daemon threads and no pool: a DNS lookup can block longer than `check` waits, and a pool would
+    wait for it at exit.
     """
     problems: list[str | None] = [f"no answer within {PATIENCE:g} s"] * len(requests)
 
@@ -232,13 +230,13 @@ def _request_all(requests: Sequence[tuple[str, str | None]]) -> list[str | None]
     # All threads share one deadline.
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    return list(problems)  # a copy, which late threads do not change
+    return list(problems)  # a copy, since late threads still write to it
 
 
 def _request(url: str, health_path: str | None) -> str | None:
-    """Send one request; return the problem, None for an answer.
+    """Send one request; return the problem, None for a healthy server.
 
-    Any status is an answer, but with a ``health_path`` only 200 at that path.
+    Without a ``health_path`` any status is healthy, with one only status 200 at that path.
     """
     address = urllib.parse.urlsplit(url)
     connection: http.client.HTTPConnection
@@ -249,7 +247,7 @@ def _request(url: str, health_path: str | None) -> str | None:
         else:
             connection = http.client.HTTPConnection(address.netloc, timeout=PATIENCE)
 
-        # A HEAD request starts no computation on a reward server; any answer shows that it is up.
+        # A HEAD request starts no computation on a reward server, and any response shows that it is up.
         if health_path is not None:
             connection.request("GET", health_path)
         else:

@@ -1,7 +1,7 @@
 """Units and bounds of common kinds of numbers, and the limits of processes that run a user's code.
 
-The one idea: every number has an upper bound. A value above it is a slip of the user, and would overflow in
-torch, in vLLM or in the clock, where the error names no key.
+The one idea: every number has an upper bound. A value above it is a mistake of the user, and would overflow
+later, in torch, vLLM or a timer, where the error names no key.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Any
 
 from megatron_rl.config.setting import setting
 
-# Ranks of a job. The numbers of ranks that layouts multiply to are compared with it before any list is made.
+# Largest number of ranks of a job. Products of parallel sizes are compared with it before ranks are listed.
 MAX_WORLD = 1 << 16
 
 # Characters of a user's name, of a set or a model, which becomes a part of file names and metric names.
 LONGEST_NAME = 64
 
-# Rows, prompts and samples of a step, which are in memory together.
+# Largest number of rows, prompts or samples of a step, which are in memory together.
 MOST_ROWS = 1 << 24
 
-# Tokens of a row or a micro-batch: below 2^31, so that int32 can index them.
+# Largest number of tokens of a row or a micro-batch: below 2^31, so that int32 can index them.
 MOST_TOKENS = 1 << 30
 
-# Steps, turns and other things that follow one another: below 2^31, too.
+# Largest number of steps, turns and other sequential events: below 2^31, too.
 MOST_STEPS = 10**9
 
-# Numbers that weigh or scale something in float32: products of several stay far below its 3e38.
+# Largest weight or scale in float32: products of several stay far below its maximum of 3e38.
 LARGE = 1e6
 
 # 30 days: longer than any call or wait, and far below the times at which a clock overflows.
@@ -36,10 +36,10 @@ _MOST_SECONDS = 30 * 24 * 3600
 # Unit and bounds as keyword arguments of `setting`.
 Kind = Mapping[str, Any]
 
-# Numbers of things that a step, or a set, has in memory together.
+# Counts of objects that are in memory together, in a step or a data set.
 MANY: Kind = {"at_least": 1, "at_most": MOST_ROWS}
 
-# Numbers of things that follow one another.
+# Counts of sequential events.
 ENDLESS: Kind = {"at_least": 1, "at_most": MOST_STEPS}
 STEPS: Kind = {"unit": "steps", **ENDLESS}
 TOKENS: Kind = {"unit": "tokens", "at_least": 1, "at_most": MOST_TOKENS}

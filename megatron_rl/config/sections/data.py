@@ -83,7 +83,7 @@ class DataConfig:
             "ROLL": "prompt_length",
         },
     )
-    # No choice cuts a prompt: half a question has another answer.
+    # There is no choice that truncates prompts: half a question has another answer.
     over_long: str = setting(
         "drop",
         "Longer prompts are left out and counted (drop), or are an error.",
@@ -109,19 +109,19 @@ class DataConfig:
         return f"data.{name}"
 
     @property
-    def asked(self) -> dict[str, str]:
-        """Return the field of the prompt with the setting that names it."""
+    def prompt_fields(self) -> dict[str, str]:
+        """Return the record field of the prompt, mapped to the setting that names it."""
         return {self.prompt_field: self.setting_of("prompt_field")}
 
     @property
-    def of_prompts(self) -> tuple[str | None, ...]:
-        """Return the fields that are read of a record beside its responses; None for an unused one."""
+    def record_fields(self) -> tuple[str | None, ...]:
+        """Return the record fields that are read in addition to responses; None for an unused one."""
         return self.prompt_field, self.ground_truth_field, self.task_field, self.tools_field
 
     @property
-    def judged(self) -> dict[str, str]:
-        """Return the fields that a reward reads, with the settings that name them."""
-        return {**self.asked, self.ground_truth_field: self.setting_of("ground_truth_field")}
+    def reward_fields(self) -> dict[str, str]:
+        """Return the record fields that a reward reads, mapped to the settings that name them."""
+        return {**self.prompt_fields, self.ground_truth_field: self.setting_of("ground_truth_field")}
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ class LayoutConfig:
             "ms-swift": "sequence_parallel_size",
         },
     )
-    # Experts have a division of the ranks of their own, beside that of the dense layers.
+    # Experts divide the ranks independently of the dense layers.
     expert: int = setting(
         1,
         "Expert parallelism: ranks that the experts of a layer are distributed over.",
@@ -402,7 +402,7 @@ class ActorConfig:
     lora: LoraConfig | None = setting(
         None, "Adapters to train in place of the weights.", unset="every weight is trained"
     )
-    # Memory, for time: activations are computed again, or state is moved to the host.
+    # Trade memory for time: recompute activations, or move state to the host.
     recompute: str = setting(
         "none",
         RECOMPUTED,
@@ -439,8 +439,8 @@ class ActorConfig:
             "OpenRLHF": "deepspeed_enable_sleep",
         },
     )
-    # Mixture of experts. A router that chooses other experts in the update than in the rollout makes the
-    # ratio of the two policies that of different networks.
+    # Mixture of experts. If the update routes tokens to other experts than the rollout did, the policy ratio
+    # compares two different networks.
     routing_replay: str = setting(
         "none",
         "Experts of each token in the actor's updates of a mixture of experts: those that the routers choose "
@@ -455,7 +455,7 @@ class ActorConfig:
         },
     )
     freeze_router: bool = setting(False, "Do not train the routers of a mixture of experts.")
-    # Everything else that Megatron can be told, by its own names.
+    # Pass-through settings, under Megatron's own names.
     megatron: dict[str, Any] = setting(
         {},
         "Fields of Megatron-Core's TransformerConfig, also for the roles without settings of their own. "
@@ -522,7 +522,7 @@ class CriticConfig:
         unset="every weight is trained",
     )
     recompute: str = setting("none", RECOMPUTED, choices=RECOMPUTES)
-    # A new head has random values at first, from which the actor's advantages would be noise.
+    # A new value head is random at first, so advantages computed from it would be noise.
     warmup_steps: int = setting(
         0,
         "Number of steps at the start of the run that train the critic alone.",

@@ -289,8 +289,8 @@ class RewardConfig:
     concurrency: int = setting(
         16, "Largest number of open calls of an `async def` function per worker.", unit="calls", **MANY
     )
-    # Failures. Several steps in a row, since one may fail for a reason that passes, such as a server's
-    # restart.
+    # Failures. The limit is on several consecutive steps, since a single one may fail for a temporary
+    # reason, such as a server's restart.
     max_invalid_fraction: float = setting(
         0.5,
         "Share of a step's rewards that may fail. A run that exceeds it in `invalid_steps` consecutive steps "

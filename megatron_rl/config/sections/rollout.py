@@ -347,7 +347,7 @@ class RolloutConfig:
         True,
         "Compute vLLM's logits in float32, as the trainer does, also for a model of another dtype.",
     )
-    # Everything else that an engine can be told.
+    # Servers, and pass-through settings of the engine.
     server: ServerConfig = setting(ServerConfig(), "The servers of `engine: server`.")
     vllm: dict[str, Any] = setting(
         {}, "Fields of vLLM's EngineArgs.", also_called={"verl": "engine_kwargs", "NeMo-RL": "vllm_cfg"}
@@ -360,7 +360,7 @@ class RolloutConfig:
             >>> RolloutConfig(oversample=0.3).prompts_in_flight(8)
             11
         """
-        # The product may be above the integer that is meant by rounding alone: 100 * 0.07 > 7.
+        # Floating-point error may put the product above the intended integer: 100 * 0.07 > 7.
         return count + math.ceil(count * self.oversample - 1e-9)
 
     @property

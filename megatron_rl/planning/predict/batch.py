@@ -1,8 +1,8 @@
-"""Rows of one step: how many there are, and the distribution of their lengths.
+"""Rows of one step: their number, and the distribution of their lengths.
 
-Every cost of a step depends on the lengths through three numbers: the mean, the mean square, and the share
-of responses that are still being generated at a length. Response lengths are modelled as an exponential
-distribution of the given mean, truncated at the token limit.
+Every cost of a step depends on the lengths through three numbers: the mean, the mean square, and the fraction
+of responses that are longer than a given length. Response lengths are modelled as an exponential distribution
+of the given mean, truncated at the token limit.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from functools import cached_property, lru_cache
 from math import exp, expm1
 
 _FIXED_ABOVE = 0.995
-"""Share of the limit above which a mean is taken for a fixed length: the exponential has no scale there."""
+"""Fraction of the limit above which lengths are assumed equal: no truncated exponential has such a mean."""
 _BISECTIONS = 80
-"""Halvings of the interval that holds the scale: enough for every bit of a float."""
+"""Bisection steps for the scale, enough for the precision of a float."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Lengths:
 
     def alive(self, length: float) -> float:
         """Return the share of responses that are longer than ``length`` tokens."""
-        # Responses at the limit have ended there.
+        # Responses are truncated at the limit.
         if length >= self.longest:
             return 0.0
         if self.scale is None:
@@ -59,11 +59,11 @@ def response_lengths(mean: float, limit: float, kind: str) -> Lengths:
     if kind == "fixed":
         length = min(mean, limit)
         return Lengths(length, length, None)
-    # So near the limit no exponential has this mean: every response is taken to be as long as the limit.
+    # No truncated exponential has a mean this close to the limit: assume that every response reaches it.
     if mean >= _FIXED_ABOVE * limit:
         return Lengths(min(mean, limit), limit, None)
 
-    # The mean grows with the scale, so bisection finds it; geometric, since the interval spans decades.
+    # The mean grows with the scale, so bisect; geometrically, since the interval spans orders of magnitude.
     low = mean * 0.5
     high = limit * 1000.0
     for _ in range(_BISECTIONS):

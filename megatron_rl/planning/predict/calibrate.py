@@ -1,8 +1,8 @@
-"""Fit efficiency factors to a run's own phase times.
+"""Fit efficiency factors to the measured phase times of a run.
 
-A run folder holds the resolved configuration and metrics.jsonl with seconds per phase (time/generate, which
-contains the weight sync, time/reshard, time/reward, time/score, time/learn). A single run can identify one
-factor per phase, and no more.
+A run folder contains the resolved configuration and metrics.jsonl with seconds per phase (time/generate,
+which includes the weight sync, time/reshard, time/reward, time/score, time/learn). A single run can only
+identify one factor per phase.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import load_shape
 
 MAX_SPEEDUP = 4.0
-"""Most by which a phase can be faster than predicted: constants are shares of a GPU's own rates."""
+"""Largest plausible ratio of predicted to measured seconds: efficiencies are fractions of peak rates."""
 MAX_SLOWDOWN = 50.0
-"""Most by which a phase can be slower than predicted on the GPU of the prediction."""
+"""Largest plausible ratio of measured to predicted seconds, if the run used the GPU of the prediction."""
 _DEFAULT_GPU = "h100"
 _REST = "rest"
 """Key of the seconds of a step that belong to no phase."""
@@ -36,7 +36,7 @@ _REST = "rest"
 def phase_seconds(step: Mapping[str, float]) -> dict[str, float]:
     """Return the disjoint seconds per phase of one line of metrics.jsonl.
 
-    The line's own time of generate contains the weight sync, which is a phase of its own here.
+    time/generate in the file includes the weight sync, which is a separate phase here.
     """
     reshard = step.get("time/reshard", 0.0) + step.get("time/reshard_verify", 0.0)
     seconds = {name: max(0.0, step[f"time/{name}"]) for name in PHASES if f"time/{name}" in step}
@@ -67,7 +67,7 @@ def read_steps(run_dir: str | Path, option: str = "--calibrate") -> list[dict[st
     """
     path = _require_file(RunFolder(run_dir).metrics, option)
     lines = read_metrics(path)
-    # Lines of evaluations have no phase times.
+    # Evaluation lines have no phase times.
     steps = [line for line in lines if phase_seconds(line)]
     if not steps:
         raise UserError(
@@ -93,7 +93,7 @@ def run_stats(config: RunConfig, steps: list[dict[str, float]]) -> RunStats:
     response = median_of("response/length")
     tokens_per_second = median_of("throughput/tokens_per_second")
     seconds = median_of("time/step")
-    # Tokens per second counts prompts and responses: the remainder is the prompts.
+    # The measured throughput counts prompts and responses, so subtract the responses to get the prompts.
     if response is None or tokens_per_second is None or seconds is None:
         return RunStats(None, response)
     return RunStats(max(1.0, tokens_per_second * seconds / rows - response), response)
@@ -126,7 +126,7 @@ def _with_efficiency(constants: Constants, **values: float) -> Constants:
 def _train_factor(
     predict: Callable[[Constants], RunStep], constants: Constants, predicted: RunStep, seconds: float
 ) -> float:
-    """Return rl_train for which learning takes ``seconds``.
+    """Return the value of rl_train for which the predicted learn phase takes ``seconds``.
 
     Only computation scales with rl_train; a second prediction with twice the factor separates it from the
     gradient exchange.
@@ -136,7 +136,7 @@ def _train_factor(
     faster = predict(_with_efficiency(constants, rl_train=2.0 * factor)).seconds["learn"]
     scaling = 2.0 * (learn - faster)
     constant = learn - scaling
-    # A run that is faster than the exchange alone scales as a unit.
+    # If the run is faster than the predicted exchange alone, scale the complete phase.
     if seconds > constant:
         return factor * (scaling / (seconds - constant))
     return factor * (learn / seconds)
@@ -144,7 +144,7 @@ def _train_factor(
 
 def _require_plausible(phases: Mapping[str, tuple[float, float]], run_dir: str, gpu: str) -> None:
     """Raise UserErrors for phases that are too fast or too slow for such GPUs."""
-    # The remainder of a step is the host's, for which there is no bound.
+    # The remainder of a step is time of the host, for which there is no bound.
     errors = [
         UserError(
             f"the phase {name} of the run took {seconds:.3g} s, where {predicted:.3g} s are predicted",
@@ -168,7 +168,7 @@ def _load_run_shape(path: str, run_dir: str) -> ModelShape:
         if Path(path).exists():
             raise
 
-        # A relative path is relative to the folder in which the run was started.
+        # A relative path depends on the folder in which the run was started.
         raise UserError(
             "the model of the run is not there",
             where=f"{RunFolder(run_dir).config}: model.path",
@@ -184,8 +184,8 @@ def calibrate(
 ) -> tuple[dict[str, Any], dict[str, tuple[float, float]]]:
     """Return (constants override, {phase: (predicted, measured) seconds}) of a run folder.
 
-    ``gpu`` None: the configuration's own, else h100. ``model`` replaces a model.path that does not exist any
-    more. Raises UserError where the folder has no configuration or no phase times.
+    ``gpu`` defaults to that of the configuration, else to h100. ``model`` replaces a model.path that no
+    longer exists. Raises UserError if the folder has no configuration or no phase times.
     """
     steps = read_steps(run_dir)
     config = load(_require_file(RunFolder(run_dir).config, "--calibrate")).valid()
@@ -209,7 +209,7 @@ def calibrate(
     _require_plausible(phases, run_dir, gpu_name)
 
     override: dict[str, Any] = {"calibrated_from": str(run_dir)}
-    # Efficiencies of the roles' phases; score and reward are the same forward passes.
+    # Efficiencies of the roles' phases; score and reward share one, since both are forward passes.
     efficiency: dict[str, float] = {}
     if "learn" in phases:
         efficiency["rl_train"] = _train_factor(predict, constants, predicted, seconds["learn"])
@@ -222,7 +222,7 @@ def calibrate(
     if efficiency:
         override["efficiency"] = efficiency
 
-    # One factor for the engine's steps and its fixed part, and one for all links of a sync.
+    # One factor for all of generation, its fixed time included, and one for all links of a weight sync.
     if "generate" in phases:
         slowdown = phases["generate"][1] / phases["generate"][0]
         override["decode"] = {

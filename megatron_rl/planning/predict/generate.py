@@ -18,13 +18,13 @@ from megatron_rl.shapes.memory import rollout_parameters
 from megatron_rl.shapes.model import ModelShape
 
 POINTS = 32
-"""Response lengths at which a decode step is costed; the sum approximates the integral over lengths."""
+"""Number of response lengths at which a decode step is evaluated to integrate over lengths."""
 _CACHE_BYTES = 2
-"""Most bytes of an element of the key-value cache, which otherwise has the precision of the weights."""
+"""Largest size of an element of the key-value cache in bytes; smaller weights imply a smaller cache."""
 _PREFILL_TOKENS = 8192
-"""Tokens of a prefill batch, whose activations the engine must have room for."""
+"""Tokens of a prefill batch, whose activations the engine must reserve memory for."""
 _ENGINE_SHARE = 0.25
-"""Share of the constants' engine memory that comes out of the engine's own fraction."""
+"""Fraction of the engine's fixed memory that counts towards its `memory_fraction`."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class RolloutLayout:
     expert: int = 1
     """GPUs over which routed experts are spread."""
     replicas: int = 1
-    """Replicas of the engine."""
+    """Data-parallel replicas of the engine."""
     max_sequences: int | None = None
-    """Most sequences that a replica decodes at once; None: the engine's default."""
+    """Largest number of sequences that a replica decodes at once; None: the engine's default."""
     memory_fraction: float = 0.6
-    """Fraction of a GPU's memory that the engine takes."""
+    """Fraction of a GPU's memory that the engine reserves."""
     engine: str = "current"
     """Name of the engine's constants."""
 
@@ -76,7 +76,7 @@ class DecodeCost:
     flops: float
     """Seconds of the matrix products per sequence."""
     hit: float
-    """Mean probability that one sequence needs a given expert."""
+    """Mean probability that a sequence is routed to a given expert."""
     spread: float
     """Standard deviation of an expert's load over its mean."""
     pipeline: int
@@ -88,17 +88,18 @@ class DecodeCost:
         weights = self.dense_weights
         if self.expert_weights:
             weights += self.expert_weights * experts_read(max(1.0, batch) * self.hit, self.spread)
-        # Products overlap with the reads of the weights that they multiply.
+        # Matrix products overlap with reading the weights, so the slower of the two counts.
         read_or_compute = max(weights, self.flops * batch)
         cache = self.per_cached_token * batch * context
         return self.fixed + self.per_sequence * batch + cache + read_or_compute
 
 
 def experts_read(hits: float, spread: float) -> float:
-    """Return the share of experts that a step reads if an expert is needed by ``hits`` sequences on average.
+    """Return the fraction of experts that a step reads if ``hits`` sequences use an expert on average.
 
-    Loads are gamma-distributed with ``spread`` as deviation over mean, needs are Poisson: popular experts are
-    hit many times while others are not read at all. Even loads give 1 - exp(-hits).
+    Expert loads are gamma-distributed with ``spread`` as standard deviation over mean, and the hits of an
+    expert are Poisson: popular experts are hit many times while others are not read at all. Even loads give
+    1 - exp(-hits).
     """
     if not spread:
         return 1.0 - exp(-hits)
@@ -117,7 +118,7 @@ def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> 
     bandwidth = gpu.hbm * decode.weight_bandwidth
     expert_gpus = max(tensor, rollout.expert)
 
-    # The input embedding is looked up, not read.
+    # A decode step looks up a few rows of the input embedding, but reads all other weights.
     dense = model.parameters - model.routed_expert_parameters
     if not model.tied:
         dense -= model.embedding_parameters
@@ -131,9 +132,9 @@ def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> 
     per_sequence = engine.sequence_seconds + decode.sequence_seconds
     per_sequence += elementwise / (gpu.hbm * constants.efficiency.hbm)
 
-    # All-reduces: a latency per layer that grows with the ranks, and bytes per sequence.
+    # All-reduces have a latency per layer, which grows with the number of ranks, and a cost per sequence.
     if expert_gpus > 1:
-        # Within a domain latency grows with the doublings of the group, across nodes by more.
+        # Within an NVLink domain the latency grows with log2 of the group size, and faster across nodes.
         doublings = log2(min(expert_gpus, machine.cluster.domain))
         seconds_per_layer += decode.layer_seconds_per_doubling * doublings
         rate = gpu.nvlink * decode.allreduce_bandwidth_share
@@ -168,7 +169,7 @@ def prefill_seconds(
     active_experts = 2.0 * model.active_expert_parameters
     flops = tokens * (model.layer_flops - active_experts + model.attention_flops(prompt / 2))
     if active_experts:
-        # Narrow experts cost efficiency, as in training; without expert parallelism tensor ranks cut them.
+        # Narrow experts reduce efficiency; without expert parallelism, tensor ranks shard them.
         width = model.expert_width * rollout.expert / max(rollout.tensor, rollout.expert)
         flops += tokens * active_experts * (1.0 + machine.constants.efficiency.expert_gemm_width / width)
     rate = machine.gpu.rate_at(machine.precision, decode.prefill_gemm)
@@ -195,7 +196,7 @@ def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) ->
     Negative where the weights do not fit. The cache has the precision of the weights, two bytes at most.
     """
     memory = machine.constants.memory
-    # The engine's fraction, less its own buffers, the activations of a prefill, and the weights.
+    # The engine's fraction, minus its buffers, the activations of a prefill, and the weights.
     room = min(rollout.memory_fraction, memory.usable_share) * machine.gpu.memory
     engine_bytes = _ENGINE_SHARE * memory.engine_gigabytes * GB
     room -= engine_bytes + prefill_workspace_bytes(model, rollout, _PREFILL_TOKENS)
@@ -217,8 +218,8 @@ def replica_seconds(
 ) -> float:
     """Return seconds until the last of ``rows`` responses on one replica is complete.
 
-    Steps run to the longest response; where more sequences are alive than the engine or its cache has room
-    for, they take turns. Infinite where the cache has no room for one sequence.
+    Steps run to the longest response. If more sequences are unfinished than fit into the engine or its cache,
+    the others wait. Infinite if the cache has no room for one sequence.
     """
     engine = machine.constants.engines[rollout.engine]
     capacity = cache_tokens(model, rollout, machine)
@@ -238,7 +239,7 @@ def replica_seconds(
         length = (point + 0.5) * width
         alive = max(1.0, rows * lengths.alive(length))
         running = min(alive, sequence_limit, max(1.0, capacity / (cached_prompt + length)))
-        # Rows beyond those that run wait for as many further steps.
+        # Rows that do not fit wait, which multiplies the number of steps.
         total += width * cost.seconds(running, prompt + length) * alive / running
     return total
 
@@ -248,9 +249,9 @@ def steady_seconds(
 ) -> float:
     """Return seconds in which one replica of the open order completes ``rows`` responses.
 
-    ``rows`` sequences are always in flight, and `StepBatch.oversample` beyond them: no sequence waits for the
-    longest. When weights arrive, once in these seconds, the keys and values of all running sequences are
-    computed again. Infinite where the cache has no room for one sequence.
+    ``rows`` sequences and the over-sampled ones (`StepBatch.oversample`) are always in flight: no sequence
+    waits for the longest. One weight update falls into these seconds, after which the keys and values of all
+    running sequences are recomputed. Infinite if the cache has no room for one sequence.
     """
     engine = machine.constants.engines[rollout.engine]
     prompt = batch.prompt
@@ -259,7 +260,7 @@ def steady_seconds(
     if capacity < prompt + lengths.longest:
         return inf
 
-    # Mean length so far of a response in flight: long responses are in flight for longer.
+    # Mean current length of a response in flight. Long responses are in flight for longer, hence E[l^2].
     generated = lengths.mean_square() / (2.0 * lengths.mean)
     sequence_limit = rollout.max_sequences or engine.max_sequences
     in_flight = rows * (1.0 + (batch.oversample or 0.0))
@@ -279,11 +280,11 @@ def generate_seconds(model: ModelShape, rollout: RolloutLayout, batch: StepBatch
     decode = machine.constants.decode
     rows = max(1.0, batch.rows / rollout.replicas)
     if batch.oversample is None:
-        # A replica with fewer rows than a prompt's samples does not share the prompt among all of them.
+        # A replica with fewer rows than a prompt has samples shares the prefill among its own rows only.
         samples = min(batch.samples, max(1, round(rows)))
         seconds = replica_seconds(model, rollout, machine, rows, batch.prompt, batch.lengths, samples)
     else:
         seconds = steady_seconds(model, rollout, machine, rows, batch)
-    # A loop keeps a part of an engine's own pace, and adds a fixed time.
+    # In a reinforcement-learning loop an engine reaches a fraction of its standalone speed.
     share = decode.rl_generate * machine.constants.engines[rollout.engine].rl_share
     return decode.rl_fixed_seconds + seconds / share

@@ -1,11 +1,11 @@
-"""Seconds and bytes of a role's two phases: the forward pass over a step's rows, and learning from them.
+"""Seconds and bytes of a role's two phases: the forward pass over a step's rows, and training on them.
 
-The one idea: a layer costs a few terms, each divided by a rate that the GPU reaches; everything else
-multiplies the layer. From the layer up:
+The one idea: a layer's time is a sum of a few terms, each work divided by an achieved rate; everything else
+is a multiple of the layer. From the layer up:
 
 Layer: matrix products at the GPU's achieved rate, attention at a rate of its own, memory-bound tensors
-(norms, activations, permutations) at HBM rate, and the communication that is not overlapped; never less than
-launching its kernels takes. A routed layer also waits for the host. FLOPs: Narayanan et al. 2021 (arXiv
+(norms, activations, permutations) at HBM rate, and the communication that is not overlapped; at least the
+time to launch its kernels. A routed layer also waits for the host. FLOPs: Narayanan et al. 2021 (arXiv
 2104.04473) section 5.1; tensor-parallel traffic: Korthikanti et al. 2022 (two all-gathers and two
 reduce-scatters per layer and direction).
 
@@ -41,20 +41,20 @@ from megatron_rl.shapes.model import LayerKind, ModelShape
 from megatron_rl.shapes.pipeline_stages import default_stage_layers, end_settings
 
 _BACKWARD_LAUNCHES = 1.5
-"""Kernel launches, and waits for the host, of a layer's backward pass per one of its forward pass."""
+"""Kernel launches, and waits for the host, in a layer's backward pass over those in its forward pass."""
 _ATTENTION_BACKWARD_FLOPS = 2.5
-"""FLOPs of attention's backward pass per one of its forward pass: five matrix products for two."""
+"""FLOPs of attention's backward pass over those of its forward pass: five matrix products over two."""
 _LOGITS_BYTES = 20.0
 """Bytes that the output layer moves through HBM per logit."""
 _PARAMETER_BYTES = 2.0
-"""Bytes of a parameter that data-parallel ranks gather, in bfloat16."""
+"""Bytes per parameter of the data-parallel all-gather, in bfloat16."""
 
 
 # ---------------------------------------------------------------- collectives
 
 
 def local_members(cluster: Cluster, size: int, stride: int) -> int:
-    """Return how many members of a rank group share one NVLink domain, at least one."""
+    """Return the number of members of a rank group in one NVLink domain, at least one."""
     return max(1, min(size, cluster.domain // max(1, stride)))
 
 
@@ -63,7 +63,7 @@ def group_bandwidth(machine: Machine, size: int, stride: int) -> float:
     cluster = machine.cluster
     efficiency = machine.constants.efficiency
     local = local_members(cluster, size, stride)
-    # A ring is as fast as its slowest hop: NVLink inside a node, all cards of its members between nodes.
+    # A ring is as fast as its slowest hop: NVLink within a node, the members' network cards between nodes.
     nvlink_rate = cluster.gpu.nvlink * efficiency.nvlink
     if local >= size:
         return nvlink_rate
@@ -81,9 +81,9 @@ def gather_seconds(machine: Machine, size: int, stride: int, total_bytes: float)
 def all_to_all_seconds(machine: Machine, size: int, sent_bytes: float, copies: int) -> float:
     """Return seconds of a token exchange over consecutive ranks, in one direction.
 
-    ``sent_bytes`` is the total of a rank: each token to each of its ``copies`` experts. Across nodes a token
-    is sent once per node that needs it: min(copies, nodes) of its copies (DeepEP, arXiv 2412.19437 section
-    3.2.2).
+    ``sent_bytes`` is the total of a rank, which sends each token to each of its ``copies`` experts. Across
+    nodes a token is sent once per node that needs it: min(copies, nodes) times (DeepEP, arXiv 2412.19437
+    section 3.2.2).
     """
     if size <= 1:
         return 0.0
@@ -125,7 +125,7 @@ def gemm_rate(machine: Machine, precision: str, width: float) -> float:
     """Return achieved FLOP/s of dense products whose sharded dimension is ``width``."""
     gpu = machine.gpu
     constants = machine.constants.efficiency
-    # Narrow products do not fill the GPU; gemm_width is the width of half the efficiency.
+    # Narrow products do not fill the GPU; gemm_width is the width at which the efficiency is halved.
     efficiency = gpu.gemm_efficiency * width / (width + constants.gemm_width)
     if precision == "fp8":
         efficiency *= constants.fp8_gemm
@@ -133,7 +133,7 @@ def gemm_rate(machine: Machine, precision: str, width: float) -> float:
 
 
 def expert_rate(machine: Machine, model: ModelShape, layout: ParallelLayout, tokens: float) -> float:
-    """Return achieved FLOP/s of grouped expert products; few rows or narrow experts cost efficiency."""
+    """Return achieved FLOP/s of grouped expert products; few rows or narrow experts reduce it."""
     gpu = machine.gpu
     constants = machine.constants.efficiency
     precision = machine.precision
@@ -156,7 +156,7 @@ def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> floa
     Norms, residuals: 24 h; rotary and head tensors: 8 a d; activation: 6 f gated, 4 f plain; MoE
     permutations, before and after the exchange, both ways: 12 k h.
     """
-    # An average layer: dense and routed layers by their share.
+    # An average layer is the mean of dense and routed layers.
     moe_share = model.moe_layers / model.layers
     inner = (
         model.mlp_width * (1 - moe_share)
@@ -172,17 +172,17 @@ def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> floa
 def _exposed_communication(
     model: ModelShape, layout: ParallelLayout, machine: Machine, tokens: float, fused: bool, exchanges: bool
 ) -> float:
-    """Return forward seconds of a layer's tensor, expert and context traffic that nothing overlaps.
+    """Return forward seconds of a layer's tensor, expert and context communication that is not overlapped.
 
-    Under context parallelism this package ``exchanges`` heads for complete rows before and after attention;
-    other systems gather keys and values, overlapped with it.
+    Under context parallelism this package ``exchanges`` heads for complete rows before and after attention
+    (all-to-all); other systems gather keys and values, overlapped with attention.
     """
     efficiency = machine.constants.efficiency
     moe_share = model.moe_layers / model.layers
     hidden_bytes = 2.0 * model.hidden * tokens
 
-    # Tensor parallelism. Overlap with the products needs sequence parallelism (Transformer Engine's user
-    # buffers). Experts that are not cut over tensor ranks exchange nothing around their products.
+    # Tensor parallelism. Overlap with matrix products needs sequence parallelism (Transformer Engine's user
+    # buffers). Experts without expert-tensor parallelism need no tensor-parallel communication.
     exposed_share = efficiency.tensor_exposed
     if layout.sequence_parallel and fused:
         exposed_share = efficiency.tensor_exposed_overlapped
@@ -191,7 +191,7 @@ def _exposed_communication(
         passes = 4.0 - 2.0 * moe_share
     total = exposed_share * passes * gather_seconds(machine, layout.tensor, 1, hidden_bytes)
 
-    # Expert parallelism: tokens go to their experts and come back.
+    # Expert parallelism: tokens are dispatched to their experts and combined.
     if layout.expert > 1:
         copies = model.experts_per_token
         dispatched = copies * hidden_bytes / layout.tensor
@@ -201,7 +201,7 @@ def _exposed_communication(
     if layout.context > 1 and exchanges:
         heads = model.heads / layout.tensor
         groups = model.kv_heads / layout.tensor
-        # Key-value heads that do not divide are repeated for every head before the exchange.
+        # If the context size does not divide the key-value heads, they are repeated for every head.
         if model.mla or groups % layout.context:
             groups = heads
         exchanged = 2.0 * tokens * (heads + groups) * (model.qk_dim + model.value_dim)
@@ -228,22 +228,21 @@ def layer_seconds(
 ) -> LayerSeconds:
     """Return the seconds of one average layer for a micro-batch of ``tokens`` tokens.
 
-    ``tokens`` counts before they are cut over context ranks; ``context`` is the mean number of keys that a
-    token attends to. ``fused`` assumes Transformer Engine's layers, else this package's own, which move more
-    bytes through memory as they keep more. ``frozen`` weights have no gradients of their own; the products of
-    adapters beside them are not counted. ``exchanges``: see `_exposed_communication`.
+    ``tokens`` is the number before context parallelism divides them; ``context`` is the mean number of keys
+    that a token attends to. ``fused`` selects Transformer Engine's layers, else this package's own, which
+    save more activations and move more bytes. ``frozen`` weights have no gradients; the products of adapters
+    on them are not counted. ``exchanges``: see `_exposed_communication`.
     """
     efficiency = machine.constants.efficiency
     gpu = machine.gpu
     tokens = tokens / layout.context
 
-    # Dense products.
     active_experts = model.active_expert_parameters
     dense_flops = (model.layer_flops - 2.0 * active_experts) / model.layers
     inner_width = model.hidden * 2
     if model.moe_layers < model.layers:
         inner_width = model.mlp_width
-    # The narrowest product of the layer bounds the rate of all.
+    # Assume the rate of the narrowest product for all products of the layer.
     width = min(model.heads * model.head_dim, inner_width)
     dense_rate = gemm_rate(machine, machine.precision, width / layout.tensor)
     dense = tokens * dense_flops / layout.tensor / dense_rate
@@ -258,7 +257,7 @@ def layer_seconds(
     attention_rate = gpu.bf16_flops * efficiency.attention * min(1.0, gpu.pace)
     attention = tokens * model.attention_flops(context) / model.layers / layout.tensor / attention_rate
 
-    # Memory-bound kernels. Layers of PyTorch's own move more, in the proportion in which they save more.
+    # Memory-bound kernels. Unfused layers are assumed to move bytes in proportion to those that they save.
     memory_bound = tokens * elementwise_bytes(model, layout.tensor, layout.token_shards)
     memory_bound /= gpu.hbm * efficiency.hbm
     if not fused:
@@ -269,10 +268,10 @@ def layer_seconds(
 
     exposed = _exposed_communication(model, layout, machine, tokens, fused, exchanges)
     launch = efficiency.launch_seconds_layer
-    # Without padding the host must read how many tokens each expert got before it launches the products.
+    # Without padding, the host must read the token count of each expert before it can launch the products.
     routing_wait = efficiency.routing_seconds_layer * model.moe_layers / model.layers
 
-    # Kernels run one after another; a layer with little work is bound by their launches.
+    # Kernels run one after another; a layer with little work is bound by launch overhead.
     forward = max(dense + experts + attention + memory_bound + exposed, launch) + routing_wait
 
     backward_attention = attention * _ATTENTION_BACKWARD_FLOPS / efficiency.attention_backward
@@ -296,7 +295,7 @@ def layer_seconds(
 
 @dataclass(frozen=True)
 class TrainChoice:
-    """How one trained or frozen model runs on its GPUs.
+    """Settings with which a trained or frozen model runs on its GPUs.
 
     Example: ``TrainChoice(shape, ParallelLayout(tuple(range(8)), tensor=4), recompute="full")``.
     """
@@ -306,15 +305,15 @@ class TrainChoice:
     layout: ParallelLayout
     """Parallel layout on the role's ranks."""
     recompute: str = "none"
-    """Activations that the backward pass computes again: none, selective or full."""
+    """Activations that the backward pass recomputes: none, selective or full."""
     optimizer: OptimizerChoice = field(default_factory=OptimizerChoice)
     """Sharding, offload and precision of the optimizer."""
     micro_batch: int = 1
-    """Rows of a micro-batch; with packing, in units of the longest row's tokens."""
+    """Rows of a micro-batch; with packing, its token budget in units of the longest row."""
     transformer_engine: bool = True
     """Whether layers are Transformer Engine's."""
     lora: Lora | None = None
-    """Adapters that learn instead of the weights; None: the weights learn."""
+    """Adapters that are trained instead of the weights; None: the weights are trained."""
     exchanges_heads: bool = True
     """Whether context-parallel ranks exchange heads around attention; else they gather keys and values."""
 
@@ -329,7 +328,8 @@ class TrainChoice:
 class RoleMemory:
     """Bytes of a role on its fullest GPUs.
 
-    The two need not be one GPU: an early pipeline stage has more activations, an end more parameters.
+    The two fields may be of different GPUs: an early pipeline stage has more activations, the first and last
+    stage have more parameters.
     """
 
     fullest: TrainingMemory
@@ -383,12 +383,12 @@ def replica_work(choice: TrainChoice, batch: StepBatch, rows: float) -> Work:
     replica_rows = max(1.0, rows / choice.layout.data)
 
     if batch.packing:
-        # A micro-batch closes when the next row does not fit, half a row before its limit on average.
+        # A micro-batch is full when the next row does not fit, on average half a row below its limit.
         microbatch_rows = min(max(1.0, choice.micro_batch * row_limit / mean - 0.5), replica_rows)
         tokens = microbatch_rows * mean
     else:
         microbatch_rows = min(float(choice.micro_batch), replica_rows)
-        # The longest of more rows is nearer to the limit.
+        # With more rows in a micro-batch, the longest of them is closer to the limit.
         padded = mean
         if microbatch_rows > 1:
             padded = mean + (row_limit - mean) * (1 - 1 / microbatch_rows)
@@ -423,15 +423,15 @@ def _pipeline_seconds(choice: TrainChoice, machine: Machine, work: Work, layer: 
     model = choice.model
     layout = choice.layout
     slowest, mean = _stage_seconds(model, layout, layer, head)
-    # Every micro-batch passes the slowest stage; filling and draining take the mean one.
+    # Every micro-batch passes the slowest stage; filling and draining the pipeline take mean stage times.
     total = slowest * work.micro_batches + mean * (layout.pipeline - 1) / layout.virtual_pipeline
     if layout.pipeline == 1:
         return total
 
-    # Activations from stage to stage, and gradients back.
+    # Stages send activations to the next stage, and gradients back.
     cluster = machine.cluster
     efficiency = machine.constants.efficiency
-    # Ranks of a tensor group send a shard each under sequence parallelism, else all the same.
+    # With sequence parallelism each rank of a tensor group sends a shard, otherwise all send everything.
     shards = layout.tensor if layout.sequence_parallel else 1
     boundary_bytes = 2.0 * model.hidden * work.tokens / layout.context / shards
     stride = layout.tensor * layout.context * layout.data
@@ -444,7 +444,7 @@ def _pipeline_seconds(choice: TrainChoice, machine: Machine, work: Work, layer: 
 
 
 def _trainable_parameters(choice: TrainChoice) -> tuple[int, int]:
-    """Return the dense and the expert parameters that learn on a rank of the fullest stage."""
+    """Return the numbers of trainable dense and expert parameters on a rank of the fullest stage."""
     model = choice.model
     layout = choice.layout
     lora = choice.lora
@@ -460,7 +460,7 @@ def _gradient_exchange_seconds(choice: TrainChoice, machine: Machine) -> float:
     dense, expert = _trainable_parameters(choice)
     bytes_per_parameter = choice.optimizer.gradient_bytes + _PARAMETER_BYTES
 
-    # Experts have data-parallel groups of their own.
+    # Experts have separate data-parallel groups.
     dense_bytes = dense * bytes_per_parameter
     total = gather_seconds(machine, layout.data * layout.context, layout.tensor, dense_bytes)
     if expert:
@@ -484,7 +484,7 @@ def _update_seconds(choice: TrainChoice, machine: Machine) -> float:
     seconds = hbm_bytes / (machine.gpu.hbm * efficiency.hbm)
 
     if optimizer.offload:
-        # Gradients go to the host and parameters come back; the update itself runs at host memory rate.
+        # Gradients are copied to the host and parameters back; the update runs at the host's memory rate.
         host_bytes = parameters * (optimizer.gradient_bytes + _PARAMETER_BYTES + 2.0 * optimizer.state_bytes)
         seconds += host_bytes / machine.host_rate
     return seconds
@@ -507,8 +507,8 @@ def _average_layer(choice: TrainChoice, machine: Machine, work: Work) -> LayerSe
 def optimizer_step(choice: TrainChoice, machine: Machine, work: Work, share: float = 1.0) -> OptimizerStep:
     """Return seconds of one optimizer step: forward, backward, gradient exchange, update.
 
-    ``share`` is the part of the kernels' pace that the surrounding loop keeps; it slows computation, not the
-    gradient exchange.
+    ``share`` is the fraction of pretraining speed that a reinforcement-learning loop reaches; it applies to
+    computation, not to the gradient exchange.
     """
     layer = _average_layer(choice, machine, work)
     seconds_per_layer = layer.forward + layer.backward
@@ -528,7 +528,7 @@ def optimizer_step(choice: TrainChoice, machine: Machine, work: Work, share: flo
 
 
 def routing_imbalance(model: ModelShape, layout: ParallelLayout, spread: float) -> float:
-    """Return the tokens of the fullest expert-parallel rank over the mean: every layer waits for it.
+    """Return the tokens of the fullest expert-parallel rank over the mean, by which every layer is slowed.
 
     Pretraining benchmarks force an even load, which reinforcement learning does not have. With ``spread`` the
     standard deviation of an expert's load over its mean, a rank of E / ep experts has spread / sqrt(E / ep),
@@ -542,13 +542,13 @@ def routing_imbalance(model: ModelShape, layout: ParallelLayout, spread: float) 
 
 
 def _loop_share(choice: TrainChoice, batch: StepBatch, constants: Constants) -> float:
-    """Return the share of a pretraining pace that a reinforcement-learning loop keeps.
+    """Return the fraction of pretraining speed that a reinforcement-learning loop reaches.
 
-    Uneven rows unbalance replicas and leave packed micro-batches partly empty; routing is uneven; the
-    remaining loss is float32 logits, loading and offloading.
+    Uneven rows unbalance replicas and leave packed micro-batches partly empty, and routing is uneven; the
+    rest is attributed to float32 logits, loading and offloading.
     """
     share = constants.efficiency.rl_loop
-    # Rows of one length that are not packed are even.
+    # Unpacked rows of equal length do not unbalance replicas.
     if batch.lengths.scale is not None or batch.packing:
         share *= constants.efficiency.rl_uneven_rows
     return share / routing_imbalance(choice.model, choice.layout, constants.efficiency.routing_spread)
@@ -581,13 +581,13 @@ def fullest_training(
 ) -> RoleMemory:
     """Return the bytes on the fullest GPU while it trains micro-batches of ``tokens`` tokens.
 
-    ``logits_bytes_per_element`` describes a framework that has the logits of a complete micro-batch at once;
-    None computes them chunk by chunk.
+    ``logits_bytes_per_element`` models a framework that materialises the logits of a complete micro-batch;
+    None computes them in chunks.
     """
     model = choice.model
     layout = choice.layout
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
-    # Where Megatron has settings for the ends, all stages between them are alike: a few stand for all.
+    # If Megatron has settings for the first and last stage, all stages between them are equal: a few suffice.
     has_end_settings = end_settings(model.layers, layout.pipeline, layout.virtual_pipeline) is not None
     stage_indices: Sequence[int] = range(len(stages))
     if has_end_settings:
@@ -607,7 +607,7 @@ def fullest_training(
         memories.append(memory)
 
     if not has_end_settings:
-        # Such layers need a pipeline layout of one's own, which evens out the states of the stages.
+        # Such models need a custom pipeline layout, which is assumed to balance the states of the stages.
         names = ("weights", "gradients", "optimizer")
         mean = {name: sum(getattr(memory, name) for memory in memories) / len(memories) for name in names}
         memories = [replace(memory, **mean) for memory in memories]
@@ -623,7 +623,7 @@ def _role_memory(memories: Sequence[TrainingMemory]) -> RoleMemory:
 def learn_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
     """Return the bytes of a role while it learns from a batch."""
     work = replica_work(choice, batch, batch.rows / batch.optimizer_steps)
-    # The fullest micro-batch has a complete longest row, however full the mean one is.
+    # The fullest micro-batch contains a row of the largest length, even if the mean one is smaller.
     row_tokens = batch.longest
     if batch.packing:
         row_tokens = choice.micro_batch * batch.longest

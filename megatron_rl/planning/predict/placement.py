@@ -1,8 +1,8 @@
 """Place roles on GPUs: predict the step of a placement, and search all placements for the shortest step.
 
-A placement is a few groups of roles, each on GPUs of its own. Within a group roles take turns, and generation
-runs in the memory that they leave; groups work at the same time (HybridFlow, arXiv 2409.19256, section 6 and
-algorithm 1). `compose_step` makes the step of a placement as it makes that of a configuration.
+A placement is a set of groups of roles, each on separate GPUs. Within a group roles take turns, and
+generation uses the remaining memory; groups work at the same time (HybridFlow, arXiv 2409.19256, section 6
+and algorithm 1). `compose_step` combines the times of a placement as it does those of a configuration.
 
 `Planner` plans one group: a parallel layout for each of its roles. `search` tries the groupings.
 """
@@ -49,7 +49,7 @@ OPEN_ORDER = "split, open order"
 """GPUs for generation alone always sample."""
 SPLITS = (SYNCHRONOUS, ONE_STEP_OFF, OPEN_ORDER)
 OVERSAMPLE = 0.25
-"""Groups that a planned open order has in flight beyond those of a step, as a share of them."""
+"""Extra groups in flight in a planned open order, as a fraction of the groups of a step."""
 
 _ACTOR = ACTOR.name
 _CRITIC = CRITIC.name
@@ -69,14 +69,14 @@ GROUPINGS: Mapping[str, Sequence[Sequence[Sequence[str]]]] = {
 """Groups of roles that share GPUs, by algorithm; those of PPO are HybridFlow's figure 12 and between."""
 
 _STATE_SPREADS = (1.0, 1.3, 2.0, 4.0, 1e9)
-"""Multiples of a role's least resting state within which it takes its fastest layout; the last: any."""
+"""Limits on a role's state while it rests, as multiples of the smallest one; the last is no limit."""
 _MIXED_UNITS = 8
-"""Shares of the GPUs in which groups of a mixed placement, and both sides of a split one, are sized."""
+"""Number of units into which the GPUs are divided to size the groups of mixed and split placements."""
 _MIN_ENGINE_FRACTION = 0.05
 """Fraction of a GPU's memory below which no engine starts."""
 _MAX_ENGINE_FRACTION = 0.9
 _SLOWDOWN = 1.5
-"""Slowdown of a smaller job at which the search for the best number of GPUs stops."""
+"""Slowdown over the best job at which the search for a smaller number of GPUs stops."""
 
 SyncSeconds = Callable[[ModelShape, ParallelLayout, RolloutLayout, Sequence[int], Machine], float]
 """Function that returns the seconds of a weight sync from an actor's layout into an engine on some ranks."""
@@ -219,7 +219,7 @@ class Planner:
         trained = spec_of(role).trains
         # The critic and frozen roles have no adapters in a plan.
         lora = problem.lora if role == _ACTOR else None
-        # Roles with equal models share a front: a search asks for it at every number of GPUs.
+        # Cache by model, since roles with equal models have the same front.
         key = (model, trained, lora, gpus, even)
 
         if key not in self._fronts:
@@ -245,7 +245,7 @@ class Planner:
         resting roles wait in host memory and every step pays for the transfers. ``alone``: no other group has
         a model.
         """
-        # Trained roles first, the actor before the critic: the lead's layout bounds the memory of the others.
+        # Trained roles first, the actor before the critic: the memory of the lead limits the others.
         order = sorted(roles, key=lambda name: (not spec_of(name).trains, name != _ACTOR))
         spreads = _STATE_SPREADS
         if len(order) == 1:
@@ -283,7 +283,7 @@ class Planner:
         working = max(plan.memory.total - plan.memory.resting for plan in plans.values())
         resting = sum(states)
         swap = 0.0
-        # Where they do not fit together, a state leaves while another role works.
+        # If they do not fit together, resting states are moved to the host while another role works.
         if working + resting > problem.machine.usable_memory:
             if not problem.roles_swap:
                 return None
@@ -311,9 +311,9 @@ class Planner:
         return next(plan for plan in front if plan.memory.resting <= limit)
 
     def _with_layout_of(self, role: str, lead: TrainPlan) -> TrainPlan | None:
-        """Return a role's plan in its lead's layout; None where its model is another one.
+        """Return a role's plan in its lead's layout; None if the models differ.
 
-        A frozen copy of a policy with adapters is the adapters' base, which the lead has in memory.
+        A frozen copy of a policy with adapters needs no weights: it is the adapters' base.
         """
         batch = self.problem.batch
         machine = self.problem.machine
@@ -343,7 +343,7 @@ class Planner:
         machine = problem.machine
         staying = replace(group, resident=resting)
 
-        # The other option: states of trained roles leave before generation and come back to work.
+        # The second option moves the states of trained roles to the host during generation.
         moving = {}
         frozen_bytes = 0.0
         for role, plan in group.plans.items():
@@ -367,7 +367,7 @@ class Planner:
 
         options = []
         for option, resident in ((staying, resting), (leaving, after_offload)):
-            # The trainer's own context and communicators stay beside the engine.
+            # The trainer's CUDA context and communicators stay on the GPU during generation.
             rollout = self.rollout(group.gpus, resident + merged + RUNTIME_BYTES)
             if rollout is not None:
                 options.append(replace(option, rollout=rollout))
@@ -377,7 +377,7 @@ class Planner:
         """Return the fastest rollout that leaves ``reserved`` bytes of each GPU alone; None: none fits."""
         machine = self.problem.machine
         free = (machine.usable_memory - reserved) / machine.gpu.memory
-        # In hundredths, as a configuration would say it, and so that the cache below is hit.
+        # Round down to hundredths, as configurations do, so that the cached search below is reused.
         fraction = min(self.problem.memory_fraction or _MAX_ENGINE_FRACTION, int(100 * free) / 100)
         if fraction <= _MIN_ENGINE_FRACTION:
             return None
@@ -399,7 +399,7 @@ class Planner:
                 max_sequences=problem.max_sequences,
                 counter=self.counter,
             )
-            # The engine's own tensor size, where the problem fixes it.
+            # Skip other tensor-parallel sizes if the problem sets one.
             if problem.rollout_tensor:
                 plans = [plan for plan in plans if plan.layout.tensor == problem.rollout_tensor]
             self._rollouts[key] = plans[0] if plans else None
@@ -419,7 +419,7 @@ def _placement(
 ) -> PlacementPlan:
     """Return a placement of planned groups with its step."""
     layout = next(group.plans[_ACTOR].choice.layout for group in groups if _ACTOR in group.plans)
-    # Ranks in the actor's own numbering: an engine on GPUs of its own shares none of them.
+    # The engine has the actor's ranks, or none of them if it is on separate GPUs.
     ranks = layout.ranks
     if rollout_gpus:
         ranks = range(layout.size, layout.size + rollout_gpus)
@@ -457,7 +457,7 @@ def place_split(
     if group is None:
         return None
 
-    # The roles' GPUs have no engine, and the engine's no roles.
+    # Training and generation are on separate GPUs, so neither reserves memory for the other.
     rollout = rollout_planner.rollout(rollout_gpus)
     if rollout is None:
         return None
@@ -489,7 +489,7 @@ def best_grouping(
 
     plans: dict[tuple[int, int], GroupPlan | None] = {}
     best: PlacementPlan | None = None
-    # Groups are planned once for each size, and combined into every division of the GPUs.
+    # The plan of a group is cached by its size, and combined into every division of the GPUs.
     for sizes in compositions(gpus // unit, len(groups)):
         planned_groups: list[GroupPlan] = []
         for index, size in enumerate(sizes):
@@ -535,12 +535,12 @@ def _colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | None:
         group = planner.group(roles, size, True)
 
         if group is None:
-            # Fewer GPUs have even less memory; an awkward full count is the exception.
+            # Fewer GPUs have even less memory. Only the full number may fail for its divisors instead.
             if size < planner.problem.gpus:
                 break
             continue
 
-        # A much smaller job is no longer faster.
+        # Stop at a slower job: sizes fall, so the remaining ones are slower still.
         placement = place_groups("colocated", planner.problem, [group])
         if best is not None and placement.step.total > _SLOWDOWN * best.step.total:
             break
@@ -602,7 +602,7 @@ def search(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
 
     ``split``, of `SPLITS`, determines when GPUs for generation alone sample.
     """
-    # Cutting sequences over fewer ranks is not worth the search.
+    # Search context parallelism only for rows that are long enough for 4 or more ranks.
     if max(contexts(problem.batch.longest)) >= 4:
         problem = replace(problem, context_parallel=True)
 

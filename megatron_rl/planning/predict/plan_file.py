@@ -37,8 +37,7 @@ _LAYOUT_SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
 class Paths:
     """Paths that a plan does not determine.
 
-    Without data or a reward, the configuration names the grade-school mathematics set and its reward, to be
-    replaced.
+    Without data or a reward, the configuration has those of grade-school mathematics as placeholders.
     """
 
     model: str
@@ -65,7 +64,7 @@ def _rank_text(first: int, count: int) -> str:
 def _layout_section(layout: ParallelLayout) -> dict[str, Any]:
     """Return the sizes of a layout that are not 1, as its section of a configuration."""
     values = {name: getattr(layout, name) for name in _LAYOUT_SIZES if getattr(layout, name) > 1}
-    # A plan's experts are not cut over tensor ranks.
+    # Plans do not use expert-tensor parallelism.
     if layout.expert > 1:
         values["expert_tensor"] = 1
     return values
@@ -79,7 +78,7 @@ def group_ranks(plan: PlacementPlan) -> dict[str, RankRange]:
     for group in groups:
         ranges |= {role: (first, group.gpus) for role in group.plans}
         first += group.gpus
-    # Without GPUs of its own the rollout is on those of the actor's group.
+    # Without separate GPUs, the rollout is on those of the actor's group.
     ranges[ROLLOUT.name] = (0, groups[0].gpus)
     if plan.rollout_gpus:
         ranges[ROLLOUT.name] = (first, plan.rollout_gpus)
@@ -104,7 +103,7 @@ def preset_of(ranges: Mapping[str, RankRange], world: int) -> str | None:
 
 def _prepare_commands(paths: Paths, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the commands that fetch models and data of the configuration that are not on this machine."""
-    # A path that is absolute, or starts with a dot, is the user's own.
+    # An absolute path, or one that starts with a dot, belongs to the user and is not downloaded.
     models = [paths.model, paths.critic]
     models += [model["path"] for model in config["reward"].get("models", {}).values()]
     downloads = dict.fromkeys(path for path in models if path and not path.startswith(("/", ".")))
@@ -132,13 +131,13 @@ class _ConfigWriter:
         return plan
 
     def layout(self, role: str, layout: ParallelLayout) -> dict[str, Any]:
-        """Return the layout section of a role; a preset has its ranks already."""
+        """Return the layout section of a role, with ranks unless a placement preset implies them."""
         if self.placement:
             return _layout_section(layout)
         return {"ranks": _rank_text(*self.ranges[role])} | _layout_section(layout)
 
     def trained(self, role: str) -> dict[str, Any]:
-        """Return the section of a role that learns."""
+        """Return the section of a role that is trained."""
         choice = self._plan_of(role).choice
         group = next(group for group in self.plan.groups if role in group.plans)
         section = {
@@ -151,7 +150,7 @@ class _ConfigWriter:
         if choice.lora is not None:
             section["lora"] = {"rank": choice.lora.rank}
 
-        # Uneven stages are settings of Megatron's on the actor; other roles take its layout with them.
+        # Uneven stages are Megatron settings of the actor; other roles inherit them with its layout.
         stages = end_settings(choice.model.layers, choice.layout.pipeline)
         if role != ACTOR.name and stages:
             del section["layout"]
@@ -160,7 +159,7 @@ class _ConfigWriter:
         return section
 
     def frozen(self, role: str) -> dict[str, Any]:
-        """Return the section of a frozen role; one that is the base of the actor's adapters has no layout."""
+        """Return the section of a frozen role; without a layout if it is the base of the actor's adapters."""
         choice = self._plan_of(role).choice
         shares_base = spec_of(role).shares == INITIAL and self.actor.choice.lora is not None
         if shares_base and self.ranges[role] == self.ranges[ACTOR.name]:
@@ -172,7 +171,7 @@ class _ConfigWriter:
     def batch(self) -> dict[str, Any]:
         """Return the batch section; one token budget holds for every role, the smallest of the plan."""
         batch = self.problem.batch
-        # The smallest fits every role.
+        # The configuration has one token budget for all roles: the smallest one fits them all.
         micro_batch = min(
             plan.choice.micro_batch
             for group in self.plan.groups
@@ -198,7 +197,7 @@ class _ConfigWriter:
         return section
 
     def roles(self) -> dict[str, Any]:
-        """Return the sections of critic, reference and rollout, and how far the rollout samples ahead."""
+        """Return the sections of critic, reference, rollout and asynchrony."""
         sections: dict[str, Any] = {}
         if self.plan.plan_of(CRITIC.name) is not None:
             sections[CRITIC.section] = self.trained(CRITIC.name)
@@ -228,14 +227,14 @@ class _ConfigWriter:
         cluster = problem.machine.cluster
         algorithm: dict[str, Any] = {"name": problem.algorithm}
         if self.plan.plan_of(REFERENCE.name) is not None:
-            # The reference's purpose: a penalty in the loss, or in the reward as PPO has it.
+            # A reference needs a KL penalty: in the reward for PPO, in the loss otherwise.
             algorithm["kl"] = "reward" if problem.algorithm == "ppo" else "loss"
 
         data = {"train": self.paths.data or _TRAIN_DATA, "max_prompt_tokens": int(problem.batch.prompt)}
         if self.paths.data is None:
             data |= {"prompt_field": "question", "ground_truth_field": "answer", "chat_template": True}
 
-        # The layers whose memory and seconds are planned.
+        # Select the layers whose memory and seconds were predicted.
         attention = "transformer_engine" if self.actor.choice.transformer_engine else "torch"
         return {
             "model": {"path": self.paths.model, "attention": attention},
@@ -258,18 +257,18 @@ class _ConfigWriter:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Plan as a run; every value is derived from its configuration, by the functions that `check` calls."""
+    """Plan with its configuration; every other value is derived from that by the functions of `check`."""
 
     plan: PlacementPlan
     """Plan that the configuration describes."""
     mapping: Mapping[str, Any]
-    """Configuration as it is written."""
+    """Configuration as written to the file."""
     config: RunConfig
     """Configuration with its derived values."""
     prediction: RunStep
     """Seconds and FLOPs of a step."""
     memory: tuple[RankMemory, ...]
-    """Memory of the ranks that have most."""
+    """Memory of each distinct rank, fullest first."""
     traffic: WeightTraffic
     """Bytes of a weight sync."""
 
@@ -280,7 +279,7 @@ def planned_run(problem: Problem, plan: PlacementPlan, paths: Paths) -> PlannedR
     if prepare := _prepare_commands(paths, mapping):
         mapping["prepare"] = prepare
 
-    # Resolve the configuration as `check` does, and predict that.
+    # Resolve the written configuration as `check` does, so that the prediction is of what will run.
     actor = problem.models[ACTOR.name]
     loaded = load_text(yaml.safe_dump(mapping), name=plan.name).valid()
     config = resolve(loaded, plan.gpus, shape=actor).config

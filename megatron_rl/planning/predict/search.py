@@ -38,12 +38,12 @@ _MAX_TENSOR = 8
 _MAX_PIPELINE = 64
 _MAX_EXPERT = 256
 _MIN_CONTEXT_TOKENS = 4096
-"""Tokens of the longest row that a context-parallel rank has at least."""
+"""Smallest number of tokens of the longest row per context-parallel rank."""
 
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """One way to train (or only run forward passes of) a model on its GPUs."""
+    """Settings to train a model on its GPUs, or to run its forward passes, with the predicted cost."""
 
     choice: TrainChoice
     """Layout and settings."""
@@ -57,7 +57,7 @@ class TrainPlan:
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """One way to generate."""
+    """Layout for generation with the predicted cost."""
 
     layout: RolloutLayout
     """Layout of the engine."""
@@ -72,7 +72,7 @@ class SearchCount:
     layouts: int = 0
     """Layouts that were tried."""
     evaluated: int = 0
-    """Ways to run them whose seconds were predicted."""
+    """Combinations of a layout and settings whose seconds were predicted."""
 
 
 def divisors(number: int) -> list[int]:
@@ -82,7 +82,7 @@ def divisors(number: int) -> list[int]:
 
 def _tensor_choices(model: ModelShape, gpus: int, limit: int) -> list[int]:
     """Return the tensor-parallel sizes that divide the GPUs and the model's heads."""
-    # Training does not repeat key-value heads; MLA has none.
+    # Training does not replicate key-value heads. MLA has none, so its attention heads limit the size.
     heads = model.heads if model.mla else model.kv_heads
     return [size for size in _POWERS if size <= limit and gpus % size == 0 and heads % size == 0]
 
@@ -114,7 +114,7 @@ def training_layouts(
     ``rows`` (sequences per optimizer step) bounds data parallelism: a replica without a row would idle.
     """
     ranks = tuple(range(gpus))
-    # Megatron has as many experts on each expert-parallel rank.
+    # Megatron needs the same number of experts on each expert-parallel rank.
     expert_sizes = [1]
     if model.experts:
         expert_sizes = [size for size in divisors(model.experts) if size <= _MAX_EXPERT]
@@ -163,9 +163,9 @@ def _train_choices(
     exchanges_heads: bool,
     lora: Lora | None,
 ) -> Iterator[TrainChoice]:
-    """Yield every way to train in a layout: interleaving, micro-batch, offload and recompute."""
+    """Yield all settings for training in a layout: interleaving, micro-batch, offload and recompute."""
     optimizers = [optimizer]
-    # Offload needs less memory, and is slower: a plan on the front may need it.
+    # Optimizer offload is slower but needs less memory, so it can be on the Pareto front.
     if offload_allowed and not optimizer.offload:
         optimizers.append(replace(optimizer, offload=True))
 
@@ -200,11 +200,11 @@ def training_front(
     lora: Lora | None = None,
     counter: SearchCount | None = None,
 ) -> list[TrainPlan]:
-    """Return the Pareto front of the ways to run a model on ``gpus`` GPUs, by time and memory.
+    """Return the Pareto front, by time and memory, of the plans for a model on ``gpus`` GPUs.
 
-    Fastest first, by a step's training plus a forward pass; for a frozen model by its forward pass alone. A
-    way is on the front if it needs less peak memory, or keeps less state between steps, than every faster
-    one. Empty where nothing fits.
+    Plans are sorted by the time of a step's training plus a forward pass; for a frozen model, by that of its
+    forward pass alone. A plan is on the front if it needs less peak memory, or keeps less state between
+    steps, than every faster one. The list is empty if nothing fits.
     """
     counter = counter or SearchCount()
     limit = machine.usable_memory
@@ -216,7 +216,7 @@ def training_front(
     fitting: list[TrainPlan] = []
 
     for layout in training_layouts(model, gpus, node, int(batch.longest), max(1, rows)):
-        # Leave out layouts that the trainer, or another role, cannot have.
+        # Skip layouts that the trainer does not support, or that other roles could not share.
         uneven = model.layers % layout.pipeline > 0
         if (layout.context > 1 and not context_allowed) or (uneven and even_stages):
             continue
@@ -225,7 +225,7 @@ def training_front(
             continue
         counter.layouts += 1
 
-        # The weights alone are a cheap lower bound.
+        # Skip early by the weights, a cheap lower bound of the memory.
         if 2.0 * sum(fullest_parameters(model, layout)) > limit:
             continue
 
@@ -240,7 +240,7 @@ def training_front(
             if memory.total > limit:
                 continue
             counter.evaluated += 1
-            # Recompute and optimizer offload do not change the forward pass.
+            # Cache the forward pass, which does not depend on recompute and optimizer offload.
             key = (choice.layout.virtual_pipeline, choice.micro_batch)
             if key not in forward_seconds:
                 forward_seconds[key] = score_seconds(choice, batch, machine)

@@ -37,7 +37,7 @@ from megatron_rl.shapes.traffic import SharedBytes, WeightTraffic, shared_bytes
 
 PHASES = ("generate", "reshard", "reward", "score", "learn")
 TYPICAL_SHARE = 1 / 3
-"""Mean response length over the limit, where no run has measured it."""
+"""Assumed ratio of mean response length to the limit, without measured lengths."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class RoleSeconds:
     role: str
     """Name of the role."""
     ranks: Iterable[int]
-    """Ranks that it keeps busy: roles with a rank in common take turns."""
+    """Ranks on which it works: roles with a rank in common take turns."""
     forward: float
     """Seconds of its forward pass over the step's rows; 0 where no phase needs its outputs."""
     learn: float = 0.0
@@ -74,7 +74,7 @@ class Step:
     def total(self) -> float:
         """Return the seconds of the step."""
         generate = self.seconds["generate"]
-        # The phases after generation follow one another.
+        # The phases after generation run one after another.
         train = self.seconds["reward"] + self.seconds["score"] + self.seconds["learn"]
         if self.ahead:
             sampling_and_training = max(generate, train)
@@ -86,8 +86,8 @@ class Step:
 def compose_step(
     roles: Iterable[RoleSeconds], generate: float, reshard: float, fixed: float, ahead: bool = False
 ) -> Step:
-    """Return the step of these roles, each phase as long as its busiest rank."""
-    # Seconds of each rank in each phase: roles with a rank in common add up there.
+    """Combine the roles' times into a step, in which each phase takes as long as on its busiest rank."""
+    # Phase -> rank -> seconds: the times of roles that share a rank add up.
     busy: dict[str, dict[int, float]] = {"reward": {}, "score": {}, "learn": {}}
     for work in roles:
         phase = spec_of(work.role).phase
@@ -102,14 +102,14 @@ def compose_step(
 
 
 def copy_seconds(machine: Machine, remote_bytes: float, domain_bytes: float = 0.0) -> float:
-    """Return seconds of planned copies, until the card that receives or sends most has moved its bytes.
+    """Return the seconds of a planned weight transfer for the GPU that sends or receives most.
 
     ``remote_bytes`` leave the NVLink domain of the sender, ``domain_bytes`` stay in it. The fixed part and
     the network's share are fitted to published refit times (constants.json).
     """
     constants = machine.constants
     cluster = machine.cluster
-    # Network and NVLink transfers of a rank are one after the other.
+    # Assume that a rank's network and NVLink transfers do not overlap.
     seconds = remote_bytes / (cluster.network * constants.weight_sync.planned_network)
     seconds += domain_bytes / (cluster.gpu.nvlink * constants.weight_sync.planned_nvlink)
     return constants.weight_sync.planned_fixed_seconds + seconds
@@ -118,10 +118,10 @@ def copy_seconds(machine: Machine, remote_bytes: float, domain_bytes: float = 0.
 def sync_seconds(traffic: WeightTraffic, senders: int, machine: Machine) -> float:
     """Return seconds of one weight sync out of ``senders`` ranks.
 
-    Each byte that moves leaves the trainer at least once, and replicas relay it to one another. Unless all
-    ranks are in one NVLink domain, everything is assumed to be received over the network.
+    Each byte leaves the trainer once, and replicas relay it to one another. Unless all ranks are in one
+    NVLink domain, everything is assumed to be received over the network.
     """
-    # Relayed copies are the receivers' to send.
+    # Relayed copies are sent by the receivers, so the trainer sends at most one copy of the model.
     sent_bytes = min(sum(traffic.received.values()), traffic.model_bytes)
     busiest = max(traffic.received_most, sent_bytes / senders)
     if machine.cluster.num_gpus <= machine.cluster.domain:
@@ -149,7 +149,7 @@ def planned_sync_seconds(
 
 @dataclass(frozen=True)
 class RunStats:
-    """Mean lengths of a run in tokens, which its configuration does not contain; None: see `run_batch`."""
+    """Measured mean lengths of a run in tokens; without them `run_batch` assumes lengths."""
 
     prompt: float | None = None
     """Mean length of a prompt."""
@@ -247,7 +247,7 @@ def role_shapes(config: RunConfig, shape_of: Callable[[str], ModelShape]) -> dic
     shapes = {"actor": actor, "rollout": actor}
     for section, model_path in explicit_model_paths(config).items():
         path = model_path or config.model.path
-        # A model that the run itself makes (after a warm-up) has the shape of the one it starts from.
+        # A model that a stage of the run makes has the shape of the model that the stage starts from.
         if path.startswith(config.run_dir):
             shapes[role_of(section)] = actor
         else:
@@ -289,10 +289,10 @@ def predict_run(
     stats: RunStats | None = None,
     precision: str = "bf16",
 ) -> RunStep:
-    """Predict one step of a configuration that states its ``world_size``.
+    """Predict one step of a configuration whose ``world_size`` is set.
 
-    ``shapes`` are the models by role, ``stats`` the lengths that a run of it has measured. Raises UserError
-    for an unknown GPU.
+    ``shapes`` are the shapes of the models by role, ``stats`` the lengths that a run has measured. Raises
+    UserError for an unknown GPU.
     """
     world = config.world_size or 1
     layouts = role_layouts(config, world)
@@ -300,7 +300,7 @@ def predict_run(
     machine = Machine(cluster, constants, precision)
     batch = run_batch(config, layouts, stats or RunStats())
 
-    # Every role with a Megatron model: its forward pass, its optimizer steps, its transfers to the host.
+    # For every role with a Megatron model: forward pass, optimizer steps, and transfers from and to the host.
     flops: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     role_seconds = []
     for role, layout in layouts.items():
@@ -308,7 +308,7 @@ def predict_run(
         if spec.head is None:
             continue
         choice = _train_choice(config, role, layout, shapes[role])
-        # The actor's own pass is left out where the first optimizer step computes the same log-probs.
+        # The actor needs no separate forward pass if the first optimizer step computes the same log-probs.
         scores = role != ACTOR.name or scoring_reason(config, algorithm_of(config)) is not None
         forward = 0.0
         learn = 0.0
@@ -318,7 +318,7 @@ def predict_run(
             flops[spec.phase] += forward_flops
         if spec.trains:
             learn = learn_seconds(choice, batch, machine)
-            # A backward pass computes gradients of the inputs, and of the weights unless adapters learn.
+            # A backward pass computes gradients of the inputs, and of the weights unless adapters train.
             passes = 3 if choice.lora is None else 2
             flops["learn"] += passes * batch.epochs * forward_flops
         moving = _moving_seconds(config, role, choice, batch, machine)

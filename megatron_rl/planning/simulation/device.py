@@ -1,7 +1,7 @@
-"""Measure a rank on a device without storage: bytes, kernels, reads of the device, messages.
+"""Count the bytes, kernels, device reads and messages of a rank on a device without storage.
 
-After `device.simulate` tensors on the device have sizes and no values, and no other rank answers. All code
-that runs inside a `Simulation` is the real one. Two things that it cannot know are set: experts get equal
+After `device.simulate`, tensors on the device have shapes but no values, and there are no other ranks. Inside
+a `Simulation` the trainer's real code runs. Two unknowns are replaced by assumptions: experts get equal
 numbers of tokens, and every value that is read from the device is 1.
 """
 
@@ -34,9 +34,9 @@ _MESSAGES = frozenset({"send", "recv_", "recv_any_source_"})
 
 
 class Simulation(TorchDispatchMode):
-    """Counter of a rank's work by phase.
+    """Dispatch mode that counts a rank's work by phase.
 
-    On a device with storage it counts the bytes of a real run, which tests compare with the simulated ones.
+    On a device with storage it counts the bytes of a real run, which tests compare with simulated ones.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Simulation(TorchDispatchMode):
         self.boundary: tuple[int, ...] = ()
         """Shape of the activations that pipeline stages send to each other."""
         self.true_share = 1.0
-        """Share of the elements of a mask that are true."""
+        """Assumed fraction of true elements in a mask, for operators whose output size depends on it."""
         self.phases: dict[str, Usage] = {}
 
         self._usage = Usage()
@@ -58,7 +58,7 @@ class Simulation(TorchDispatchMode):
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Run the block as a rank whose device this mode is."""
+        """Run the block under this mode, with the accelerator's code paths and evenly loaded experts."""
         with ExitStack() as stack:
             stack.enter_context(_accelerator_functions())
             stack.enter_context(_even_experts(self))
@@ -77,7 +77,7 @@ class Simulation(TorchDispatchMode):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the block as ``name``; blocks of one name add up."""
+        """Count the work of the block as phase ``name``; blocks of the same name add up."""
         usage = self.phases.setdefault(name, Usage())
         outer = self._usage
         self._usage = usage
@@ -95,14 +95,14 @@ class Simulation(TorchDispatchMode):
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs)
 
-        # Values that come to the host do not exist: they are made up.
+        # Values that are read to the host do not exist, so return assumed ones.
         read = _READS.get(func)
         if read is not None and _reads_device(func, args, kwargs):
             self._usage.reads += 1
             return read(self, *args, **kwargs)
 
         if func is _aten.masked_select.default and args[0].is_meta:
-            # The size of the result depends on the mask's values.
+            # The size of the result depends on values that do not exist: assume `true_share`.
             count = round(args[1].numel() * self.true_share)
             result = args[0].new_empty(count)
         else:
@@ -141,7 +141,7 @@ class Simulation(TorchDispatchMode):
         self._bytes -= self._alive.pop(key)[1]
 
     def _update_sizes(self) -> None:
-        """Read the sizes of all storages again: offload empties and refills them in place."""
+        """Update the sizes of all storages, since offload resizes them in place."""
         for key, (reference, _) in list(self._alive.items()):
             storage = reference()
             if storage is not None:
@@ -168,24 +168,24 @@ class Simulation(TorchDispatchMode):
         elif name in ("_allgather_base_", "allgather_"):
             _gather_copies(name, args)
 
-        # Before its activations a pipeline stage receives their shape, as 64-bit integers.
+        # A pipeline stage receives the shape of its activations, as 64-bit integers, before the activations.
         if name == "recv_" and args[0][0].dtype == torch.int64:
             value = args[0][0]
             self._values[value.untyped_storage()._cdata] = torch.tensor(self.boundary)
         if "_tensor_coalesced" in name:
-            # PyTorch has no coalesced operators for devices without storage; only their handle is needed.
+            # PyTorch has no coalesced collectives for meta tensors: call them on empty host tensors.
             args = [[torch.empty(0) for _ in value] if isinstance(value, list) else value for value in args]
         return func(*args, **kwargs)
 
     def _read(self, value: Tensor, *_: Any, **options: Any) -> Tensor:
-        """Return the host's copy of a tensor: set values, else ones."""
+        """Return a host copy of a tensor: its assigned values if there are any, else ones."""
         values = self._values.get(value.untyped_storage()._cdata)
         if values is not None:
             return values.clone()
         return torch.ones(value.shape, dtype=options.get("dtype") or value.dtype)
 
     def _scalar(self, value: Tensor) -> Any:
-        """Return the value of a tensor of one element: False, so that no check of the code fires, or 1."""
+        """Return the value of a one-element tensor: False, so that no check of the code fires, or 1."""
         if value.dtype == torch.bool:
             return False
         return torch.ones((), dtype=value.dtype).item()
@@ -200,7 +200,7 @@ _READS: dict[Any, Callable[..., Any]] = {
     _aten.copy_.default: Simulation._ignore,
     _aten._local_scalar_dense.default: Simulation._scalar,
 }
-"""Operators that can bring values of the device to the host -> their answer."""
+"""Operators that can copy values from the device to the host -> method that returns assumed values."""
 
 
 def _reads_device(func: Any, args: Any, kwargs: Any) -> bool:
@@ -236,9 +236,9 @@ def _gather_copies(name: str, args: Any) -> None:
 
 @contextmanager
 def _accelerator_functions() -> Iterator[None]:
-    """Replace attention by the fused kernel of an accelerator, and `torch.tensor` by one that reads values.
+    """Patch attention to use an accelerator's fused kernel, and `torch.tensor` to count reads of the device.
 
-    The functions themselves are replaced: a mode would not see the second forward pass of recompute.
+    The functions are patched globally, since a mode would not see the second forward pass of recompute.
     """
     library: Any = torch
     torch_attention = functional.scaled_dot_product_attention
@@ -251,7 +251,7 @@ def _accelerator_functions() -> Iterator[None]:
         causal = options["is_causal"]
         scale = options["scale"]
 
-        # As torch selects on an accelerator: flash attention has no mask, and one head size.
+        # Select the kernel as torch does on an accelerator: flash attention has no mask and one head size.
         if mask is None and query.shape[-1] == value.shape[-1]:
             return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)[0]
         bias = None
@@ -298,12 +298,12 @@ def _even_experts(simulation: Simulation) -> Iterator[None]:
         simulation._usage.reads += 1
         simulation.true_share = experts_per_token / experts
 
-        # Token t goes to the next experts in turn, as a mask [tokens, experts] on the host.
+        # Route tokens to experts round robin, as a mask [tokens, experts] on the host.
         chosen_experts = torch.arange(tokens * experts_per_token) % experts
         even = torch.zeros(routing.shape, dtype=torch.bool)
         even[torch.arange(len(chosen_experts)) // experts_per_token, chosen_experts] = True
 
-        # Replaced during the call alone: elsewhere this function gathers tensors of the device.
+        # Patch the function only during this call: other callers gather tensors of the device.
         dispatcher.gather_from_sequence_parallel_region = gather_copies
         try:
             return preprocess(self, even)

@@ -1,4 +1,4 @@
-"""Simulate ranks of a checked job in processes of their own, and compare their bytes with the estimate."""
+"""Simulate ranks of a checked job in separate processes, and compare their bytes with the memory estimate."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SIMULATED_LAYERS = (
     "models of plain layers with PyTorch's fused attention, no engine; the estimate is of the same"
 )
 _PHASES = {"generate": "at rest", "score": "score", "learn": "learn"}
-"""Phase of the estimate -> its name in the table; while an engine generates, the models rest."""
+"""Phase of the estimate -> name in the table; during generation the models are at rest."""
 _PROCESSES = 2
 """Ranks that are simulated at the same time: each imports torch and Megatron-Core."""
 _MIN_BYTES = 2**20
-"""Bytes below which a difference in per cent means nothing."""
+"""Bytes below which a relative difference is meaningless."""
 _GIB = 2**30
 _FOREIGN_LAYERS = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")
-"""Modules with kernels that take tensors with storage; a simulated rank has Megatron's own layers."""
+"""Modules whose kernels need tensors with storage; a simulated rank uses Megatron's own layers instead."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def simulate_ranks(report: CheckReport) -> list[Simulated]:
             fix="correct the errors above, or leave --simulate away",
         )
 
-    # A pipeline's stages differ in memory; data-parallel copies of one do not.
+    # Pipeline stages differ in memory; data-parallel copies of a stage do not.
     ranks = set()
     for role, layout in layouts.items():
         if role != ROLLOUT.name:
@@ -98,7 +98,7 @@ def simulation_plan(report: CheckReport, rank: int) -> tuple[RunConfig, RankMemo
     assert report.layouts is not None
     config = replace(report.config, model=replace(report.config.model, attention="torch"))
     layouts = {role: layout for role, layout in report.layouts.items() if role != ROLLOUT.name}
-    # Without a GPU's memory the estimate has no engine that fills it.
+    # Unset the memory of a GPU: the estimate then excludes the runtime's overhead, which is not simulated.
     estimate = rank_memory(replace(config, gpu_memory_gib=None), layouts, report.shapes, report.batch, rank)
     return config, estimate
 

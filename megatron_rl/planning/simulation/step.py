@@ -36,7 +36,7 @@ def simulate(
     ``config`` is resolved, ``models`` are the config.json files of the roles. No weights are read, and the
     rollout engine is left out. A process can do this once.
     """
-    # Join a job of which this process is the only one that runs.
+    # Initialise as a rank of the complete job, of which only this process exists.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
     device.simulate()
     device.initialize()
@@ -60,7 +60,7 @@ def simulate(
             learners[critic] = partial(value_objective, algorithm)
         rows = _full_rows(config, batch, [role.layout for role in roles])
 
-        # The optimizers allocate their states in their first step; after it all states are at rest.
+        # The first optimizer step allocates the optimizer states; after it every role is at rest.
         with simulation.phase("first step"):
             for role in learners:
                 with role.resident():
@@ -104,7 +104,7 @@ def _with_model_folders(config: RunConfig, models: Mapping[str, Path]) -> RunCon
 
 def _full_rows(config: RunConfig, batch: BatchPlan, layouts: list[ParallelLayout]) -> TrainBatch:
     """Return rows that fill as many micro-batches as a pipeline has in flight, and one more."""
-    # The longest rows that a micro-batch has room for.
+    # The longest rows that fit into a micro-batch.
     budget = batch.tokens_per_microbatch
     rows_per_microbatch = -(-budget // batch.longest_row)
     length = budget // rows_per_microbatch
@@ -120,7 +120,7 @@ def _full_rows(config: RunConfig, batch: BatchPlan, layouts: list[ParallelLayout
 
     prompt = length * config.data.max_prompt_tokens // batch.longest_row
     mask = (torch.arange(length) >= prompt).repeat(count)
-    # One stored value seen as many: rows of a real job may not fit in this machine's memory.
+    # Expand a single stored value: the rows of a large job may not fit in this machine's memory.
     values = torch.ones(1).expand(count * length)
     rows = torch.ones(count, dtype=torch.long)
     return TrainBatch(
