@@ -173,7 +173,7 @@ class OtherName:
     """Counterpart of a name that is not a key.
 
     Example:
-        >>> other_name("train_batch_size").ours
+        >>> find_counterpart("train_batch_size").ours
         'batch.prompts_per_step'
     """
 

@@ -97,7 +97,7 @@ def test_an_engine_in_the_ranks_is_a_folder_and_a_line(material: Path, tmp_path:
     lacking = ("rollout.tensor=2", "rollout.top_p=0.9", "actor.lora.rank=4", "actor.lora.sync=adapter")
     refused = check(tree, file, *lacking)
     assert "the prefix engine does not shard the model" in refused
-    assert "must know, with rollout.engine=prefix" in refused
+    assert "rollout.engine=prefix does not return the tokens that a filter keeps" in refused
     assert "`actor.lora.sync: adapter` requires" in refused
     assert_learned_on_policy(train(tree, file, ranks=2))
 
@@ -131,8 +131,8 @@ def test_a_server_of_another_kind_is_a_folder_and_a_line(
     assert "READY: no errors" in report and "SERVERS" in report and "WEIGHT SYNC" not in report
     assert "do not answer now" not in report
     refused = check(tree, file, "rollout.order=open", "rollout.server.urls=[]")
-    assert "the open order cuts them, with rollout.engine=letters" in refused
-    assert "none is named" in refused
+    assert "rollout.engine=letters answers whole requests, which the open order interrupts" in refused
+    assert "is empty or names a server twice" in refused
     steps = train(tree, file, ranks=1)
     assert_learned_on_policy(steps)
     assert all(step["rollout/servers"] == 1 and step["rollout/sampled_again"] == 0 for step in steps)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import doctest
 import random
 from array import array
 from collections import abc
 from dataclasses import replace
-from importlib import import_module
 
 import pytest
 import torch
@@ -49,12 +47,6 @@ def append(groups: list[SequenceGroup], version: int, *rows: Sequence, token_rou
         row.finished_in = token_round
     new = collect_new_tokens(list(range(len(rows))), rows, [0] * len(rows), {}, None)
     append_new_tokens(targets, new, version)
-
-
-@pytest.mark.parametrize("module", ["config.engines", "rollout.types", "rollout.buffer", "rollout.scheduler"])
-def test_the_examples_of_the_types_hold(module: str) -> None:
-    results = doctest.testmod(import_module(f"megatron_rl.{module}"))
-    assert results.attempted and not results.failed
 
 
 def test_appended_tokens_keep_their_versions_and_the_oldest_counts():
