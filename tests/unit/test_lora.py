@@ -138,6 +138,23 @@ def test_adapters_of_experts_in_one_tensor_are_not_passed_over(tmp_path: Path) -
     assert "base_layer" in str(error.got) and "down_proj.lora_B" in str(error.expected)
 
 
+def test_a_damaged_adapter_is_refused_before_training(tmp_path: Path) -> None:
+    save_model("qwen2", tmp_path / "base", num_hidden_layers=2)
+    model = build(tmp_path / "base", LORA)
+    export_adapters(model, tmp_path / "peft", tmp_path / "base")
+    described = pretrained(model.hf_config)
+    lora = replace(LORA, path=str(tmp_path / "peft"))
+    assert not list(check_adapted_model(lora, described))
+
+    file = tmp_path / "peft/adapter_model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    (error,) = check_adapted_model(lora, described)
+    assert error.where == "actor.lora.path"
+    assert "adapter_model.safetensors" in str(error.got)
+
+
 def test_a_checkpoint_holds_the_adapters_alone(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "base", num_hidden_layers=2)
     model = build(tmp_path / "base", LORA)

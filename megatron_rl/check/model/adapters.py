@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rl import durable
 from megatron_rl.check.files import read_json_object
 from megatron_rl.check.model.weights import read_header
 from megatron_rl.config.engines import engine_capabilities, engines_with
@@ -136,7 +137,30 @@ def check_adapted_model(
         )
         return
 
-    yield from problems
+    yield from problems or _damage_errors(Path(lora.path), f"{key}.path")
+
+
+def _damage_errors(folder: Path, key: str) -> Iterator[UserError]:
+    """Yield the error of an exported adapter whose files do not match their digests.
+
+    Training compares them too, before its first step. An adapter is small enough to be read here.
+    """
+    if not durable.is_sealed(folder):
+        return
+
+    digests = durable.read_digests(folder)
+    problems = [f"{durable.DIGESTS} is missing or damaged"]
+    if digests is not None:
+        problems = durable.damages(folder, digests, list(digests))
+    if problems:
+        yield UserError(
+            "the adapter to start from is damaged",
+            where=key,
+            expected="files that are what was written",
+            got="; ".join(problems),
+            fix="restore it from a copy, or make it anew; if the change is meant, remove "
+            f"{folder / durable.DIGESTS}, which has the digests of before",
+        )
 
 
 def _expert_errors(
