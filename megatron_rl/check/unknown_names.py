@@ -303,10 +303,11 @@ def _guess(entry: _UnknownEntry, replacements: Mapping[str, _Replacement]) -> Us
 
 def _absent_error(entry: _UnknownEntry, reason: str = "") -> UserError:
     """Return the error of a name without a counterpart in this project."""
-    message = f"`{entry.path}` is not a known {entry.kind}: there is no setting for it"
+    # Only a listed name is known to have no counterpart: an unlisted one may be a setting in other words.
+    message = f"`{entry.path}` is not a known {entry.kind}"
     fix = f"remove the line; {REFERENCE}"
     if reason:
-        message += f"; {reason}"
+        message += f": there is no setting for it; {reason}"
         fix = "remove the line"
 
     expected = "a name of the configuration"

@@ -31,6 +31,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.shapes.fit import trainer_problems
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import describe
+from megatron_rl.user_code import find_module
 from tests.hf_models import config_of
 
 FREE = """
@@ -294,3 +295,12 @@ def test_names_and_stages_are_checked_for_every_role(
     places = {error.where.partition(" ")[0]: error for error in errors if error.where}
     assert "did you mean `hidden_dropout`" in places["critic.megatron.hidden_dropuot"].message
     assert "`model.path` here" in places["critic.megatron.num_layers"].message
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp4"])
+def test_formats_of_few_bits_need_the_layers_that_compute_in_them(name: str) -> None:
+    """Megatron's plain layers take them without a word, and compute as without."""
+    assert not [error for error in check_model_settings({name: None}) if name in error.message]
+    errors = [str(error) for error in check_model_settings({name: "hybrid"})]
+    installed = not find_module("transformer_engine")[1]
+    assert any("requires Transformer Engine" in error for error in errors) != installed

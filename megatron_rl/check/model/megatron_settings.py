@@ -192,6 +192,20 @@ def check_model_settings(values: Mapping[str, Any], path: str = "actor.megatron"
                 fix=f"remove `{path}.{name}`",
             )
         )
+
+    # Megatron's plain layers accept these formats and compute in the model's own.
+    low_precision = [name for name in ("fp8", "fp4") if not is_off(values.get(name))]
+    if low_precision and find_module("transformer_engine")[1]:
+        for name in low_precision:
+            errors.append(
+                requires(
+                    f"{path}.{name}",
+                    values[name],
+                    "Transformer Engine, whose layers alone compute in that format",
+                    got="no installed transformer_engine",
+                    fix=f"install it as launch/setup.sh --gpu does, or remove `{path}.{name}`",
+                )
+            )
     return errors
 
 

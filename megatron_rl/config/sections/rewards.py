@@ -321,7 +321,7 @@ class RewardConfig:
         also_called={
             "verl": "reward_model.model.path",
             "OpenRLHF": "reward_pretrain",
-            "common": "reward_model_path, reward_model_name_or_path",
+            "common": "reward_model_path, reward_model_name_or_path, reward.model",
         },
         conversion="ours has a name for each: NAME.path",
     )

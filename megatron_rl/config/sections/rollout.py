@@ -532,5 +532,6 @@ class AsynchronyConfig:
             "AReaL": "max_head_offpolicyness",
             "NeMo-RL": "max_trajectory_age_steps",
             "prime-rl": "max_off_policy_steps",
+            "common": "staleness, staleness_threshold",
         },
     )
