@@ -405,7 +405,7 @@ def test_a_function_is_given_what_it_names_and_nothing_else(tmp_path: Path) -> N
         ("odd", {}, "requires completion"),
         ("score", {"bonus": 3}, "does not take bonus"),
     ):
-        with pytest.raises(UserError, match="cannot be called") as caught:
+        with pytest.raises(UserError, match="does not fit the arguments") as caught:
             make(str(path), name, arguments=arguments)
         assert words in str(caught.value)
 
@@ -428,7 +428,7 @@ def test_parameters_of_other_projects_are_answered_with_ours(
 ) -> None:
     path = tmp_path / "ported.py"
     path.write_text(f"def score({parameters}):\n    return 1.0\n")
-    with pytest.raises(UserError, match="cannot be called") as caught:
+    with pytest.raises(UserError, match="does not fit the arguments") as caught:
         make(str(path), "score")
     (checked,) = check_reward(RewardConfig(f"{path}:score"))
     for fix in (caught.value.fix, checked.fix):
@@ -474,7 +474,7 @@ def test_a_process_killed_while_it_loads_is_started_again(dying: tuple[str, Path
 def test_samples_are_invalid_while_no_process_can_be_started(
     dying: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "RESTART_WAITS", (0.1,))
+    monkeypatch.setattr(calls, "RESTART_DELAYS", (0.1,))
     file, mark = dying
     with make(file, "reward", timeout=60.0) as reward:
         mark.touch()
