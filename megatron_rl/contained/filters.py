@@ -207,7 +207,7 @@ def families_of(*, network: bool, local: bool) -> list[int]:
 
 
 def landlock_version() -> int:
-    """Return the version of the kernel's Landlock, 0 for a kernel without it."""
+    """Return the Landlock ABI version of the kernel, 0 for a kernel without Landlock."""
     try:
         return kernel.system_call(kernel.LANDLOCK_CREATE_RULESET, 0, 0, _VERSION_FLAG)
     except OSError:

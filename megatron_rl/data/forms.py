@@ -688,7 +688,7 @@ def _messages_of_columns(value: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _messages_in(text: str) -> list[Any] | None:
-    """Return the messages whose JSON a text is, None for any other text."""
+    """Return the messages that a text contains as a JSON list, None for any other text."""
     parsed = _parsed(text)
     if isinstance(parsed, list) and parsed and all(map(_is_message, parsed)):
         return parsed
@@ -696,7 +696,7 @@ def _messages_in(text: str) -> list[Any] | None:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the object or list whose JSON a text is; any other value unchanged."""
+    """Decode a string that contains a JSON object or list; return any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)

@@ -476,7 +476,7 @@ def unclosed_thoughts_warning(
 
 
 def _ends_thoughts(response: Any, end: str) -> bool:
-    """Return whether a response closes its thoughts in every turn of the assistant."""
+    """Return whether each assistant turn has ``end`` after its thoughts, or thoughts in their own field."""
     if isinstance(response, str):
         return end in response
     turns = [message for message in response if message["role"] == "assistant"]

@@ -265,8 +265,8 @@ def _write(file: Path, encoded: Encoded) -> None:
         durable.replace_file(temporary, write_batch)
         digest = durable.digests(temporary.parent, [temporary.name])[temporary.name]
 
-        # First the digest: a kill between the two renames leaves a file without its digest, or with that of
-        # another file, which is made anew.
+        # Rename the digest first: a kill between the two renames leaves at most an older file that does not
+        # match its digest, and the next run writes it again.
         digest_file = temporary.with_name(f"{temporary.name}.digest")
         durable.write_text(digest_file, f"{file.name} {digest}\n")
         os.replace(digest_file, _digest_file(file))

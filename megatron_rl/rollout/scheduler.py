@@ -263,7 +263,7 @@ class ReplicaQueue:
         return self._shared_queue[number]
 
     def _admit(self, position: int) -> Admitted:
-        """Copy a sequence of the round; one whose prompt leaves no room for a response fails at once."""
+        """Admit a copy of the sequence at ``position``; it fails at once if it has no room for a response."""
         group, sequence = self.round.unfinished[position]
         copy = sequence.copy()
         copy.finished_in = 0

@@ -327,9 +327,9 @@ class Run:
     def _train_and_answer(
         self, step: int, sets: Sequence[EvaluationSet]
     ) -> tuple[StepResult | None, list[Rollouts]]:
-        """Run one step; an asynchronous run answers ``sets`` beside it. Returns the answers, too.
+        """Run one step; return its result and the responses to the evaluation ``sets``.
 
-        Collective over the world.
+        Only an asynchronous run samples these responses here, while it trains. Collective over the world.
         """
         if self.ahead is not None:
             self.ahead.sets = sets

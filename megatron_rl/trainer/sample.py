@@ -148,7 +148,7 @@ class RolloutSource:
         )
 
     def finish(self, pending: Pending, members: ReplicaGroup) -> SampledBatch:
-        """Gather a round and return the groups that the step takes. Collective over the members."""
+        """Gather a round and return the groups selected for the step. Collective over the members."""
         rollout = self.roles.rollout
         generation_round = pending.generation_round
         new_tokens = _gather_and_append(rollout, pending, members)
@@ -185,7 +185,7 @@ class RolloutSource:
         metrics += Metrics.of({"rollout/partial_fraction": partial_fraction(rollouts)})
         metrics += self._carry_over_or_restart()
 
-        # Rows that are sampled ahead become older until they are learned from, and are measured then.
+        # Sequences that are sampled steps ahead age until they are trained on: staleness is measured then.
         if self.config.rollout.partial and not self.config.asynchrony.steps_ahead:
             assert self.config.asynchrony.max_staleness is not None
             version = self.roles.hybrid_engine.version
