@@ -130,7 +130,7 @@ def allow_files(count: int) -> None:
 
 
 def allow_processes(count: int) -> None:
-    """Raise this process's limit of processes by ``count``, by at most ``own_processes`` of its limits."""
+    """Set by how many processes the limit may be exceeded: ``count``, at most ``own_processes``."""
     struct.pack_into("q", _extra_processes, 0, count)
 
 

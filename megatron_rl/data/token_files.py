@@ -1,4 +1,4 @@
-"""Data sets as tokens, made by one process of a node and mapped into the memory of all.
+"""Tokenised data sets, written by one process of a node and mapped into the memory of all its processes.
 
 The one idea: a file of tokens is stored in the run folder and named by a digest of everything that determines
 its content, so that a file with the right name has the right tokens. Processes that share a file system meet
@@ -205,7 +205,7 @@ def _identity(path: DataPath, setting: str, tokenizer: PreTrainedTokenizerBase, 
 
 
 def _file_states(paths: Sequence[Path]) -> list[Any]:
-    """Return names, sizes and times of a data set's files, in reading order: any change changes them."""
+    """Return names, sizes and times of a data set's files, in reading order; they differ after any change."""
     files: list[Path] = []
     for path in paths:
         files.extend(sorted(path.rglob("*")) if path.is_dir() else [path])

@@ -444,7 +444,10 @@ class Run:
         return patience is not None and self.state.best.waited >= patience
 
     def _write_checkpoint(self, path: Path, layout: str, in_background: bool) -> checkpoint.PendingCheckpoint:
-        """Write a checkpoint of the current step, or begin to. Collective over the world."""
+        """Write a checkpoint of the current step, or start to if ``in_background``.
+
+        Collective over the world.
+        """
         saving = self.state.save(
             path,
             self.roles,
@@ -512,7 +515,7 @@ class Run:
                 export(model, self.folder.model, self.config.model.path)
 
     def _write_report(self) -> None:
-        """Write the report. The run is complete: an error here is a warning, and fails nothing else."""
+        """Write the report; an error here is only a warning, because the run is complete."""
         try:
             write_report(self.folder.path, console=self.job.console)
         except Exception as error:
