@@ -48,7 +48,7 @@ class Metrics:
 
     @classmethod
     def maximum(cls, name: str, value: float) -> Metrics:
-        """Return the metric ``name`` with a maximum."""
+        """Return the metric ``name`` with ``value``; merging keeps the largest value."""
         return cls({}, {name: float(value)})
 
     @classmethod

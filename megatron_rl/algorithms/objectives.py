@@ -96,8 +96,9 @@ def value_objective(algorithm: Algorithm, micro: TrainBatch, values: Tensor) -> 
     old_values = torch.where(mask, old_values, 0)
     returns = torch.where(mask, returns, 0)
 
-    piece = algorithm.value_loss
-    loss, indicators = checked_loss(piece, piece.token_loss(values, old_values, returns), values)
+    value_loss = algorithm.value_loss
+    token_loss = value_loss.token_loss(values, old_values, returns)
+    loss, indicators = checked_loss(value_loss, token_loss, values)
     total = (weights * loss).sum()
 
     token_count = mask.sum()
@@ -123,8 +124,9 @@ def sft_objective(micro: TrainBatch, log_probs: Tensor) -> tuple[Tensor, Metrics
 
 def _corrected_loss(algorithm: Algorithm, micro: TrainBatch, log_probs: Tensor) -> tuple[TokenLoss, Metrics]:
     """Compute the policy loss per token with mismatch correction and off-policy sequence masking."""
-    piece = algorithm.policy_loss
-    loss, indicators = checked_loss(piece, piece.token_loss(micro, log_probs), log_probs)
+    policy_loss = algorithm.policy_loss
+    token_loss = policy_loss.token_loss(micro, log_probs)
+    loss, indicators = checked_loss(policy_loss, token_loss, log_probs)
 
     # Outside bypass mode the correction was computed once, for the step.
     metrics = Metrics()
@@ -135,7 +137,7 @@ def _corrected_loss(algorithm: Algorithm, micro: TrainBatch, log_probs: Tensor) 
     elif micro.correction is not None:
         loss = loss * micro.correction
 
-    delta = algorithm.policy_loss.opsm_delta
+    delta = policy_loss.opsm_delta
     if delta is not None:
         rollout_log_probs, advantages = fields_of(micro, "rollout_log_probs", "advantages")
         on_policy = off_policy_sequence_mask(

@@ -115,7 +115,7 @@ class _UnknownEntry:
 
     @property
     def kind(self) -> str:
-        """Return whether the name is that of a section or of a single value."""
+        """Return ``section`` for the name of a section, ``name`` for that of a single value."""
         return "section" if isinstance(self.value, dict) else "name"
 
     def as_error(self, message: str, expected: str, fix: str, source: str = "") -> UserError:

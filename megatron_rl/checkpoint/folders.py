@@ -41,7 +41,7 @@ _PROGRESS_SECONDS = 1.0
 def from_first_rank(compute: Callable[[], Any]) -> Any:
     """Return the value that the first rank computes. Collective over the world.
 
-    Each rank for itself could see another state of a shared file system for a while.
+    Ranks that looked for themselves could see different states of a shared file system for a while.
     """
     return gather_objects(compute() if device.rank() == 0 else None)[0]
 
@@ -110,7 +110,7 @@ def write_tensors(
 ) -> None:
     """Write a state as `TensorWrite` does, and wait for it.
 
-    Call in Megatron's mode. Collective over the world.
+    Call it inside `checkpoint.tensors.megatron_scope`. Collective over the world.
     """
     tensor_write = TensorWrite(folder, model, state, content, keep=False)
     run_write_step(tensor_write.run, "write a checkpoint", folder)

@@ -62,7 +62,7 @@ class TensorWrite:
 
     The constructor copies this rank's shards from the accelerator into pinned host memory. Then `run` writes
     them, on any thread, and `finish` writes the directory. Common values are the first rank's; the
-    constructor writes them. Call the constructor in Megatron's mode. Collective over the world.
+    constructor writes them. Call the constructor inside `megatron_scope`. Collective over the world.
 
     Arguments:
         folder: the folder, which all ranks share.
@@ -141,7 +141,7 @@ class TensorWrite:
             results.put(dict(enumerate(pool.map(write_bucket, range(len(buckets))))))
 
     def finish(self) -> None:
-        """Write the directory of all ranks' tensors. Call in Megatron's mode. Collective over the world."""
+        """Write the directory of all ranks' tensors, inside `megatron_mode`. Collective over the world."""
         for finish in self._request.finalize_fns:
             finish()
 

@@ -428,7 +428,7 @@ def _adapter_counts(
 
 
 def _is_base(config: RunConfig) -> bool:
-    """Return whether another role computes with the actor's weights in its own turn."""
+    """Return whether another role's turn also needs the actor's weights, as the base of that role."""
     return any(
         is_initial_actor(config, path) or shares_actor_base(config, path) for path in role_sections(config)
     )
@@ -467,7 +467,7 @@ def _forward(
 def _frozen(
     config: RunConfig, role: str, layout: ParallelLayout, rank: int, shape: ModelShape, batch: BatchPlan
 ) -> list[MemoryItem]:
-    """Return the items of a role that only scores."""
+    """Return the items of a role that only runs forward passes."""
     path = section_of(role)
     if spec_of(role).head == NUMBER:
         shape = shape.with_scalar_head()

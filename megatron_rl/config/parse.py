@@ -259,7 +259,7 @@ def _plain(
 
 
 def _number_fix(raw: Any, path: str, number_means: str) -> str | None:
-    """Return the section that a bare number most likely means; see `Setting.number_means`."""
+    """Return the fix for a bare number in place of a section; see `Setting.number_means`."""
     if not number_means or isinstance(raw, bool) or not isinstance(raw, int | float):
         return None
     section = number_means.replace("VALUE", one_line(raw))

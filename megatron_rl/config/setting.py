@@ -198,10 +198,12 @@ def setting(
 ) -> Any:
     """Return a dataclass field with a default; ``says`` are further fields of `Setting`.
 
-    ``also_called`` maps a project to its names of the key, separated by commas. ``conversion`` describes the
-    difference of the values, for all names or by name, and ``their_values`` maps a name to its values and
-    ours. ``also_called_below`` is for a section that other projects do not have: our key below it -> project
-    -> names. The key is written ``PIECE: KEY`` if it belongs to that piece of an algorithm.
+    ``also_called`` maps a project to its names for the key, separated by commas. ``conversion`` describes how
+    their values differ from ours, for all names or by name. ``their_values`` maps a name to a mapping from
+    its values to ours.
+
+    A section that other projects do not have lists its keys in ``also_called_below``: our key below the
+    section -> project -> names. A key of a piece of an algorithm is written ``PIECE: KEY``.
     """
     # Convert the names, which fields write as text for brevity, to objects.
     values = their_values or {}
@@ -224,7 +226,7 @@ def setting(
 
 
 def required(meaning: str, **says: Any) -> Any:
-    """Return a dataclass field without a default; ``says`` as in `setting`."""
+    """Return a dataclass field without a default; ``says`` are further fields of `Setting`."""
     return setting(dataclasses.MISSING, meaning, **says)
 
 

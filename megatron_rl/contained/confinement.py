@@ -104,7 +104,7 @@ class Isolation:
 def set_limits(limits: Mapping[str, Any]) -> None:
     """Limit memory, open files and file sizes of this process and of all that it starts.
 
-    ``limits`` may contain ``own_files``: how many files more than ``files`` `allow_files` may allow.
+    With ``own_files`` in ``limits``, `allow_files` may later exceed ``files`` by that many files.
     """
     files = int(limits["files"])
     max_files = files + limits.get("own_files", 0)
@@ -130,12 +130,12 @@ def allow_files(count: int) -> None:
 
 
 def allow_processes(count: int) -> None:
-    """Allow this process ``count`` processes more than its limit, up to ``own_processes`` of its limits."""
+    """Set by how many processes the limit may be exceeded: ``count``, at most ``own_processes``."""
     struct.pack_into("q", _extra_processes, 0, count)
 
 
 def allow_processor_seconds(seconds: float) -> None:
-    """Allow this process ``seconds`` more of processor time; then the kernel ends it."""
+    """Allow this process ``seconds`` more seconds of CPU time, after which the kernel ends it."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = int(usage.ru_utime + usage.ru_stime + seconds) + 1
@@ -299,7 +299,7 @@ def _close_namespace(owner: Owner) -> None:
 
 
 def _raise_loopback() -> None:
-    """Set the loopback interface up; a new network namespace begins with all interfaces down."""
+    """Bring up the loopback interface: all interfaces of a new network namespace are down."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, _SET_INTERFACE_FLAGS, struct.pack("16sh", b"lo", _INTERFACE_UP))
 

@@ -207,7 +207,7 @@ def families_of(*, network: bool, local: bool) -> list[int]:
 
 
 def landlock_version() -> int:
-    """Return the version of the kernel's Landlock, 0 for a kernel without it."""
+    """Return the Landlock ABI version of the kernel, 0 for a kernel without Landlock."""
     try:
         return kernel.system_call(kernel.LANDLOCK_CREATE_RULESET, 0, 0, _VERSION_FLAG)
     except OSError:
@@ -215,7 +215,7 @@ def landlock_version() -> int:
 
 
 def restrict_scope() -> bool:
-    """Deny this process abstract sockets of others and signals to them; return whether Landlock can."""
+    """Deny this process others' abstract sockets and signals to them; return whether Landlock can."""
     if landlock_version() < SCOPES_SINCE:
         return False
     _restrict(0, _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS, {})

@@ -1,4 +1,4 @@
-"""System calls of Linux that Python has no function for. Each raises OSError if the kernel refuses it."""
+"""Linux system calls that Python has no function for. Each raises OSError if the kernel refuses it."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def attach(tree: int, target: str) -> None:
 
 
 def unmount(path: str) -> None:
-    """Unmount a file system and all that are mounted below it; open files stay usable."""
+    """Unmount a file system and all mounts below it; open files stay usable."""
     _checked(_libc.umount2(os.fsencode(path), _DETACH))
 
 
@@ -164,7 +164,8 @@ def drop_capabilities() -> None:
 
 
 def _checked(status: int) -> int:
+    """Return the result of a system call; raise OSError with errno if it is -1."""
     if status == -1:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, os.strerror(error_number))
     return int(status)

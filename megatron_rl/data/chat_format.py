@@ -307,6 +307,7 @@ class ConversationText:
 
     @cached_property
     def _turn_end(self) -> str:
+        """Whitespace and end token that the template writes after a turn; empty without an end token."""
         return leading_end(self.after_turn or "", self.ends)
 
     def _turn(
@@ -396,7 +397,7 @@ def find_turn_end(
     added_texts: Mapping[int, str],
     bos: str | None,
 ) -> TurnEnd | None:
-    """Return the end of turns under a template; None if it renders no question with an answer.
+    """Return the text that ends a turn under a template; None if it renders no question with an answer.
 
     ``added_texts`` are the texts of added tokens by id, special or not: some models add ``<|im_end|>`` as an
     ordinary token. A BOS after a turn belongs to the next turn.
@@ -415,7 +416,7 @@ def find_turn_end(
 def turn_end_mismatch(
     end: TurnEnd | None, ends: Sequence[int], end_texts: str, path: str
 ) -> UserError | None:
-    """Return the warning of a template whose end of turns the model's files do not name.
+    """Return the warning of a template that ends turns with a token unnamed in the model's files.
 
     ``ends`` are the tokens that the files name as ends of responses, and ``end_texts`` their texts.
     """
@@ -504,7 +505,7 @@ def template_tokens(renderer: TemplateRenderer | None, added_texts: Iterable[str
 class VisibleText:
     """Decoder of responses for rewards, environments and stored samples.
 
-    Special tokens that a user added to write with, such as ``<answer>``, are part of the text. Tokens that
+    Special tokens that a user added for responses, such as ``<answer>``, are part of the text. Tokens that
     only frame a turn are not: the ends of responses, the tokenizer's BOS, EOS, padding and the like, and the
     marks that the chat template writes around messages.
     """

@@ -542,7 +542,7 @@ class RecordReader:
                 self._unread_keys[name] = location
 
     def _note_null_arguments(self, calls: list[dict[str, Any]], location: str) -> None:
-        """Note arguments that are null: written so, or left by a table that was exported to JSON."""
+        """Note null arguments: the user wrote them, or a table was exported to JSON with them."""
         for call in calls:
             arguments = call.get("function", call)["arguments"]
             if not isinstance(arguments, Mapping):
@@ -573,7 +573,7 @@ def _excerpt(value: Any) -> str:
 def joined_text(content: Any) -> str:
     """Return the text of a message's content: text, or parts that are all text, one per line.
 
-    vLLM joins parts in the same way for models of text. Raises _MessageError for anything else.
+    vLLM joins parts in the same way for text-only models. Raises _MessageError for anything else.
 
     Example:
         >>> joined_text([{"type": "text", "text": "Add:"}, {"type": "text", "text": "2+2"}])
@@ -640,8 +640,8 @@ def without_nulls(value: Any) -> Any:
 def schema_without_nulls(value: Any, of_arrow: bool) -> Any:
     """Return a description of a function without keys that are null.
 
-    A null that JSON Schema allows is retained unless Arrow made it. A property that Arrow gave every function
-    of a column, one of nothing but nulls, is removed.
+    A null that JSON Schema allows is retained unless Arrow made it. Arrow gives every function of a column
+    the properties of all others; such a property has only nulls, and is removed.
 
     Example:
         >>> schema_without_nulls({"properties": {"n": {"type": None}, "m": {"default": None}}}, False)
@@ -688,7 +688,7 @@ def _messages_of_columns(value: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _messages_in(text: str) -> list[Any] | None:
-    """Return the messages whose JSON a text is, None for any other text."""
+    """Return the messages that a text contains as a JSON list, None for any other text."""
     parsed = _parsed(text)
     if isinstance(parsed, list) and parsed and all(map(_is_message, parsed)):
         return parsed
@@ -696,7 +696,7 @@ def _messages_in(text: str) -> list[Any] | None:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the object or list whose JSON a text is; any other value unchanged."""
+    """Decode a string that contains a JSON object or list; return any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
@@ -706,7 +706,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _sharegpt_calls(content: Any, role: str) -> list[Any]:
-    """Return the calls that a ShareGPT message holds as JSON text; raises _MessageError."""
+    """Return the tool calls that a ShareGPT message contains as JSON text; raises _MessageError."""
     parsed = _parsed(content)
     calls = parsed if isinstance(parsed, list) else [parsed]
     if not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):

@@ -131,7 +131,7 @@ def _absent_field_fix(
 def require_last_answer(
     record: Record, prompt_field: str, responses: Mapping[str, str], setting: str
 ) -> None:
-    """Raise UserError for messages whose last turn is not the assistant's answer that would be learned.
+    """Raise UserError for messages whose last turn is not the assistant's answer to train on.
 
     ``responses`` maps fields of responses to the settings that name them. A record in which another field may
     have the response is left to `require_fields`, which names that field.
@@ -476,7 +476,7 @@ def unclosed_thoughts_warning(
 
 
 def _ends_thoughts(response: Any, end: str) -> bool:
-    """Return whether a response closes its thoughts in every turn of the assistant."""
+    """Return whether each assistant turn has ``end`` after its thoughts, or thoughts in their own field."""
     if isinstance(response, str):
         return end in response
     turns = [message for message in response if message["role"] == "assistant"]

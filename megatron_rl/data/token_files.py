@@ -1,4 +1,4 @@
-"""Data sets as tokens, made by one process of a node and mapped into the memory of all.
+"""Tokenised data sets, written by one process of a node and mapped into the memory of all its processes.
 
 The one idea: a file of tokens is stored in the run folder and named by a digest of everything that determines
 its content, so that a file with the right name has the right tokens. Processes that share a file system meet
@@ -205,7 +205,7 @@ def _identity(path: DataPath, setting: str, tokenizer: PreTrainedTokenizerBase, 
 
 
 def _file_states(paths: Sequence[Path]) -> list[Any]:
-    """Return names, sizes and times of a data set's files, in reading order: any change changes them."""
+    """Return names, sizes and times of a data set's files, in reading order; they differ after any change."""
     files: list[Path] = []
     for path in paths:
         files.extend(sorted(path.rglob("*")) if path.is_dir() else [path])
@@ -265,8 +265,8 @@ def _write(file: Path, encoded: Encoded) -> None:
         durable.replace_file(temporary, write_batch)
         digest = durable.digests(temporary.parent, [temporary.name])[temporary.name]
 
-        # First the digest: a kill between the two renames leaves a file without its digest, or with that of
-        # another file, which is made anew.
+        # Rename the digest first: a kill between the two renames leaves at most an older file that does not
+        # match its digest, and the next run writes it again.
         digest_file = temporary.with_name(f"{temporary.name}.digest")
         durable.write_text(digest_file, f"{file.name} {digest}\n")
         os.replace(digest_file, _digest_file(file))

@@ -118,7 +118,7 @@ def conversation_text(tokenizer: Any, ends: Sequence[int] = ()) -> ConversationT
 
 
 def template_turn_end(tokenizer: Any) -> TurnEnd | None:
-    """Return the end of turns under the chat template, None without a template."""
+    """Return the text that ends a turn under the chat template, None without a template."""
     text = conversation_text(tokenizer)
     if text is None:
         return None
@@ -127,7 +127,7 @@ def template_turn_end(tokenizer: Any) -> TurnEnd | None:
 
 
 def turn_end_warning(tokenizer: Any, model_path: str | Path) -> UserError | None:
-    """Return the warning of a chat template whose end of turns the model's files do not name."""
+    """Return the warning of a chat template that ends turns with a token unnamed in the model's files."""
     ends = named_end_ids(tokenizer, model_path)
     texts = ", ".join(tokenizer.convert_ids_to_tokens(list(ends)))
     return turn_end_mismatch(template_turn_end(tokenizer), ends, texts, str(model_path))
@@ -211,8 +211,8 @@ def _sampling_parameters(
 class PromptEncoder:
     """Encoder of the prompts of one data set, through the chat template unless they bypass it.
 
-    A list of messages goes through the template; a string does with ``data.chat_template: true``, as one
-    message of the user. ``data.chat_template: false`` forbids lists of messages.
+    A list of messages goes through the template; a string does with ``data.chat_template: true``, as one user
+    message. ``data.chat_template: false`` forbids lists of messages.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, setting: str) -> None:

@@ -50,7 +50,7 @@ def read_hf_config(path: str | Path) -> Any:
 
 
 def with_scalar_head(hf_config: Any) -> Any:
-    """Return the config of the same model with a head of one number, as transformers names it."""
+    """Return a copy of the config with a scalar head, under the architecture name of transformers."""
     config = copy.deepcopy(hf_config)
     config.architectures = [pretrained(hf_config).family.scalar_architecture]
     config.num_labels = 1
@@ -83,8 +83,9 @@ class ModelSpec:
     def finish(self, chunk: Any) -> None:
         """Add to a new GPTModel chunk the features that Megatron's settings do not express.
 
-        These are the checkpoint's exact rotary frequencies, since Megatron knows one fixed kind of RoPE
-        scaling, the role's own groups where it would ask for global ones, and Gemma's additions to a layer.
+        These are the checkpoint's exact rotary frequencies, since Megatron has one fixed kind of RoPE
+        scaling; the role's own process groups, where it would use global ones; and Gemma's additions to a
+        layer.
         """
         shape = self.model.shape
         if shape.mla:

@@ -79,7 +79,7 @@ def packages() -> list[Finding]:
 
 
 def _package(name: str, tested_version: str) -> Finding:
-    """Return the finding on one package of `TRIED`."""
+    """Check that a package of `TRIED` is installed in the tested version; return the finding."""
     version = installed(name)
     label = name
     if version is None and name == "vllm":
@@ -197,7 +197,7 @@ def is_nvidia_apex(version: str) -> bool:
 
 
 def foreign_apex(version: str) -> Finding:
-    """Return the finding on the package `apex` of the index, a web framework of the same name."""
+    """Return the finding on the package `apex` from the package index, a web framework of the same name."""
     text = f"{version} is the index's web framework of that name, not NVIDIA's Apex"
     fix = "pip uninstall apex; Transformer Engine has the fused optimizer and kernels that Apex has"
     return Finding("warning", "apex", text, fix)

@@ -168,7 +168,7 @@ class Worker:
         return min(call.since for call in self.calls.values()) + self.config.timeout + GRACE_SECONDS
 
     def receive(self, outcomes: list[Answer | None]) -> bool:
-        """Store the replies that have arrived; return False for a process that ended or sent nonsense."""
+        """Store the replies that have arrived; return False if the process ended or violated the protocol."""
         frames, is_open = self.process.frames()
         for frame in frames:
             # User code may have written the frame: the number must be that of an open call, of a plain
@@ -211,7 +211,7 @@ def loading_errors(
     writes: bool,
     extra_arguments: Sequence[str],
 ) -> list[UserError]:
-    """Return why the function of a configuration cannot be loaded and called, in a process like a run's."""
+    """Load the configured function in a worker process, as a run does; return the error if it fails."""
     worker = Worker(config, key, writes, extra_arguments)
     try:
         worker.await_ready()

@@ -60,7 +60,7 @@ class ProgramEnded(Exception):
 
 
 class Remote:
-    """Object in the program's process, used from the test's.
+    """Proxy of an object in the other process: in the test, of one of the program's objects.
 
     ``is_program_class``: whether the program defines its class.
     ``defines_equality``: whether its class defines ``==``.

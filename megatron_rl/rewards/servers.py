@@ -1,12 +1,12 @@
-"""Rewards from HTTP servers: a server of the user's own, and a language model as a judge.
+"""Rewards from HTTP servers: the user's own server, and a language model as a judge.
 
-The one idea: `Server` sends many requests at once, retries, pauses when it is asked to, and stops asking a
-server that is gone (a circuit breaker). Each of the two rewards writes requests and reads replies.
+The one idea: `Server` sends many requests at once, retries, pauses on request, and stops sending to a server
+that fails repeatedly (a circuit breaker). Each of the two rewards writes requests and reads replies.
 
-This is the project's own code, so it runs in the trainer, where the network is. Code of a user that
-reads replies or writes requests runs contained, without network and without the secrets that headers hold. A
-server is not trusted: the size and the time of its replies are limited, redirections are not followed, and no
-text of it that reaches a message holds a secret.
+This is the project's own code, so it runs in the trainer, which has network access. A user's code that reads
+replies or writes requests runs contained, without network and without the secrets in the headers. A server is
+not trusted: the size and the time of its replies are limited, redirections are not followed, and secrets are
+removed from its text before a message quotes it.
 """
 
 from __future__ import annotations
@@ -337,11 +337,11 @@ def _request_metrics(name: str, counts: Counter[str], samples: int) -> Metrics:
     return metrics
 
 
-# A server of the user's
+# The user's own server
 
 
 class HttpReward:
-    """Reward from a server of the user's; `HttpRewardConfig` describes requests and replies."""
+    """Reward from the user's own server; `HttpRewardConfig` describes requests and replies."""
 
     missing: tuple[str, ...] = ()
 
@@ -378,7 +378,7 @@ class HttpReward:
 
 
 def _rewards(reply: Reply, count: int) -> list[Answer]:
-    """Return the answers of a reply about ``count`` samples."""
+    """Return one answer per sample from the reply to a request with ``count`` samples."""
     if reply.reason is not None:
         return [Answer(reply.reason, reply.message)] * count
 
@@ -414,8 +414,8 @@ class JudgeReward:
     """Reward from the verdicts of a language model; see `JudgeConfig`.
 
     Template and parser are functions that run contained, unless the template is text. The judge's text is
-    cached by request if the parser can read it, so that equal samples are judged once; entries that were not
-    used for longest are dropped first.
+    cached by request if the parser can read it, so that equal samples are judged once; the least recently
+    used entries are evicted first.
     """
 
     def __init__(self, config: JudgeConfig) -> None:

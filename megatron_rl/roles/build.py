@@ -135,7 +135,7 @@ class Roles:
             yield
 
     def close(self) -> None:
-        """Release the engine and the processes of rewards and environments."""
+        """Release the engine, and end the reward and environment processes."""
         self.reward.close()
         self.rollout.close()
 

@@ -357,9 +357,9 @@ def _run_scorer(
     available: Mapping[int, Answer],
     members: ReplicaGroup,
 ) -> ScorerResult:
-    """Reward ``rows`` that neither failed nor have an ``available`` answer; return the rewards of all.
+    """Compute the rewards of ``rows`` by one scorer, and return them with its ``available`` answers.
 
-    Collective over the members.
+    Failed rows, and rows with an available answer, do not reach the scorer. Collective over the members.
     """
     # Compute the missing rewards.
     failed = (rollouts.finish_reason == FINISH_FAILED).tolist()
@@ -426,7 +426,7 @@ def _score_rows(
     rows: Sequence[int],
     samples: Sequence[Sample],
 ) -> tuple[str, dict[int, Answer]]:
-    """Return the name of a scorer and its answers by row."""
+    """Run a scorer on the samples of ``rows``; return its name and its answers by row."""
     return name, dict(zip(rows, scorer.answers(samples), strict=True))
 
 

@@ -164,7 +164,7 @@ class ReplicaQueue:
     At first each replica has its share of as many groups as all ``replicas`` have room for. It draws each
     further group from the job's shared queue, once it has room for the group's first sequence. So no replica
     is idle while groups are queued, and none waits for a group that a slower one has reserved. A round with
-    room for all groups is dealt out alike in every run.
+    room for all groups is distributed alike in every run.
 
     ``next_ticket`` draws from the shared queue: it returns the numbers from 0 on, each to one replica.
     ``cached_on`` maps seeds of sequences to the replica whose engine retains their key-value cache; their
@@ -263,7 +263,7 @@ class ReplicaQueue:
         return self._shared_queue[number]
 
     def _admit(self, position: int) -> Admitted:
-        """Copy a sequence of the round; one whose prompt leaves no room for a response fails at once."""
+        """Admit a copy of the sequence at ``position``; it fails at once if it has no room for a response."""
         group, sequence = self.round.unfinished[position]
         copy = sequence.copy()
         copy.finished_in = 0
@@ -416,7 +416,7 @@ class ReplicaScheduler:
         return unfinished
 
     def admit_rest(self) -> None:
-        """Admit the groups that no replica has, so that one replica reports each sequence of the round."""
+        """Admit the groups that no replica has admitted: every sequence is then reported by one replica."""
         while self._admit_next() is not None:
             pass
 

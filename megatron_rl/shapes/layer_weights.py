@@ -154,7 +154,7 @@ def outer_weights(shape: ModelShape, first: bool, last: bool) -> tuple[Weight, .
 
 
 def _norm(shape: ModelShape, name: str, source: str, fused: str = "") -> Iterator[Weight]:
-    """Yield the parameters of a norm; ``name`` and ``source`` are its Megatron and checkpoint module."""
+    """Yield the parameters of a norm: module ``name`` in Megatron, ``source`` in the checkpoint."""
     yield Weight(f"{name}.weight", "whole", (Source(f"{source}.weight", (shape.hidden,)),), fused)
     if shape.layer_norm:
         yield Weight(f"{name}.bias", "whole", (Source(f"{source}.bias", (shape.hidden,)),))

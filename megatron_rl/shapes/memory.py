@@ -1,4 +1,4 @@
-"""The memory of a rank that trains, scores or generates with a model: equations on its shape.
+"""The memory of a rank that trains, computes log-probs or generates with a model: equations on its shape.
 
 Parameters, gradients and optimizer states follow Megatron's distributed optimizer (float32 main
 gradients; float32 master weights and two moments in addition to bfloat16 weights; Rajbhandari et al. 2020).
@@ -124,14 +124,14 @@ class _FusedLayer:
     """`ParallelLayout.token_shards`."""
 
     def norms(self) -> float:
-        """Count each norm's input and output; the output is the input of the next projection."""
+        """Count the elements of each norm's input and output, which is the next projection's input."""
         tensors = 4
         if self.shape.sandwich_norms:
             tensors = 6
         return tensors * self.shape.hidden / self.token_shards
 
     def attention(self, recompute: str) -> float:
-        """Count queries, keys, values and the output, for any ``recompute`` but full."""
+        """Count the elements of queries, keys, values and the output, for any ``recompute`` but full."""
         shape = self.shape
         heads = shape.heads / self.tensor
         if shape.mla:
@@ -146,18 +146,18 @@ class _FusedLayer:
         return shape.head_dim * (queries * heads + (2 + shape.qk_norm) * groups)
 
     def mlp(self, width: float) -> float:
-        """Count gate, up and their product."""
+        """Count the elements of gate, up and their product."""
         if not self.shape.gated:
             # Without a gate: the activation's input and output.
             return 2 * width
         return 3 * width
 
     def routed(self, width: float) -> float:
-        """Count one routed expert: it saves as much as a dense MLP."""
+        """Count the elements of one routed expert, which saves as much as a dense MLP."""
         return self.mlp(width)
 
     def router(self) -> float:
-        """Count logits and probabilities of all experts."""
+        """Count the elements of the logits and probabilities of all experts."""
         return 2.0 * self.shape.experts
 
 
@@ -178,7 +178,7 @@ class _OwnLayer:
     """Bytes of an element of the model's dtype."""
 
     def _norm(self, width: float, output: bool = True) -> float:
-        """Count a norm's float32 input, its normalised values, and its output if a later layer saves it."""
+        """Count a norm's elements: float32 input, normalised values, output if a later layer saves it."""
         float32 = 4 / self.dtype_bytes
         # Norms whose weight is counted from zero multiply in float32.
         normalised = 1.0
@@ -187,14 +187,14 @@ class _OwnLayer:
         return width * (float32 + normalised + output)
 
     def norms(self) -> float:
-        """Count the norms before attention and MLP, and the sandwich norms after them."""
+        """Count the elements of the norms before attention and MLP, and of the sandwich norms after them."""
         elements = 2 * self._norm(self.shape.hidden)
         if self.shape.sandwich_norms:
             elements += 2 * self._norm(self.shape.hidden, output=False)
         return elements / self.token_shards
 
     def attention(self, recompute: str) -> float:
-        """Count the projections, the core of attention and its output; ``selective`` recomputes the core.
+        """Count the elements of projections, core and output; ``selective`` recomputes the core.
 
         The core is everything between the projections: softmax(Q K^T) V.
         """
@@ -233,20 +233,20 @@ class _OwnLayer:
         return core + output + 4 * shape.head_dim + norms
 
     def mlp(self, width: float) -> float:
-        """Count gate and up together, the activation, up once more, and their product."""
+        """Count the elements of gate and up together, the activation, up once more, and their product."""
         return 5 * width
 
     def routed(self, width: float) -> float:
-        """Count one routed expert: an MLP, and its product once more, times the router's weight."""
+        """Count the elements of one routed expert: an MLP, and its product times the router's weight."""
         return 6 * width
 
     def router(self) -> float:
-        """Count logits and probabilities of all experts, and float32 tensors of the selected ones."""
+        """Count the elements of all experts' logits and probabilities, and the selected ones' in float32."""
         selected = 5 * self.shape.experts_per_token * 4 / self.dtype_bytes
         return self.shape.experts * (1 + 1 / self.dtype_bytes) + selected
 
     def forward(self, kind: LayerKind) -> float:
-        """Count the largest set of tensors that exist at once in a forward pass without gradients.
+        """Count the elements of the largest set of tensors alive at once in a forward pass without gradients.
 
         Attention holds its projections, and their copies with the tokens of a sequence together; an MLP gate
         and up, the activation, up plus its offset, and their product; experts the routed tokens: sorted,
@@ -397,7 +397,7 @@ class OptimizerChoice:
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Peak memory on one rank of a model that trains or scores, in bytes."""
+    """Peak memory on one rank of a model that trains or computes log-probs, in bytes."""
 
     weights: float
     gradients: float
@@ -498,7 +498,7 @@ def representative_stages(count: int) -> list[int]:
 
 
 def fullest_parameters(shape: ModelShape, layout: ParallelLayout) -> tuple[int, int]:
-    """Return the dense and the expert parameters on a rank of the stage that has most."""
+    """Return the dense and the expert parameters on a rank of the stage that has the most."""
     stages = default_stage_layers(shape.layers, layout.pipeline, layout.virtual_pipeline)
     last = len(stages) - 1
     parameters = [

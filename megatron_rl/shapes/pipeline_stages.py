@@ -1,7 +1,7 @@
 """The distribution of a model's layers over pipeline stages, as Megatron-Core computes it.
 
-Every stage gets as many layers as the next one, except for the first and the last: their number can be set,
-or the embedding and the loss can count as a layer each.
+All stages get the same number of layers, except for the first and the last: their sizes can be set, or the
+embedding and the loss can count as a layer each.
 """
 
 from __future__ import annotations
@@ -143,10 +143,10 @@ def _uneven_error(layers: int, layout: ParallelLayout, settings: Mapping[str, An
 
 
 def stage_ends(layers: int, stages: int, virtual: int = 1) -> tuple[int, int] | None:
-    """Return the layers of the first and of the last stage that make the middle stages equal.
+    """Return the sizes in layers of the first and the last stage that make the middle stages equal.
 
     Even splits give equal values. For uneven ones the ends, which hold the embedding and the output layer,
-    get fewer layers if possible. Returns None if no ends fit.
+    get fewer layers if possible. Returns None if no sizes fit.
     """
     if layers % (stages * virtual) == 0:
         return layers // stages, layers // stages
@@ -164,9 +164,9 @@ def stage_ends(layers: int, stages: int, virtual: int = 1) -> tuple[int, int] | 
 
 
 def end_settings(layers: int, stages: int, virtual: int = 1) -> dict[str, int] | None:
-    """Return Megatron's settings for the ends of `stage_ends`; empty for an even pipeline.
+    """Return Megatron's settings for the first and the last stage, with the sizes from `stage_ends`.
 
-    Returns None if no ends fit.
+    The settings are empty for an even pipeline, and None if no sizes make the middle stages equal.
     """
     ends = stage_ends(layers, stages, virtual)
     if ends is None:

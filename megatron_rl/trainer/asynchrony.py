@@ -44,7 +44,7 @@ class AheadBatches:
     fraction of informative groups calls for, and a step with too few informative groups uses those it has.
 
     ``queue``: batches that are sampled and not yet learned from; part of the checkpoint.
-    ``sets``: evaluation sets to answer during the next step, with the weights that sample its batch.
+    ``sets``: evaluation sets to sample during the next step, with the weights that sample its batch.
     ``answers``: the responses to ``sets``, once that step has ended.
 
     Construction is collective over the world.
@@ -116,7 +116,7 @@ class AheadBatches:
             self.source.informative = next(filter(None, gather_objects(counts)))
 
     def _start_evaluation(self, phase: Phases) -> list[Pending]:
-        """Answer the evaluation sets on the rollout's ranks; learners return at once."""
+        """Sample the evaluation sets on the rollout's ranks; learners return at once."""
         timer = nullcontext()
         if self.sets and not self._learns:
             timer = phase("evaluate")

@@ -127,7 +127,7 @@ class EmbeddedTrainer:
         self.state.load_state_dict(state, self.roles)
 
     def close(self) -> None:
-        """Release the engine and the processes of rewards."""
+        """Release the engine and end the reward processes."""
         self.roles.close()
 
 

@@ -130,7 +130,7 @@ def _function_role(config: RunConfig, function: str, path: str, tokenizer: Any) 
 def evaluate(
     roles: Roles, sets: Sequence[EvaluationSet], seed: int
 ) -> tuple[list[EvaluationResult], Metrics]:
-    """Answer each set and reward the answers; return the results and the metrics of the weight sync.
+    """Sample and reward responses to each set; return the results and the metrics of the weight sync.
 
     ``eval/NAME/accuracy`` is the fraction of answers with a reward of at least `CORRECT_REWARD` among all
     answers; of several scorers the first one's rewards count. An answer whose reward failed is not correct.
@@ -147,7 +147,7 @@ def evaluate(
 
 
 def start_evaluation(roles: Roles, sets: Sequence[EvaluationSet], seed: int) -> list[Pending]:
-    """Answer each set on the rollout's ranks with the engine's weights; other ranks return at once.
+    """Sample responses to each set on the rollout's ranks, with the engine's weights; others return at once.
 
     Collective over the rollout's ranks.
     """

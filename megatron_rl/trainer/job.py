@@ -381,8 +381,8 @@ def report_stop(rank_text: str, phases: Phases, seconds: float) -> Iterator[Stop
     """Handle `SIGNALS` inside the block: save after the step, or end at once and report the phase and call.
 
     Messages go to the standard error of the block's start. A rank whose step does not end within ``seconds``
-    ends then. Python runs signal handlers between its own instructions, which never come while a collective
-    waits; so the signal wakes a thread, which acts for the process.
+    ends then. Python runs signal handlers only between bytecode instructions, so none runs while a collective
+    blocks: the signal wakes a thread, which handles it.
     """
     console = os.dup(2)
     read_end, write_end = os.pipe()

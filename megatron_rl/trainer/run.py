@@ -327,9 +327,9 @@ class Run:
     def _train_and_answer(
         self, step: int, sets: Sequence[EvaluationSet]
     ) -> tuple[StepResult | None, list[Rollouts]]:
-        """Run one step; an asynchronous run answers ``sets`` beside it. Returns the answers, too.
+        """Run one step; return its result and the responses to the evaluation ``sets``.
 
-        Collective over the world.
+        Only an asynchronous run samples these responses here, while it trains. Collective over the world.
         """
         if self.ahead is not None:
             self.ahead.sets = sets
@@ -444,7 +444,10 @@ class Run:
         return patience is not None and self.state.best.waited >= patience
 
     def _write_checkpoint(self, path: Path, layout: str, in_background: bool) -> checkpoint.PendingCheckpoint:
-        """Write a checkpoint of the current step, or begin to. Collective over the world."""
+        """Write a checkpoint of the current step, or start to if ``in_background``.
+
+        Collective over the world.
+        """
         saving = self.state.save(
             path,
             self.roles,
@@ -512,7 +515,7 @@ class Run:
                 export(model, self.folder.model, self.config.model.path)
 
     def _write_report(self) -> None:
-        """Write the report. The run is complete: an error here is a warning, and fails nothing else."""
+        """Write the report; an error here is only a warning, because the run is complete."""
         try:
             write_report(self.folder.path, console=self.job.console)
         except Exception as error:

@@ -52,7 +52,7 @@ sources meet in the same store of the job."""
 
 
 class StalenessError(RuntimeError):
-    """Rollouts that are more updates old than `asynchrony.max_staleness` allows."""
+    """Rollouts that are older, in updates, than `asynchrony.max_staleness` allows."""
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,14 @@ class SampledBatch:
 
 
 class RolloutSource:
-    """Source of the responses to a number of prompts, with the buffer of groups begun beyond them.
+    """Source of a step's responses, with the buffer of the groups in flight beyond that step.
 
     With ``rollout.oversample`` that fraction of further prompts is sampled, and the step takes the groups
     that finish first, counted in token rounds of ``rollout.round_tokens`` tokens per sequence. With
     ``rollout.partial`` the next step continues the others with its newer weights; a group whose oldest token
     would become older than ``asynchrony.max_staleness`` is waited for instead. Without ``rollout.partial``
     the others are dropped and the next step starts with their prompts, so prompts with short responses are
-    learned from more often.
+    trained on more often.
 
     The open order has no token rounds: the replicas sample until the learning ranks wait for them and enough
     groups are finished. The next step continues the others, also groups that no replica has started.
@@ -148,7 +148,7 @@ class RolloutSource:
         )
 
     def finish(self, pending: Pending, members: ReplicaGroup) -> SampledBatch:
-        """Gather a round and return the groups that the step takes. Collective over the members."""
+        """Gather a round and return the groups selected for the step. Collective over the members."""
         rollout = self.roles.rollout
         generation_round = pending.generation_round
         new_tokens = _gather_and_append(rollout, pending, members)
@@ -185,7 +185,7 @@ class RolloutSource:
         metrics += Metrics.of({"rollout/partial_fraction": partial_fraction(rollouts)})
         metrics += self._carry_over_or_restart()
 
-        # Rows that are sampled ahead become older until they are learned from, and are measured then.
+        # Sequences that are sampled steps ahead age until they are trained on: staleness is measured then.
         if self.config.rollout.partial and not self.config.asynchrony.steps_ahead:
             assert self.config.asynchrony.max_staleness is not None
             version = self.roles.hybrid_engine.version
@@ -300,7 +300,7 @@ class RolloutSource:
             self.buffer.restart_all()
 
     def keep_learnable(self, queue: Sequence[SampledBatch]) -> list[SampledBatch]:
-        """Return the queued batches that can still be learned from in order; restart the others' prompts."""
+        """Return the queued batches that can still be trained on, in order; restart the others' prompts."""
         version = self.roles.hybrid_engine.version
         learnable: list[SampledBatch] = []
         too_old: list[SampledBatch] = []

@@ -257,7 +257,7 @@ def _load_into_dependents(plan: StagePlan, roles: Roles, config: RunConfig) -> N
 
 
 def require_stage_models(config: RunConfig) -> None:
-    """Raise UserError if a resumed run lacks a model that one of its stages has left.
+    """Raise UserError if a resumed run needs a model that one of its stages trained, and the model is absent.
 
     A checkpoint has the weights of actor and critic. The reference, trained reward models and the base of the
     actor's adapters are read from the run folder.

@@ -211,7 +211,10 @@ class Checkpoints:
         self._write_times = Metrics()
 
     def save_periodic(self, step: int) -> None:
-        """Save the current step in the configured layout, or start to. Collective over the world."""
+        """Save the current step in the configured layout, in the background if so configured.
+
+        Collective over the world.
+        """
         self.save(
             step,
             self._settings.optimizer_layout,
@@ -248,7 +251,10 @@ class Checkpoints:
         job.say(f"step {step}: its checkpoint is written anew, for any layout")
 
     def save(self, step: int, layout: str, *, in_background: bool = False) -> None:
-        """Save the current step, or start to with ``in_background``. Collective over the world."""
+        """Save the current step; with ``in_background``, training continues meanwhile.
+
+        Collective over the world.
+        """
         # Only one is written at a time: wait for the one before.
         self.complete()
         self._saving = self._write(checkpoint_path(self._folder, step), layout, in_background)

@@ -252,7 +252,7 @@ class Client:
         self.about = about
 
     def begin(self, phase: str, resumed_step: int | None) -> None:
-        """See `Tracker.begin`; a resumed run sends steps again that were sent before."""
+        """See `Tracker.begin`; a resumed run logs its repeated steps a second time."""
 
 
 class Wandb(Client):

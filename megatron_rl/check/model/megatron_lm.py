@@ -145,7 +145,7 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
 
 
 def _megatron_checkpoints(config: RunConfig) -> dict[str, str]:
-    """Return section -> Megatron checkpoint: ``model`` for the actor's, and roles whose path is one."""
+    """Return the path of each configured Megatron checkpoint by section, the actor's under ``model``."""
     paths = {section: path for section, path in explicit_model_paths(config).items() if path is not None}
     checkpoints = {section: path for section, path in paths.items() if is_megatron(path)}
     if config.model.megatron is not None:

@@ -102,7 +102,7 @@ class Stored(NamedTuple):
 
 
 class Common(NamedTuple):
-    """Values that all ranks have in common."""
+    """Values that a checkpoint stores once for all ranks, as in common.pt."""
 
     names: tuple[str, ...]
     """All keys."""
@@ -124,7 +124,7 @@ class State:
 
 
 class Inert:
-    """Inert value in the place of an object that a pickle constructs.
+    """Inert stand-in for an object that a pickle constructs.
 
     It accepts any arguments and state, and returns itself when it is called. A class or function that the
     pickle names without calling it stays a subclass of this one.
@@ -160,10 +160,10 @@ class Inert:
         pass
 
     def append(self, _: Any) -> None:
-        """Ignore an element of a list."""
+        """Ignore an element that the pickle appends to the object."""
 
     def extend(self, _: Any) -> None:
-        """Ignore elements of a list."""
+        """Ignore elements that the pickle appends to the object."""
 
 
 class _Reader(pickle.Unpickler):

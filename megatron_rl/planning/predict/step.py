@@ -116,7 +116,7 @@ def copy_seconds(machine: Machine, remote_bytes: float, domain_bytes: float = 0.
 
 
 def sync_seconds(traffic: WeightTraffic, senders: int, machine: Machine) -> float:
-    """Return seconds of one weight sync out of ``senders`` ranks.
+    """Return the seconds of one weight sync from ``senders`` ranks.
 
     Each byte leaves the trainer once, and replicas relay it to one another. Unless all ranks are in one
     NVLink domain, everything is assumed to be received over the network.
@@ -131,7 +131,7 @@ def sync_seconds(traffic: WeightTraffic, senders: int, machine: Machine) -> floa
 
 @lru_cache(maxsize=4096)
 def _shared_bytes(model: ModelShape, layout: ParallelLayout, tensor: int, itemsize: int) -> SharedBytes:
-    """Return `shared_bytes`, cached: a search asks for the same layouts many times."""
+    """Return `shared_bytes`, cached since a search computes it for the same layouts many times."""
     return shared_bytes(model, layout, tensor, itemsize, settings=end_settings(model.layers, layout.pipeline))
 
 
@@ -225,7 +225,7 @@ def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], stats: R
 
 
 def _train_choice(config: RunConfig, role: str, layout: ParallelLayout, model: ModelShape) -> TrainChoice:
-    """Return how a role's model runs; a frozen role has the actor's recompute and optimizer, unused."""
+    """Return how a role's model is trained; a frozen role gets the actor's settings, without effect."""
     spec = spec_of(role)
     section: Any = config.actor
     lora = None
@@ -234,11 +234,11 @@ def _train_choice(config: RunConfig, role: str, layout: ParallelLayout, model: M
         lora = section.lora
 
     optimizer = OptimizerChoice(distributed=section.optimizer.distributed, offload=section.optimizer.offload)
-    engine = config.model.attention != "torch"
+    fused = config.model.attention != "torch"
     adapters = None
     if lora is not None:
         adapters = Lora.of(model, lora.rank, lora.targets)
-    return TrainChoice(model, layout, section.recompute, optimizer, transformer_engine=engine, lora=adapters)
+    return TrainChoice(model, layout, section.recompute, optimizer, transformer_engine=fused, lora=adapters)
 
 
 def role_shapes(config: RunConfig, shape_of: Callable[[str], ModelShape]) -> dict[str, ModelShape]:

@@ -66,13 +66,13 @@ class Simulation(TorchDispatchMode):
             yield
 
     def name_groups(self, groups: Mapping[str, Any]) -> None:
-        """Name communicators by their kind; a communicator keeps its first name."""
+        """Record the kind under which a communicator's traffic is counted; a communicator keeps its first."""
         for kind, group in groups.items():
             if group is not None:
                 self._kinds.setdefault(tuple(dist.get_process_group_ranks(group)), kind)
 
     def kind(self, ranks: tuple[int, ...]) -> str:
-        """Return the name of the communicator of these ranks."""
+        """Return the kind of the communicator of these ranks; without one, their number as text."""
         return self._kinds.get(ranks, f"{len(ranks)} ranks")
 
     @contextmanager

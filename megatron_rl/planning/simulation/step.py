@@ -90,6 +90,7 @@ def _with_model_folders(config: RunConfig, models: Mapping[str, Path]) -> RunCon
     """Return the configuration with every role's model at the folder of its config.json."""
 
     def folder(section_path: str) -> str:
+        """Return the folder of the config.json of a section's role, by default of the actor's."""
         return str(models.get(role_of(section_path), models[ACTOR.name]).parent)
 
     def with_folder(section_path: str, section: Any) -> Any:

@@ -78,7 +78,7 @@ class TransferRendezvous(WeightTransferInitInfo):
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """Version of the weights of an update."""
+    """Argument of a weight update: the version of the weights to receive."""
 
     version: int
 

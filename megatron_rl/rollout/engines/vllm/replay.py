@@ -77,7 +77,7 @@ def support_of(
 
 @cache
 def _processor() -> type:
-    """Return the logits processor of the host; a function, since vLLM is imported late."""
+    """Return the class of the host's logits processor; it is defined here because vLLM is imported late."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
@@ -125,7 +125,7 @@ def _truncating_request(
     _: Any,
     tokens: list[int],
 ) -> tuple[SamplingParameters, Support, list[int]] | None:
-    """Return the processor's state of a new request, None without a support record.
+    """Return what the processor stores for a new request, None without a support record.
 
     vLLM appends to ``tokens`` as it samples, so its length is the number of tokens sampled so far.
     """

@@ -220,7 +220,10 @@ def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _run_sampler_eagerly() -> None:
-    """Mask tokens and count ranks without compilation on the host, which takes seconds and a compiler."""
+    """Replace two functions that vLLM compiles, token ranks and vocabulary masks, by eager ones on the host.
+
+    Their compilation takes seconds and needs a compiler.
+    """
     from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.v1.sample import sampler
 
