@@ -15,6 +15,7 @@ from megatron_rl.cli.main import COMMANDS, main
 from megatron_rl.config.load import flatten, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
+GPU_LOCK = str(ROOT / "launch/constraints-gpu-py312.txt")
 ALONE = ("world_size=null", "actor.layout={}", "rollout.tensor=1")
 LONG = "x" * 5000
 HEAVY = ("torch", "transformers", "megatron", "vllm", "numpy", "pyarrow")
@@ -232,7 +233,7 @@ def test_errors_stand_before_and_behind_the_traceback_of_torchrun(workspace: Pat
         (("report", "runs"), "it is not a regular file"),
         (("plan-reshard", LONG, "--from", "tp2", "--to", "tp2"), "choose a shorter name"),
         (("plan", "qwen2-7b", "--gpus", "8", "--out", "gone/plan.yaml"), "create the folder first"),
-        (("doctor", "--before-install", "runs"), "name a file: this is a folder"),
+        (("doctor", "--before-install", "runs", "--lock", GPU_LOCK), "name a file: this is a folder"),
     ],
 )  # fmt: skip
 def test_other_commands_refuse_bad_input(

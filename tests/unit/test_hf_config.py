@@ -75,7 +75,7 @@ def test_virtual_pipeline_gets_the_communication_that_is_right():
             ("qwen2", {"tensor": 2}, None, {"num_attention_heads": 3, "num_key_value_heads": 3}),
             "attention heads",
         ),
-        (("qwen2", {"pipeline": 4}, None, {"num_hidden_layers": 6}), "6 layers cannot be dealt out"),
+        (("qwen2", {"pipeline": 4}, None, {"num_hidden_layers": 6}), "6 layers cannot be distributed over"),
         (("qwen2", {}, {"hidden_droput": 0.1}), "did you mean 'hidden_dropout'"),
         (("qwen2", {}, {"hidden_size": 8}), "cannot be overridden"),
         (("qwen2", {"expert": 2}), "without experts"),
@@ -84,8 +84,8 @@ def test_virtual_pipeline_gets_the_communication_that_is_right():
         (("qwen3", {}, None, {"attention_bias": True}), "attention_bias"),
         (("llama", {}, None, {"hidden_act": "relu6"}), "activation"),
         (("deepseek-v3", {}, None, {"rope_parameters": RESCALING_ROPE}), "latent attention"),
-        (("llama", {"pipeline": 2}, {"num_layers_in_first_pipeline_stage": 9}), "cannot be dealt out"),
-        (("llama", {"pipeline": 4}, {"num_layers_in_first_pipeline_stage": 2}), "cannot be dealt out"),
+        (("llama", {"pipeline": 2}, {"num_layers_in_first_pipeline_stage": 9}), "cannot be distributed over"),
+        (("llama", {"pipeline": 4}, {"num_layers_in_first_pipeline_stage": 2}), "cannot be distributed over"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments, words):

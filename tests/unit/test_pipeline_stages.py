@@ -88,7 +88,7 @@ def test_layers_that_do_not_fit_are_refused_with_what_would(layers, stages, virt
     layout = ParallelLayout(
         tuple(range(stages)), pipeline=stages, virtual_pipeline=virtual, path="actor.layout"
     )
-    with pytest.raises(UserError, match="cannot be dealt out") as caught:
+    with pytest.raises(UserError, match="cannot be distributed over") as caught:
         stage_layers(layers, layout, more)
     error = caught.value
     assert error.where.startswith("actor.layout.") and error.expected and error.got and error.fix
