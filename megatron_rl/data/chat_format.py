@@ -38,7 +38,7 @@ _CONVERSATION = (
     {"role": "assistant", "content": "b"},
     {"role": "user", "content": "c"},
 )
-_NAMED_TOKENS = (
+NAMED_TOKENS = (
     "bos_token",
     "eos_token",
     "unk_token",
@@ -519,7 +519,7 @@ class VisibleText:
         # Ends of responses, tokens that are named by their purpose, and marks around messages.
         tokenizer = self._tokenizer
         ids = set(named_end_ids(tokenizer, tokenizer.name_or_path))
-        for name in _NAMED_TOKENS:
+        for name in NAMED_TOKENS:
             number = getattr(tokenizer, f"{name}_id", None)
             if number is not None:
                 ids.add(number)

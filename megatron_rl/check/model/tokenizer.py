@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.check.files import Files, read_json_object
 from megatron_rl.config.sections.rollout import RolloutConfig, stop_error, stop_strings
-from megatron_rl.data.chat_format import listed_end_ids
+from megatron_rl.data.chat_format import NAMED_TOKENS, listed_end_ids
 from megatron_rl.data.template_renderer import DEFAULT, TemplateRenderer, can_render
 from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError
@@ -22,16 +22,6 @@ _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "m
 """Sets of files from each of which transformers can load a tokenizer."""
 
 _COPY_AGAIN = "copy the tokenizer files of the model into its directory again"
-
-_SPECIAL_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 
 _MALFORMED_VOCABULARY = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 """Exceptions of reading token ids from valid JSON that is not a tokenizer."""
@@ -291,7 +281,7 @@ def special_token_texts(path: Path) -> dict[str, str]:
         **_object_or_empty(path / "tokenizer_config.json"),
     }
     texts: dict[str, str] = {}
-    for name in _SPECIAL_TOKENS:
+    for name in NAMED_TOKENS:
         text = _token_text(settings.get(name))
         if isinstance(text, str):
             texts[name] = text
