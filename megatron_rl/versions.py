@@ -26,6 +26,11 @@ def release(version: str) -> tuple[int, int]:
     return int(numbers[1]), int(numbers[2] or 0)
 
 
+def distribution_name(name: str) -> str:
+    """Return a distribution's name in the form that indexes compare: lower case, words joined by hyphens."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def installed(name: str) -> str | None:
     """Return the version of an installed distribution, or None."""
     try:

@@ -8,11 +8,10 @@ installed. So everything here compares *releases* (2.13), never strings: a conta
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from megatron_rl.planning.machine import BUILT_TOGETHER, TRIED, Finding, foreign_apex, is_nvidia_apex
-from megatron_rl.versions import release
+from megatron_rl.versions import distribution_name, release
 
 TORCH = TRIED["torch"]
 VLLM = TRIED["vllm"]
@@ -107,6 +106,9 @@ def missing_requirements(lock: str, versions: Mapping[str, str], toolkit: int = 
     """
     brought = {distribution_name(name) for name in versions}
     skipped = {COMPILED_HERE}
+    # Its parts are of one version: a part of the lock beside a container's own one does not load.
+    if "transformer-engine" in brought:
+        skipped |= {"transformer-engine-cu12", "transformer-engine-cu13"}
     if toolkit != TOOLKIT:
         skipped |= FROM_OTHER_INDEXES
     brings_libraries = "torch" in brought or toolkit != TOOLKIT
@@ -120,11 +122,6 @@ def missing_requirements(lock: str, versions: Mapping[str, str], toolkit: int = 
             continue
         missing.append(requirement)
     return missing
-
-
-def distribution_name(name: str) -> str:
-    """Return a distribution's name in the form that indexes compare: lower case, words joined by hyphens."""
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def unfit_driver(driver: str, toolkit: int = TOOLKIT) -> Finding | None:

@@ -12,7 +12,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_rl.versions import installed, release
+from megatron_rl.versions import distribution_name, installed, release
 
 # Megatron-Core 0.16 is the last one for Python 3.11; from 0.17 on it requires 3.12.
 _MEGATRON_CORE = "0.19.2" if sys.version_info >= (3, 12) else "0.16.1"
@@ -102,7 +102,7 @@ def _built_together(in_environment: bool) -> dict[str, str]:
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
         # Names are spelled with any of - _ . in the metadata.
-        name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
+        name = distribution_name(distribution.metadata["Name"] or "")
         folder = Path(str(distribution.locate_file("")))
         if name in BUILT_TOGETHER and folder.is_relative_to(sys.prefix) == in_environment:
             versions.setdefault(name, distribution.version)

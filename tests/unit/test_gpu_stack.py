@@ -145,6 +145,7 @@ def test_a_container_keeps_its_torch_and_cuda_libraries(lock: Path):
     missing = missing_requirements(lock.read_text(encoding="utf-8"), machine)
     names = {requirement.partition("==")[0].lower() for requirement in missing}
     assert not names & {"torch", "triton", "numpy", "transformer-engine", "nvidia-cudnn-cu13"}
+    assert "transformer-engine-cu13" not in names  # a part of another version beside the container's own
     assert {"vllm", "megatron-core", "transformers"} <= names
 
 
