@@ -372,7 +372,7 @@ def _enter_root(limits: Mapping[str, Any], isolation: Isolation) -> bool:
         _keep_user(isolation)
         isolation.unenforced.append(f"{NO_ROOT} (mount: {error.strerror})")
         with contextlib.suppress(OSError):
-            kernel.attach(scratch, SCRATCH)
+            kernel.attach(os.dup(scratch), SCRATCH)
             isolation.folder = SCRATCH
         return False
 

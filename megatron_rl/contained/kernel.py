@@ -141,8 +141,15 @@ def set_mount_attributes(
 
 
 def attach(tree: int, target: str) -> None:
-    """Mount the tree of a descriptor at ``target``, which must exist: a file for a file, or a folder."""
-    system_call(MOVE_MOUNT, tree, b"", _CURRENT_FOLDER, os.fsencode(target), _FROM_DESCRIPTOR)
+    """Mount the tree of a descriptor at ``target``, and close the descriptor.
+
+    ``target`` must exist: a file for a file, a folder for a folder. Contained code has few files to open, and
+    may not have the descriptors of the mounts around it.
+    """
+    try:
+        system_call(MOVE_MOUNT, tree, b"", _CURRENT_FOLDER, os.fsencode(target), _FROM_DESCRIPTOR)
+    finally:
+        os.close(tree)
 
 
 def unmount(path: str) -> None:

@@ -214,7 +214,7 @@ def _mount_proc(kernel_limits: Mapping[str, str]) -> str | None:
 def _attach_scratch(scratch: int, owner: Owner) -> None:
     """Mount /tmp, /dev/shm and the home folder from one file system, whose size bounds them together."""
     os.mkdir(_STAGE + _SCRATCH)
-    kernel.attach(scratch, _STAGE + _SCRATCH)
+    kernel.attach(os.dup(scratch), _STAGE + _SCRATCH)
 
     home = os.path.abspath(os.path.expanduser("~"))
     for name, target in (("tmp", "/tmp"), ("shm", "/dev/shm"), ("home", home)):
@@ -258,8 +258,8 @@ def _attach_all(system_trees: list[_Tree], user_trees: list[_Tree]) -> None:
             attached.append(tree)
             if tree.hides:
                 _hide_entries(tree.path, user_paths)
-
-        os.close(tree.descriptor)
+        else:
+            os.close(tree.descriptor)
 
 
 def _is_hidden(path: str, outer: _Tree) -> bool:

@@ -62,6 +62,9 @@ def itself(metadata):
     import getpass
     return bool(getpass.getuser()) and len(os.listdir("/proc/self/fd")) > 2
 
+def opened(metadata):
+    return len(os.listdir("/proc/self/fd"))
+
 ACTS = {
     "data beside the code": lambda _: Path(__file__).with_name("answers.txt").read_text() == "42",
     "neighbour": lambda _: neighbour.ANSWER == 42,
@@ -71,7 +74,7 @@ ACTS = {
     "names": lambda _: bool(socket.getaddrinfo("localhost", 80)),
     "here": lambda metadata: os.getcwd() == metadata["path"],
 }
-for act in (imports, workers, manager, programs, temporary, terminal, pipes_to_itself, itself):
+for act in (imports, workers, manager, programs, temporary, terminal, pipes_to_itself, itself, opened):
     ACTS[act.__name__] = act
 """
 
@@ -99,6 +102,15 @@ def test_usual_code_runs_as_it_did(code: str) -> None:
     result = judge(code, *names, "terminal", "pipes_to_itself", "itself")
     assert result.rewards.tolist() == [1.0] * len(result.answers), [one.message for one in result.failures]
     assert judge(code, "here", path=os.getcwd()).rewards.tolist() == [1.0]
+
+
+def test_hidden_files_beside_the_code_leave_no_open_descriptors(code: str, tmp_path: Path) -> None:
+    copied = tmp_path / "reward.py"
+    copied.write_text(CODE.replace("import neighbour", ""))
+    before = judge(f"{copied}:judge", "opened").rewards.tolist()
+    for number in range(20):
+        (tmp_path / f".hidden{number}").touch()
+    assert judge(f"{copied}:judge", "opened").rewards.tolist() == before
 
 
 def test_a_module_of_an_installed_package_is_imported() -> None:

@@ -37,9 +37,9 @@ class Verifiers(AgentEnvironment):
             raise RuntimeError(str(output["error"]))
         return str(output["reward"])
 
-    async def judge(self, episode: Any, written: str) -> float | Mapping[str, float] | None:
+    async def judge(self, episode: Any, output: str) -> float | Mapping[str, float] | None:
         """Return the reward of `lead`, which it passes on as text."""
-        return float(written)
+        return float(output)
 
 
 class Sums(Verifiers):
