@@ -22,10 +22,18 @@ from megatron_rl.check.model.megatron_lm import provider_errors
 from megatron_rl.check.model.tokenizer import chat_templates, check_tokenizer, has_chat_template, stop_errors
 from megatron_rl.check.model.weights import check_weights
 from megatron_rl.check.resume import resume_errors
-from megatron_rl.check.rewards.containment import check_enforced, check_limits, contained_sections
-from megatron_rl.check.rewards.evaluation import best_errors, evaluation_set_errors
-from megatron_rl.check.rewards.functions import check_not_hidden, check_reward, function_errors
-from megatron_rl.check.rewards.servers import check_servers, silent_servers
+from megatron_rl.check.rewards import (
+    best_errors,
+    check_enforced,
+    check_limits,
+    check_not_hidden,
+    check_reward,
+    check_servers,
+    contained_sections,
+    evaluation_set_errors,
+    function_errors,
+    silent_servers,
+)
 from megatron_rl.check.stages import repeated_records
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.engines import ENGINES

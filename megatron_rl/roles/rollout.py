@@ -19,7 +19,7 @@ from megatron_rl.rollout.collate import (
     collect_new_tokens,
 )
 from megatron_rl.rollout.engines.base import Engine, Generator, ToolParser
-from megatron_rl.rollout.engines.servers.client import ServerGenerator
+from megatron_rl.rollout.engines.servers import ServerGenerator
 from megatron_rl.rollout.multi_turn import MultiTurnScheduler
 from megatron_rl.rollout.scheduler import (
     GenerationRound,

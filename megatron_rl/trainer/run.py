@@ -24,8 +24,8 @@ from megatron_rl.config.stage_plan import (
     pending_stages,
     stage_plans,
 )
-from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.data.records import DataPath
+from megatron_rl.data.sources import PromptSource, load_prompts
 from megatron_rl.data.tokenizing import as_warning, load_tokenizer
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import (
