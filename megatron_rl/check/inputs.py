@@ -45,7 +45,7 @@ from megatron_rl.config.sections.data import fields_of
 from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.data.forms import RecordReader, prompt_consumers, template_source
-from megatron_rl.environments.hosts import environment_errors
+from megatron_rl.environments.host_pool import environment_errors
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.code import read_tests
 from megatron_rl.shapes.model import ModelShape

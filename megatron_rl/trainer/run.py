@@ -58,7 +58,7 @@ from megatron_rl.trainer.loop import (
 from megatron_rl.trainer.report import write as write_report
 from megatron_rl.trainer.rewards import FailureWatch
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
-from megatron_rl.trainer.samples import Samples
+from megatron_rl.trainer.sample_log import Samples
 from megatron_rl.trainer.stages import (
     delete_checkpoints,
     load_stage_data,
