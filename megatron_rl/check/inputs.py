@@ -6,6 +6,7 @@ other's results: the model first, since data needs its tokenizer and chat templa
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -46,6 +47,7 @@ from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.data.forms import RecordReader, prompt_consumers, template_source
 from megatron_rl.environments.host_pool import environment_errors
+from megatron_rl.error_forms import out_of_range
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.code import read_tests
 from megatron_rl.shapes.model import ModelShape
@@ -117,35 +119,22 @@ class Inputs:
 
 
 def check_paths(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of values that are not a valid path on any file system.
+    """Yield the errors of paths that are too long, such as a text in place of the file that holds it.
 
     Later rules that read files need no guard against such values.
     """
     for key, value in flatten(config).items():
         if key.rpartition(".")[2] not in _PATH_SETTINGS:
             continue
-        paths = value if isinstance(value, tuple) else (value,)
-        for path in paths:
-            if isinstance(path, str):
-                yield from _path_errors(key, path)
-
-
-def _path_errors(key: str, path: str) -> Iterator[UserError]:
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return  # reported by the rule that reads the file
-    except (OSError, ValueError) as error:  # too long, or with a null character
-        text = path
-        if len(path) > 60:
-            text = f"{path[:60]}... ({len(path):,} characters)"
-        yield UserError(
-            f"{key} cannot be a path",
-            where=key,
-            expected="a path that this system takes",
-            got=f"{text!r}: {getattr(error, 'strerror', None) or error}",
-            fix=f"correct {key}",
-        )
+        for path in value if isinstance(value, tuple) else (value,):
+            if not isinstance(path, str):
+                continue
+            try:
+                os.lstat(path)
+            except OSError as error:  # any other one is reported by the rule that reads the file
+                if error.errno == errno.ENAMETOOLONG:
+                    got = f"{path[:60]}... ({len(path):,} characters)"
+                    yield out_of_range(key, got, "a path that this system takes", fix=f"correct {key}")
 
 
 def check_inputs(inputs: Inputs) -> None:

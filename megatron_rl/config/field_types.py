@@ -113,7 +113,7 @@ def _convert(option: Any, raw: Any) -> tuple[bool, Any]:
             return False, raw
         return True, float(raw)
     if option is str:
-        return isinstance(raw, str) and _is_utf8(raw), raw
+        return isinstance(raw, str), raw
     if origin is tuple:
         return _convert_tuple(arguments[0], raw)
     if origin is dict and section_class(arguments[1]) is not None:
@@ -130,18 +130,7 @@ def _is_plain(raw: Any) -> bool:
         return all(isinstance(key, str) and _is_plain(value) for key, value in raw.items())
     if isinstance(raw, list):
         return all(_is_plain(value) for value in raw)
-    if isinstance(raw, str):
-        return _is_utf8(raw)
-    return raw is None or isinstance(raw, bool | int | float)
-
-
-def _is_utf8(text: str) -> bool:
-    r"""Return whether UTF-8 can encode a text; YAML escapes such as \ud800 produce lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return raw is None or isinstance(raw, str | bool | int | float)
 
 
 def _convert_tuple(item: Any, raw: Any) -> tuple[bool, Any]:
@@ -215,8 +204,6 @@ def type_fix(hint: Any, raw: Any, path: str) -> str:
         return f"write it without quotes: {name}: {raw.strip().lower()}"
     if isinstance(raw, str) and takes_number and _reads_as_number(raw):
         return f"write it without quotes: {name}: {raw}"
-    if isinstance(raw, str) and not _is_utf8(raw):
-        return "write whole characters: an escape from \\ud800 to \\udfff is half of one"
     if raw is None:
         return f"give a value, or remove the line to have the default of `{path}`"
     if any(typing.get_origin(option) is tuple for option in accepted) and not isinstance(raw, list):

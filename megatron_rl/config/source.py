@@ -1,9 +1,9 @@
 """Parsing of YAML and overrides into a tree of plain values with the origin of each.
 
 The one idea: every value keeps the file and line, or the override, that wrote it, so that any later error can
-name it. `read_file` is also the only place that refuses oversized input: later code sees no text longer than
-`MAX_TEXT`, no tree with more than `MAX_VALUES` values or `MAX_DEPTH` levels, and no integer of more than 64
-bits.
+name it. `_parse` is also the only place that refuses oversized input: later code sees no text longer than
+`MAX_TEXT`, no tree with more than `MAX_VALUES` values or `MAX_DEPTH` levels, no integer of more than 64 bits,
+and no text that no file system and no JSON can hold.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import yaml
 
 from megatron_rl.config.setting import key_path
-from megatron_rl.error_forms import unreadable_file
+from megatron_rl.error_forms import missing_file, unreadable_file
 from megatron_rl.errors import UserError
 
 # Key with which a configuration file names its base. It is not a key of a run: merging removes it.
@@ -109,15 +108,17 @@ MAX_VALUES = 100_000
 # Nesting depth of sections and lists. PyYAML recurses about 3 Python frames per level, of 1,000 by default.
 MAX_DEPTH = 64
 
+_DEPTH_LIMIT = f"at most {MAX_DEPTH} sections and lists inside one another"
+
 # End of the range of integers, -2^63 to 2^63 - 1: no larger number fits a tensor.
 INTEGER_END = 1 << 63
 
-# Length of an integer in characters, enough for 64 binary digits with sign, prefix and underscores.
-_INTEGER_TEXT = 100
+# A null character, or half of a surrogate pair: YAML's escapes can write both.
+_NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
-class _TooLarge(yaml.MarkedYAMLError):
-    """YAML node that exceeds one of the limits; ``context`` is the limit, ``problem`` the excess."""
+class _Refused(yaml.MarkedYAMLError):
+    """YAML node beyond one of the limits; ``context`` is the limit, ``problem`` the excess."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -131,67 +132,72 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         # Duplicate names in a mapping: the later node and the first one.
         self.repeated: list[tuple[yaml.ScalarNode, yaml.ScalarNode]] = []
-        self._depth = 0
-        # Id of each complete node -> its number of values and levels, with expanded aliases.
-        self._sizes: dict[int, tuple[int, int]] = {}
+        # Id of each node -> its number of values and levels with expanded aliases, None inside the node.
+        self._sizes: dict[int, tuple[int, int] | None] = {}
 
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Return the next node; raise `_TooLarge` where it exceeds the depth or the number of values."""
-        # An alias inside its own anchor refers to an incomplete node: its expansion would be infinite.
-        is_alias = self.check_event(yaml.AliasEvent)
-        mark = self.peek_event().start_mark
-
-        # Check the depth before descending, so that PyYAML's recursion cannot reach Python's limit.
-        self._depth += 1
-        self._require_depth(self._depth, mark)
-        node = super().compose_node(parent, index)
-        assert node is not None
-        self._depth -= 1
-
-        if not is_alias:
-            self._sizes[id(node)] = self._size(node)
-        elif id(node) not in self._sizes:
-            raise _TooLarge("an *alias of a complete value", None, "an *alias inside its own &anchor", mark)
+    def root(self) -> yaml.Node | None:
+        """Return the root node within the limits, None for an empty text; raise `_Refused` beyond them."""
+        try:
+            node = self.get_single_node()
+        except RecursionError:
+            raise _Refused(_DEPTH_LIMIT, None, f"more than {MAX_DEPTH}", self.get_mark()) from None
+        if node is not None:
+            self._measure(node)
         return node
 
-    def _size(self, node: yaml.Node) -> tuple[int, int]:
-        """Return the values and the levels of a node whose children are complete."""
-        children = []
-        if isinstance(node, yaml.SequenceNode):
-            children = node.value
-        elif isinstance(node, yaml.MappingNode):
-            children = [child for pair in node.value for child in pair]
-            self._note_repeated(node)
+    def _measure(self, node: yaml.Node) -> tuple[int, int]:
+        """Return the values and levels of a node; raise `_Refused` beyond a limit."""
+        mark = node.start_mark
+        if id(node) in self._sizes:
+            size = self._sizes[id(node)]
+            # The expansion of such an alias would be infinite.
+            if size is None:
+                raise _Refused(
+                    "an *alias of a complete value", None, "an *alias inside its own &anchor", mark
+                )
+            return size
 
+        self._sizes[id(node)] = None
         count = 1
         levels = 1
-        for child in children:
-            child_count, child_levels = self._sizes[id(child)]
+        for child in self._children(node):
+            child_count, child_levels = self._measure(child)
             count += child_count
             levels = max(levels, child_levels + 1)
 
-        # Nested aliases add levels that the text does not show.
-        self._require_depth(levels, node.start_mark)
+        if levels > MAX_DEPTH:
+            raise _Refused(_DEPTH_LIMIT, None, f"more than {MAX_DEPTH}", mark)
         if count > MAX_VALUES:
-            limit = f"at most {MAX_VALUES:,} values"
             excess = f"more than {MAX_VALUES:,} values, with those that each *alias repeats"
-            raise _TooLarge(limit, None, excess, node.start_mark)
+            raise _Refused(f"at most {MAX_VALUES:,} values", None, excess, mark)
+        self._sizes[id(node)] = (count, levels)
         return count, levels
 
-    def _require_depth(self, levels: int, mark: yaml.Mark) -> None:
-        if levels > MAX_DEPTH:
-            limit = f"at most {MAX_DEPTH} sections and lists inside one another"
-            raise _TooLarge(limit, None, f"more than {MAX_DEPTH} inside one another", mark)
+    def _children(self, node: yaml.Node) -> list[yaml.Node]:
+        """Return the nodes inside a node; raise `_Refused` for a text or a name that is none."""
+        if isinstance(node, yaml.SequenceNode):
+            return node.value
+        if isinstance(node, yaml.MappingNode):
+            self._note_repeated(node)
+            return [child for pair in node.value for child in pair]
+        if _NOT_TEXT.search(node.value):
+            got = ascii(node.value)[:80]
+            raise _Refused(
+                "text without null characters and halves of surrogate pairs", None, got, node.start_mark
+            )
+        return []
 
     def _note_repeated(self, node: yaml.MappingNode) -> None:
-        """Collect the duplicate names of a mapping.
+        """Collect the duplicate names of a mapping; raise `_Refused` for one that is not text.
 
         This must precede the conversion, where ``<<`` adds the names of other mappings: overriding one of
         those is valid.
         """
         first: dict[str, yaml.ScalarNode] = {}
         for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+            if not isinstance(key, yaml.ScalarNode):
+                raise _Refused("text before the colon", None, "a list or a section", key.start_mark)
+            if key.tag == "tag:yaml.org,2002:merge":
                 continue
             if key.value in first:
                 self.repeated.append((key, first[key.value]))
@@ -199,17 +205,11 @@ class _Loader(yaml.SafeLoader):
                 first[key.value] = key
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Return an integer; raise `_TooLarge` for one of more than 64 bits."""
-        # Check the length first: Python refuses to parse decimal numbers of more than 4,300 digits.
-        if len(node.value) <= _INTEGER_TEXT:
-            number = super().construct_yaml_int(node)
-            if -INTEGER_END <= number < INTEGER_END:
-                return number
-
-        value = node.value
-        if len(value) > _INTEGER_TEXT:
-            value = f"{value[:20]}... ({len(node.value):,} characters)"
-        raise _TooLarge("an integer from -2**63 to 2**63 - 1", None, value, node.start_mark)
+        """Return an integer; raise `_Refused` for one of more than 64 bits."""
+        number = super().construct_yaml_int(node)
+        if -INTEGER_END <= number < INTEGER_END:
+            return number
+        raise _Refused("an integer from -2**63 to 2**63 - 1", None, node.value[:80], node.start_mark)
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
@@ -253,14 +253,52 @@ def one_line(value: Any) -> str:
     return json.dumps(value) if "\n" in text else text
 
 
-@contextmanager
-def _reading(text: str) -> Iterator[tuple[_Loader, yaml.Node | None]]:
-    """Yield the loader of a YAML text and the root node, None for an empty text."""
-    loader = _Loader(text)
+# Line of the text, from 1 -> origin of a value on it.
+OriginOf = Callable[[int], Origin]
+
+
+def _parse(
+    text: str, noun: str, origin_of: OriginOf, errors: list[UserError], *, fix: str
+) -> Leaf | Section | None:
+    """Parse YAML text; append the error of invalid or oversized text and return None.
+
+    ``noun`` names the text and ``fix`` is the fix of invalid YAML. Empty text is null.
+    """
     try:
-        yield loader, loader.get_single_node()
-    finally:
-        loader.dispose()
+        if len(text) > MAX_TEXT:
+            raise _Refused(f"at most {MAX_TEXT:,} characters", None, f"{len(text):,} characters")
+        loader = _Loader(text)
+        node = loader.root()
+        if node is None:
+            return Leaf(None, origin_of(1))
+        _add_repeated(loader, origin_of, errors)
+        return _convert(loader, node, origin_of)
+
+    except _Refused as error:
+        line = 1 if error.problem_mark is None else error.problem_mark.line + 1
+        errors.append(
+            UserError(
+                "the configuration has a value that no setting can have",
+                where=str(origin_of(line)),
+                expected=error.context,
+                got=error.problem,
+                fix="correct the value there, or remove it",
+            )
+        )
+
+    # A scalar that does not match its tag raises a ValueError, such as `!!int many`, or an ArithmeticError.
+    except (yaml.YAMLError, ValueError, ArithmeticError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = 1
+        got = getattr(error, "problem", None) or str(error)
+        if mark is not None:
+            line = mark.line + 1
+            got = f"{got}\n{mark.get_snippet(indent=0) or ''}".rstrip()
+        where = str(origin_of(line))
+        errors.append(
+            UserError(f"{noun} is not valid YAML", where=where, expected="valid YAML", got=got, fix=fix)
+        )
+    return None
 
 
 def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
@@ -272,68 +310,44 @@ def read_tree(text: str, name: str, errors: list[UserError]) -> Section:
     def origin_of(line: int) -> Origin:
         return Origin("file", f"{name}:{line}")
 
-    empty = Section(origin=Origin("file", name))
-    if len(text) > MAX_TEXT:
-        errors.append(_too_long(name, f"{len(text):,} characters"))
-        return empty
-
-    try:
-        with _reading(text) as (loader, node):
-            if node is None:
-                return empty
-            if isinstance(node, yaml.MappingNode):
-                tree = _root(loader, node, origin_of, errors)
-                assert isinstance(tree, Section)
-                return tree
-            errors.append(_not_a_mapping(name, node))
-    except _TooLarge as error:
-        assert error.problem_mark is not None
-        errors.append(_too_large(error, f"{name}:{error.problem_mark.line + 1}"))
-    except yaml.YAMLError as error:
-        errors.append(_syntax_error(error, name))
-    # Raised for a scalar that does not match its tag, such as `!!int many`, or that overflows a float.
-    except (ValueError, ArithmeticError) as error:
+    fix = "check indentation (spaces, no tabs), colons and quotes around that line"
+    tree = _parse(text, "the configuration file", origin_of, errors, fix=fix)
+    if isinstance(tree, Section):
+        return tree
+    if tree is not None and tree.value is not None:
         errors.append(
             UserError(
-                "the YAML text has a value that cannot be read",
+                "a configuration is a mapping of names to values",
                 where=name,
-                expected="numbers and texts as YAML 1.1 writes them",
-                got=f"{type(error).__name__}: {error}",
-                fix="correct the value, or remove its !!tag",
+                expected="lines such as `steps: 200`",
+                got=describe(tree.value),
+                fix="write `name: value` lines, without a dash before them",
             )
         )
-    return empty
+    return Section(origin=Origin("file", name))
 
 
-def read_file(path: Path, errors: list[UserError]) -> Section:
-    """Read a configuration file; mistakes are appended to ``errors`` and their values left out."""
+def read_file(path: Path, errors: list[UserError], where: str | None = None) -> Section:
+    """Read a configuration file; mistakes are appended to ``errors`` and their values left out.
+
+    ``where`` is the line that names the file, by default the file itself.
+    """
+    where = where or str(path)
     try:
         # The file may be a shell's pipe, or an endless device: read at most the size of a valid text, with up
         # to 4 bytes per character in UTF-8.
         with path.open("rb") as file:
             text = file.read(4 * MAX_TEXT + 1).decode("utf-8")
     except FileNotFoundError:
-        errors.append(
-            UserError(
-                "the configuration file does not exist",
-                where=str(path),
-                expected="a YAML file",
-                got="no such file" if path.parent.is_dir() else f"no directory {path.parent}",
-                fix=yaml_files_beside(path),
-            )
-        )
-        return Section()
-    except UnicodeDecodeError as error:
-        errors.append(_unreadable(path, error, "save it as UTF-8"))
-        return Section()
-    except OSError as error:
-        errors.append(_unreadable(path, error, "name a file that ends in .yaml"))
-        return Section()
-    return read_tree(text, str(path), errors)
-
-
-def _unreadable(path: Path, error: Exception, fix: str) -> UserError:
-    return unreadable_file("the configuration file", path, error, expected="a YAML file in UTF-8", fix=fix)
+        fix = _yaml_files_beside(path)
+        errors.append(missing_file(path, where=where, expected="a YAML file", fix=fix))
+    except (OSError, UnicodeDecodeError) as error:
+        fix = "name a file that ends in .yaml, saved as UTF-8"
+        noun = "the configuration file"
+        errors.append(unreadable_file(noun, path, error, expected="a YAML file in UTF-8", fix=fix))
+    else:
+        return read_tree(text, str(path), errors)
+    return Section()
 
 
 def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None, tuple[Path, ...]]:
@@ -346,9 +360,10 @@ def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None,
     """
     files = [path]
     trees: list[Section] = []
+    where = None
     while True:
         error_count = len(errors)
-        tree = read_file(files[-1], errors)
+        tree = read_file(files[-1], errors, where)
         # Errors without a tree mean that the file could not be read at all.
         if len(errors) > error_count and not tree.children:
             return None, tuple(files)
@@ -361,6 +376,7 @@ def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None,
         if base is None:
             return None, tuple(files)
         files.append(base)
+        where = str(node.origin)
 
     # Merge from the end of the chain, so that each file overrides its base.
     merged = trees.pop()
@@ -389,14 +405,13 @@ def _base_file(node: Leaf | Section, files: list[Path], errors: list[UserError])
     """Return the file that ``base`` names; append an error and return None where it names no further file."""
     folder = files[-1].parent
     origin = str(node.origin)
-    expected = f"a YAML file, relative to {folder}"
     value = node.plain()
     if not isinstance(value, str) or not value:
         errors.append(
             UserError(
                 f"`{BASE_KEY}` is not the name of one file",
                 where=origin,
-                expected=expected,
+                expected=f"a YAML file, relative to {folder}",
                 got=describe(value),
                 fix=f"write {BASE_KEY}: followed by one name, such as ../quickstart.yaml",
             )
@@ -404,18 +419,6 @@ def _base_file(node: Leaf | Section, files: list[Path], errors: list[UserError])
         return None
 
     base = Path(os.path.normpath(folder / value))
-    if not base.is_file():
-        problem = "a directory" if base.is_dir() else "no such file"
-        errors.append(
-            UserError(
-                f"the file that `{BASE_KEY}` names does not exist",
-                where=origin,
-                expected=expected,
-                got=f"{base}: {problem}",
-                fix=yaml_files_beside(base),
-            )
-        )
-        return None
 
     # Compare resolved paths, so that a link or `../` cannot hide a cycle.
     if base.resolve() in [file.resolve() for file in files]:
@@ -457,50 +460,27 @@ def apply_overrides(tree: Section, overrides: Iterable[str], errors: list[UserEr
         detail = text if len(text) <= 60 else f"{text[:57]}..."
         origin = Origin("override", f"override {detail}")
 
-        if not equals or not all(names):
+        if not equals or not all(names) or len(names) > MAX_DEPTH:
             errors.append(
                 UserError(
                     "an override is not of the form key=value",
                     where="command line",
                     expected="a dotted name, an equals sign and a YAML value",
-                    got=repr(text),
+                    got=repr(text[:200]),
                     fix="for example actor.layout.tensor=2",
                 )
             )
-        elif len(text) > MAX_TEXT:
-            errors.append(_too_long(origin.detail, f"{len(text):,} characters"))
-        elif len(names) > MAX_DEPTH:
-            limit = f"at most {MAX_DEPTH} names with dots between them"
-            errors.append(_too_large(_TooLarge(limit, None, f"{len(names):,} names"), origin.detail))
-        else:
-            node = _override_value(value, origin, errors)
-            if node is not None:
-                set_value(tree, names, node)
+            continue
+
+        node = _override_value(value, origin, errors)
+        if node is not None:
+            set_value(tree, names, node)
 
 
 def _override_value(value: str, origin: Origin, errors: list[UserError]) -> Leaf | Section | None:
     """Return the node of an override's value; append an error and return None for invalid YAML."""
-    try:
-        with _reading(value) as (loader, node):
-            if node is None:
-                return Leaf(None, origin)
-            return _root(loader, node, lambda line: origin, errors)
-
-    except _TooLarge as error:
-        errors.append(_too_large(error, origin.detail))
-
-    except (yaml.YAMLError, ValueError, ArithmeticError) as error:
-        problem = getattr(error, "problem", None) or str(error)
-        errors.append(
-            UserError(
-                "the value of an override is not valid YAML",
-                where=origin.detail,
-                expected="a YAML value such as 2, 1e-6, true, null, text or [0, 1]",
-                got=f"{value!r}: {problem}",
-                fix="put text with special characters in quotes: key='\"...\"'",
-            )
-        )
-    return None
+    fix = "put text with special characters in quotes: key='\"...\"'"
+    return _parse(value, "the value of an override", lambda line: origin, errors, fix=fix)
 
 
 def set_value(tree: Section, names: Sequence[str], node: Leaf | Section) -> None:
@@ -541,12 +521,8 @@ def named_section(node: Leaf | Section | None, path: Sequence[str]) -> Section |
     return None
 
 
-# Line of the text, from 1 -> origin of a value on it.
-OriginOf = Callable[[int], Origin]
-
-
-def _root(loader: _Loader, node: yaml.Node, origin_of: OriginOf, errors: list[UserError]) -> Leaf | Section:
-    """Convert the root node of a text, and append the errors of names that one mapping has twice."""
+def _add_repeated(loader: _Loader, origin_of: OriginOf, errors: list[UserError]) -> None:
+    """Append the errors of names that one mapping has twice."""
     for key, first in loader.repeated:
         errors.append(
             UserError(
@@ -557,12 +533,9 @@ def _root(loader: _Loader, node: yaml.Node, origin_of: OriginOf, errors: list[Us
                 fix="remove one of the two",
             )
         )
-    return _convert(loader, node, origin_of, errors)
 
 
-def _convert(
-    loader: _Loader, node: yaml.Node, origin_of: OriginOf, errors: list[UserError]
-) -> Leaf | Section:
+def _convert(loader: _Loader, node: yaml.Node, origin_of: OriginOf) -> Leaf | Section:
     """Convert a YAML node to a leaf, or a section with the origin of every name below it."""
     origin = origin_of(node.start_mark.line + 1)
     if not isinstance(node, yaml.MappingNode):
@@ -572,78 +545,14 @@ def _convert(
     loader.flatten_mapping(node)
     section = Section(origin=origin)
     for key_node, value_node in node.value:
-        line = origin_of(key_node.start_mark.line + 1)
-        if not isinstance(key_node, yaml.ScalarNode):
-            errors.append(
-                UserError(
-                    "a name in the configuration is not text",
-                    where=str(line),
-                    expected="text before the colon",
-                    got=_kind(key_node),
-                    fix="write a name there",
-                )
-            )
-            continue
-
         # Use the line of the name, since the value of a section begins below it.
-        child = _convert(loader, value_node, origin_of, errors)
-        child.origin = line
+        child = _convert(loader, value_node, origin_of)
+        child.origin = origin_of(key_node.start_mark.line + 1)
         section.children[key_node.value] = child
     return section
 
 
-def _too_long(origin: str, got: str) -> UserError:
-    return UserError(
-        "the configuration is too long to be one",
-        where=origin,
-        expected=f"at most {MAX_TEXT:,} characters",
-        got=got,
-        fix="remove everything that is no configuration, such as long comments",
-    )
-
-
-def _too_large(error: _TooLarge, origin: str) -> UserError:
-    return UserError(
-        "the configuration has a value that is too large",
-        where=origin,
-        expected=error.context,
-        got=error.problem,
-        fix="write a smaller value there, or remove it",
-    )
-
-
-def _not_a_mapping(name: str, node: yaml.Node) -> UserError:
-    return UserError(
-        "a configuration is a mapping of names to values",
-        where=name,
-        expected="lines such as `steps: 200`",
-        got=_kind(node),
-        fix="write `name: value` lines, without a dash before them",
-    )
-
-
-def _syntax_error(error: yaml.YAMLError, name: str) -> UserError:
-    problem = getattr(error, "problem", None) or str(error)
-    mark = getattr(error, "problem_mark", None)
-    origin = name
-    if mark is not None:
-        origin = f"{name}:{mark.line + 1}, column {mark.column + 1}"
-        snippet = mark.get_snippet(indent=0)
-        problem = f"{problem}\n{snippet}" if snippet else problem
-    return UserError(
-        "the configuration file is not valid YAML",
-        where=origin,
-        expected="valid YAML",
-        got=problem,
-        fix="check indentation (spaces, no tabs), colons and quotes around that line",
-    )
-
-
-def _kind(node: yaml.Node) -> str:
-    return "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
-
-
-def yaml_files_beside(path: Path) -> str:
+def _yaml_files_beside(path: Path) -> str:
     """Return the fix for a missing file: the YAML files of its folder, or a check of the spelling."""
     # A folder without permission to list it has no suggestions.
     try:

@@ -104,8 +104,8 @@ def test_all_errors_come_at_once() -> None:
 )
 def test_a_path_longer_than_the_system_takes(where: str) -> None:
     (error,) = check(f"{where}={'r' * 5000}").errors
-    assert error.where.startswith(where) and f"{where} cannot be a path" in str(error)
-    assert "File name too long" in str(error) and len(str(error)) < 600
+    assert error.where.startswith(where) and f"`{where}` is out of range" in str(error)
+    assert "(5,000 characters)" in str(error) and len(str(error)) < 600
 
 
 def test_stated_attention_that_is_not_installed() -> None:
@@ -156,21 +156,21 @@ def chain(levels: int) -> str:
         ("a: [", "not valid YAML"),
         ("- a\n- b\n", "a configuration is a mapping"),
         ("steps: 1\nsteps: 2\n", "`steps` is written twice in one section"),
-        ("? [a, b]\n: 1\n", "a name in the configuration is not text"),
+        ("? [a, b]\n: 1\n", "text before the colon"),
         ("\tsteps: 1\n", "not valid YAML"),
         ("a: &x [*x]\n", "an *alias inside its own &anchor"),
         (bomb("{{b: *a{0}, c: *a{0}}}"), "more than 100,000"),
         (bomb("[*a{0}, *a{0}]"), "more than 100,000"),
-        (chain(100), "more than 64 inside one another"),
-        ("# " + "x" * 300_000, "too long to be one"),
-        ("a: " + "[" * 50_000, "more than 64 inside one another"),
-        ("a: " + "{b: " * 5000 + "}" * 5000, "more than 64 inside one another"),
+        (chain(100), "more than 64"),
+        ("# " + "x" * 300_000, "at most 262,144 characters"),
+        ("a: " + "[" * 50_000, "at most 64 sections"),
+        ("a: " + "{b: " * 5000 + "}" * 5000, "at most 64 sections"),
         ("a: " + "- " * 5000, "not valid YAML"),
-        ("a:\n  " + "- " * 5000, "more than 64 inside one another"),
+        ("a:\n  " + "- " * 5000, "at most 64 sections"),
         ("reward: {arguments: {n: 9223372036854775808}}", "an integer from -2**63 to 2**63 - 1"),
-        (f"steps: {'9' * 5000}", "(5,000 characters)"),
+        (f"steps: {'9' * 5000}", "Exceeds the limit"),
         (f"steps: 0x{'f' * 60}", "an integer from -2**63 to 2**63 - 1"),
-        ("a: !!int many\n", "a value that cannot be read"),
+        ("a: !!int many\n", "not valid YAML"),
     ],
 )  # fmt: skip
 def test_broken_yaml(text: str, message: str) -> None:
@@ -185,9 +185,11 @@ def test_broken_yaml(text: str, message: str) -> None:
 
 def test_the_border_refuses_large_overrides_too() -> None:
     deep = "rollout.vllm." + ".".join("a" * 70) + "=1"
-    for override in (deep, "steps=9" + "0" * 19, "rollout.vllm=" + "[" * 70 + "]" * 70):
+    (error,) = load("config.yaml", [deep]).errors
+    assert "not of the form key=value" in error.message
+    for override in ("steps=9" + "0" * 19, "rollout.vllm=" + "[" * 70 + "]" * 70):
         (error,) = load("config.yaml", [override]).errors
-        assert "a value that is too large" in error.message
+        assert "a value that no setting can have" in error.message
         assert error.where is not None and error.where.startswith("override ")
         assert error.expected and error.got and error.fix
 

@@ -15,9 +15,6 @@ from megatron_rl.config.setting import setting
 # Largest number of ranks of a job. Products of parallel sizes are compared with it before ranks are listed.
 MAX_WORLD = 1 << 16
 
-# Characters of a user's name, of a set or a model, which becomes a part of file names and metric names.
-LONGEST_NAME = 64
-
 # Largest number of rows, prompts or samples of a step, which are in memory together.
 MOST_ROWS = 1 << 24
 
