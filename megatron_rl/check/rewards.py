@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.check.files import Files
+from megatron_rl.check.values import name_errors
 from megatron_rl.config.schema import TRAIN, RunConfig
-from megatron_rl.config.sections.bounds import LONGEST_NAME, LimitsConfig
+from megatron_rl.config.sections.bounds import LimitsConfig
 from megatron_rl.config.sections.evaluation import EvaluationSetConfig
 from megatron_rl.config.sections.rewards import SENDABLE_PARTS, JudgeConfig, RewardConfig, RewardServerConfig
 from megatron_rl.contained.process import LoadFailed, unenforced_protections
@@ -507,9 +508,7 @@ def _sends_errors(sends: tuple[str, ...]) -> Iterator[UserError]:
         )
     for name in sends:
         if name not in SENDABLE_PARTS:
-            suggestion = nearest(name, SENDABLE_PARTS)
-            fix = f"write {suggestion}" if suggestion else "remove it"
-            yield unknown_choice("reward.http.sends", name, list(SENDABLE_PARTS), fix=fix)
+            yield unknown_choice("reward.http.sends", name, list(SENDABLE_PARTS))
 
 
 def _judge_errors(judge: JudgeConfig) -> Iterator[UserError]:
@@ -632,40 +631,20 @@ def _request(url: str, health_path: str | None) -> str | None:
     return None
 
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]+")
-"""Names that metrics and files can contain on every system and in every tracker."""
-
-
 def evaluation_set_errors(name: str, evaluation_set: EvaluationSetConfig) -> Iterator[UserError]:
     """Yield the errors of an evaluation set's name, of its evaluators' names and of its functions."""
     path = f"evaluation.sets.{name}"
-    yield from _name_errors(path, name)
+    yield from name_errors(path, name)
 
     # Evaluators report under their own names, beside the set's metrics.
     failure_metrics = [f"{evaluator}_failed" for evaluator in evaluation_set.evaluators]
     reserved = [*evaluation_set.metrics(), *failure_metrics]
 
     for evaluator in evaluation_set.evaluators:
-        yield from _name_errors(f"{path}.evaluators", evaluator, reserved)
+        yield from name_errors(f"{path}.evaluators", evaluator, reserved)
 
     for key, function in evaluation_set.functions().items():
         yield from check_function(FunctionRef(function, f"{path}.{key}"))
-
-
-def _name_errors(path: str, name: str, reserved: Sequence[str] = ()) -> Iterator[UserError]:
-    """Yield the error of a name that cannot be part of a metric's name, or that is ``reserved``."""
-    if _NAME.fullmatch(name) and name not in reserved and len(name) <= LONGEST_NAME:
-        return
-
-    message = "a name of evaluation cannot be part of a metric's name"
-    if name in reserved:
-        message = "a name of evaluation is that of a metric already"
-    expected = f"letters, digits, underscores, dots and hyphens, {LONGEST_NAME} at most"
-    if reserved:
-        expected += f"; none of {', '.join(reserved)}"
-    yield UserError(
-        message, where=path, expected=expected, got=repr(name[: LONGEST_NAME + 1]), fix="give it another name"
-    )
 
 
 def best_errors(config: RunConfig) -> Iterator[UserError]:
@@ -693,9 +672,9 @@ def best_errors(config: RunConfig) -> Iterator[UserError]:
         fix = "add a set to evaluation.sets, or remove checkpoint.best"
         yield requires("checkpoint.best", best, "an evaluation set that measures it", got="none", fix=fix)
         return
-    suggestion = nearest(best, metrics)
-    fix = f"write {suggestion}" if suggestion else "name a metric of a set in evaluation.sets"
-    yield unknown_choice("checkpoint.best", best, metrics, fix=fix)
+    yield unknown_choice(
+        "checkpoint.best", best, metrics, otherwise="name a metric of a set in evaluation.sets"
+    )
 
 
 _FORBIDDEN_FOLDERS = ("/", "/proc", "/dev", "/sys")

@@ -6,13 +6,13 @@ No model, file or world size is read here, so these rules also run on every sugg
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 
 from megatron_rl.algorithms.algorithm import ALGORITHMS, Algorithm
 from megatron_rl.algorithms.lookup import algorithm_of
 from megatron_rl.check.stages import check_stages
 from megatron_rl.config.schema import TRAIN, RunConfig
-from megatron_rl.config.sections.bounds import LONGEST_NAME
 from megatron_rl.config.sections.data import fields_of
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.sections.rewards import FUNCTION
@@ -61,22 +61,31 @@ def _overlong_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]
     return list(algorithm.overlong.buffer_errors("algorithm.overlong", limits))
 
 
+def name_errors(
+    path: str, name: str, reserved: Sequence[str] = (), *, identifier: bool = False
+) -> Iterator[UserError]:
+    """Yield the error of a name that metrics and files cannot contain, or that is ``reserved``."""
+    form = r"[\w.-]{1,64}"
+    expected = "1 to 64 letters, digits, underscores, dots and hyphens"
+    if identifier:
+        form = r"[^\W\d]\w{0,63}"
+        expected = "a letter, then up to 63 letters, digits and underscores"
+    if re.fullmatch(form, name, re.ASCII) and name not in reserved:
+        return
+
+    if reserved:
+        expected += f"; none of {', '.join(reserved)}"
+    message = f"`{path}` has a name that cannot be part of a metric's name, or is one already"
+    yield UserError(message, where=path, expected=expected, got=repr(name[:80]), fix="give it another name")
+
+
 def _reward_model_errors(config: RunConfig) -> Iterator[UserError]:
     """Yield the errors of reward models: an invalid name, or neither weights nor training."""
     # Scorers report rewards under their own names, and an environment under FUNCTION: these are reserved.
     reserved = list(dict.fromkeys([FUNCTION, *config.reward.scorers]))
     for name, model in config.reward.models.items():
         path = f"reward.models.{name}"
-        if not name.isidentifier() or name in reserved or len(name) > LONGEST_NAME:
-            yield UserError(
-                "invalid name of a reward model: it is part of a metric's name",
-                where=path,
-                expected=f"letters, digits and _, {LONGEST_NAME} at most; not the name of another reward: "
-                + ", ".join(reserved),
-                got=repr(name[: LONGEST_NAME + 1]),
-                fix="give it another name",
-            )
-
+        yield from name_errors(path, name, reserved, identifier=True)
         if model.path is None and model.training is None:
             yield UserError(
                 f"`{path}` has neither `path` nor `training`",
