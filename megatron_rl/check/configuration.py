@@ -38,12 +38,10 @@ from megatron_rl.check.rehearsal import rehearse
 from megatron_rl.check.resume import resumed_build_errors
 from megatron_rl.check.sizes import (
     check_budget,
-    check_launched,
     check_layout,
     check_lengths,
     check_memory,
     check_world,
-    oversized_world_error,
     smallest_valid_world,
     with_gpu_memory,
 )
@@ -53,7 +51,7 @@ from megatron_rl.check.values import check_algorithm, check_values
 from megatron_rl.check.warnings import check_warnings
 from megatron_rl.config.adapters import adapters_of
 from megatron_rl.config.budget import RankMemory, memory_plan
-from megatron_rl.config.derive import BatchPlan, batch_plan, default_attention, resolve
+from megatron_rl.config.derive import BatchPlan, batch_plan, default_attention, resolve, smallest_world
 from megatron_rl.config.load import LoadedConfig, flatten
 from megatron_rl.config.placement import (
     explicit_megatron_settings,
@@ -69,6 +67,7 @@ from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.setting import with_value
 from megatron_rl.config.source import DEFAULT, Origin, Section
 from megatron_rl.config.stage_plan import for_job, job_reads, stage_plans
+from megatron_rl.error_forms import out_of_range
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.shapes.layout import ParallelLayout, engine_problems, learning_problems, trainer_problems
 from megatron_rl.shapes.model import ModelShape
@@ -352,19 +351,9 @@ def _check_world_size(check: _Check) -> int:
     With an invalid size or invalid layouts it is 1.
     """
     config = check.config
-    if check.launched is not None:
-        launch_errors = list(check_launched(check.launched))
-        if launch_errors:
-            check.add(launch_errors)
-            check.invalid.add("world_size")
-            return 1
-
-    if check.is_valid("world_size"):
-        check.add(check_world(config, check.launched))
+    check.add(check_world(config, check.launched))
     # The configured size wins: against another number of processes every layout would seem wrong.
-    world = config.world_size
-    if world is None:
-        world = check.launched
+    world = config.world_size or check.launched
     if world is not None and 1 <= world <= MAX_WORLD:
         return world
     if not check.is_valid(*layout_sections(config), "rollout.tensor", "rollout.ranks", "world_size"):
@@ -373,8 +362,10 @@ def _check_world_size(check: _Check) -> int:
     # Neither configured nor launched: take the smallest that every role's sizes divide.
     world = smallest_valid_world(config)
     if world is None:
-        check.add([oversized_world_error()])
-        check.invalid.update(("world_size", "actor.layout.tensor"))
+        expected = f"parallel sizes that divide a number of processes up to {MAX_WORLD}"
+        fix = "lower the parallel sizes of actor, reference and rollout"
+        check.refuse([out_of_range("actor.layout", smallest_world(config), expected, fix=fix)])
+        check.invalid.add("world_size")
         return 1
 
     check.warnings.append(

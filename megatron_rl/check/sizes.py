@@ -10,6 +10,7 @@ from megatron_rl.config.derive import longest_row, smallest_world
 from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
+from megatron_rl.error_forms import out_of_range
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.hardware import load_constants
 from megatron_rl.shapes.layout import ParallelLayout, problems
@@ -25,23 +26,12 @@ constant.
 _GIB = 2**30
 
 
-def check_launched(launched: int) -> Iterator[UserError]:
-    """Yield the error of a number of started processes above ``MAX_WORLD``."""
-    if not 1 <= launched <= MAX_WORLD:
-        fix = "start at least one process"
-        if launched > MAX_WORLD:
-            fix = f"start {MAX_WORLD} processes or fewer"
-        yield UserError(
-            "the number of processes is out of range",
-            where="world size",
-            expected=f"1 to {MAX_WORLD}",
-            got=str(launched),
-            fix=fix,
-        )
-
-
 def check_world(config: RunConfig, launched: int | None) -> Iterator[UserError]:
-    """Yield the error of a number of started processes that differs from ``world_size``."""
+    """Yield the error of a number of started processes that is none, or differs from ``world_size``."""
+    if launched is not None and not 1 <= launched <= MAX_WORLD:
+        fix = "start a number of processes that the layouts divide"
+        yield out_of_range("world_size", launched, f"1 to {MAX_WORLD} processes", fix=fix)
+        return
     if launched is None or config.world_size is None or launched == config.world_size:
         return
     processes = "1 process" if launched == 1 else f"{launched} processes"
@@ -62,17 +52,6 @@ def smallest_valid_world(config: RunConfig) -> int | None:
     """
     world = smallest_world(config)
     return world if world <= MAX_WORLD else None
-
-
-def oversized_world_error() -> UserError:
-    """Return the error of parallel sizes whose smallest common world is above ``MAX_WORLD``."""
-    return UserError(
-        "the parallel sizes need more processes than there can be",
-        where="actor.layout",
-        expected=f"at most {MAX_WORLD} processes",
-        got=f"sizes that divide no number of processes up to {MAX_WORLD}",
-        fix="lower the parallel sizes of actor, reference and rollout",
-    )
 
 
 def check_layout(
