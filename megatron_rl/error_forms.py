@@ -14,8 +14,12 @@ from typing import Any
 from megatron_rl.errors import UserError, first_line, nearest, neighbours
 
 
-def unknown_choice(path: str, value: Any, choices: Sequence[str], *, fix: str | None = None) -> UserError:
+def unknown_choice(
+    path: str, value: Any, choices: Sequence[str], *, otherwise: str = "choose one of them, or remove it"
+) -> UserError:
     """Return the error of a key whose value is not one of its choices, with the nearest one suggested.
+
+    ``otherwise`` is the fix where none of them is near.
 
     Example:
         >>> print(unknown_choice("rollout.engine", "vlm", ["vllm", "torch"]))
@@ -23,11 +27,14 @@ def unknown_choice(path: str, value: Any, choices: Sequence[str], *, fix: str | 
           where:    rollout.engine
           expected: one of vllm, torch
           got:      'vlm'
+          fix:      write vllm
     """
     message = f"`{path}` is {value!r}, which is not a choice"
-    suggestion = nearest(str(value), choices)
+    fix = otherwise
+    suggestion = nearest(str(value), choices) or nearest(str(value).lower(), choices)
     if suggestion is not None:
         message += f"; did you mean {suggestion!r}?"
+        fix = f"write {suggestion}"
     expected = "one of " + ", ".join(choices)
     return UserError(message, where=path, expected=expected, got=repr(value), fix=fix)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.errors import UserError, neighbours
 
@@ -78,23 +76,3 @@ class Files:
             if path == root or root in path.parents:
                 return directory, command
         return None
-
-
-def parse_json_object(text: str | bytes) -> dict[str, Any]:
-    """Return the JSON object in ``text``; raises ValueError for any other content.
-
-    The only guard of `check` against JSON that is nested beyond Python's recursion limit.
-    """
-    try:
-        values = json.loads(text)
-    except RecursionError as error:
-        raise ValueError(str(error)) from error
-
-    if not isinstance(values, dict):
-        raise ValueError(f"{type(values).__name__} instead of an object")
-    return values
-
-
-def read_json_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; raises OSError, or ValueError for any other content."""
-    return parse_json_object(file.read_text(encoding="utf-8"))

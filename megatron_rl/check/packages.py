@@ -10,7 +10,7 @@ from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.logging import TRACKERS
 from megatron_rl.error_forms import not_installed, unknown_choice
-from megatron_rl.errors import UserError, nearest
+from megatron_rl.errors import UserError
 
 GRADERS = {
     "megatron_rl.rewards.math_answer": ("math_verify", "math"),
@@ -35,9 +35,7 @@ def logging_errors(config: RunConfig) -> Iterator[UserError]:
 
     for name in logging.trackers:
         if name not in TRACKERS:
-            suggestion = nearest(name.lower(), TRACKERS)
-            fix = f"write {suggestion}" if suggestion else "remove it"
-            yield unknown_choice("logging.trackers", name, list(TRACKERS), fix=fix)
+            yield unknown_choice("logging.trackers", name, list(TRACKERS))
 
     if logging.prometheus is None:
         return

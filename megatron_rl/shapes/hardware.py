@@ -15,7 +15,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_rl.error_forms import missing_file, unknown_choice, unreadable_file
 from megatron_rl.errors import UserError, nearest
+from megatron_rl.shapes.pretrained import read_json_object
 
 GB = 1e9
 """Bytes of a gigabyte in powers of ten, as vendors give memory and rates."""
@@ -114,18 +116,8 @@ class Constants:
             key = self.aliases.get(name.lower())
 
         if key is None:
-            guess = nearest(name.lower(), list(self.aliases))
-            suggestion = ""
-            if guess:
-                suggestion = f"did you mean {guess}? "
-            raise UserError(
-                f"unknown GPU {name!r}",
-                where="cluster.gpu",
-                expected="one of " + ", ".join(self.gpus),
-                got=name,
-                fix=suggestion
-                + 'add a GPU with --constants FILE under "gpus" with the fields of constants.json',
-            )
+            fix = 'add a GPU with --constants FILE under "gpus" with the fields of constants.json'
+            raise unknown_choice("gpu", name, [*self.gpus, *self.aliases], otherwise=fix)
         return self.gpus[key]
 
     def cluster(
@@ -276,13 +268,10 @@ def _checked_value(value: Any, packaged_value: Any, path: str) -> Any:
 
 
 def _value_error(path: str, expected: str, value: Any) -> UserError:
-    """Return the error of a constant, or with an empty ``path`` of a complete constants file."""
-    problem = "no constants can be read"
-    if path:
-        problem = f"the planner constant {path!r} cannot have this value"
+    """Return the error of a constant."""
     return UserError(
-        problem,
-        where=path or "--constants",
+        f"the planner constant {path!r} cannot have this value",
+        where=path,
         expected=expected,
         got=json.dumps(value)[:200],
         fix="correct it, or leave it out to have the packaged one",
@@ -320,17 +309,12 @@ def load_constants(override: str | None = None) -> Constants:
     if override is not None:
         path = Path(override)
         if not path.is_file():
-            raise UserError(
-                f"no constants file {override}",
-                where="--constants",
-                expected="a JSON file, as plan --calibrate RUN_DIR --out FILE writes one",
-                got="no such file",
-                fix="correct the path",
-            )
-
+            expected = "a JSON file, as plan --calibrate RUN_DIR --out FILE writes one"
+            raise missing_file(path, where="--constants", expected=expected, fix="correct the path")
         try:
-            override_values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise _value_error("", f"a JSON object in {path}", str(error)) from error
-        data = merge_constants(data, _object(override_values, ""))
+            data = merge_constants(data, read_json_object(path))
+        except (OSError, ValueError) as error:
+            noun = "the constants file"
+            fix = "correct the file"
+            raise unreadable_file(noun, path, error, expected="a JSON object", fix=fix) from error
     return build(data)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError, nearest, raise_errors
 from megatron_rl.shapes.families import FAMILIES, REFUSED
 from megatron_rl.shapes.family import ConfigReader, Family
@@ -290,22 +291,28 @@ def download_command(path: str) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Read the JSON object of a config.json; raises UserError for a missing or malformed file."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            "the model's config.json cannot be read",
-            where=str(path),
-            expected="a JSON object",
-            got=str(error),
-            fix="copy the file again from the checkpoint",
-        ) from error
+        return read_json_object(path)
+    except (OSError, ValueError) as error:
+        fix = "copy the file again from the checkpoint"
+        noun = "the model's config.json"
+        raise unreadable_file(noun, path, error, expected="a JSON object", fix=fix) from error
 
-    if not isinstance(raw, dict):
-        raise UserError(
-            "the model's config.json is not a JSON object",
-            where=str(path),
-            expected='{"architectures": [...], "hidden_size": ...}',
-            got=type(raw).__name__,
-            fix="copy the file again from the checkpoint",
-        )
-    return raw
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; raises OSError, or ValueError for any other content."""
+    return parse_json_object(file.read_text(encoding="utf-8"))
+
+
+def parse_json_object(text: str | bytes) -> dict[str, Any]:
+    """Return the JSON object in ``text``; raises ValueError for any other content.
+
+    The only guard against JSON that is nested beyond Python's recursion limit.
+    """
+    try:
+        values = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+
+    if not isinstance(values, dict):
+        raise ValueError(f"{type(values).__name__} instead of an object")
+    return values

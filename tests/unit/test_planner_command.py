@@ -348,7 +348,7 @@ def test_calibration_without_phase_times(tmp_path) -> None:
         ((), "plan needs a model and a number of GPUs"),
         (("llama-3.1-8b",), "plan needs a model and a number of GPUs"),
         (("llama-9b", "--gpus", "8"), "unknown model"),
-        (("llama-3.1-8b", "--gpus", "8", "--gpu", "h10"), "unknown GPU"),
+        (("llama-3.1-8b", "--gpus", "8", "--gpu", "h10"), "which is not a choice"),
         (("llama-3.1-8b", "--gpus", "0"), "plan needs a model and a number of GPUs"),
         (("llama-3.1-8b", "--gpus", "-8"), "`--gpus` is out of range"),
         (("llama-3.1-8b", "--gpus", "999999999"), "`--gpus` is out of range"),

@@ -91,7 +91,7 @@ def test_errors_are_recorded_and_name_the_scenario() -> None:
         good,
     ]
     outcomes = {outcome.id: outcome for outcome in evaluate(cases, load_constants())}
-    assert "unknown GPU" in outcomes["gpu"].error and "H100-80GB" in outcomes["gpu"].error
+    assert "`gpu` is" in outcomes["gpu"].error and "H100-80GB" in outcomes["gpu"].error
     assert "did you mean weight_sync" in outcomes["kind"].error
     assert "unknown model" in outcomes["model"].error
     assert "does not fit" in outcomes["size"].error

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_rl.check.installed_source import InstalledField, class_fields, field_error, table_names
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.error_forms import unknown_choice
-from megatron_rl.errors import UserError, join_names, nearest, single_errors
+from megatron_rl.errors import UserError, join_names, single_errors
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel
 from megatron_rl.user_code import load_path
@@ -153,11 +153,8 @@ def check_tool_parser(name: str | None) -> list[UserError]:
     if name is None or not available or name in available:
         return []
 
-    suggestion = nearest(name, available)
     fix = "name the one that vLLM's documentation has for the model"
-    if suggestion is not None:
-        fix = f"write `{suggestion}`"
-    return [unknown_choice("rollout.environment.tool_parser", name, sorted(available), fix=fix)]
+    return [unknown_choice("rollout.environment.tool_parser", name, sorted(available), otherwise=fix)]
 
 
 def check_user_engine(spec: str) -> list[UserError]:

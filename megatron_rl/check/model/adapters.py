@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl import durable
-from megatron_rl.check.files import read_json_object
 from megatron_rl.check.model.weights import read_header
 from megatron_rl.config.engines import engine_capabilities, engines_with
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import LoraConfig
 from megatron_rl.error_forms import requires, unknown_choice
-from megatron_rl.errors import UserError, nearest
+from megatron_rl.errors import UserError
 from megatron_rl.shapes.lora import (
     ENGINE_RANKS,
     MLP,
@@ -29,7 +28,7 @@ from megatron_rl.shapes.lora import (
     target_problems,
 )
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.pretrained import PretrainedModel
+from megatron_rl.shapes.pretrained import PretrainedModel, read_json_object
 
 _PLAIN_PEFT = {
     "bias": "none",
@@ -63,8 +62,8 @@ def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") ->
     path = f"{key}.targets"
     for name in lora.targets or ():
         if name not in TARGETS:
-            layer = CHECKPOINT_LAYERS.get(name) or nearest(name, TARGETS) or " or ".join(TARGETS)
-            yield unknown_choice(path, name, TARGETS, fix=f"write {layer}")
+            layer = CHECKPOINT_LAYERS.get(name) or " or ".join(TARGETS)
+            yield unknown_choice(path, name, TARGETS, otherwise=f"write {layer}")
 
     if lora.targets is not None and (not lora.targets or len(set(lora.targets)) < len(lora.targets)):
         yield UserError(

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.check.files import Files, read_json_object
+from megatron_rl.check.files import Files
 from megatron_rl.config.sections.rollout import RolloutConfig, stop_error, stop_strings
 from megatron_rl.data.chat_format import NAMED_TOKENS, listed_end_ids
 from megatron_rl.data.template_renderer import DEFAULT, TemplateRenderer, can_render
 from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError
+from megatron_rl.shapes.pretrained import read_json_object
 
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 """Sets of files from each of which transformers can load a tokenizer."""

@@ -10,12 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.check.files import Files, parse_json_object, read_json_object
+from megatron_rl.check.files import Files
 from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError, join_names
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, SCALAR
-from megatron_rl.shapes.pretrained import INDEX, PretrainedModel, separate_head_error, weight_files
+from megatron_rl.shapes.pretrained import (
+    INDEX,
+    PretrainedModel,
+    parse_json_object,
+    read_json_object,
+    separate_head_error,
+    weight_files,
+)
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 

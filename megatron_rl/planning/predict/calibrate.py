@@ -17,6 +17,7 @@ from typing import Any
 from megatron_rl.config.load import load
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.error_forms import missing_file
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.metrics import read_metrics
 from megatron_rl.planning.predict.step import PHASES, RunStats, RunStep, predict_run, role_shapes
@@ -51,13 +52,7 @@ def _require_file(path: Path, option: str) -> Path:
     """Return the path of a file of a run folder; raises UserError where it does not exist."""
     if path.is_file():
         return path
-    raise UserError(
-        f"no {path.name} in {path.parent}",
-        where=option,
-        expected=str(path),
-        got="no such file",
-        fix="give a run folder",
-    )
+    raise missing_file(path, where=option, expected=str(path), fix="give a run folder")
 
 
 def read_steps(run_dir: str | Path, option: str = "--calibrate") -> list[dict[str, float]]:
