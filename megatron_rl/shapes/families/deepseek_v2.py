@@ -1,0 +1,36 @@
+"""DeepSeek V2 (arXiv 2405.04434)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.shapes.family import ConfigReader, Family, Fields, deepseek_megatron, deepseek_structure
+
+
+def _structure(reader: ConfigReader) -> Fields:
+    reader.allow("topk_method", "greedy")
+    reader.allow("norm_topk_prob", False)
+    return deepseek_structure(reader)
+
+
+def _megatron(config: Mapping[str, Any]) -> Fields:
+    return {**deepseek_megatron(config), "moe_router_pre_softmax": True}
+
+
+FAMILY = Family(
+    "DeepSeek V2",
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV2ForSequenceClassification",
+    _structure,
+    _megatron,
+    defaults={
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 0,
+        "q_lora_rank": 1536,
+        "n_shared_experts": 2,
+    },
+    # Greedy routing has one group of experts; vLLM reads the keys all the same.
+    engine_keys={"n_group": 1, "topk_group": 1},
+)

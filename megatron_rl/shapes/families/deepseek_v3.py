@@ -1,0 +1,58 @@
+"""DeepSeek V3 and R1 (arXiv 2412.19437)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.shapes.family import (
+    ConfigReader,
+    Family,
+    Fields,
+    biased_router,
+    deepseek_megatron,
+    deepseek_structure,
+)
+
+
+def _structure(reader: ConfigReader) -> Fields:
+    reader.allow("topk_method", "noaux_tc", None)
+    reader.allow("norm_topk_prob", True)
+
+    # A group's score is the sum of its best experts: of topk / group_topk in Megatron, of 2 in the model.
+    experts_per_token = reader.size("num_experts_per_tok")
+    if reader.get("n_group", 1) > 1 and experts_per_token // reader.size("topk_group") != 2:
+        reader.refuse(
+            "Megatron ranks groups of experts by the sum of their best num_experts_per_tok / topk_group, "
+            "where the model takes the best 2",
+            "topk_group",
+            f"half of num_experts_per_tok, {experts_per_token}",
+        )
+    return {**deepseek_structure(reader), "router_bias": True}
+
+
+def _megatron(config: Mapping[str, Any]) -> Fields:
+    settings = {**deepseek_megatron(config), **biased_router()}
+    if (config["n_group"] or 1) > 1:
+        settings["moe_router_num_groups"] = config["n_group"]
+        settings["moe_router_group_topk"] = config["topk_group"]
+    return settings
+
+
+FAMILY = Family(
+    "DeepSeek V3",
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    "DeepseekV3ForSequenceClassification",
+    _structure,
+    _megatron,
+    defaults={
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+    },
+    # Without these vLLM routes by softmax and leaves the router's bias out.
+    engine_keys={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+)

@@ -1,0 +1,26 @@
+"""Gemma 3, the language model (arXiv 2503.19786)."""
+
+from megatron_rl.shapes.family import ConfigReader, Family, Fields, gemma_megatron, gemma_structure
+
+
+def _structure(reader: ConfigReader) -> Fields:
+    return {**gemma_structure(reader), "qk_norm": True}
+
+
+FAMILY = Family(
+    "Gemma 3",
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    "Gemma3TextForSequenceClassification",
+    _structure,
+    gemma_megatron,
+    defaults={
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "tie_word_embeddings": True,
+    },
+    aliases={"_sliding_window_pattern": "sliding_window_pattern"},
+)

@@ -1,0 +1,17 @@
+"""Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115)."""
+
+from megatron_rl.shapes.family import ConfigReader, Family, Fields
+
+
+def _structure(reader: ConfigReader) -> Fields:
+    return {"qkv_bias": True}
+
+
+FAMILY = Family(
+    "Qwen2/2.5",
+    "qwen2",
+    "Qwen2ForCausalLM",
+    "Qwen2ForSequenceClassification",
+    _structure,
+    defaults={"use_sliding_window": False, "max_window_layers": 28},
+)

@@ -1,0 +1,47 @@
+"""Qwen3 with a mixture of experts (arXiv 2505.09388)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.shapes.family import ConfigReader, Family, Fields, attention_bias, expert_fields
+
+
+def _structure(reader: ConfigReader) -> Fields:
+    # Every step-th layer has experts, except for the layers that config.json lists.
+    step = reader.get("decoder_sparse_step", 1)
+    mlp_only = reader.get("mlp_only_layers", [])
+    dense_layers = tuple(
+        layer
+        for layer in range(reader.size("num_hidden_layers"))
+        if layer in mlp_only or step <= 0 or (layer + 1) % step
+    )
+
+    return {
+        **attention_bias(reader),
+        **expert_fields(reader, "num_experts", "moe_intermediate_size", dense_layers),
+        "qk_norm": True,
+    }
+
+
+def _megatron(config: Mapping[str, Any]) -> Fields:
+    # A softmax over the chosen logits equals a softmax over all of them, renormalised over the chosen.
+    return {"moe_router_pre_softmax": not config["norm_topk_prob"]}
+
+
+FAMILY = Family(
+    "Qwen3-MoE",
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    "Qwen3MoeForSequenceClassification",
+    _structure,
+    _megatron,
+    defaults={
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "use_sliding_window": False,
+    },
+    aliases={"num_local_experts": "num_experts"},  # transformers 5 writes the former
+)
