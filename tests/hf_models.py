@@ -124,6 +124,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        {
+            "q_lora_rank": 48,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 24,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "ministral": (
+        "Ministral",
+        # transformers 5.19 computes with `head_dim` of config.json, and fails where it is null.
+        {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "seed-oss": ("SeedOss", {"head_dim": 32, "residual_dropout": 0.0, "attention_dropout": 0.0}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1, 0], "pad_token_id": 0, "eos_token_id": 1}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-moe": (
         "Qwen3Moe",
@@ -151,6 +172,7 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
     kind, _ = FAMILIES[family]
     model = getattr(transformers, f"{kind}ForCausalLM")(config_of(family, **changes)).float().eval()
     model.set_attn_implementation("eager")  # the only one that caps scores
+    use_epsilon_of_config(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
@@ -161,6 +183,16 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
             else:
                 parameter.normal_(std=0.1, generator=generator)
     return model
+
+
+def use_epsilon_of_config(model: Any) -> None:
+    """Give the norms inside latent attention the epsilon of config.json, as vLLM and Megatron do.
+
+    transformers 5.19 makes them with the default of their class, 1e-6, whatever config.json says.
+    """
+    for name, module in model.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            module.variance_epsilon = model.config.rms_norm_eps
 
 
 def save_model(family: str, path: Path, seed: int = 0, **changes: Any) -> Any:

@@ -376,10 +376,10 @@ def _finish(
     # config.json as transformers and engines read it.
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
-    family = pretrained(config).family
+    described = pretrained(config)
     if not config.architectures:
-        config.architectures = [family.architecture]
-    for key, value in family.engine_keys.items():
+        config.architectures = [described.family.architecture]
+    for key, value in described.engine_keys.items():
         setattr(config, key, value)
     config.save_pretrained(target)
 

@@ -140,8 +140,8 @@ class Family:
     """Parts of a layer's tensor names that differ from the common ones: common -> this family's."""
     partial_rotary: bool = False
     """Rotary angles may apply to a part of each head only."""
-    engine_keys: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of config.json that vLLM reads and transformers does not write."""
+    engine_keys: Callable[[Mapping[str, Any]], Fields] = no_fields
+    """Return the keys of config.json that vLLM reads and transformers does not write."""
 
     def tensor_name(self, name: str) -> str:
         """Return this family's checkpoint name for the common name of a layer's tensor."""

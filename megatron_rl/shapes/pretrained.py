@@ -67,6 +67,11 @@ class PretrainedModel:
     config: Mapping[str, Any]
     """The config.json with one spelling of every key, and defaults for absent ones (`Family.normal`)."""
 
+    @property
+    def engine_keys(self) -> Mapping[str, Any]:
+        """Return the keys of config.json that vLLM reads and transformers does not write."""
+        return self.family.engine_keys(self.config)
+
     def with_scalar_head(self) -> PretrainedModel:
         """Return the same model with a scalar head instead of the output layer."""
         return replace(self, shape=self.shape.with_scalar_head())

@@ -227,15 +227,27 @@ def _mixture(reader: ConfigReader, layers: int) -> Fields:
 
 
 def _delta_nets(reader: ConfigReader, layers: int) -> Fields:
-    """Read gated delta nets: every layer but each ``full_attention_interval``-th has one."""
-    if not (reader.flag("full_attention_interval") and reader.flag("linear_num_value_heads")):
+    """Read the layers with gated delta nets, and the sizes of these.
+
+    transformers 5 writes a type per layer, ``layer_types``; older versions write that each
+    ``full_attention_interval``-th layer has full attention.
+    """
+    if not reader.flag("linear_num_value_heads"):
+        return {}
+    types = reader.get("layer_types")
+    linear_layers: tuple[int, ...] = ()
+    if types is not None:
+        linear_layers = tuple(layer for layer, name in enumerate(types) if name == "linear_attention")
+    elif reader.flag("full_attention_interval"):
+        interval = reader.size("full_attention_interval")
+        linear_layers = tuple(layer for layer in range(layers) if (layer + 1) % interval)
+    if not linear_layers:
         return {}
 
-    interval = reader.size("full_attention_interval")
     value_heads = reader.size("linear_num_value_heads")
     value_dim = reader.size("linear_value_head_dim")
     return {
-        "linear_layers": tuple(layer for layer in range(layers) if (layer + 1) % interval),
+        "linear_layers": linear_layers,
         "linear_qk": reader.size("linear_num_key_heads") * reader.size("linear_key_head_dim"),
         "linear_v": value_heads * value_dim,
         "linear_v_heads": value_heads,

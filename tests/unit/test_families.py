@@ -83,7 +83,7 @@ def test_every_consumer_takes_what_transformers_saves_and_what_is_exported(famil
     export(model, exported, saved)
     assert not refusals(exported)
     assert read_pretrained(exported / "config.json").shape == described.shape
-    for key, value in described.family.engine_keys.items():
+    for key, value in described.engine_keys.items():
         assert read_json(exported / "config.json")[key] == value
 
     # reshard plans

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import transformers
 
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.published import load_shape, presets, shape_of
@@ -74,6 +75,15 @@ def test_real_config_without_the_presets_additions() -> None:
     assert shape_of(config).parameters == PUBLISHED["qwen3-30b-a3b"]
     config = {k: v for k, v in presets()["deepseek-v3"]["config"].items() if k != "router_bias"}
     assert shape_of(config).parameters == PUBLISHED["deepseek-v3"]
+
+
+def test_delta_nets_are_read_from_the_types_of_layers_that_transformers_writes() -> None:
+    config = transformers.Qwen3_5TextConfig(num_hidden_layers=8).to_dict()
+    shape = shape_of(config)
+    assert shape.linear_layers == (0, 1, 2, 4, 5, 6) and shape.output_gate
+    # As older versions write it.
+    del config["layer_types"]
+    assert shape_of({**config, "full_attention_interval": 4}).linear_layers == shape.linear_layers
 
 
 def test_unknown_model_and_missing_field() -> None:

@@ -189,7 +189,7 @@ def sampling_arguments(
     They are the same for an engine in the ranks and for a server. ``max_model_len`` is in tokens.
     """
     # Keys of config.json that vLLM must override to compute the same function as the trainer.
-    overrides = dict(model.family.engine_keys)
+    overrides = dict(model.engine_keys)
     if float32_head:
         overrides["head_dtype"] = "float32"
 

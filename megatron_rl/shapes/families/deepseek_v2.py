@@ -16,6 +16,11 @@ def _megatron(config: Mapping[str, Any]) -> Fields:
     return {**deepseek_megatron(config), "moe_router_pre_softmax": True}
 
 
+def _engine_keys(config: Mapping[str, Any]) -> Fields:
+    # Greedy routing has one group of experts; vLLM reads the keys all the same.
+    return {"n_group": 1, "topk_group": 1}
+
+
 FAMILY = Family(
     "DeepSeek V2",
     "deepseek_v2",
@@ -31,6 +36,5 @@ FAMILY = Family(
         "q_lora_rank": 1536,
         "n_shared_experts": 2,
     },
-    # Greedy routing has one group of experts; vLLM reads the keys all the same.
-    engine_keys={"n_group": 1, "topk_group": 1},
+    engine_keys=_engine_keys,
 )

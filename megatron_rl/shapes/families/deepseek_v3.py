@@ -37,6 +37,11 @@ def _megatron(config: Mapping[str, Any]) -> Fields:
     return settings
 
 
+def _engine_keys(config: Mapping[str, Any]) -> Fields:
+    # Without these vLLM routes by softmax and leaves the router's bias out.
+    return {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+
 FAMILY = Family(
     "DeepSeek V3",
     "deepseek_v3",
@@ -53,6 +58,5 @@ FAMILY = Family(
         "n_group": 8,
         "topk_group": 4,
     },
-    # Without these vLLM routes by softmax and leaves the router's bias out.
-    engine_keys={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    engine_keys=_engine_keys,
 )

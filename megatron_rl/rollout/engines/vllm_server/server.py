@@ -197,7 +197,7 @@ class VllmServer:
 
         # The settings that the trainer's own engine would have: transformers' and the family's.
         settings = read_hf_config(config.model.path).to_dict()
-        settings |= dict(read_pretrained(path).family.engine_keys)
+        settings |= dict(read_pretrained(path).engine_keys)
         return self.require_settings(settings, requirements)
 
     def require_settings(self, settings: Mapping[str, Any], requirements: ServerRequirements) -> int:

@@ -1,0 +1,21 @@
+"""Seed-OSS (ByteDance, August 2025)."""
+
+from megatron_rl.shapes.family import ConfigReader, Family, Fields
+
+
+def _structure(reader: ConfigReader) -> Fields:
+    return {
+        "qkv_bias": reader.flag("attention_bias"),
+        "output_bias": reader.flag("attention_out_bias"),
+        "mlp_bias": reader.flag("mlp_bias"),
+    }
+
+
+FAMILY = Family(
+    "Seed-OSS",
+    "seed_oss",
+    "SeedOssForCausalLM",
+    "SeedOssForSequenceClassification",
+    _structure,
+    defaults={"head_dim": 128, "attention_bias": True},
+)

@@ -1,0 +1,30 @@
+"""SmolLM3 (Hugging Face, July 2025): some of its layers have no rotary angles (arXiv 2501.18795)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.shapes.family import ConfigReader, Family, Fields, attention_bias
+
+
+def _structure(reader: ConfigReader) -> Fields:
+    return {**attention_bias(reader), "mlp_bias": reader.flag("mlp_bias")}
+
+
+def _megatron(config: Mapping[str, Any]) -> Fields:
+    # config.json marks the layers that have rotary angles; Megatron's list marks those that have none.
+    rotated = config.get("no_rope_layers")
+    if rotated is None:
+        interval = config["no_rope_layer_interval"]
+        rotated = [int((layer + 1) % interval != 0) for layer in range(config["num_hidden_layers"])]
+    return {"no_rope_freq": [1 - flag for flag in rotated]}
+
+
+FAMILY = Family(
+    "SmolLM3",
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    "SmolLM3ForSequenceClassification",
+    _structure,
+    _megatron,
+    defaults={"tie_word_embeddings": True, "no_rope_layer_interval": 4, "use_sliding_window": False},
+)
