@@ -27,6 +27,13 @@ from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
 _HIGH_LEARNING_RATE = 1e-3
 """Learning rate above which reinforcement learning gets a warning; 1e-6 to 1e-4 are usual."""
 
+_WITHOUT_DETERMINISTIC_ATTENTION = ("B200", "GB200")
+"""Beginnings of the names of GPUs without a deterministic backward pass of fused attention.
+
+Transformer Engine 2.20 refuses every question of packed rows for them with
+``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``; its selection was asked without a GPU.
+"""
+
 _TRIED_MEGATRON = """
     apply_rope_fusion attention_dropout attention_softmax_in_fp32 bias_activation_fusion bias_dropout_fusion
     gradient_accumulation_fusion hidden_dropout moe_grouped_gemm moe_input_jitter_eps moe_router_dtype
@@ -74,6 +81,7 @@ def check_warnings(
 
     # Warnings of every job.
     warnings += _schedule_warnings(config)
+    warnings += _determinism_warnings(config)
     warnings += unused_settings(config)
     warnings += _idle_rank_warnings(world_size, layouts)
     warnings += _network_warnings(config, layouts, shape)
@@ -118,6 +126,29 @@ def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterat
                 got=f"{evaluation_set.samples} samples at temperature 0",
                 fix=f"set {path}.samples=1, or a temperature above 0",
             )
+
+
+def _determinism_warnings(config: RunConfig) -> Iterator[UserError]:
+    """Yield warnings of settings with which a resumed run may differ although `deterministic` is set."""
+    if not config.deterministic:
+        return
+    if config.rollout.order == "open":
+        yield UserError(
+            "the clock decides which responses a step of the open order takes: a resumed run may take others",
+            where="rollout.order",
+            expected="closed, with deterministic: true",
+            got="open",
+            fix="set rollout.order=closed, or deterministic=false",
+        )
+    if config.gpu is not None and config.gpu.upper().startswith(_WITHOUT_DETERMINISTIC_ATTENTION):
+        yield UserError(
+            "cuDNN has no deterministic fused attention of packed rows on Blackwell GPUs: Transformer Engine "
+            "refuses it, or takes FlashAttention where that is installed",
+            where="deterministic",
+            expected="false on this GPU, or flash-attn in the environment",
+            got=f"true with gpu: {config.gpu}",
+            fix="set deterministic=false, or install flash-attn",
+        )
 
 
 def _batch_warnings(config: RunConfig, batch: BatchPlan, records: int | None) -> Iterator[UserError]:

@@ -312,6 +312,12 @@ class RunConfig:
         at_most=2**32 - 1,
         also_called={"common": "random_seed", "slime": "rollout_seed"},
     )
+    deterministic: bool = setting(
+        False,
+        "On accelerators, take only kernels that give the same bits in every run. A resumed run there equals "
+        "an uninterrupted one only with it; on hosts it always does.",
+        also_called={"Megatron-LM": "deterministic_mode", "verl": "full_determinism"},
+    )
     # The machine.
     world_size: int | None = setting(
         None,

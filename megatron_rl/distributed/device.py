@@ -38,6 +38,19 @@ _collective_timeout: timedelta | None = None
 _WATCHED_TIMEOUT = timedelta(days=7)
 """Timeout of collectives in a job with a hang detector, which aborts it earlier."""
 
+_DETERMINISTIC_ENVIRONMENT = {
+    # Otherwise cuBLAS splits a product by the workspace that its stream happens to have.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # NVLink SHARP sums in the switch, in the order of arrival. The value is one that Megatron-LM accepts.
+    "NCCL_ALGO": "^NVLS",
+    # Transformer Engine 2.20: cuDNN's and FlashAttention's backward passes add atomically by default.
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    # vLLM 0.32: its all-reduce over symmetric memory sums in the switch, too.
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+}
+"""Environment variables of `use_deterministic_kernels`."""
+_deterministic = False
+
 _unbacked_bytes = 0
 """Bytes that PyTorch counts as allocated although no memory backs them."""
 _earlier_peak = 0
@@ -217,6 +230,30 @@ def initialize(timeout: float = 600.0, *, watched: bool = False) -> None:
             raise rendezvous_error(error, timeout) from error
 
     prepare_megatron()
+
+
+def use_deterministic_kernels() -> None:
+    """Restrict this process to kernels with the same bits in every run; must precede `initialize`.
+
+    Without effect on hosts, whose kernels are deterministic. A variable that the user has set is kept. An
+    operation of PyTorch that has no such kernel warns with its name: vLLM uses some whose results do not
+    depend on it, such as a cumulative sum of counts, so raising would end runs without need.
+    """
+    global _deterministic
+    if _ON_HOST:
+        return
+    for name, value in _DETERMINISTIC_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Filling every new tensor takes a pass over memory, and no kernel here reads what it has not written.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    _deterministic = True
+
+
+def deterministic() -> bool:
+    """Return whether this process is restricted to kernels with the same bits in every run."""
+    return _deterministic
 
 
 def _fake_store() -> dist.Store:

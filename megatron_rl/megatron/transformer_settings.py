@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_rl.config.sections.models import OptimizerConfig
+from megatron_rl.distributed import device
 from megatron_rl.interop.megatron_lm.arguments import latent_sizes
 from megatron_rl.shapes.family import ACTIVATIONS
 from megatron_rl.shapes.layout import ParallelLayout
@@ -61,6 +62,8 @@ def transformer_settings(
         "attention_dropout": 0.0,
         "init_method_std": config["initializer_range"],
         "params_dtype": dtype,
+        # With it Megatron requires that Transformer Engine was told the same, and raises otherwise.
+        "deterministic_mode": device.deterministic(),
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
         "bias_activation_fusion": fused,

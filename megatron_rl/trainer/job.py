@@ -116,6 +116,9 @@ class Job:
 
         Collective over the world.
         """
+        if self.config.deterministic:
+            device.use_deterministic_kernels()
+
         # From here on the hang detector ends ranks that wait for one that never comes.
         watch.join(
             self.config.rank_timeout,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -97,3 +101,33 @@ def test_a_peak_leaves_out_what_a_sleeping_engine_gave_back(monkeypatch: pytest.
     assert device.peak_memory(reset=True) == 35
     device.set_unbacked(0)
     assert device.peak_memory(reset=True) == 40
+
+
+def test_hosts_need_no_deterministic_kernels() -> None:
+    before = dict(os.environ)
+    device.use_deterministic_kernels()
+    assert not device.deterministic() and not torch.are_deterministic_algorithms_enabled()
+    assert dict(os.environ) == before
+
+
+def test_deterministic_kernels_are_asked_of_every_library_and_the_users_own_variables_stay() -> None:
+    # In a process of its own, which acts as one with an accelerator: the choice holds until its end.
+    code = """
+import json, os, torch
+from megatron_rl.distributed import device
+device._ON_HOST = False
+device.use_deterministic_kernels()
+from megatron_rl.megatron.transformer_settings import transformer_settings
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.pretrained import describe
+from tests.hf_models import COMMON
+model = {"model_type": "llama", "rms_norm_eps": 1e-6, "initializer_range": 0.02, **COMMON}
+settings = transformer_settings(describe(model), ParallelLayout(ranks=(0,)), torch.float32)
+algorithms = torch.are_deterministic_algorithms_enabled()
+print(json.dumps([dict(os.environ), algorithms, settings["deterministic_mode"]]))
+"""
+    environment = os.environ | {"NCCL_ALGO": "Ring"}
+    output = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
+    variables, algorithms, megatron = json.loads(output.stdout.splitlines()[-1])
+    assert (variables["NVTE_ALLOW_NONDETERMINISTIC_ALGO"], variables["NCCL_ALGO"]) == ("0", "Ring")
+    assert algorithms and megatron
