@@ -33,9 +33,11 @@ class Browser:
 
     def __init__(self, path: str, width: int, height: int = 900) -> None:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        (heard, self._write), (self._read, said) = os.pipe(), os.pipe()
+        heard, self._write = os.pipe()
+        self._read, said = os.pipe()
         # It reads from 3 and writes to 4, which no other must be yet.
         high = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (heard, said)]
+
         os.close(heard)
         os.close(said)
         self._process = subprocess.Popen(
@@ -43,13 +45,18 @@ class Browser:
              f"--user-data-dir={self._folder.name}", f"--window-size={width},{height}"],
             pass_fds=high, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
+
         for end in high:
             os.close(end)
-        self._buffer, self._number, self._session = b"", 0, {}
+
+        self._buffer = b""
+        self._number = 0
+        self._session = {}
         self.problems: list[str] = []
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         attached = self.send("Target.attachToTarget", targetId=target, flatten=True)
         self._session = {"sessionId": attached["sessionId"]}
+
         for domain in ("Page", "Runtime", "Log"):
             self.send(f"{domain}.enable")
         self.resize(width, height)
@@ -69,10 +76,17 @@ class Browser:
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send a command and return its result."""
         self._number += 1
-        command = {"id": self._number, "method": method, "params": parameters, **self._session}
+        command = {
+            "id": self._number,
+            "method": method,
+            "params": parameters,
+            **self._session,
+        }
         os.write(self._write, json.dumps(command).encode() + b"\0")
+
         while (message := self._message()).get("id") != self._number:
             pass
+
         if "error" in message:
             raise RuntimeError(f"{method}: {message['error']}")
         return message["result"]
@@ -85,9 +99,12 @@ class Browser:
             if not block:
                 raise EOFError("the browser has ended")
             self._buffer += block
+
         text, _, self._buffer = self._buffer.partition(b"\0")
         message = json.loads(text)
-        method, values = message.get("method", ""), message.get("params", {})
+        method = message.get("method", "")
+
+        values = message.get("params", {})
         if (
             method in ("Runtime.exceptionThrown", "Page.javascriptDialogOpening")
             or (method == "Log.entryAdded" and values["entry"]["level"] in ("error", "warning"))
@@ -106,8 +123,11 @@ class Browser:
         """Take the size of a screen, a narrow one as a phone's."""
         self.send(
             "Emulation.setDeviceMetricsOverride",
-            width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
-        )  # fmt: skip
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
 
     def value(self, expression: str) -> Any:
         """Return what an expression is."""
@@ -126,14 +146,34 @@ class Browser:
             f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView();"
             "const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
         )
+
         for kind in ("mousePressed", "mouseReleased"):
-            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+            self.send(
+                "Input.dispatchMouseEvent",
+                type=kind,
+                x=x,
+                y=y,
+                button="left",
+                clickCount=1,
+            )
 
     def press(self, key: str, **more: Any) -> None:
         """Press a key where the focus is."""
         code = KEYS[key]
-        self.send("Input.dispatchKeyEvent", type="rawKeyDown", key=key, windowsVirtualKeyCode=code, **more)
-        self.send("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
+        self.send(
+            "Input.dispatchKeyEvent",
+            type="rawKeyDown",
+            key=key,
+            windowsVirtualKeyCode=code,
+            **more,
+        )
+
+        self.send(
+            "Input.dispatchKeyEvent",
+            type="keyUp",
+            key=key,
+            windowsVirtualKeyCode=code,
+        )
 
     def fill(self, selector: str, text: str) -> None:
         """Type into a field, in place of what it holds."""
@@ -152,6 +192,12 @@ class Browser:
     def picture(self, file: Path) -> None:
         """Save what the whole page looks like, as PNG."""
         size = self.send("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        clip = {
+            "x": 0,
+            "y": 0,
+            "width": size["width"],
+            "height": size["height"],
+            "scale": 1,
+        }
         shot = self.send("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
         file.write_bytes(base64.b64decode(shot["data"]))

@@ -94,13 +94,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+                "full_attention": {
+                    "rope_type": "linear",
+                    "rope_theta": 1000000.0,
+                    "factor": 8.0,
+                },
             },
         },
     ),
     "phi3": (
         "Phi3",
-        {"sliding_window": 8, "pad_token_id": 0, "eos_token_id": 1, "partial_rotary_factor": 0.5},
+        {
+            "sliding_window": 8,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "partial_rotary_factor": 0.5,
+        },
     ),
     "gemma2": (
         "Gemma2",
@@ -151,6 +160,7 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
     kind, _ = FAMILIES[family]
     model = getattr(transformers, f"{kind}ForCausalLM")(config_of(family, **changes)).float().eval()
     model.set_attn_implementation("eager")  # the only one that caps scores
+
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:

@@ -40,13 +40,27 @@ def older(pre_process: bool = True, post_process: bool = True) -> GPTModel:
     """Ask Megatron's globals for the layout, and state the model."""
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     config = TransformerConfig(
-        num_layers=4, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_query_groups=2,
-        normalization="RMSNorm", layernorm_epsilon=1e-6, gated_linear_unit=True, activation_func=silu,
-        add_bias_linear=False, add_qkv_bias=True, bias_activation_fusion=False, bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False, tensor_model_parallel_size=tensor, sequence_parallel=tensor > 1,
+        num_layers=4,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        num_attention_heads=4,
+        num_query_groups=2,
+        normalization="RMSNorm",
+        layernorm_epsilon=1e-6,
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        add_qkv_bias=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=tensor,
+        sequence_parallel=tensor > 1,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        pipeline_dtype=torch.float32, hidden_dropout=0.0, attention_dropout=0.0,
-    )  # fmt: skip
+        pipeline_dtype=torch.float32,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
     return gpt(config, pre_process, post_process)
 
 
@@ -64,12 +78,14 @@ def gpt_builder(
     Where Transformer Engine is installed, its layers are taken, with ``attention`` where there is one.
     """
     assert vp_stage == parallel_state.get_virtual_pipeline_model_parallel_rank()
+
     fused = has_transformer_engine()
     layer: Any = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
     if fused:
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
         if attention is not None:
             layer.submodules.self_attention.submodules.core_attention = attention
+
     if args.num_experts:
         layer = get_gpt_decoder_block_spec(config, fused, normalization=args.normalization, vp_stage=vp_stage)
     return GPTModel(
@@ -87,7 +103,11 @@ def gpt_builder(
 
 
 def own_attention(
-    args: Namespace, pre_process: bool, post_process: bool, config: Any, pg_collection: Any
+    args: Namespace,
+    pre_process: bool,
+    post_process: bool,
+    config: Any,
+    pg_collection: Any,
 ) -> GPTModel:
     """Have attention of one's own among Transformer Engine's layers: rows come as Megatron gives them."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
@@ -141,6 +161,7 @@ def gpt(config: Any, pre_process: bool, post_process: bool, mlp: Any = MLP) -> G
         layer.submodules.mlp = partial(mlp.as_mlp_submodule, **layer.submodules.mlp.keywords)
     else:
         layer.submodules.mlp.module = mlp
+
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     return GPTModel(
         config,
@@ -160,14 +181,26 @@ def set_up(path: Path, distributed: bool = True) -> tuple[list[Any], Any, Any]:
     ``distributed`` chooses its optimizer. Call it inside `own_groups`. Its weights are random.
     """
     args = Namespace(**checkpoint_arguments(path)[0])
+
     config = TransformerConfig(
-        num_layers=args.num_layers, hidden_size=args.hidden_size, ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads, num_query_groups=args.num_query_groups,
-        normalization="RMSNorm", layernorm_epsilon=args.layernorm_epsilon, gated_linear_unit=True,
-        activation_func=silu, add_bias_linear=False, add_qkv_bias=True, bias_activation_fusion=False,
-        bias_dropout_fusion=False, gradient_accumulation_fusion=False, hidden_dropout=0.0,
-        attention_dropout=0.0, calculate_per_token_loss=True,
-    )  # fmt: skip
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        normalization="RMSNorm",
+        layernorm_epsilon=args.layernorm_epsilon,
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        add_qkv_bias=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        calculate_per_token_loss=True,
+    )
     with device.megatron_mode():
         device.seed_tensor_parallel(1, 0)
         chunk = gpt_builder(args, True, True, config=config)
@@ -175,15 +208,31 @@ def set_up(path: Path, distributed: bool = True) -> tuple[list[Any], Any, Any]:
             use_distributed_optimizer=distributed, grad_reduce_in_fp32=True
         )
         model: list[Any] = [DistributedDataParallel(config, buffers, chunk)]
+
         settings = OptimizerConfig(
-            optimizer="adam", lr=1e-2, adam_eps=1e-2, weight_decay=0.01, adam_beta2=0.999, clip_grad=1.0,
+            optimizer="adam",
+            lr=1e-2,
+            adam_eps=1e-2,
+            weight_decay=0.01,
+            adam_beta2=0.999,
+            clip_grad=1.0,
             use_distributed_optimizer=distributed,
-        )  # fmt: skip
+        )
         optimizer = get_megatron_optimizer(settings, model)
+
     scheduler = OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=1e-2, min_lr=1e-2, lr_warmup_steps=0, lr_decay_steps=100,
-        lr_decay_style="constant", start_wd=0.01, end_wd=0.01, wd_incr_steps=0, wd_incr_style="constant",
-    )  # fmt: skip
+        optimizer,
+        init_lr=0.0,
+        max_lr=1e-2,
+        min_lr=1e-2,
+        lr_warmup_steps=0,
+        lr_decay_steps=100,
+        lr_decay_style="constant",
+        start_wd=0.01,
+        end_wd=0.01,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
     return model, optimizer, scheduler
 
 
@@ -193,9 +242,12 @@ def own_groups() -> Iterator[None]:
     device.initialize()
     before = set(distributed_c10d._world.pg_map)
     state: Any = parallel_state
-    buffer, state._GLOBAL_MEMORY_BUFFER = state._GLOBAL_MEMORY_BUFFER, None
+    buffer = state._GLOBAL_MEMORY_BUFFER
+    state._GLOBAL_MEMORY_BUFFER = None
+
     with device.megatron_mode():
         parallel_state.initialize_model_parallel()
+
     try:
         yield
     finally:

@@ -18,7 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_EQUAL = {"allreduce": 0, "broadcast": 0, "reduce": 0, "_allgather_base": 1, "_reduce_scatter_base": 0}
+_EQUAL = {
+    "allreduce": 0,
+    "broadcast": 0,
+    "reduce": 0,
+    "_allgather_base": 1,
+    "_reduce_scatter_base": 0,
+}
 """Call -> the argument of which every member has as many elements."""
 _CALLS = (
     *_EQUAL, "allgather", "reduce_scatter", "alltoall_base", "alltoall", "gather", "scatter", "barrier",
@@ -74,7 +80,9 @@ def record(folder: Path) -> None:
     for name in _CALLS:
         if hasattr(ProcessGroup, name):
             setattr(ProcessGroup, name, watched(name))
-    together, destroy = dist.batch_isend_irecv, dist.destroy_process_group
+
+    together = dist.batch_isend_irecv
+    destroy = dist.destroy_process_group
 
     def batch_isend_irecv(operations: list[Any]) -> list[Any]:
         with recorder.batch():
@@ -98,6 +106,7 @@ class _Recorder:
         from megatron_rl.distributed import exchange
 
         self.worlds = 0
+
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._batch: list[Call] | None = None
         # What crosses on the host goes through gloo on any machine.
@@ -111,6 +120,7 @@ class _Recorder:
         host = self._is_on_host()
         call = Call(self._communicator(group, host), group.rank(), group.size(), name)
         tensors = list(_tensors(arguments))
+
         call.faults = [] if host else [fault for tensor in tensors for fault in _faults(name, tensor)]
         if name in ("send", "recv"):
             call.operations = [(name, int(arguments[1]), sum(tensor.numel() for tensor in tensors))]
@@ -210,6 +220,7 @@ def violations(processes: Sequence[Sequence[Call]]) -> list[str]:
             if not call.alone:
                 members[call.comm].add(call.rank)
                 sizes[call.comm] = call.size
+
     partly = {comm for comm, ranks in members.items() if len(ranks) < sizes[comm]}
     found = [fault for calls in processes for call in calls for fault in call.faults]
     found += [
@@ -217,6 +228,7 @@ def violations(processes: Sequence[Sequence[Call]]) -> list[str]:
         for comm in sorted(partly)
         if comm.endswith("device") and not comm.startswith(_SPAN)
     ]
+
     kept = [[call for call in calls if call.alone or call.comm not in partly] for calls in processes]
     found += _orders(kept)
     return [*found[:_MANY], *_play(kept)]
@@ -235,6 +247,7 @@ def _orders(processes: Sequence[Sequence[Call]]) -> list[str]:
                 pairs[call.comm, low, high].setdefault(call.rank, []).append((source, target, count))
             elif not call.operations:
                 collectives[call.comm].setdefault(call.rank, []).append(call.signature)
+
     found = []
     for title, by_rank in [*collectives.items(), *pairs.items()]:
         (first, truth), *others = sorted(by_rank.items())
@@ -257,6 +270,7 @@ def _play(processes: Sequence[Sequence[Call]]) -> list[str]:
     made: dict[str, set[int]] = defaultdict(set)
     number: Counter[tuple[str, int]] = Counter()
     arrived: Counter[tuple[str, int]] = Counter()
+
     posted: Counter[tuple[Any, ...]] = Counter()
 
     def lacks(process: int) -> bool:
@@ -271,10 +285,12 @@ def _play(processes: Sequence[Sequence[Call]]) -> list[str]:
                 posted[(name, call.comm, call.rank, peer)] += 1
             if not call.operations:
                 arrived[call.comm, number[call.comm, call.rank]] += 1
+
         if len(made[call.comm]) < call.size:
             return True
         if not call.operations:
             return arrived[call.comm, number[call.comm, call.rank]] < call.size
+
         other = {"send": "recv", "recv": "send"}
         return any(
             posted[(other[name], call.comm, peer, call.rank)] < posted[(name, call.comm, call.rank, peer)]
@@ -290,7 +306,9 @@ def _play(processes: Sequence[Sequence[Call]]) -> list[str]:
                 if not call.operations:
                     number[call.comm, call.rank] += 1
                 position[process] += 1
-                entered[process], moved = False, True
+                entered[process] = False
+                moved = True
+
     stuck = []
     for process, calls in enumerate(processes):
         for call in calls[position[process] : position[process] + 1]:

@@ -67,9 +67,11 @@ def preload() -> None:
 
     os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow starts one otherwise
     device.prepare_megatron()
+
     prepare_vllm()
     for name in IMPORTED:
         importlib.import_module(name)
+
     gc.freeze()  # a rank's collections would go through, and copy, all that was imported
     # vLLM collects several times per engine, and where one closes it thaws all that is frozen, this too.
     setattr(gc, "freeze", lambda: None)
@@ -85,6 +87,7 @@ def watch(launch: dict) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, number)
         os.close(descriptor)
+
     ranks = set()
     for rank in range(launch["ranks"]):
         process = os.fork()
@@ -92,6 +95,7 @@ def watch(launch: dict) -> None:
             os.setsid()
             work(launch, rank)
         ranks.add(process)
+
     signal.signal(signal.SIGTERM, lambda *_: (end(ranks), os._exit(1)))
     while ranks:
         process, status = os.wait()
@@ -107,6 +111,7 @@ def end(ranks: set[int]) -> None:
     for process in ranks:
         os.kill(process, signal.SIGTERM)
         os.kill(process, signal.SIGCONT)  # one that was stopped takes no signal else
+
     limit = time.monotonic() + PATIENCE
     while ranks:
         process, _ = os.waitpid(-1, os.WNOHANG)
@@ -121,8 +126,14 @@ def end(ranks: set[int]) -> None:
 def work(launch: dict, rank: int) -> None:
     """Become one rank: run the script or the module as the launcher's process would."""
     size = str(launch["ranks"])
-    names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    names = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+    }
     os.environ.update(names | launch["environment"])
+
     if launch["ranks"] > 1:
         from tests import nccl_rules
 
@@ -135,6 +146,7 @@ def become(command: list[str], *, module: bool) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.argv = command
+
     try:
         if module:
             runpy.run_module(command[0], run_name="__main__", alter_sys=True)

@@ -66,7 +66,12 @@ def make_prompts(rows: list[list[int]], *sampling: SamplingParameters) -> Prompt
     )
 
 
-def started(prompts: PromptBatch, samples: int, seed: int, version: int) -> list[SequenceGroup]:
+def started(
+    prompts: PromptBatch,
+    samples: int,
+    seed: int,
+    version: int,
+) -> list[SequenceGroup]:
     """Return groups of so many sequences without a token."""
     return start_groups(waiting_groups(prompts), samples, seed, version)
 

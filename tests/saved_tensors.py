@@ -34,7 +34,12 @@ def saved_bytes(model: ParallelModel) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def layer_bytes(family: str, groups: ParallelGroups, dtype: torch.dtype, recompute: str) -> tuple[float, Any]:
+def layer_bytes(
+    family: str,
+    groups: ParallelGroups,
+    dtype: torch.dtype,
+    recompute: str,
+) -> tuple[float, Any]:
     """Return the bytes one layer saves per token, as the difference of two depths, and the model's shape.
 
     Keys are repeated as on the accelerators that are counted for, which the host's attention need not.
@@ -45,7 +50,9 @@ def layer_bytes(family: str, groups: ParallelGroups, dtype: torch.dtype, recompu
         changes["mlp_only_layers"] = []
     if family.startswith("deepseek"):
         changes["first_k_dense_replace"] = 0
-    totals, shape = [], None
+
+    totals = []
+    shape = None
     for depth in (2, 4):
         if family == "gemma3":
             changes["layer_types"] = ["sliding_attention", "full_attention"] * (depth // 2)

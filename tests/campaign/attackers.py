@@ -44,24 +44,32 @@ def targets(work: Path) -> Iterator[dict[str, Any]]:
     code = work / "code"
     for folder in (home / ".ssh", code):
         folder.mkdir(parents=True, exist_ok=True)
+
     (home / ".ssh" / "id_rsa").write_text("a key")
     (code / ".env").write_text("OPENAI_KEY=abc")
     (code / "attacks.py").write_text(Path(attacks.__file__).read_text())
+
     outside = [Path("/tmp", mark), Path("/dev/shm", mark)]
     for file in outside:
         file.write_text("x")
         file.chmod(0o644)
-    by_path, by_name, by_port = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX), socket.socket()
+
+    by_path = socket.socket(socket.AF_UNIX)
+    by_name = socket.socket(socket.AF_UNIX)
+    by_port = socket.socket()
     address = outside[0].with_name(f"{mark}.sock")
     environment = {name: "a secret" for name in SECRETS} | {"HOME": str(home)}
+
     before = {name: os.environ.get(name) for name in environment}
     try:
         by_path.bind(str(address))
         address.chmod(0o777)
         by_name.bind("\0" + mark)
         by_port.bind(("127.0.0.1", 0))
+
         for server in (by_path, by_name, by_port):
             server.listen()
+
         os.environ.update(environment)
         yield {
             "home": str(home), "code": str(code), "file": str(outside[0]), "shm": str(outside[1]),
@@ -82,21 +90,39 @@ def targets(work: Path) -> Iterator[dict[str, Any]]:
 
 def attack(names: list[str], work: Path) -> dict[str, Any]:
     """Make attacks one by one; return what got through, how each ended, and what is not enforced."""
-    limits = RewardLimitsConfig(memory_gib=LIMIT_GIB, processes=16, cpu_seconds=60.0, file_gib=2.0)
+    limits = RewardLimitsConfig(
+        memory_gib=LIMIT_GIB,
+        processes=16,
+        cpu_seconds=60.0,
+        file_gib=2.0,
+    )
+
     through: list[str] = []
     ended: dict[str, str] = {}
     with targets(work) as facts:
         spec = f"{facts['code']}/attacks.py:judge"
         with FunctionReward(RewardConfig(spec, timeout=60.0, limits=limits)) as reward:
             for name in names:
-                sample = {"prompt": "p", "response": name, "ground_truth": "", "metadata": facts}
+                sample = {
+                    "prompt": "p",
+                    "response": name,
+                    "ground_truth": "",
+                    "metadata": facts,
+                }
                 result = reward.score([sample])
                 failures = [f"{failure.reason}: {failure.message}"[-500:] for failure in result.failures]
                 ended[name] = "; ".join(failures) or f"reward {float(result.rewards[0])}"
+
                 if not failures and result.rewards[0] > 0:
                     through.append(name)
             missing = list(reward.missing)
-    return {"through": through, "ended": ended, "missing": missing, "user": os.getuid()}
+
+    return {
+        "through": through,
+        "ended": ended,
+        "missing": missing,
+        "user": os.getuid(),
+    }
 
 
 def as_user(user: int, function: Callable[[], Any]) -> Any:
@@ -117,12 +143,15 @@ def as_user(user: int, function: Callable[[], Any]) -> Any:
             answer = (True, function())
         except BaseException as error:
             answer = (False, repr(error))
+
         with os.fdopen(write, "wb") as pipe:
             pipe.write(pickle.dumps(answer))
         os._exit(0)
+
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
         content = pipe.read()
+
     os.waitpid(child, 0)
     held, value = pickle.loads(content) if content else (False, "the child ended without an answer")
     if not held:
@@ -135,6 +164,7 @@ def _open_the_way_to(folder: str) -> None:
     closed = [path for path in Path(folder).parents if not path.stat().st_mode & stat.S_IXOTH]
     if not closed:
         return
+
     kernel.unshare(kernel.NEW_MOUNTS)
     kernel.make_mounts_private()
     tree = kernel.copy_of_tree(folder)

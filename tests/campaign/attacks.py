@@ -152,7 +152,8 @@ def signal_the_trainer(facts: Mapping[str, Any]) -> bool:
 
 
 def trace_the_parent(_: Any) -> bool:
-    seize, attach = 0x4206, 16
+    seize = 0x4206
+    attach = 16
     return any(_libc.ptrace(request, os.getppid(), 0, 0) == 0 for request in (seize, attach))
 
 
@@ -267,7 +268,8 @@ def mount_proc_again(_: Any) -> bool:
 
 
 def remount_for_writing(_: Any) -> bool:
-    remount, bind = 32, 4096
+    remount = 32
+    bind = 4096
     return any(_libc.mount(None, path, None, remount | bind, None) == 0 for path in (b"/", b"/proc", b"/usr"))
 
 
@@ -305,7 +307,9 @@ def leave_by_a_handle(_: Any) -> bool:
 
 
 def make_namespaces(_: Any) -> bool:
-    new_user, new_mounts, new_network = 0x10000000, 0x20000, 0x40000000
+    new_user = 0x10000000
+    new_mounts = 0x20000
+    new_network = 0x40000000
     if any(_libc.unshare(space) == 0 for space in (new_user, new_mounts, new_network)):
         return True
     return _call(56, 220, new_user | signal.SIGCHLD, 0, 0, 0, 0)

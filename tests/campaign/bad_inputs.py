@@ -47,7 +47,8 @@ class Key:
 def keys(cls: type = RunConfig, prefix: str = "") -> Iterator[Key]:
     """Yield every key with a plain value."""
     for item in dataclasses.fields(cls):
-        hint, path = field_hints(cls)[item.name], prefix + item.name
+        hint = field_hints(cls)[item.name]
+        path = prefix + item.name
         section = section_class(hint)
         if section is not None and not is_mapping(hint):
             yield from keys(section, f"{path}.")
@@ -61,9 +62,11 @@ _MAPPINGS = {key.path for key in KEYS if is_mapping(key.hint)}
 
 def wrong_values(key: Key) -> st.SearchStrategy[Any]:
     """Return values that a key cannot have: of another type, outside its bounds, or no choice of it."""
-    taken, said = union_members(key.hint), key.setting
+    taken = union_members(key.hint)
+    said = key.setting
     number = int in taken or float in taken
     values: list[Any] = [3, "x", [1]] if is_mapping(key.hint) else [{"a": {"b": 1}}]
+
     if not any(isinstance(option, type) is False for option in taken):  # no list, no mapping
         values += [[[1], 2], [None, {}]]
     if not accepts_none(key.hint):
@@ -75,6 +78,7 @@ def wrong_values(key: Key) -> st.SearchStrategy[Any]:
         bounds = [(said.at_least, -1), (said.more_than, 0), (said.at_most, 1), (said.less_than, 0)]
         values += [limit + step for limit, step in bounds if limit is not None]
         values += [10**400] if said.at_most is not None or int in taken else []
+
     if bool in taken:
         values += [1, 0.0, 2]
     if str in taken:
@@ -86,15 +90,18 @@ def wrong_values(key: Key) -> st.SearchStrategy[Any]:
 
 def small_values(key: Key) -> st.SearchStrategy[Any]:
     """Return values within the bounds of a key that a tiny run can have."""
-    taken, said = union_members(key.hint), key.setting
+    taken = union_members(key.hint)
+    said = key.setting
     if said.choices:
         return st.sampled_from(said.choices)
     if bool in taken:
         return st.booleans()
+
     low = said.at_least if said.at_least is not None else said.more_than
     if int in taken:
         first = int(low or 0) + (said.more_than is not None)
         return st.integers(first, first + 4)
+
     if float in taken:
         first = float(low) if low is not None else 0.0
         last = next((bound for bound in (said.at_most, said.less_than) if bound is not None), first + 2)
@@ -128,7 +135,13 @@ def _typos(path: str) -> st.SearchStrategy[str]:
         if change in ("below", "top"):
             # Below a mapping of free names every name is one.
             return f"{path}.{name}" if change == "below" and path not in _MAPPINGS else f"zz_{name}"
-        kept = {"drop": "", "double": name[place] * 2, "wrong": "q", "case": name[place].upper()}[change]
+
+        kept = {
+            "drop": "",
+            "double": name[place] * 2,
+            "wrong": "q",
+            "case": name[place].upper(),
+        }[change]
         return above + name[:place] + kept + name[place + 1 :]
 
     return st.builds(changed, places, changes).filter(lambda typo: typo not in {key.path for key in KEYS})
@@ -145,7 +158,12 @@ def unknown_name() -> st.SearchStrategy[dict[str, Any]]:
 def valid_fields() -> st.SearchStrategy[dict[str, Any]]:
     """Give one to four keys small values that each may have: together they may contradict."""
     pairs = st.sampled_from(numbers()).flatmap(lambda key: st.tuples(st.just(key.path), small_values(key)))
-    several = st.lists(pairs, min_size=1, max_size=4, unique_by=lambda pair: pair[0])
+    several = st.lists(
+        pairs,
+        min_size=1,
+        max_size=4,
+        unique_by=lambda pair: pair[0],
+    )
     return several.map(lambda pairs: {"set": [_override(*pair) for pair in pairs]})
 
 
@@ -179,6 +197,7 @@ def layouts() -> st.SearchStrategy[dict[str, Any]]:
             "asynchrony.steps_ahead": st.integers(0, 2),
         },
     )
+
     worlds = st.sampled_from([None, 1, 2, 3, 4, 8, 0, -3, 2**40])
 
     def stated(cut: dict[tuple[str, str], int], more: dict[str, Any], world: int | None) -> dict[str, Any]:
@@ -219,10 +238,18 @@ def data_files() -> st.SearchStrategy[dict[str, Any]]:
     twice = '{"prompt": "1+1=", "prompt": "2+2=", "ground_truth": "4", "response": "4"}'
     broken = ["{", "[]", "null", "3", "\u2028", '{"prompt": NaN}', "{}", '"', '{"a":' * 9999, twice]
     text = st.sampled_from(broken)
+
     raw = st.sampled_from(["ff", "00", "efbbbf", "fffe", ""])
     change = st.one_of(record, text.map(lambda line: {"line": line}), raw.map(lambda data: {"bytes": data}))
     return st.builds(
-        lambda file, change, row: {"file": file, "row": row, **change}, files, change, st.integers(0, 3)
+        lambda file, change, row: {
+            "file": file,
+            "row": row,
+            **change,
+        },
+        files,
+        change,
+        st.integers(0, 3),
     )
 
 
@@ -245,10 +272,20 @@ def model_folders() -> st.SearchStrategy[dict[str, Any]]:
         ),
         st.tuples(st.just("model/tokenizer.json"), st.sampled_from(["model", "added_tokens", "version"])),
     )
+
     near = st.one_of(
         ODD, st.integers(0, 130), st.sampled_from(["silu", "qwen3", "yarn", ["full_attention"], 2, 64])
     )
-    values = st.builds(lambda place, value: {"file": place[0], "key": place[1], "value": value}, places, near)
+    values = st.builds(
+        lambda place, value: {
+            "file": place[0],
+            "key": place[1],
+            "value": value,
+        },
+        places,
+        near,
+    )
+
     names = (
         "config.json",
         "generation_config.json",
@@ -257,7 +294,11 @@ def model_folders() -> st.SearchStrategy[dict[str, Any]]:
         "model.safetensors",
     )
     bytes_of = st.builds(
-        lambda name, place, data: {"file": f"model/{name}", "at": place, "bytes": data},
+        lambda name, place, data: {
+            "file": f"model/{name}",
+            "at": place,
+            "bytes": data,
+        },
         st.sampled_from(names),
         st.integers(0, 3000),
         st.sampled_from(["", "00", "ff", "7b", "22", "cut", "gone"]),
@@ -290,10 +331,12 @@ def command_lines() -> st.SearchStrategy[dict[str, Any]]:
         st.text("ab._-=", max_size=6),
         st.sampled_from(["=", ".", "a..b"]),
     )
+
     value = st.one_of(
         st.text("abc:-{}[],&*!|>'\"%@#\n\t 019.~", max_size=12),
         st.sampled_from(["[" * 3000, "{a: " * 900, "&a [*a]", "!!python/object:os.system x", "!!binary x"]),
     )
+
     return st.lists(
         st.builds(lambda name, value: f"{name}={value}", name, value), min_size=1, max_size=2
     ).map(lambda words: {"set": [word for word in words if not word.startswith("-") and "=" in word]})
@@ -302,10 +345,8 @@ def command_lines() -> st.SearchStrategy[dict[str, Any]]:
 def texts() -> st.SearchStrategy[dict[str, Any]]:
     """Damage the text of the configuration: a character, a line, or its indentation."""
     change = st.sampled_from(["drop", "double", "tab", "cut", "insert"])
-    places, characters = (
-        st.integers(0, len(BASE) - 1),
-        st.text(":-{}[]&*!|>'\"%@#\n\t ~\u00e9", min_size=1, max_size=2),
-    )
+    places = st.integers(0, len(BASE) - 1)
+    characters = st.text(":-{}[]&*!|>'\"%@#\n\t ~\u00e9", min_size=1, max_size=2)
 
     def changed(how: str, place: int, text: str) -> dict[str, Any]:
         lines = BASE.splitlines(keepends=True)

@@ -83,12 +83,25 @@ def main(words: Sequence[str] | None = None) -> int:
     """Try the cases that the command line asks for; return the exit code."""
     parser = argparse.ArgumentParser(prog="launch/campaign.sh", description=__doc__)
     parser.add_argument("kind", nargs="?", default="all", choices=[*KINDS, "all"])
-    parser.add_argument("--count", type=int, metavar="N", help=f"how many of the kind, if not {dict(KINDS)}")
+    parser.add_argument(
+        "--count",
+        type=int,
+        metavar="N",
+        help=f"how many of the kind, if not {dict(KINDS)}",
+    )
+
     parser.add_argument("--seed", type=int, default=1, metavar="S")
-    parser.add_argument("--out", type=Path, default=Path("runs/campaign"), metavar="DIR")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/campaign"),
+        metavar="DIR",
+    )
+
     options = parser.parse_args(words)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started is ended
     kinds = list(KINDS) if options.kind == "all" else [options.kind]
+
     results = {
         kind: run(kind, options.count or KINDS[kind], options.seed, options.out.resolve()) for kind in kinds
     }
@@ -104,6 +117,7 @@ def run(kind: str, count: int, seed: int, out: Path) -> list[dict[str, Any]]:
     work.mkdir(parents=True, exist_ok=True)
     file = out / f"{kind}.jsonl"
     done = finished(file)
+
     lines = []
     cases = list(module.cases(seed, count))
     for number, case in enumerate(cases, start=1):
@@ -153,12 +167,14 @@ def table(kind: str, lines: Sequence[Mapping[str, Any]]) -> str:
         for group in (case["group"], "in all"):
             outcomes[group][line["outcome"]] += case["weight"]
         counts.update(line["counts"])
+
     shown = [name for name in OUTCOMES if name == HELD or outcomes["in all"][name]]
     width = max([len(kind), *map(len, outcomes)])
     rows = [f"{kind:<{width}}  " + "  ".join(f"{name:>9}" for name in ("tried", *shown))]
     for group in sorted(outcomes, key=lambda name: (name == "in all", name)):
         numbers = [outcomes[group].total(), *(outcomes[group][name] for name in shown)]
         rows.append(f"{group:<{width}}  " + "  ".join(f"{number:>9}" for number in numbers))
+
     rows += [f"  {name}: {number:g}" for name, number in sorted(counts.items())]
     return "\n".join(rows) + "\n"
 

@@ -44,9 +44,11 @@ def cases(seed: int, count: int) -> Iterator[Case]:
             name: source.randrange(len(FEATURES[name]))
             for name in sorted(source.sample(several, source.randint(3, 8)), key=several.index)
         }
+
         apart = "apart" in chosen and ranks > 1
         if not apart:
             chosen.pop("apart", None)
+
         layout = _layout(source, family, ranks // 2 if apart else ranks)
         critic = _layout(source, family, ranks // 2 if apart else ranks) if source.random() < 0.3 else None
         onward = source.choice((1, 2, 2, 4))
@@ -64,12 +66,15 @@ def cases(seed: int, count: int) -> Iterator[Case]:
 
 def _layout(source: random.Random, family: str, ranks: int) -> dict[str, int]:
     """Draw how a model is cut over at most so many ranks."""
-    layout, left = {}, ranks
+    layout = {}
+    left = ranks
     names = ["tensor", "pipeline", "context", *(["expert"] * (family in MIXTURES))]
     for name in source.sample(names, 2):
         size = source.choice((1, 2))
         if size <= left:
-            layout[name], left = size, left // size
+            layout[name] = size
+            left = left // size
+
     if layout.get("pipeline") == 2 and source.random() < 0.3:
         layout["virtual_pipeline"] = 2
     return {name: size for name, size in layout.items() if size > 1}
@@ -80,9 +85,11 @@ def configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     config = dict(BASE)
     for name, index in settings["features"].items():
         config = runs.merged(config, FEATURES[name][index])
+
     config = runs.merged(config, {"actor": {"layout": settings["layout"]}})
     if "critic" in config and settings["critic"] is not None:
         config = runs.merged(config, {"critic": {"layout": settings["critic"]}})
+
     tensor = settings["layout"].get("tensor", 1)
     if settings["family"] == "deepseek-v3":  # vLLM has no latent attention of this size on hosts
         config = runs.merged(config, {"rollout": {"engine": "torch"}})
@@ -109,38 +116,47 @@ def _tried(case: Case, work: Path, address: str) -> Result:
     settings = case.settings
     folder = work / case.name.split()[0]
     shutil.rmtree(folder, ignore_errors=True)
-    config, ranks = configuration(settings), settings["ranks"]
+    config = configuration(settings)
+    ranks = settings["ranks"]
+
     config["model"] = {**config["model"], "path": str(_model(settings["family"], work))}
     for name in {"http", "judge"} & config["reward"].keys():
         server = config["reward"][name]
         config = runs.merged(config, {"reward": {name: {"url": server["url"].replace(ANYWHERE, address)}}})
+
     whole = write(config, folder / "whole", work)
     code, shown = checked(whole, ranks)
     if code == 2:
         errors = errors_of(shown)
         shutil.rmtree(folder)
         return Result(HELD if errors and not vague(errors) else "unclear", told(shown), {"refused": 1})
+
     if code != 0:
         return Result("unclear", shown[-3000:])
+
     problem = train(whole, ranks)
     if problem is not None:
         return problem
+
     onward = settings["onward"]["ranks"], on_all_ranks(config, settings["onward"]["layout"])
     left = runs.recording(whole.parent / "run")
     trial = Trial(folder, work, config, ranks, onward, left, settings["interrupted"] == "signal")
+
     counts = {"trained": 1.0}
     for name, step in JOURNEY.items():
         ended = step(trial)
         if isinstance(ended, Result):
             return replace(ended, counts=counts)
         counts[name] = float(ended)
+
     shutil.rmtree(folder)
     return Result(HELD, counts=counts)
 
 
 def _model(family: str, work: Path) -> Path:
     """Return a tiny model of a family with the quickstart's tokenizer, made once."""
-    dense, target = runs.material(work) / "model", work / "models" / family
+    dense = runs.material(work) / "model"
+    target = work / "models" / family
     if not target.exists():
         # vLLM has no attention of 16 numbers a head on hosts.
         record.make_model(family, dense, target, hidden_size=128)

@@ -34,6 +34,7 @@ def write(config: Mapping[str, Any], folder: Path, work: Path) -> Path:
     checkpoint = config["checkpoint"]
     if "megatron" in checkpoint:
         config = {**config, "checkpoint": {**checkpoint, "megatron": str(folder / checkpoint["megatron"])}}
+
     code = folder.parent  # one for all of a case's runs: errors name the file
     (code / "environment.py").write_text(ENVIRONMENT)
     (code / "rewards.py").write_text(REWARDS)
@@ -60,13 +61,27 @@ def told(shown: str) -> str:
     return "; ".join(told) or shown[-2000:]
 
 
-def train(config: Path, ranks: int, *words: str, command: str = "train", stop: bool = False) -> Result | None:
+def train(
+    config: Path,
+    ranks: int,
+    *words: str,
+    command: str = "train",
+    stop: bool = False,
+) -> Result | None:
     """Train, or run another command, and return what went wrong, None where nothing did.
 
     With ``stop`` it is asked to stop once it has taken a step.
     """
     environment = {"CAMPAIGN_PORT": "9", "CAMPAIGN_LAUNCH": "1"}  # nobody listens to its phases
-    launcher = runs.launch(config, ranks, *words, command=command, restarts=0, env=environment)
+
+    launcher = runs.launch(
+        config,
+        ranks,
+        *words,
+        command=command,
+        restarts=0,
+        env=environment,
+    )
     try:
         if stop:
             _stop(launcher, config.parent / "run/metrics.jsonl")
@@ -80,6 +95,7 @@ def train(config: Path, ranks: int, *words: str, command: str = "train", stop: b
             launcher.wait()
         for process in runs.descendants(launcher):
             process.kill()
+
     told = kills.tail(config.parent)
     clear = next((words for words in CLEAR_ENDS if words in told), None)
     if code and clear is not None:
@@ -121,5 +137,6 @@ def commanded(words: Sequence[str], log: Path) -> tuple[int, str, str]:
         finally:
             sys.stderr.flush()
             os._exit(code)
+
     code = kills.wait_for(child, PATIENCE)
     return -1 if code is None else code, log.read_text(), errors.read_text(errors="replace")

@@ -32,7 +32,11 @@ OF_FILES = (
 OF_FOLDERS = ("gone", "file", "empty folder", "dangling", "mode")
 GONE = "nothing is left to be named"
 OF_READ_BACK = ("flip", "truncate", "extend", "empty", "garbage", "older")
-READ_BACK = {"tokens": "tokens/*.arrow", "digest of tokens": "tokens/*.digest", "stage": "stages/sft/hf/*"}
+READ_BACK = {
+    "tokens": "tokens/*.arrow",
+    "digest of tokens": "tokens/*.digest",
+    "stage": "stages/sft/hf/*",
+}
 """What a restart reads beside checkpoints, in folders of the run."""
 OF_DIGESTS = ("delete", "garbage", "list", "empty", "flip", "other names", "folder")
 
@@ -42,15 +46,30 @@ def cases(seed: int, count: int) -> Iterator[Case]:
     for number in range(count):
         source = random.Random(f"{seed} {number}")
         if number % 10 == 5:  # always a restart to the end, which takes its time
-            kind, how = source.choice(list(READ_BACK)), source.choice(OF_READ_BACK)
+            kind = source.choice(list(READ_BACK))
+            how = source.choice(OF_READ_BACK)
             settings = {"kind": kind, "how": how, "draw": source.random()}
             yield Case(f"{number} {kind} {how}", f"{kind}: {how}", settings)
             continue
+
         kind = source.choices(("file", "digests", "folder"), (8, 2, 1))[0]
-        how = source.choice({"file": OF_FILES, "digests": OF_DIGESTS, "folder": OF_FOLDERS}[kind])
+        how = source.choice(
+            {
+                "file": OF_FILES,
+                "digests": OF_DIGESTS,
+                "folder": OF_FOLDERS,
+            }[kind]
+        )
+
         damaged = source.choices(range(1, KEPT + 1), (7, 2, 1))[0]
         real = number % 20 == 0 and how not in ("mode", "gone")
-        settings = {"kind": kind, "how": how, "damaged": damaged, "real": real, "draw": source.random()}
+        settings = {
+            "kind": kind,
+            "how": how,
+            "damaged": damaged,
+            "real": real,
+            "draw": source.random(),
+        }
         yield Case(f"{number} {kind} {how}", f"{kind}: {how}", settings)
 
 
@@ -61,19 +80,23 @@ def try_case(case: Case, work: Path) -> Result:
     whole = kills.whole_folder(RUN, work)
     folder = work / case.name.replace(" ", "_")
     shutil.rmtree(folder, ignore_errors=True)
+
     shutil.copytree(whole / "run", folder / "run")
     if settings["kind"] in READ_BACK:
         result = read_back(settings, folder, expected, work)
         if result.outcome == HELD:
             shutil.rmtree(folder)
         return result
+
     newest_first = sorted((folder / "run/checkpoints").iterdir(), key=_step, reverse=True)
     assert len(newest_first) == KEPT
+
     source = random.Random(settings["draw"])
     harmed = {}
     for index in range(settings["damaged"]):
         path = newest_first[index]
         harmed[path.name] = damage(settings["kind"], settings["how"], path, newest_first[-1], source)
+
     intact = [path.name for path in newest_first if path.name not in harmed]
     result = resumed(folder, intact, expected, work) if settings["real"] else chosen(folder)
     result = judged(result, harmed, intact)
@@ -87,6 +110,7 @@ def damage(kind: str, how: str, path: Path, oldest: Path, source: random.Random)
     if kind == "folder":
         _damage_folder(how, path)
         return GONE if how == "gone" else path.name
+
     if kind == "digests":
         file = path / "checksums.json"
         if how in ("list", "other names"):
@@ -94,6 +118,7 @@ def damage(kind: str, how: str, path: Path, oldest: Path, source: random.Random)
         else:
             _damage_file(how, file, file, source)
         return ""  # a damaged digest names the file that it is of, or itself
+
     files = sorted(file for file in path.rglob("*") if file.is_file() and file.name != "checksums.json")
     file = source.choice(files)
     other = next(item for item in source.sample(files, len(files)) if item != file)
@@ -140,6 +165,7 @@ def _damage_folder(how: str, path: Path) -> None:
     if how == "mode":
         path.chmod(0)
         return
+
     shutil.rmtree(path)
     if how == "file":
         path.write_text("not a folder")
@@ -159,6 +185,7 @@ def chosen(folder: Path) -> Result:
             answer.write_text(json.dumps(_choose(folder / "run")))
         finally:
             os._exit(0)
+
     code = kills.wait_for(child, PATIENCE)
     if code is None:
         return Result("hang", f"no answer after {PATIENCE:.0f} s")
@@ -167,7 +194,9 @@ def chosen(folder: Path) -> Result:
 
 def _drop_capabilities() -> None:
     """Have the modes of files count for this process as they do for a user, also where that is root."""
-    version, nothing = 0x20080522, (ctypes.c_uint32 * 6)()  # linux/capability.h
+    # linux/capability.h
+    version = 0x20080522
+    nothing = (ctypes.c_uint32 * 6)()
     if ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(version, 0), nothing):
         raise OSError("privileges cannot be dropped")
 
@@ -179,8 +208,10 @@ def _choose(run: Path) -> dict[str, Any]:
     from megatron_rl.errors import UserError
 
     words: list[str] = []
+
     for name in runs.LAUNCHER_NAMES:
         os.environ.pop(name, None)
+
     try:
         device.initialize()
         path = newest_intact(run / "checkpoints", words.append)
@@ -205,6 +236,7 @@ def resumed(folder: Path, intact: list[str], expected: Any, work: Path) -> Resul
         return Result(HELD if code else "accepted", text)
     if code:
         return Result("lost", text)
+
     differences = list(kills.differing(expected, runs.recording(folder / "run")))
     words = text.replace(
         f"resumed from {folder / 'run/checkpoints'}/{intact[0]} ", f"goes on from {intact[0]} "
@@ -223,16 +255,20 @@ def _restarted(folder: Path, work: Path) -> tuple[int | None, str]:
 
 def read_back(settings: Mapping[str, Any], folder: Path, expected: Any, work: Path) -> Result:
     """Damage what a restart reads beside checkpoints: it is named, and the numbers stay what they were."""
-    run, kind = folder / "run", settings["kind"]
+    run = folder / "run"
+    kind = settings["kind"]
     source = random.Random(settings["draw"])
     shutil.rmtree(run / "checkpoints")  # before there is one, what a stage has left is read
+
     if kind != "stage":
         shutil.rmtree(run / "stages")  # tokens of a stage are read where it runs
+
     candidates = sorted(path for path in run.glob(READ_BACK[kind]) if path.name != "checksums.json")
     file = source.choice(candidates)
     other = source.choice([path for path in candidates if path != file])
     before = file.read_bytes()
     _damage_file(settings["how"], file, other, source)
+
     if file.read_bytes() == before:
         return Result(HELD, "the damage changed nothing")
 
@@ -245,6 +281,7 @@ def read_back(settings: Mapping[str, Any], folder: Path, expected: Any, work: Pa
         return Result("accepted", f"not named: {file.name}\n{text}")
     if code:  # refused by the check, which reads some of these files itself
         return Result(HELD if kind == "stage" else "lost", text)
+
     differences = list(kills.differing(expected, runs.recording(run)))
     return Result("lost", "\n".join(differences[:20])) if differences else Result(HELD, text)
 
@@ -253,9 +290,11 @@ def judged(result: Result, harmed: dict[str, str], intact: list[str]) -> Result:
     """Return the result, with what is missing in the words that a user sees."""
     if result.outcome != HELD:
         return result
+
     there = {step: file for step, file in harmed.items() if file != GONE}
     missing = [name for step, file in there.items() for name in (step, file) if name not in result.detail]
     end = "every checkpoint to continue from is damaged" if there else "goes on from None"
+
     end = f"goes on from {intact[0]}" if intact else end
     if end not in result.detail:
         return Result("lost", f"not: {end}\n{result.detail}")

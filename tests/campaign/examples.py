@@ -30,6 +30,7 @@ def try_case(case: Case, work: Path) -> Result:
     folder = EXAMPLES / case.name
     with (work / f"{case.name}.log").open("w") as log:
         environment = {**os.environ, **record.environment(), "HF_HUB_OFFLINE": "0"}
+
         command = subprocess.Popen(
             ["bash", str(folder / "run.sh")],
             cwd=record.ROOT,
@@ -44,8 +45,10 @@ def try_case(case: Case, work: Path) -> Result:
             os.killpg(command.pid, signal.SIGTERM)
             command.wait()
             return Result("hang", f"no end after {PATIENCE} s: {log.name}")
+
     if status:
         return Result("lost", f"exit code {status}: {log.name}")
+
     for file in folder.glob("*.yaml"):
         config = load_config(file)
         lines = read_metrics(RunFolder(record.ROOT / config.run_dir).metrics)

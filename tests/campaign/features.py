@@ -8,7 +8,8 @@ from typing import Any
 from megatron_rl.algorithms.algorithm import ALGORITHMS
 from tests.campaign.judges import ANYWHERE
 
-STEPS, HALF = 4, 2
+STEPS = 4
+HALF = 2
 ENVIRONMENT = '''
 import asyncio
 
@@ -81,12 +82,24 @@ _SFT = {"data": "sft.jsonl", "steps": 3, "rows_per_step": 8, **_STAGE}
 _PAIRS = {"data": "pairs.jsonl", "steps": 3, "pairs_per_step": 4, **_STAGE}
 _PATIENT = {"backoff": 0.01, "retries": 5, "timeout": 60.0}
 _HELD_OUT = {"data": "eval.jsonl", "max_prompts": 6}
-_JUDGE = {"weight": 0.5, "training": {"data": "pairs.jsonl", "steps": 3, "pairs_per_step": 4, **_STAGE}}
+_JUDGE = {
+    "weight": 0.5,
+    "training": {
+        "data": "pairs.jsonl",
+        "steps": 3,
+        "pairs_per_step": 4,
+        **_STAGE,
+    },
+}
 BASE: dict[str, Any] = {
     "steps": STEPS,
     "model": {"dtype": "float32"},
     "data": {"train": "train.jsonl", "max_prompt_tokens": 8},
-    "reward": {"function": "rewards.py:turns", "timeout": 120.0, "max_invalid_fraction": 1.0},
+    "reward": {
+        "function": "rewards.py:turns",
+        "timeout": 120.0,
+        "max_invalid_fraction": 1.0,
+    },
     "batch": {"prompts_per_step": 4, "samples_per_prompt": 2},
     "actor": {"optimizer": _OPTIMIZER},
     "rollout": {"engine": "torch", "max_response_tokens": 8},

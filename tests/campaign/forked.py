@@ -36,13 +36,17 @@ class Forked(subprocess.Popen):
     """
 
     def _execute_child(self, args: Sequence[str], *values: Any) -> None:
-        environment, output, errors = values[5], values[12], values[14]
+        environment = values[5]
+        output = values[12]
+        errors = values[14]
         sys.stdout.flush()
         sys.stderr.flush()
+
         self.pid = os.fork()
         self._child_created = True
         if self.pid:
             return
+
         try:
             code = _begin_anew([*args], environment, {1: output, 2: errors})
         except BaseException:
@@ -57,21 +61,25 @@ def _begin_anew(command: list[str], environment: Mapping[str, str], streams: Map
     for number, descriptor in streams.items():
         if descriptor not in (-1, number):
             os.dup2(descriptor, number)
+
     os.closerange(3, 2**16)
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
+
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # TMPDIR may be another one
     subprocess_handler.Popen = Forked  # type: ignore[misc]
+
     words = [word for word in command[1:] if word != "-u"]
     module = words[0] == "-m"
     try:
         rank_server.become(words[1:] if module else words, module=module)
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -59,13 +59,22 @@ def chats(record: Record, number: int) -> Record:
 def tools(record: Record, number: int) -> Record:
     """Return a record whose prompt comes with tools, and whose responses are messages."""
     said = {name: [assistant(record[name])] for name in ("response", "chosen", "rejected") if name in record}
-    return {**record, **said, "prompt": [user(record["prompt"])], "tools": [TOOL] * (1 + number % 2)}
+    return {
+        **record,
+        **said,
+        "prompt": [user(record["prompt"])],
+        "tools": [TOOL] * (1 + number % 2),
+    }
 
 
 def nested(record: Record, number: int) -> Record:
     """Return a record whose fields lie within others."""
     problem = {"text": record.pop("prompt"), "truth": record.pop("ground_truth", None)}
-    return {**record, "problem": problem, "extra": {"kind": "addition", "list": [None, "a"]}}
+    return {
+        **record,
+        "problem": problem,
+        "extra": {"kind": "addition", "list": [None, "a"]},
+    }
 
 
 def programs(record: Record, number: int) -> Record:
@@ -110,6 +119,7 @@ def _write(records: list[Record], path: Path) -> None:
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
         return
+
     import pyarrow
     from datasets import Dataset
     from pyarrow import parquet

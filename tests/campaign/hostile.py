@@ -50,6 +50,7 @@ def abandoned(act: Callable[[], Any]) -> float:
             act()
             time.sleep(1000)
         os._exit(0)
+
     time.sleep(0.2)
     return 1.0
 
@@ -276,7 +277,16 @@ ACTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "say": say,
     "close all": close_all,
     "noise": to_pipes(os.urandom(4096)),
-    "forged": to_pipes(frame({"sample": 2, "kind": "scored", "reward": 9.0, "components": {}})),
+    "forged": to_pipes(
+        frame(
+            {
+                "sample": 2,
+                "kind": "scored",
+                "reward": 9.0,
+                "components": {},
+            }
+        )
+    ),
     "endless frame": to_pipes(struct.pack("<Q", 1 << 60)),
     "empty frame": to_pipes(struct.pack("<Q", 0) * 8),
     "deep frame": to_pipes(struct.pack("<Q", 200_000) + b"[" * 200_000),

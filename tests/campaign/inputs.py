@@ -29,7 +29,8 @@ from tests.campaign.campaign import HELD, Case, Result, vague
 SECONDS = 5.0
 """Processor time that a check has; it waits for no other process here."""
 HANGS = 120
-TRAINED_EVERY, PROCESS_EVERY = 20, 40
+TRAINED_EVERY = 20
+PROCESS_EVERY = 40
 """Of the cases of small valid values one in so many takes a step; of all one in so many is a process."""
 
 
@@ -42,7 +43,13 @@ def cases(number: int, count: int) -> Iterator[Case]:
         made = draw(GROUPS[group][1](), number * 1_000_003 + index)
         trained = group == "valid values together" and index // len(order) % (TRAINED_EVERY // 4) == 0
         yield Case(
-            f"{index:05d} {group}", group, {**made, "train": trained, "process": index % PROCESS_EVERY == 0}
+            f"{index:05d} {group}",
+            group,
+            {
+                **made,
+                "train": trained,
+                "process": index % PROCESS_EVERY == 0,
+            },
         )
 
 
@@ -51,8 +58,10 @@ def try_case(case: Case, work: Path) -> Result:
     made = case.settings
     folder = _workspace(work, made)
     words = ["check", "config.yaml", *made.get("set", ())]
+
     if made.get("world", 1) is not None:
         words += ["--world-size", str(made.get("world", 1))]
+
     before = Path.cwd()
     os.chdir(folder)
     try:
@@ -61,9 +70,11 @@ def try_case(case: Case, work: Path) -> Result:
             return Result("hang" if "TimeoutError" in code else "unclear", code)
         if seconds > SECONDS:
             return Result("hang", f"{seconds:.1f} s of processor time")
+
         problem = _unclear(code, shown, made)
         if problem is not None:
             return problem
+
         again = _called(words)
         if again[0] != code:
             return Result("unclear", f"{code} for machines, {again[0]} for people")
@@ -71,6 +82,7 @@ def try_case(case: Case, work: Path) -> Result:
             done = _process(*words)
             if done.returncode != code or "Traceback" in done.stderr:
                 return Result("unclear", f"exit code {done.returncode} as a process\n{done.stderr[-2000:]}")
+
         ready = code == 0
         if ready and made["train"]:
             done = _process("train", *words[1:-2])
@@ -79,6 +91,7 @@ def try_case(case: Case, work: Path) -> Result:
                 return Result(
                     "accepted", f"READY, and `train` ended with {done.returncode}\n{done.stderr[-3000:]}"
                 )
+
         counts = {"ready": 1} if ready else {"refused": 1}
         return Result(HELD, counts=counts | ({"trained": 1} if ready and made["train"] else {}))
     finally:
@@ -91,6 +104,7 @@ def _called(words: list[str]) -> tuple[int | str, str, float]:
     begun = time.process_time()
     signal.signal(signal.SIGALRM, _late)
     signal.alarm(HANGS)
+
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             code: int | str = main(words)
@@ -115,13 +129,16 @@ def _unclear(code: int, shown: str, made: Any) -> Result | None:
         return Result("accepted", shown[:300]) if "names" in made else None
     if not shown.startswith("{"):
         return None if "usage:" in shown else Result("unclear", shown[-2000:])
+
     errors = json.loads(shown)["errors"]
     if vague(errors) or not errors:
         return Result("unclear", f"an error without all its parts: {json.dumps(vague(errors))[:2000]}")
+
     name = made.get("names")
     section = "" if name is None else name.rpartition(".")[0] or name
     if name is not None and not any(section in error["where"] for error in errors):
         return Result("unclear", f"no error is about {name}: {json.dumps(errors)[:2000]}")
+
     file = made.get("file")
     if file is not None and not any(Path(file).parts[0] in str(error) for error in errors):
         return Result("unclear", f"no error is about {file}: {json.dumps(errors)[:2000]}")
@@ -141,13 +158,16 @@ def _process(*words: str) -> subprocess.CompletedProcess[str]:
 
 def _workspace(work: Path, made: Any) -> Path:
     """Return a folder with a good input in which the case's damage is done."""
-    base, folder = work / "base", work / "case"
+    base = work / "base"
+    folder = work / "case"
     if not (base / "model/config.json").is_file():
         with contextlib.redirect_stderr(io.StringIO()):
             quickstart.make(base, "tiny")
+
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(base, folder)
     (folder / "config.yaml").write_text(made.get("text", BASE), encoding="utf-8")
+
     if "file" in made:
         _damage(folder / made["file"], made)
     return folder
@@ -157,6 +177,7 @@ def _replace(file: Path, kind: str) -> None:
     """Put what is no file of the run into its place."""
     if file.is_dir():
         shutil.rmtree(file)
+
     file.parent.mkdir(exist_ok=True)
     file.unlink(missing_ok=True)
     if kind == "pipe":

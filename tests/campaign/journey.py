@@ -15,7 +15,8 @@ from tests.campaign.commands import checked, commanded, errors_of, told, train, 
 from tests.campaign.features import HALF, STEPS
 from tests.golden import record
 
-CLOSE, FAR = 2e-3, 0.1
+CLOSE = 2e-3
+FAR = 0.1
 """By how much a metric may differ between layouts, relatively: of the first step, and after two of Adam."""
 ASKED = tuple(
     f"reward/{server}/{count}"
@@ -69,7 +70,9 @@ class Trial:
 
 def resume(trial: Trial) -> Result | bool:
     """Interrupt a run and start it again; say whether all that it left was compared."""
-    config, ranks, folder = trial.config, trial.ranks, trial.folder
+    config = trial.config
+    ranks = trial.ranks
+    folder = trial.folder
     if trial.stopped:
         second = write(config, folder / "second", trial.work)
         problem = train(second, ranks, stop=True)
@@ -85,11 +88,13 @@ def resume(trial: Trial) -> Result | bool:
             shutil.copytree(second.parent / "run", folder / "relaid/run")
         if problem is None and ranks > 1:
             shutil.copytree(second.parent / "run", folder / "moved/run")
+
     problem = problem or train(write(config, second.parent, trial.work), ranks)
     if problem is not None:
         return problem
     if not trial.repeatable:
         return False
+
     differences = list(_differences(trial.left, runs.recording(second.parent / "run"), config))
     if differences:
         how = "stopped" if trial.stopped else "ended"
@@ -124,15 +129,18 @@ def read(trial: Trial) -> Result | bool:
             "--picture", str(out / "picture.svg"),
         ],
     }  # fmt: skip
+
     newest = newest_checkpoint(trial.run)
     ended = newest.name == f"step_{STEPS}" and (trial.run / "hf").exists()
     if ended:
         commands["export"] = ["export", str(newest), "--out", str(out / "hf")]
+
     out.mkdir()
     for name, words in commands.items():
         code, said, errors = commanded(words, out / f"{name}.log")
         if code:
             return Result("accepted", f"{name} ended with {code}: {said[-2000:]}{errors[-2000:]}")
+
     if ended and record.tensor_digests(out / "hf") != record.tensor_digests(trial.run / "hf"):
         return Result("lost", "the newest checkpoint, exported, is not what the run left in hf")
     return True
@@ -144,13 +152,16 @@ def evaluate(trial: Trial) -> Result | bool:
     newest = newest_checkpoint(trial.run)
     if not sets:
         return False
+
     file = write(trial.config, trial.folder / "again", trial.work)
     problem = train(file, trial.ranks, "--checkpoint", str(newest), command="eval")
     if problem is not None:
         return replace(problem, detail=f"eval: {problem.detail}")
+
     said = (file.parent / "output").read_text()
     step = newest.name.removeprefix("step_")
     known = trial.left["metrics"]["metrics.jsonl"].get(step, {})
+
     greedy = [f"eval/{name}/reward" for name, one in sets.items() if not _is_drawn(one)]
     for name in greedy if trial.exact else ():
         if known.get(name) is None:
@@ -172,8 +183,10 @@ def stage_alone(trial: Trial) -> Result | bool:
         ((name, job) for name, job in (("sft", "sft"), ("preference", "prefer")) if name in trial.config),
         (None, None),
     )
+
     if stage is None or job is None:
         return False
+
     kept = trial.run / f"stages/{stage}/hf"
     file = write(trial.config, trial.folder / job, trial.work)
     problem = train(file, trial.ranks, command=job)
@@ -206,15 +219,18 @@ def _go_on(trial: Trial, name: str, ranks: int, config: dict[str, Any]) -> Resul
     folder = trial.folder / name
     if not folder.exists():
         return False
+
     file = write(config, folder, trial.work)
     code, shown = checked(file, ranks)
     if code == 2 and (errors := errors_of(shown)) and not vague(errors):
         return False
     if code:
         return Result("unclear", f"{name}: {told(shown)}")
+
     problem = train(file, ranks)
     if problem is not None:
         return problem
+
     wrong = list(_different_steps(trial.left, runs.recording(folder / "run"), str(HALF + 1), FAR))
     if wrong and trial.repeatable and trial.exact:
         return Result("lost", f"{name}:\n" + "\n".join(wrong[:20]))
@@ -225,10 +241,12 @@ def compare(trial: Trial) -> Result | bool:
     """Take the first step on one rank, where its numbers are the same; say whether it was compared."""
     if trial.ranks == 1 or not (trial.repeatable and trial.exact and _layout_is_nothing(trial.config)):
         return False
+
     alone = write(_alone({**trial.config, "steps": 1}), trial.folder / "alone", trial.work)
     problem = train(alone, 1)
     if problem is not None:
         return problem
+
     single = runs.recording(alone.parent / "run")
     wrong = list(_different_steps(trial.left, single, "1", CLOSE))
     if wrong:
@@ -239,9 +257,11 @@ def compare(trial: Trial) -> Result | bool:
 def hand_on(trial: Trial) -> Result | bool:
     """Begin other runs with the weights and adapters that this one left; say whether any did."""
     ranks, config = trial.onward
-    hf, dtype = trial.config["model"]["path"], trial.config["model"]["dtype"]
+    hf = trial.config["model"]["path"]
+    dtype = trial.config["model"]["dtype"]
     run, taken, adapter = (trial.folder / name for name in ("whole/run", "whole/taken", "adapter"))
     resumable = not trial.config["actor"]["optimizer"].get("name")
+
     starts: dict[str, dict[str, Any]] = {}
     if (run / "hf").exists():
         starts["exported"] = {"model": {"path": str(run / "hf")}}
@@ -249,25 +269,30 @@ def hand_on(trial: Trial) -> Result | bool:
         starts["handed_on"] = {"model": {"megatron": str(taken), "hf_path": hf}}
         if resumable and "lora" not in trial.config["actor"]:
             starts["continued"] = runs.merged(starts["handed_on"], {"model": {"resume_optimizer": True}})
+
     if "lora" in trial.config["actor"]:
         problem = _exported_adapters(run, adapter)
         if problem is not None:
             return problem
         starts["adapted"] = {"model": {"path": hf}, "actor": {"lora": {"path": str(adapter)}}}
+
     judge = run / "reward_models/judge"
     if judge.exists():
         model = {"path": str(judge), "training": None, "layout": {}, "weight": 0.5}
         starts["judged"] = {"model": {"path": hf}, "reward": {"models": {"judge": model}}}
         if "critic" in config:
             starts["judged"]["critic"] = {"path": str(judge)}
+
     for name, start in starts.items():
         begun = {key: value for key, value in config.items() if key not in ("sft", "preference")}
         begun = runs.merged({**begun, "model": {"dtype": dtype}}, {**start, "steps": HALF})
         file = write(begun, trial.folder / name, trial.work)
         code, shown = checked(file, ranks)
+
         errors = errors_of(shown) if code == 2 else []
         if code and (not errors or vague(errors)):
             return Result("unclear", f"{name}: {told(shown)}")
+
         problem = None if code else train(file, ranks)
         if problem is not None:
             return replace(problem, detail=f"{name}: {problem.detail}")
@@ -287,7 +312,9 @@ def ahead(config: Mapping[str, Any]) -> bool:
 
 
 def _differences(
-    expected: Mapping[str, Any], resumed: Mapping[str, Any], config: Mapping[str, Any]
+    expected: Mapping[str, Any],
+    resumed: Mapping[str, Any],
+    config: Mapping[str, Any],
 ) -> Iterator[str]:
     """Yield what a resumed run left otherwise than the one that was not interrupted.
 
@@ -296,9 +323,11 @@ def _differences(
     rollout = config["rollout"]
     small = {"environment", "max_in_flight", "max_num_seqs", "max_num_batched_tokens"}
     clock = {*rollout, *rollout.get("vllm", {})} & small
+
     pieces = str(config.get("algorithm"))
     if clock and ("correction" in pieces or "topr" in pieces):  # these learn with the rollout's log-probs
         return
+
     for line in kills.differing(expected, resumed):
         if not (clock and "mismatch/" in line) and not any(name in line for name in ASKED):
             yield line
@@ -325,6 +354,7 @@ def on_all_ranks(config: dict[str, Any], layout: Mapping[str, int]) -> dict[str,
     for role in ("actor", "critic", "reference"):
         if role in config:
             config[role] = {name: value for name, value in config[role].items() if name != "layout"}
+
     models = config["reward"].get("models", {})
     models = {name: {**model, "layout": {}} for name, model in models.items()}
     config["reward"] = {**config["reward"], "models": models}
@@ -340,11 +370,15 @@ def _same_samples(first: Mapping[str, Any], second: Mapping[str, Any], step: str
 
 
 def _different_steps(
-    first: Mapping[str, Any], second: Mapping[str, Any], step: str, tolerance: float
+    first: Mapping[str, Any],
+    second: Mapping[str, Any],
+    step: str,
+    tolerance: float,
 ) -> Iterator[str]:
     """Yield the metrics of a step that differ between two recorded runs, where they sampled the same."""
     if not _same_samples(first, second, step):
         return
+
     steps = [run["metrics"]["metrics.jsonl"][step] for run in (first, second)]
     for name in sorted(steps[0].keys() & steps[1].keys()):
         if name.startswith((*UNCOMPARED, *ASKED)) or None in (steps[0][name], steps[1][name]):

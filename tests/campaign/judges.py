@@ -30,6 +30,7 @@ class _Answers(BaseHTTPRequestHandler):
         if "flaky" in self.path and self.asked[text] % 3 == 1:
             self._say(503, {"error": "busy"})
             return
+
         body = json.loads(text)
         if "messages" in body:
             said = judgement(body["messages"][-1]["content"])
@@ -83,6 +84,7 @@ def served() -> Iterator[str]:
             server.serve_forever()
         finally:
             os._exit(1)
+
     runs.BESIDE.add(process)
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"

@@ -43,7 +43,8 @@ SIGNALS = {
 
 def cases(seed: int, count: int) -> Iterator[Case]:
     """Yield chains with ``count`` kills in all, or a few more."""
-    names, number = list(runs.RUNS), 0
+    names = list(runs.RUNS)
+    number = 0
     while count > 0:
         source = random.Random(f"{seed} {number}")
         # In another order in each round, so that few cases are of all kinds.
@@ -51,7 +52,14 @@ def cases(seed: int, count: int) -> Iterator[Case]:
         kills = [_kill(source, name, place) for place in sorted(source.random() for _ in range(6))]
         forked = number % 8 != 7
         yield Case(
-            f"{number} {name}", name, {"run": name, "kills": kills, "forked": forked}, weight=len(kills)
+            f"{number} {name}",
+            name,
+            {
+                "run": name,
+                "kills": kills,
+                "forked": forked,
+            },
+            weight=len(kills),
         )
         number += 1
         count -= len(kills)
@@ -61,25 +69,33 @@ def _kill(source: random.Random, name: str, place: float) -> dict[str, Any]:
     """Draw a kill at a ``place`` of the run, from 0 at its start to 1 at its end."""
     ranks, changes = runs.RUNS[name]
     if place < 0.1:
-        phase, step = source.choice(["data", "build"]), 0
+        phase = source.choice(["data", "build"])
+        step = 0
     elif place < 0.26:
-        phase, step = source.choice(["sft", "sft", "sft", "checkpoint"]), round(place * 15)
+        phase = source.choice(["sft", "sft", "sft", "checkpoint"])
+        step = round(place * 15)
     elif place < 0.3:
-        phase, step = "export", 0
+        phase = "export"
+        step = 0
     elif place < 0.45 and "models" in changes.get("reward", {}):
-        phase, step = source.choice(["reward_judge", "reward_judge", "export"]), 1 + round(place * 5)
+        phase = source.choice(["reward_judge", "reward_judge", "export"])
+        step = 1 + round(place * 5)
     elif place < 0.95:
         step = 1 + int((place - 0.3) / 0.65 * 6)
         phase = source.choice([*STEP_PHASES, "build", "resume"] if step > 2 else STEP_PHASES)
         step = 0 if phase in ("build", "resume") else step
     elif "same" in str(changes.get("checkpoint")):  # its last checkpoint is replaced by one for any layout
-        phase, step = source.choice(["export", REPLACEMENT]), 6
+        phase = source.choice(["export", REPLACEMENT])
+        step = 6
     else:
-        phase, step = "export", 6
+        phase = "export"
+        step = 6
+
     victim = "torchrun" if source.random() < 0.2 else f"rank {source.randrange(ranks)}"
     victim = "rank 0" if phase == REPLACEMENT else victim  # who renames
     names, weights = SIGNALS[victim.split()[0]]
     sent = source.choices(names, weights)[0]
+
     return {
         "phase": phase,
         "step": step,
@@ -107,7 +123,8 @@ class Chain:
 
     def start(self) -> None:
         """Start torchrun, as a person would after it ended."""
-        self.launches, self.restarts = self.launches + 1, 0
+        self.launches = self.launches + 1
+        self.restarts = 0
         port = self.ears.getsockname()[1]
         environment = {"CAMPAIGN_PORT": str(port), "CAMPAIGN_LAUNCH": str(self.launches)}
         self.launcher = runs.launch(self.config, self.ranks, forked=self.forked, env=environment)
@@ -120,10 +137,12 @@ class Chain:
             message = json.loads(self.ears.recv(4096))
         except TimeoutError:
             return None
+
         if message["launch"] != self.launches or message["restart"] < self.restarts:
             return None
         if message["restart"] > self.restarts:
             raise Lost(f"ranks failed by themselves after {self.landed[-1:]}")
+
         self.processes[message["rank"]] = message["process"]
         return message
 
@@ -143,6 +162,7 @@ def try_case(case: Case, work: Path) -> Result:
     folder = work / case.name.replace(" ", "_")
     shutil.rmtree(folder, ignore_errors=True)
     config = runs.write(settings["run"], folder, work)
+
     ranks = runs.RUNS[settings["run"]][0]
     with socket.socket(type=socket.SOCK_DGRAM) as ears:
         ears.bind(("127.0.0.1", 0))
@@ -157,17 +177,21 @@ def try_case(case: Case, work: Path) -> Result:
             return Result(outcome, f"{tail(folder)}\n{chain.landed}\n{error}", _counts(chain))
         finally:
             left = leave(chain)
+
     counts = _counts(chain)
     if code:
         return Result("lost", f"{tail(folder)}\n{chain.landed}\nexit code {code}", counts)
+
     differences = list(differing(expected, runs.recording(folder / "run")))
     if differences:
         return Result("lost", "\n".join([*chain.landed, *differences[:20]]), counts)
+
     left += [str(path) for path in (folder / "run").rglob("*") if path.suffix in runs.INCOMPLETE]
     left += [str(path) for path in (folder / "tmp").iterdir() if not KEPT_BY_OTHERS.fullmatch(path.name)]
     left += [name for name in os.listdir("/dev/shm") for pid in chain.launchers if f"-{pid}-" in name]
     if left:
         return Result("left over", "\n".join(left), counts)
+
     shutil.rmtree(folder)
     return Result(HELD, "; ".join(chain.landed), counts)
 
@@ -176,9 +200,11 @@ def land(chain: Chain, kill: Mapping[str, Any]) -> bool:
     """Wait for the kill's moment and send it; return False when the run ends before it comes."""
     if not await_moment(chain, kill["phase"], kill["step"]):
         return False
+
     time.sleep(kill["after"] * chain.durations.get(kill["phase"], 0.5))
     launcher = chain.launcher
     assert launcher is not None
+
     rank = None if kill["victim"] == "torchrun" else int(kill["victim"].split()[1])
     number = signal.Signals[kill["signal"]]
     if rank is None:
@@ -189,10 +215,12 @@ def land(chain: Chain, kill: Mapping[str, Any]) -> bool:
         _await_end(chain)
         chain.launcher = None
         return True
+
     target = chain.processes.get(rank) or next(iter(chain.processes.values()))
     if _send(target, number):
         chain.landed.append(_words(kill))
-        chain.restarts, chain.processes = chain.restarts + 1, {}
+        chain.restarts = chain.restarts + 1
+        chain.processes = {}
     return True
 
 
@@ -200,6 +228,7 @@ def await_moment(chain: Chain, phase: str, step: int) -> bool:
     """Return True when a rank enters the phase at the step or later, False when the run ends before."""
     if chain.launcher is None:
         chain.start()
+
     limit = time.monotonic() + PATIENCE
     while True:
         message = chain.heard(0.5)
@@ -212,6 +241,7 @@ def await_moment(chain: Chain, phase: str, step: int) -> bool:
             if time.monotonic() > limit:
                 raise Hang(f"nothing heard for {PATIENCE:.0f} s, waiting for {phase!r} of step {step}")
             continue
+
         limit = time.monotonic() + PATIENCE
         if message["phase"] == (phase or message["phase"]) and message["step"] >= step:
             return True
@@ -231,6 +261,7 @@ def _await_end(chain: Chain) -> None:
         chain.launcher.wait(PATIENCE)
     except subprocess.TimeoutExpired:
         raise Hang(f"torchrun goes on after {chain.landed[-1]}") from None
+
     limit = time.monotonic() + LEAVING
     while left := runs.descendants(chain.launcher):
         if time.monotonic() > limit:
@@ -244,10 +275,12 @@ def leave(chain: Chain) -> list[str]:
     launcher = chain.launcher
     while launcher is not None and (left := runs.descendants(launcher)) and time.monotonic() < limit:
         time.sleep(0.1)
+
     left = [] if launcher is None else runs.descendants(launcher)
     if launcher is not None and launcher.poll() is None:
         launcher.kill()
         launcher.wait()
+
     words = [f"process {process.pid}: {' '.join(process.cmdline())[:200]}" for process in left]
     for process in left:
         process.kill()
@@ -271,13 +304,17 @@ def uninterrupted(name: str, work: Path) -> tuple[dict[str, Any], dict[str, floa
                 if message is not None and message["rank"] == 0:
                     begun.append((message["phase"], time.monotonic()))
             leave(chain)
+
         if chain.launcher is None or chain.launcher.returncode:
             raise RuntimeError(f"the uninterrupted run failed:\n{tail(folder)}")
+
         seconds: dict[str, list[float]] = {}
         for (phase, start), (_, end) in itertools.pairwise(begun):
             seconds.setdefault(phase, []).append(end - start)
+
         durations = {phase: sum(values) / len(values) for phase, values in seconds.items()}
         result.write_text(json.dumps([runs.recording(folder / "run"), durations]))
+
     expected, durations = json.loads(result.read_text())
     return expected, durations
 
@@ -307,6 +344,7 @@ def differing(expected: Any, found: Any, place: str = "") -> Iterator[str]:
         if expected != found:
             yield f"{place}: {str(expected)[:100]} became {str(found)[:100]}"
         return
+
     for name in sorted({*expected, *found}):
         # A run that has just resumed syncs what was synced before, and offloads other buffers; what an
         # attempt without a checkpoint wrote is kept under a numbered name.

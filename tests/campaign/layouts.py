@@ -51,10 +51,12 @@ def try_case(case: Case, work: Path) -> Result:
 
     The one rank has plain layers; the others have Transformer Engine's, in torch, where these are asked for.
     """
-    family, folder = case.name, work / case.name
+    family = case.name
+    folder = work / case.name
     shutil.rmtree(folder, ignore_errors=True)
     model = save_model(family, folder / family)
     torch.manual_seed(case.settings["seed"])
+
     torch.save(layouts.make_batch(model), folder / family / "batch.pt")
     fused = bool(case.settings.get("fused"))
     entries = list(islice(_layouts(family, case.settings), case.settings["layouts"]))
@@ -68,16 +70,24 @@ def try_case(case: Case, work: Path) -> Result:
             "--nproc-per-node",
             str(ranks),
         ]
+
         packages = [STANDIN] if fused and ranks > 1 else []
+
         ended = subprocess.run(
             [*command, str(layouts.WORKER), str(folder), "plan.json"],
-            cwd=ROOT, env=launch_environment(*packages), capture_output=True, text=True, check=False,
+            cwd=ROOT,
+            env=launch_environment(*packages),
+            capture_output=True,
+            text=True,
+            check=False,
             timeout=600 + PATIENCE * len(plan),
-        )  # fmt: skip
+        )
         if ended.returncode:
             return Result("broken", ended.stderr[-4000:])
+
     wrong = [words for entry in entries for words in layouts.differences(folder, entry, fused)]
     if wrong:
         return Result("lost", "\n".join(wrong), {"differences": len(wrong)})
+
     shutil.rmtree(folder)
     return Result(HELD)

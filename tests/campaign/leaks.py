@@ -16,7 +16,8 @@ from tests.campaign.campaign import HELD, Case, Result
 
 LOOKS = 100
 """So often what a rank holds is looked at."""
-SETTLED, WINDOW = 0.3, 0.2
+SETTLED = 0.3
+WINDOW = 0.2
 """Share of the looks after which nothing may grow any more, and share at each end that is compared."""
 GROWTH = 16 * 2**20
 """Bytes of memory that a rank may grow by in a thousand steps, and twice that in any run: allocators settle
@@ -46,6 +47,7 @@ def try_case(case: Case, work: Path) -> Result:
     shutil.rmtree(folder, ignore_errors=True)
     changes = {"steps": settings["steps"], "seed": settings["seed"], **SMALL}
     config = runs.write(settings["run"], folder, work, **changes)
+
     looks: dict[int, list[Mapping[str, int]]] = {}
     with socket.socket(type=socket.SOCK_DGRAM) as ears:
         ears.bind(("127.0.0.1", 0))
@@ -57,15 +59,19 @@ def try_case(case: Case, work: Path) -> Result:
             if message and message["phase"] == "learn" and message["step"] % every == 0:
                 looks.setdefault(message["rank"], []).append(held(message["process"], folder / "tmp"))
         left = kills.leave(chain)
+
     if chain.launcher is None or chain.launcher.returncode:
         return Result("lost", kills.tail(folder))
+
     grown = [f"rank {rank}: {line}" for rank, values in sorted(looks.items()) for line in growing(values)]
     growth = max(memory_growth(values) for values in looks.values())
     if growth > max(GROWTH * settings["steps"] / 1000, 2 * GROWTH):
         grown.append(f"memory grew by {growth / 2**20:.1f} MiB")
+
     counts = {f"MiB that {case.group} grew by": round(growth / 2**20, 2)}
     if grown or left:
         return Result("left over", "\n".join([*grown, *left]), counts)
+
     shutil.rmtree(folder)
     return Result(HELD, str(looks[0][-1]), counts)
 
@@ -89,7 +95,8 @@ def growing(looks: list[Mapping[str, int]]) -> Iterator[str]:
     """Yield a line for what is more at the end than it ever was when the run had settled."""
     first, last = windows(looks)
     for name in looks[0]:
-        before, after = max(look[name] for look in first), min(look[name] for look in last)
+        before = max(look[name] for look in first)
+        after = min(look[name] for look in last)
         if name != "memory" and after > before:
             yield f"{name} grew from {before} to {after}"
 
@@ -103,5 +110,6 @@ def memory_growth(looks: list[Mapping[str, int]]) -> float:
 
 def windows(looks: list[Mapping[str, int]]) -> tuple[list[Mapping[str, int]], list[Mapping[str, int]]]:
     """Return the looks from when the run had settled, and those at its end."""
-    start, width = int(len(looks) * SETTLED), max(1, int(len(looks) * WINDOW))
+    start = int(len(looks) * SETTLED)
+    width = max(1, int(len(looks) * WINDOW))
     return looks[start : start + width], looks[-width:]

@@ -29,6 +29,7 @@ def announce_phases() -> None:
     original = Phases.__call__
     facts = {"rank": int(os.environ["RANK"]), "process": os.getpid()}
     facts |= {"launch": int(os.environ["CAMPAIGN_LAUNCH"])}
+
     facts |= {"restart": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}
 
     @contextmanager
@@ -51,6 +52,7 @@ def announce_replacements() -> None:
     listener = "127.0.0.1", int(os.environ["CAMPAIGN_PORT"])
     facts = {"rank": int(os.environ["RANK"]), "process": os.getpid()}
     facts |= {"launch": int(os.environ["CAMPAIGN_LAUNCH"])}
+
     facts |= {"restart": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}
 
     def look(event: str, arguments: tuple[Any, ...]) -> None:

@@ -30,7 +30,8 @@ TIMEOUT = 3.0
 PATIENCE = 300.0
 TAMPERS = ("broken", "forged", "close all", "noise", "frame")
 """Words of acts that disturb the interpreter or the pipe that later samples of the worker share."""
-WITH_NAMESPACES, WITHOUT_NAMESPACES = "", ", without namespaces"
+WITH_NAMESPACES = ""
+WITHOUT_NAMESPACES = ", without namespaces"
 FOLDERS = (".", "/tmp", "/var/tmp", "/dev/shm", os.path.expanduser("~"))
 
 
@@ -50,16 +51,26 @@ def _attack_cases() -> Iterator[Case]:
         for user, number in users.items():
             for name in ATTACKS:
                 group = f"attack as {user}{kernel}"
-                yield Case(f"{name}, {group}", group, {"attack": name, "user": number, "kernel": kernel})
+                yield Case(
+                    f"{name}, {group}",
+                    group,
+                    {
+                        "attack": name,
+                        "user": number,
+                        "kernel": kernel,
+                    },
+                )
 
 
 def try_case(case: Case, work: Path) -> Result:
     """Judge two good samples around a hostile one, in a process of its own, and look for what is left."""
     if "attack" in case.settings:
         return _attack(case.settings)
+
     mark = f"campaign-{os.getpid()}-{time.time_ns()}"
     answer = work / "answer.json"
     answer.unlink(missing_ok=True)
+
     child = os.fork()
     if child == 0:
         try:
@@ -70,11 +81,14 @@ def try_case(case: Case, work: Path) -> Result:
             result = _judge(case.settings["act"], case.settings["vehicle"], mark)
         except BaseException:
             result = Result("unclear", traceback.format_exc())
+
         answer.write_text(json.dumps(vars(result)))
         os._exit(0)
+
     code = kills.wait_for(child, PATIENCE)
     if code is None:
         return Result("hang", f"no answer after {PATIENCE:.0f} s")
+
     left = [str(path) for folder in FOLDERS if (path := Path(folder, mark)).exists()]
     if left:
         return Result("left over", "\n".join(left))
@@ -85,7 +99,8 @@ def try_case(case: Case, work: Path) -> Result:
 
 def _attack(settings: Mapping[str, Any]) -> Result:
     """Make one attack, in a folder that every user reaches."""
-    name, kernel = settings["attack"], settings["kernel"]
+    name = settings["attack"]
+    kernel = settings["kernel"]
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o777)
 
@@ -93,6 +108,7 @@ def _attack(settings: Mapping[str, Any]) -> Result:
             return attack([name], Path(folder))
 
         answer = as_user(settings["user"], make if kernel == WITH_NAMESPACES else without_namespaces(make))
+
     words = f"{answer['ended'][name]}; not enforced: {answer['missing']}"
     if unnamed(answer):
         return Result("accepted", words)
@@ -103,7 +119,13 @@ def _judge(act: str, vehicle: str, mark: str) -> Result:
     from megatron_rl.config.sections.rewards import RewardConfig, RewardLimitsConfig
     from megatron_rl.rewards.function import FunctionReward
 
-    limits = RewardLimitsConfig(memory_gib=1.0, processes=16, cpu_seconds=20.0, file_gib=0.05)
+    limits = RewardLimitsConfig(
+        memory_gib=1.0,
+        processes=16,
+        cpu_seconds=20.0,
+        file_gib=0.05,
+    )
+
     spec = f"{Path(__file__).with_name('hostile.py')}:judge"
     with (
         socket.socket() as server,
@@ -112,11 +134,21 @@ def _judge(act: str, vehicle: str, mark: str) -> Result:
         server.bind(("127.0.0.1", 0))
         server.listen()
         facts = {"mark": mark, "port": server.getsockname()[1], "vehicle": "direct"}
-        fine = {"prompt": "p", "response": "fine", "ground_truth": "4", "metadata": facts}
-        hostile = {**fine, "response": act, "metadata": {**facts, "vehicle": vehicle}}
+        fine = {
+            "prompt": "p",
+            "response": "fine",
+            "ground_truth": "4",
+            "metadata": facts,
+        }
+        hostile = {
+            **fine,
+            "response": act,
+            "metadata": {**facts, "vehicle": vehicle},
+        }
         result = reward.score([fine, hostile, fine])
         again = reward.score([fine])
         missing = reward.missing
+
     time.sleep(0.1)
     left = [child for child in psutil.Process().children(recursive=True) if child.status() != "zombie"]
     if left:
@@ -128,9 +160,11 @@ def _verdict(act: str, vehicle: str, result: Any, again: bool, missing: Any) -> 
     words = "; ".join(
         f"row {failure.row} {failure.reason}: {failure.message}"[:300] for failure in result.failures
     )
+
     harmed = [row for row in (0, 2) if not result.valid[row] or result.rewards[row] != 1.0]
     if (harmed and not any(word in act for word in TAMPERS)) or 0 in harmed or not again:
         return Result("lost", f"good samples are invalid: {harmed}, afterwards {again}; {words}")
+
     invalid = [failure for failure in result.failures if failure.row == 1]
     if invalid and not invalid[0].message.strip():
         return Result("unclear", f"no reason: {invalid[0]}")
@@ -139,5 +173,6 @@ def _verdict(act: str, vehicle: str, result: Any, again: bool, missing: Any) -> 
     # What is done beside the call need not make it fail; done in it, it must.
     if not invalid and vehicle == "direct" and act not in HARMLESS:
         return Result("accepted", f"valid with reward {float(result.rewards[1])}")
+
     reason = invalid[0].reason if invalid else "valid"
     return Result(HELD, words, {f"samples {reason}": 1.0})

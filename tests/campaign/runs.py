@@ -32,7 +32,9 @@ DATA = (".jsonl", ".parquet", ".saved")
 BESIDE: set[int] = set()
 """Processes of this one that runs only talk to: nothing that they have started."""
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+# linux/prctl.h
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _OPTIMIZER = {"learning_rate": 1e-3, "warmup_steps": 2}
 _STAGE = {"checkpoint_every": 2, "optimizer": _OPTIMIZER}
 _SFT = {"data": "sft.jsonl", "steps": 5, "rows_per_step": 8, **_STAGE}
@@ -50,7 +52,12 @@ _COMMON: dict[str, Any] = {
     "checkpoint": {"every": 2, "keep": 2},
     "sft": _SFT,
 }
-_PARTIAL = {"max_response_tokens": 24, "oversample": 0.75, "round_tokens": 4, "partial": True}
+_PARTIAL = {
+    "max_response_tokens": 24,
+    "oversample": 0.75,
+    "round_tokens": 4,
+    "partial": True,
+}
 _VLLM = {"engine": "vllm", "tensor": 1}
 RUNS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "alone": (1, {"checkpoint": {"every": 1, "keep": 3}}),
@@ -58,7 +65,12 @@ RUNS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
         2,
         {
             "actor": {"layout": {"pipeline": 2}},
-            "checkpoint": {"every": 1, "keep": 1, "optimizer_layout": "same", "asynchronous": True},
+            "checkpoint": {
+                "every": 1,
+                "keep": 1,
+                "optimizer_layout": "same",
+                "asynchronous": True,
+            },
         },
     ),
     "ahead": (
@@ -107,7 +119,13 @@ def material(work: Path) -> Path:
     if not (folder / "made").exists():
         for module in ("megatron_rl.data.quickstart", "tests.campaign.forms"):
             command = [sys.executable, "-m", module, str(folder)]
-            subprocess.run(command, cwd=ROOT, env=record.environment(), check=True, capture_output=True)
+            subprocess.run(
+                command,
+                cwd=ROOT,
+                env=record.environment(),
+                check=True,
+                capture_output=True,
+            )
         (folder / "made").touch()
     return folder
 
@@ -159,12 +177,20 @@ def launch(
     temporary.mkdir(exist_ok=True)
     inherited = {name: value for name, value in record.environment().items() if name not in LAUNCHER_NAMES}
     environment = {**inherited, "TMPDIR": str(temporary), **env}
+
     adopt_orphans()
     if forked:
         preload()
+
     with (config.parent / "output").open("ab") as output:
         start = Forked if forked else subprocess.Popen
-        return start(line, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        return start(
+            line,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def descendants(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -202,6 +228,7 @@ def recording(run: Path) -> dict[str, Any]:
             code = 0
         finally:
             os._exit(code)
+
     if os.waitpid(child, 0)[1]:
         raise RuntimeError(f"what {run} left behind cannot be read")
     return json.loads(file.read_text())

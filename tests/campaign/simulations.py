@@ -26,12 +26,21 @@ def cases(seed: int, count: int) -> Iterator[Case]:
 def try_case(case: Case, work: Path) -> Result:
     """Run `check --simulate` as a user does."""
     words = [sys.executable, "-m", "megatron_rl", "check", case.name, "--simulate", "--without-files"]
-    done = subprocess.run(words, cwd=record.ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        words,
+        cwd=record.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+
     rows = _ROW.findall(done.stdout)
     if done.returncode or not rows:
         return Result("lost", f"exit code {done.returncode}: {(done.stderr or done.stdout)[-500:]}")
+
     far = [f"rank {rank}, {phase}: {apart} %" for rank, phase, apart in rows if abs(float(apart)) > APART]
     if far:
         return Result("lost", "; ".join(far))
+
     most = max(abs(float(apart)) for _, _, apart in rows)
     return Result(HELD, f"at most {most} % apart", {"phases": len(rows)})

@@ -16,8 +16,24 @@ CASES = [
     ("qwen2", ParallelLayout((0, 1), tensor=2, sequence_parallel=True)),
     ("qwen2", ParallelLayout((0, 1), tensor=2)),
     ("mixtral", ParallelLayout((0, 1), tensor=2, expert=2, sequence_parallel=True)),
-    ("mixtral", ParallelLayout((0, 1), tensor=2, expert_tensor=2, sequence_parallel=True)),
-    ("deepseek-v3", ParallelLayout((0, 1), tensor=2, expert=2, sequence_parallel=True)),
+    (
+        "mixtral",
+        ParallelLayout(
+            (0, 1),
+            tensor=2,
+            expert_tensor=2,
+            sequence_parallel=True,
+        ),
+    ),
+    (
+        "deepseek-v3",
+        ParallelLayout(
+            (0, 1),
+            tensor=2,
+            expert=2,
+            sequence_parallel=True,
+        ),
+    ),
 ]
 
 
@@ -35,6 +51,7 @@ def main() -> None:
                 shape, kind, 2, layout.expert_tensor, layout.token_shards, recompute, 4, fused=False
             )
             assert abs(counted / mean - 1) < 0.1, (family, layout, recompute, counted, mean)
+
     if device.rank() == 0:
         print("all cases")
 

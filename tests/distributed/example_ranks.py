@@ -27,8 +27,10 @@ def train(folder: Path, name: str, data: Path, *words: str, warm_up: bool = True
         f"run_dir={folder / name}", f"data.train={data / 'train.jsonl'}",
         f"evaluation.sets.held_out.data={data / 'eval.jsonl'}", *SHORT,
     ]  # fmt: skip
+
     if warm_up:
         given += [f"sft.data={data / 'sft.jsonl'}", "sft.held_out=null", *SHORT_WARM_UP]
+
     code = main(["train", str(EXAMPLES / name / "run.yaml"), *given, *words])
     assert code == 0, f"{name}: exit code {code}"
     if device.rank() == 0:
@@ -38,14 +40,20 @@ def train(folder: Path, name: str, data: Path, *words: str, warm_up: bool = True
 if __name__ == "__main__":
     # The runs share one process here: its communicators stay for the next.
     setattr(dist, "destroy_process_group", lambda *_: None)
-    made, runs = Path(sys.argv[1]), Path(sys.argv[2])
-    model, saved = f"model.path={made / 'quickstart/model'}", runs / "saved"
+    made = Path(sys.argv[1])
+    runs = Path(sys.argv[2])
+    model = f"model.path={made / 'quickstart/model'}"
+    saved = runs / "saved"
     train(runs, "own_reward", made / "quickstart", model, f"checkpoint.megatron={saved}")
     train(runs, "own_loss", made / "quickstart", model)
     train(runs, "moe", made / "quickstart", f"model.path={made / 'moe'}")
     train(runs, "own_data", made / "own_data", model)
     train(runs, "tools", made / "tools", model)
-    places = {"path": runs / "model", "megatron": saved, "hf_path": made / "quickstart/model"}
+    places = {
+        "path": runs / "model",
+        "megatron": saved,
+        "hf_path": made / "quickstart/model",
+    }
     words = [f"model.{name}={place}" for name, place in places.items()]
     words.append(f"checkpoint.megatron={runs / 'out'}")
     train(runs, "megatron_lm", made / "quickstart", *words, warm_up=False)

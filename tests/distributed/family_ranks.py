@@ -24,18 +24,25 @@ def journey(folder: Path, experts: bool, adapters: bool) -> None:
     Mixtures repeat the engine's experts, and then those of their own scoring pass. Adapters go to vLLM's slot
     for them, and then into the weights; they are exported by themselves too, and a run starts from them.
     """
-    config, out = folder / "config.yaml", folder / "out"
-    before, after = ("expert" if experts else "tensor"), ("tensor" if experts else "pipeline")
+    config = folder / "config.yaml"
+    out = folder / "out"
+    before = "expert" if experts else "tensor"
+
+    after = "tensor" if experts else "pipeline"
     if adapters:
         before, after = after, before  # so that adapters have a way to go
-    first, second = f"actor.layout.{before}=2", f"actor.layout.{after}=2"
+
+    first = f"actor.layout.{before}=2"
+    second = f"actor.layout.{after}=2"
     command("check", config, first, "--world-size", "2")
     replays = [f"actor.routing_replay={name}" for name in ("rollout", "update") if experts]
     apart = ["actor.lora.sync=adapter"] if adapters and not experts else []
     command("train", config, first, *replays[:1], *apart)
+
     command("train", config, second, "steps=3", *replays[1:])
     command("export", folder / "run/checkpoints/step_3", "--out", out)
     command("check", config, second, f"model.path={out}", f"run_dir={folder / 'again'}", "--world-size", "2")
+
     if adapters:
         command("export", folder / "run/checkpoints/step_3", "--out", folder / "peft", "--format", "peft")
         base = f"model.path={folder / 'run/stages/sft/hf'}"

@@ -40,16 +40,52 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("mixtral", {"tensor": 2, "pipeline": 2, "expert_tensor": 2}, {}),
     ("qwen3-moe", {"expert": 4}, {}),
-    ("mixtral", {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True}, {}),
+    (
+        "mixtral",
+        {
+            "tensor": 2,
+            "expert": 2,
+            "expert_tensor": 2,
+            "sequence_parallel": True,
+        },
+        {},
+    ),
     ("phi3", {"tensor": 4}, {}),
     ("gemma2", {"tensor": 2, "pipeline": 2}, {}),
-    ("glm4-moe", {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}, {}),
+    (
+        "glm4-moe",
+        {
+            "tensor": 2,
+            "pipeline": 2,
+            "expert": 2,
+            "sequence_parallel": True,
+        },
+        {},
+    ),
     ("qwen3-moe", {"context": 2, "expert": 2}, {}),
     ("deepseek-v3", {"context": 2, "pipeline": 2}, {}),
     ("gemma3", {"context": 4}, {}),
     ("deepseek-v2", {"pipeline": 4}, {}),
-    ("deepseek-v3", {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}, {}),
-    ("qwen3-moe", {"tensor": 2, "expert": 2, "pipeline": 2, "sequence_parallel": True}, {}),
+    (
+        "deepseek-v3",
+        {
+            "tensor": 2,
+            "pipeline": 2,
+            "expert": 2,
+            "sequence_parallel": True,
+        },
+        {},
+    ),
+    (
+        "qwen3-moe",
+        {
+            "tensor": 2,
+            "expert": 2,
+            "pipeline": 2,
+            "sequence_parallel": True,
+        },
+        {},
+    ),
 ]
 
 
@@ -84,6 +120,7 @@ def check_scores(model: Any, family: str) -> None:
     scores = forward_only(model, rows, 64, torch.ones(len(rows.tokens), dtype=torch.bool))
     if device.rank() in model.groups.layout.outputs():
         assert any(found.rows for found in scores)
+
     for found in scores:
         for row, values in zip(
             found.rows, found.outputs[0].split(rows.lengths[list(found.rows)].tolist()), strict=True
@@ -96,25 +133,30 @@ def check_loading(model: Any, folder: Path) -> None:
 
     Each reads as much as the others of its group, but for a dense and an expert parameter.
     """
-    read, taken = CheckpointFiles.read, [0]
+    read = CheckpointFiles.read
+    taken = [0]
 
     def counted(files: CheckpointFiles, *box: Any) -> torch.Tensor:
         values = read(files, *box)
         taken[0] += values.nbytes
         return values
 
-    parameters, files = live_parameters(model), CheckpointFiles(folder)
+    parameters = live_parameters(model)
+    files = CheckpointFiles(folder)
     for parameter in parameters.values():
         parameter.fill_(torch.nan)
+
     setattr(CheckpointFiles, "read", counted)
     load_weights(model, folder)
     setattr(CheckpointFiles, "read", read)
     owed = 0.0
+
     for box in source_boxes(model):
         values = files.read(box.name, box.start, box.size)
         group = model.groups.expert_data if ".experts." in box.storage else model.groups.data_context
         owed += values.nbytes / group.size()
         assert torch.equal(view_of(parameters[box.storage], box), values), box
+
     assert taken[0] <= owed + 2 * max(parameter.nbytes for parameter in parameters.values()), (taken, owed)
     totals = torch.tensor([taken[0], owed], dtype=torch.float64)
     dist.all_reduce(totals)
@@ -125,12 +167,15 @@ def check_round_trip(model: Any, first: Path, second: Path) -> None:
     """The exported checkpoint holds the bits of the loaded one, and transformers loads it."""
     export(model, second, first, file_bytes=60_000, piece_bytes=9_000)
     if device.rank() == 0:
-        before, after = CheckpointFiles(first), CheckpointFiles(second)
+        before = CheckpointFiles(first)
+        after = CheckpointFiles(second)
         assert before.names() == after.names(), before.names() ^ after.names()
+
         for name in before.names():
             shape = before.shape(name)
             start = [0] * len(shape)
             assert torch.equal(before.read(name, start, shape), after.read(name, start, shape)), name
+
         again = AutoModelForCausalLM.from_pretrained(second).state_dict()
         for name, value in AutoModelForCausalLM.from_pretrained(first).state_dict().items():
             assert torch.equal(again[name], value), name
@@ -157,6 +202,7 @@ def check_refusals(root: Path) -> None:
         assert "no safetensors" in str(error) and "nowhere" in str(error), error
     else:
         raise AssertionError("weights that one rank could not read were loaded")
+
     load_weights(model, root / "qwen2")
     try:
         export(model, root / "qwen2")
@@ -172,15 +218,18 @@ def main(root: Path) -> None:
     for number, (family, sizes, overrides) in enumerate(CASES):
         if chosen and number not in chosen:
             continue
+
         layout = ParallelLayout(tuple(range(4)), **sizes)
         config = make_model(family).config
         model = build_model(config, ParallelGroups(layout), dtype=torch.float32, overrides=overrides)
         check_loading(model, root / family)
         check_padding(model)
+
         check_round_trip(model, root / family, root / f"again{number}")
         check_scores(model, family)
         if device.rank() == 0:
             print("case", family, sizes, "ok", flush=True)
+
     check_refusals(root)
     if device.rank() == 0:
         print("all cases", len(CASES), flush=True)

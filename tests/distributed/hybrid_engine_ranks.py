@@ -38,7 +38,8 @@ from tests.sampling import generate, make_prompts
 
 SHAPE = {"hidden_size": 128, "vocab_size": 301, "max_position_embeddings": 512}
 STAGING = 200_000
-FOUR, EIGHT = (0, 1, 2, 3), tuple(range(8))
+FOUR = (0, 1, 2, 3)
+EIGHT = tuple(range(8))
 EXPERTS = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}
 # The only latent attention vLLM has on the host.
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
@@ -122,13 +123,18 @@ CASES = {
 
 
 def engine_on(
-    path: Path, ranks: tuple[int, ...], tensor: int, load: bool, dtype: str = "float32"
+    path: Path,
+    ranks: tuple[int, ...],
+    tensor: int,
+    load: bool,
+    dtype: str = "float32",
 ) -> VllmEngine | None:
     layout = ParallelLayout(ranks, tensor=tensor)
     if len(ranks) < device.world_size():
         join_groups(layout)
     if device.rank() not in ranks:
         return None
+
     return VllmEngine(
         path,
         RolloutConfig(tensor=tensor, vllm={"kv_cache_memory_bytes": 2**26}),
@@ -162,15 +168,19 @@ def forget(engine: VllmEngine | None) -> None:
     """
     if engine is None:
         return
-    model, worker = engine._model, engine._llm.llm_engine.model_executor.driver_worker
+
+    model = engine._model
+    worker = engine._llm.llm_engine.model_executor.driver_worker
     saved = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
     registers = ("_parameters", "_buffers", "_modules")
     attributes = [
         value for module in model.modules() for name, value in vars(module).items() if name not in registers
     ]
+
     runner = getattr(worker, "worker", worker).model_runner
     for cache in runner.kv_caches:
         cache.fill_(1e3)  # the host's attention takes what it masks times zero, which NaN would survive
+
     saved |= {cache.untyped_storage()._cdata for cache in runner.kv_caches}
     discarded = [*engine.parameters().values(), *model.parameters()]
     for tensor in [*discarded, *tensors_in(attributes)]:
@@ -203,17 +213,28 @@ def build(case: Case, actor: Actor, root: Path) -> Any:
     return model
 
 
-def equal_to_own_load(engine: VllmEngine | None, path: Path, ranks: tuple[int, ...], tensor: int) -> None:
+def equal_to_own_load(
+    engine: VllmEngine | None,
+    path: Path,
+    ranks: tuple[int, ...],
+    tensor: int,
+) -> None:
     """Every parameter and every greedy token equal those of an engine that loads the exported checkpoint."""
     fresh = engine_on(path, ranks, tensor, load=True)
     if engine is None or fresh is None:
         return
-    expected, got = model_parameters(fresh._model), model_parameters(engine._model)
+
+    expected = model_parameters(fresh._model)
+    got = model_parameters(engine._model)
     assert expected.keys() == got.keys()
+
     for name, value in expected.items():
         assert torch.equal(got[name], value), name
-    ours, theirs = generate(engine, prompts(), seed=1), generate(fresh, prompts(), seed=1)
+
+    ours = generate(engine, prompts(), seed=1)
+    theirs = generate(fresh, prompts(), seed=1)
     assert torch.equal(ours.tokens, theirs.tokens)
+
     # One of them reads the shared prefix from its cache, which rounds differently.
     torch.testing.assert_close(ours.rollout_log_probs, theirs.rollout_log_probs, atol=1e-5, rtol=0)
     fresh.close()
@@ -223,7 +244,8 @@ def equal_to_files(engine: VllmEngine | None, path: Path) -> None:
     """Every box of the engine holds the bits of the exported checkpoint."""
     if engine is None:
         return
-    files, parameters = CheckpointFiles(path), engine.parameters()
+    files = CheckpointFiles(path)
+    parameters = engine.parameters()
     for box in engine.boxes():
         assert torch.equal(
             view_of(parameters[box.storage], box), files.read(box.name, box.start, box.size)
@@ -234,6 +256,7 @@ def check_prediction(engine: VllmEngine | None, ranks: tuple[int, ...], tensor: 
     """The layout predicted without vLLM is the one vLLM has."""
     if engine is None:
         return
+
     model = pretrained(AutoConfig.from_pretrained(engine._path))
     predicted = [
         (box.name, box.start, box.size)
@@ -250,6 +273,7 @@ def check_case(case: Case, root: Path) -> None:
     engine = engine_on(root / case.folder, case.ranks, case.tensor, load=False)
     for number, actor in enumerate(case.actors):
         check_actor(case, actor, engine, root, first=number == 0)
+
     if engine is not None:
         engine.close()
     if device.rank() == 0:
@@ -257,33 +281,47 @@ def check_case(case: Case, root: Path) -> None:
     dist.barrier()
 
 
-def check_actor(case: Case, actor: Actor, engine: VllmEngine | None, root: Path, first: bool) -> None:
+def check_actor(
+    case: Case,
+    actor: Actor,
+    engine: VllmEngine | None,
+    root: Path,
+    first: bool,
+) -> None:
     """The engine holds a model's weights bit by bit, also after they changed, with the least traffic."""
     model = build(case, actor, root)
     hybrid = HybridEngine(model, engine, staging_bytes=STAGING, verify="full")
     before, synced = synced_answers(case, hybrid, engine)
+
     if first:
         check_prediction(engine, case.ranks, case.tensor)
+
     plan = hybrid.plan
     received = {rank: plan.received.get(rank, 0) for rank in plan.needed}
     shape = pretrained(make_model(case.family, **case.shape).config).shape
     layout = ParallelLayout(actor.ranks, **actor.sizes)
     shared = shared_bytes(shape, layout, case.tensor, 4, settings=actor.overrides)
     assert shared.traffic(case.ranks).received == received, "sizes alone say what vLLM's own loader needs"
+
     assert 0 <= synced.values()["reshard/staging_bytes_max"] <= STAGING
+
     forget(engine)
     change(model, 1.25)
     hybrid.mark_updated()
     after, _ = synced_answers(case, hybrid, engine)
+
     with hybrid.generation_mode() as synced:
         assert hybrid.version == 1 and not synced.values(), "nothing had changed"
+
     if before is not None and after is not None:
         assert after.policy_version.tolist() == [1] * 3
         assert not torch.equal(before.rollout_log_probs, after.rollout_log_probs)
+
     name = "-".join([case.family, *(f"{kind}{size}" for kind, size in actor.sizes.items())])
     exported = root / f"exported-{name}-on-{len(actor.ranks)}-{case.ranks}"
     if model is not None:
         export(model, exported, root / case.folder)
+
     dist.barrier()
     equal_to_files(engine, exported)
     if case.generates and first:
@@ -294,7 +332,9 @@ def check_actor(case: Case, actor: Actor, engine: VllmEngine | None, root: Path,
 
 
 def synced_answers(
-    case: Case, hybrid: HybridEngine, engine: VllmEngine | None
+    case: Case,
+    hybrid: HybridEngine,
+    engine: VllmEngine | None,
 ) -> tuple[Rollouts | None, Metrics]:
     """Bring the engine up to date and let it answer where it should; return also what the sync measured."""
     with hybrid.generation_mode() as synced:
@@ -310,6 +350,7 @@ def check_corruption(hybrid: HybridEngine, engine: VllmEngine) -> None:
     for damaged, factor in (([2], 1.0000002), (ranks, -1.0)):
         if device.rank() in damaged:
             engine.parameters()[name][3, 5] *= factor
+
         try:
             hybrid.verify()
         except WeightMismatchError as error:
@@ -317,6 +358,7 @@ def check_corruption(hybrid: HybridEngine, engine: VllmEngine) -> None:
             assert [f"rank {rank} has" in str(error) for rank in ranks] == [rank in damaged for rank in ranks]
         else:
             raise AssertionError("a corrupted weight was not noticed")
+
         hybrid.sync()
         hybrid.verify()
 
@@ -326,20 +368,29 @@ def check_own_engine(model: Any, engine: VllmEngine) -> None:
     from vllm import SamplingParams
 
     vllm = engine._llm.llm_engine
-    how = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
+    how = SamplingParams(
+        temperature=0.0,
+        max_tokens=12,
+        ignore_eos=True,
+        detokenize=False,
+    )
     vllm.add_request("kept", {"prompt_token_ids": [5, 6, 7]}, how)
+
     for _ in range(4):
         vllm.step()
+
     try:
         engine.finish_update(2)
     except RuntimeError as error:
         assert "requests are still running" in str(error), error
     else:
         raise AssertionError("weights changed under a request")
+
     change(model, 1.5)
     live = LiveWeights.of(engine._llm)
     HybridEngine(model, live, staging_bytes=STAGING).sync()
     assert live.weights_version == 0
+
     answers = []
     while vllm.has_unfinished_requests():
         answers += vllm.step()
@@ -352,9 +403,11 @@ def check_precision(root: Path) -> None:
     model = build(case, case.actors[0], root)
     engine = engine_on(root / case.folder, case.ranks, case.tensor, load=False, dtype="bfloat16")
     assert engine is not None
+
     hybrid = HybridEngine(model, engine, staging_bytes=STAGING)
     hybrid.sync()
     assert all(region.dtype == torch.bfloat16 for bundle in hybrid.plan.bundles for region in bundle.regions)
+
     export(model, root / "half", root / case.folder, dtype=torch.bfloat16)
     equal_to_files(engine, root / "half")
     engine.close()
@@ -365,8 +418,10 @@ def main(root: Path) -> None:
     cases = CASES[device.world_size()]
     for number in [int(argument) for argument in sys.argv[2:]] or range(len(cases)):
         check_case(cases[number], root)
+
     if device.world_size() == 4:
         check_precision(root)
+
     dist.barrier()
     if device.rank() == 0:
         print("all cases passed", flush=True)

@@ -19,10 +19,15 @@ CONFIGS = {
     "llama": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=False),
     "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=8, tie_word_embeddings=False),
     "qwen3-moe": lambda: Qwen3MoeConfig(
-        **_SHAPE, head_dim=8, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2,
-        moe_intermediate_size=24, norm_topk_prob=True,
+        **_SHAPE,
+        head_dim=8,
+        tie_word_embeddings=False,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
     ),
-}  # fmt: skip
+}
 
 
 def write_model(folder: Path, family: str, seed: int = 0, **changes: object) -> Path:
@@ -31,11 +36,13 @@ def write_model(folder: Path, family: str, seed: int = 0, **changes: object) -> 
     config = CONFIGS[family]()
     for name, value in changes.items():
         setattr(config, name, value)
+
     model = AutoModelForCausalLM.from_config(config).to(torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("norm.weight", "bias")):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+
     path = folder / family
     model.save_pretrained(path)
     torch.save(make_batch(model, truncated=family == "llama"), path / "batch.pt")
@@ -53,13 +60,16 @@ def make_batch(model: torch.nn.Module, rows: int = 12, truncated: bool = False) 
     tokens = torch.randint(0, 67, (count,))
     prompts = (lengths.float() * torch.rand(rows) * 0.6).long().clamp(min=1)
     mask = torch.cat([torch.arange(n) >= p for n, p in zip(lengths.tolist(), prompts.tolist(), strict=True)])
+
     temperature = torch.full((rows,), 0.8)
     sizes = support = None
     if truncated:
         left = torch.rand(count, 67) < torch.rand(count, 1)
         left[torch.arange(count), tokens] = True
         left[~mask | (torch.arange(count) % 3 == 0)] = False
-        sizes, support = left.sum(1).int(), left.nonzero()[:, 1].int()
+        sizes = left.sum(1).int()
+        support = left.nonzero()[:, 1].int()
+
     exact = reference_log_probs(model, tokens, lengths, temperature, sizes, support)
     return TrainBatch(
         tokens=tokens,
@@ -92,6 +102,7 @@ def reference_log_probs(
     if sizes is not None and support is not None:
         left = (sizes == 0)[:, None].repeat(1, words)
         left[torch.repeat_interleave(torch.arange(len(tokens)), sizes), support.long()] = True
+
     for row, heat, allowed in zip(
         split_rows(tokens, lengths), temperature.tolist(), split_rows(left, lengths), strict=True
     ):

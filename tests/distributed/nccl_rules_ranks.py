@@ -17,11 +17,13 @@ from megatron_rl.distributed.watch import leave
 def first_call_of_some() -> None:
     """Have two of three members make the first call of a group."""
     group = dist.new_group([0, 1, 2])
-    rank, value = dist.get_rank(), torch.ones(4)
+    rank = dist.get_rank()
+    value = torch.ones(4)
     if rank < 2:
         kind = dist.irecv if rank else dist.isend
         for work in dist.batch_isend_irecv([dist.P2POp(kind, value, 1 - rank, group)]):
             work.wait()
+
     barrier()
     dist.all_reduce(value, group=group)
 
@@ -38,7 +40,8 @@ def crossed_groups() -> None:
 
 def another_order() -> None:
     """Exchange two messages of a pair, each side beginning with what it sends."""
-    rank, peer = dist.get_rank(), 1 - dist.get_rank()
+    rank = dist.get_rank()
+    peer = 1 - dist.get_rank()
     if rank < 2:
         works = [dist.isend(torch.ones(4), peer), dist.irecv(torch.ones(4), peer)]
         for work in works:
@@ -48,7 +51,8 @@ def another_order() -> None:
 
 def wrong_tensors() -> None:
     """Send numbers of a type, and from a storage, that NCCL does not take."""
-    rank, value = dist.get_rank(), torch.ones(4, dtype=torch.int16)
+    rank = dist.get_rank()
+    value = torch.ones(4, dtype=torch.int16)
     operations = [dist.P2POp(dist.irecv, torch.ones_like(value), (rank - 1) % 3)]
     for work in dist.batch_isend_irecv([*operations, dist.P2POp(dist.isend, value, (rank + 1) % 3)]):
         work.wait()
@@ -71,6 +75,7 @@ def connections_when_used() -> None:
     before = count()
     groups = [dist.new_group([0, 1, 2]) for _ in range(4)]
     assert count() == before, (count(), before)
+
     barrier()  # the first rank to use the group connects to the others
     dist.all_reduce(torch.ones(4), group=groups[0])
     assert count() == before + 2, (count(), before)

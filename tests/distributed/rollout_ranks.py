@@ -52,6 +52,7 @@ def check_family(path: Path, tensor: int) -> None:
     engine.finish_update(3)
     own = build(path, tensor, load=True)
     same_weights(engine, own)
+
     own.close()
     reference = TorchEngine.from_hf(path)
     prompts = make_prompts(random_rows(6, seed=1), GREEDY)
@@ -64,11 +65,16 @@ def check_family(path: Path, tensor: int) -> None:
 def check_adapters(path: Path, tensor: int) -> None:
     """Adapters in their slots, none at first, are the weights with them added in, after every update."""
     described = adapted(pretrained(read_hf_config(path)), 6, 9.0, None)
-    engine, reference = build(path, tensor, adapters=described), TorchEngine.from_hf(path)
+    engine = build(path, tensor, adapters=described)
+    reference = TorchEngine.from_hf(path)
     assert engine.adapters is not None
+
     write(engine, path)
-    base, told = load_file(path / "model.safetensors"), set[str]()
-    prompts, generator = make_prompts(random_rows(6, seed=1), GREEDY), torch.Generator().manual_seed(2)
+    base = load_file(path / "model.safetensors")
+    told = set[str]()
+    prompts = make_prompts(random_rows(6, seed=1), GREEDY)
+
+    generator = torch.Generator().manual_seed(2)
     for version in (1, 2, 3):
         if version > 1:
             shapes = described.tensor_shapes()
@@ -77,42 +83,52 @@ def check_adapters(path: Path, tensor: int) -> None:
             weights = {name.replace("lora_B.", ""): change for name, change in changes.items()}
             write_boxes(engine.adapters, {PEFT_PREFIX + name: new[name] for name in new})
             write_boxes(reference, base | {name: base[name] + weights[name] for name in weights})
+
         engine.finish_update(version)
         reference.finish_update(version)
         answer = generate(engine, prompts, seed=1)
         close_to(answer, generate(reference, prompts, seed=1))
         told.add(str(responses(answer)))
+
     assert len(told) == 3
     engine.close()
 
 
 def check_sampling(path: Path) -> None:
     """Parameters per row, seeds per position, stop tokens, failed rows, untouched generators."""
-    engine, reference = build(path, 2, load=True, min_p=0.1), TorchEngine.from_hf(path)
+    engine = build(path, 2, load=True, min_p=0.1)
+    reference = TorchEngine.from_hf(path)
     rows = random_rows(8, seed=2)
     before = torch.get_rng_state()
     whole = generate(engine, make_prompts(rows, SAMPLED), seed=5)
+
     assert torch.equal(before, torch.get_rng_state())
+
     transformers_agree(reference, whole)
     assert torch.equal(whole.tokens, generate(engine, make_prompts(rows, SAMPLED), seed=5).tokens)
     assert not torch.equal(whole.tokens, generate(engine, make_prompts(rows, SAMPLED), seed=6).tokens)
+
     part = generate(engine, make_prompts([rows[6], rows[1]], SAMPLED), seed=5, rows=[6, 1])
     assert torch.equal(part.tokens, whole.rows([6, 1]).tokens)
 
     mixed = [GREEDY, SAMPLED._replace(top_k=3), SAMPLED._replace(top_p=0.5), SAMPLED._replace(top_k=1)] * 2
     result = generate(engine, make_prompts(rows, *mixed), seed=5)
     assert result.temperature.tolist()[:2] == [1.0, torch.tensor(0.8).item()]
+
     greedy = generate(reference, make_prompts(rows, GREEDY), seed=5)
     close_to(result.rows([0, 4]), greedy.rows([0, 4]))
     assert torch.equal(result.rows([3, 7]).tokens, greedy.rows([3, 7]).tokens)
     assert not result.rows([3, 7]).rollout_log_probs.any()  # top-k 1 leaves one token
+
     mixed = [SAMPLED, SAMPLED._replace(top_k=3), SAMPLED._replace(top_p=0.5), SAMPLED._replace(min_p=0.2)] * 2
     truncated = generate(engine, make_prompts(rows, *mixed), seed=5)
     transformers_agree(reference, truncated)
     assert torch.equal(truncated.rows([0, 4]).tokens, whole.rows([0, 4]).tokens)
+
     first = in_parts(engine, started(make_prompts(rows, *mixed), 1, seed=5, version=0), (6, 20), (0, 0))
     transformers_agree(reference, first)
     assert truncated.support_sizes is not None
+
     sizes = [row[row > 0].float() for row in split_rows(truncated.support_sizes, truncated.lengths)]
     assert [len(row) for row in sizes] == [0, 20, 20, 20] * 2
     assert float(sizes[1].mean()) == 3 and all(1 < float(sizes[row].mean()) < 100 for row in (2, 3))
@@ -120,6 +136,7 @@ def check_sampling(path: Path) -> None:
     stop = int(split_rows(whole.tokens, whole.lengths)[0][len(rows[0]) + 3])
     ended = generate(engine, make_prompts(rows[:1], SAMPLED._replace(stop_token_ids=(stop,))), seed=5)
     assert ended.finish_reason.tolist() == [FINISH_STOP]
+
     response = ended.tokens[len(rows[0]) :].tolist()
     assert response[-1] == stop and stop not in response[:-1]
     assert response == whole.tokens[len(rows[0]) : len(ended.tokens)].tolist()
@@ -140,6 +157,7 @@ def check_updates(path: Path) -> None:
         assert [error.where for error in errors.errors] == ["rollout.vllm.enable_chunked_prefill"]
     else:
         raise AssertionError("prompts are read in parts on a host")
+
     engine = build(path, 2)
     try:
         generate(engine, make_prompts([[1, 2]], GREEDY), seed=1)
@@ -147,26 +165,32 @@ def check_updates(path: Path) -> None:
         assert "no weights" in str(error)
     else:
         raise AssertionError("an engine without weights answered")
+
     long = make_prompts([torch.arange(300).tolist()], GREEDY)  # several blocks of the prefix cache
     write(engine, path)
     engine.finish_update(1)
     first = generate(engine, long, seed=1)
     write(engine, path, scale=1.5)
+
     engine.finish_update(2)
     second = generate(engine, long, seed=1)
     write(engine, path)
     engine.finish_update(3)
     third = generate(engine, long, seed=1)
+
     # As an evaluation set may ask where training filters nothing.
     filtered = generate(engine, make_prompts([torch.arange(300).tolist()], SAMPLED._replace(top_k=1)), seed=1)
     assert torch.equal(filtered.tokens, third.tokens) and not filtered.support_sizes.any()
     assert not torch.equal(first.rollout_log_probs, second.rollout_log_probs)
     assert torch.equal(first.tokens, third.tokens)
     assert torch.equal(first.rollout_log_probs, third.rollout_log_probs)
+
     assert [r.policy_version.tolist() for r in (first, second, third)] == [[1], [2], [3]]
+
     engine.sleep()
     engine.wake()
     assert not engine.needs_weights
+
     engine.close()
     engine.close()
 
@@ -180,6 +204,7 @@ def check_parts(path: Path) -> None:
     stop = int(generate(engine, make_prompts(rows[:1], GREEDY), seed=1).tokens[-3])
     prompts = make_prompts(rows, GREEDY._replace(stop_token_ids=(stop,)))
     whole = generate(engine, prompts, seed=1)
+
     flight = in_parts(engine, started(prompts, 1, seed=1, version=1), (7, 7, 7), (1, 1, 1))
     close_to(whole, flight)
     assert whole.finish_reason.tolist()[0] == FINISH_STOP
@@ -191,10 +216,12 @@ def check_parts(path: Path) -> None:
     mixed = in_parts(engine, started(prompts, 1, seed=1, version=1), (7, 20), (1, 2), write_two)
     second = generate(engine, prompts, seed=1)
     assert mixed.token_versions is not None
+
     for row, (old, new) in enumerate(zip(responses(whole), responses(mixed), strict=True)):
         assert old[:7] == new[:7]
         versions = split_rows(mixed.token_versions, mixed.lengths)[row]
         assert versions[versions > 0].tolist() == ([1] * 7 + [2] * 20)[: len(new)]
+
     assert not torch.equal(mixed.tokens, whole.tokens)
     assert not torch.equal(mixed.tokens, second.tokens)
     assert mixed.policy_version.tolist() == [1] * 5
@@ -206,7 +233,13 @@ def check_parts(path: Path) -> None:
     engine.close()
 
 
-def in_parts(engine: VllmEngine, groups: list[SequenceGroup], parts, versions, between=None) -> Rollouts:
+def in_parts(
+    engine: VllmEngine,
+    groups: list[SequenceGroup],
+    parts,
+    versions,
+    between=None,
+) -> Rollouts:
     """Continue groups by parts of so many tokens; ``between`` is called after the first."""
     for count, version in zip(parts, versions, strict=True):
         continue_all(engine, groups, count, version)
@@ -218,7 +251,9 @@ def in_parts(engine: VllmEngine, groups: list[SequenceGroup], parts, versions, b
 
 def check_sharing() -> None:
     """Values of any length are the first rank's on both, and a short one is one message."""
-    first, sent, broadcast = device.rank() == 0, [], dist.broadcast
+    first = device.rank() == 0
+    sent = []
+    broadcast = dist.broadcast
 
     def counting(tensor: torch.Tensor, *where: Any, **how: Any) -> Any:
         sent.append(tensor.numel())
@@ -236,19 +271,24 @@ def check_sharing() -> None:
 
 def check_replicas(path: Path) -> None:
     """Four ranks as two replicas in an order of our choice, then a replica on two of the ranks."""
-    rank, reference = device.rank(), TorchEngine.from_hf(path)
+    rank = device.rank()
+    reference = TorchEngine.from_hf(path)
     engine = build(path, 2, ranks=(3, 1, 0, 2), load=True)
     assert engine.replica == {3: 0, 1: 0, 0: 1, 2: 1}[rank]
+
     prompts = make_prompts(random_rows(3 + 4 * engine.replica, seed=engine.replica), GREEDY)
     close_to(generate(engine, prompts, seed=1), generate(reference, prompts, seed=1))
     head = next(box for box in engine.boxes() if box.name.endswith("q_proj.weight"))
     assert (head.start[0] > 0) == (rank in (1, 2)), (rank, head)
+
     if engine.replica == 0:  # the other replica is not needed
         generate(engine, prompts, seed=2)
+
     engine.close()
 
     layout = ParallelLayout((1, 2), tensor=2)
     join_groups(layout)
+
     if rank in layout.ranks:
         engine = build(path, 2, ranks=layout.ranks, load=True)
         prompts = make_prompts(random_rows(4, seed=7), GREEDY)
@@ -276,6 +316,7 @@ def main() -> None:
         request_ranks.check_long_prompts(Path(paths[0]))
     else:
         check_replicas(Path(paths[0]))
+
     dist.barrier()
     if device.rank() == 0:
         print(f"{what}: all checks passed", flush=True)

@@ -38,6 +38,7 @@ def rollouts_of(path: Path) -> Rollouts:
     for name, parameter in engine.parameters().items():
         if ".mlp.gate." in name:
             parameter.mul_(1 + 1e-6 * torch.randn(parameter.shape, generator=generator))
+
     engine.finish_update(1)
     rows = [*random_rows(6, seed=3), list(range(60))]
     rollouts = generate(engine, make_prompts(rows, SAMPLED), seed=5, routing=RECORDS)
@@ -77,41 +78,59 @@ def recorded(model: ParallelModel, batch: TrainBatch) -> torch.Tensor:
 def check(path: Path) -> None:
     """Each layout repeats the engine's experts, in its scores and, computed again, in its gradient."""
     rollouts = rollouts_of(path)
-    mask, engine = rollouts.response_mask, rollouts.rollout_log_probs
+    mask = rollouts.response_mask
+    engine = rollouts.rollout_log_probs
     given = rollouts.experts
     assert given is not None
+
     last = rollouts.lengths.cumsum(0) - 1
     unknown = (given < 0).any(dim=-1).any(dim=-1)
     assert unknown.nonzero()[:, 0].tolist() == last.tolist()  # nothing was sampled after a row's last token
+
     results = []
     for case in LAYOUTS:
         model = training.build(path, case)
         model.watch_routing()
         if "frozen" in case:
             model.freeze_routers()
-        plain = {"epsilon": 1e3, "learning_rate": 1e5, "warmup_steps": 0, "weight_decay": 0.0}
+
+        plain = {
+            "epsilon": 1e3,
+            "learning_rate": 1e5,
+            "warmup_steps": 0,
+            "weight_decay": 0.0,
+        }
         optimizer = training.optimizer_of(model, **plain, clip_grad=0.0)
-        free, replayed = batch_of(rollouts, None), batch_of(rollouts, given)
+
+        free = batch_of(rollouts, None)
+        replayed = batch_of(rollouts, given)
         apart = [
             (training.scores(model, batch, BUDGET)[0] - engine)[mask].abs().max().item()
             for batch in (free, replayed)
         ]
         assert apart[0] > 1e-2, (case, apart)
+
         assert apart[1] < 1e-5, (case, apart)
+
         # What a scoring pass tells is what was given, or else what a learn pass then repeats.
         known = ~unknown
-        own, repeated = recorded(model, free), recorded(model, replayed)
+        own = recorded(model, free)
+        repeated = recorded(model, replayed)
         assert torch.equal(repeated[known].sort(dim=-1).values, given[known].sort(dim=-1).values)
+
         alike = [training.scores(model, replace(free, experts=ids), BUDGET)[0][mask] for ids in (None, own)]
         torch.testing.assert_close(*alike)
         before = training.gathered_weights(model)
         result = training.train_step(model, optimizer, replayed, BUDGET)
         after = training.gathered_weights(model)
+
         assert 0.5 < result["router/agreement"] < 1, result
         assert {f"router/load_max/layer_{layer}" for layer in range(RECORDS[0])} <= result.keys()
         assert result["policy/kl"] < 1e-5, result
+
         results.append((result["router/agreement"], {name: after[name] - before[name] for name in before}))
         barrier()
+
     (agreement, steps), *others = results
     assert steps["model.layers.0.mlp.gate.weight"].abs().max() > 0  # gradients reach the router
     for case, (other, different) in zip(LAYOUTS[1:], others, strict=True):
@@ -120,8 +139,16 @@ def check(path: Path) -> None:
             if "frozen" in case and ".mlp.gate." in name:
                 assert not different[name].any()
                 continue
+
             scale = float(step.abs().max())
-            torch.testing.assert_close(different[name], step, rtol=0, atol=1e-4 * scale, msg=f"{case} {name}")
+            torch.testing.assert_close(
+                different[name],
+                step,
+                rtol=0,
+                atol=1e-4 * scale,
+                msg=f"{case} {name}",
+            )
+
     if device.rank() == 0:
         print("all checks passed", flush=True)
 

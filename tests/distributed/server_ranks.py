@@ -73,6 +73,7 @@ def nurse(pipe: Connection, urls: list[str], folder: Path) -> NoReturn:
     """Fork servers as long as anyone asks, note whether another run could have them then, and end them."""
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
+
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     processes = []
     with suppress(EOFError):
@@ -86,10 +87,12 @@ def nurse(pipe: Connection, urls: list[str], folder: Path) -> NoReturn:
                 serve()
                 os._exit(0)
             pipe.send(processes[-1])
+
     with suppress(ServerError, OSError):
         note = folder / "holders_after.part"
         note.write_text(str([VllmServer(url).claim("another run", 1.0) for url in urls]))
         note.rename(folder / "holders_after")
+
     for process in processes:
         with suppress(ProcessLookupError):
             os.killpg(process, signal.SIGKILL)
@@ -172,10 +175,13 @@ def train_before(path: str, run_dir: str) -> None:
 def run(path: str) -> None:
     """Start the servers, of two workers and of one, and train."""
     config = load_and_check(parse(["train", path]), 1, job="train", training=True).config
-    servers, urls = Servers(config), list(config.rollout.server.urls)
+    servers = Servers(config)
+    urls = list(config.rollout.server.urls)
+
     processes = [servers.start(url, workers) for url, workers in zip(urls, (2, 1), strict=True)]
     for url in urls:
         wait_for(lambda url=url: asked(f"{url}/health") is not None, f"server at {url}")
+
     train_before(path, f"{config.run_dir}_before")
     values = (servers, processes, urls, Path(config.run_dir) / "metrics.jsonl")
     threading.Thread(target=accident, args=values, daemon=True).start()

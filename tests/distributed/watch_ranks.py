@@ -40,7 +40,8 @@ def wait(seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    rank, state = int(os.environ["RANK"]), {"phase": "build"}
+    rank = int(os.environ["RANK"])
+    state = {"phase": "build"}
     records = Path(sys.argv[2]) if len(sys.argv) > 2 else None
     watch.join(LIMIT, lambda: f"rank {rank} (none) in phase '{state['phase']}'", records=records)
     dist.all_reduce(torch.ones(1))

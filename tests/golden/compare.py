@@ -20,7 +20,8 @@ from typing import Any
 
 RENAMED = Path(__file__).with_name("renamed.yaml")
 SHOWN = 20
-DIFFERENT, RENAMED_ONLY = 1, 3
+DIFFERENT = 1
+RENAMED_ONLY = 3
 """Exit codes; 2 is a wrong command line."""
 
 Table = Mapping[str, Mapping[str, Any]]
@@ -43,13 +44,26 @@ class Comparison:
 def main(words: Sequence[str] | None = None) -> int:
     """Compare and print; return the exit code."""
     parser = argparse.ArgumentParser(prog="launch/golden.sh compare", description=__doc__)
-    parser.add_argument("a", type=Path, metavar="DIR_A", help="the recording of the old revision")
-    parser.add_argument("b", type=Path, metavar="DIR_B", help="the recording of the new revision")
+    parser.add_argument(
+        "a",
+        type=Path,
+        metavar="DIR_A",
+        help="the recording of the old revision",
+    )
+
+    parser.add_argument(
+        "b",
+        type=Path,
+        metavar="DIR_B",
+        help="the recording of the new revision",
+    )
+
     options = parser.parse_args(words)
     renamed = read_renamed()
     runs = sorted({file.stem for side in (options.a, options.b) for file in side.glob("*.json")})
     if not runs:
         parser.error(f"no recordings in {options.a} or {options.b}")
+
     different = names = 0
     for run in runs:
         a, b = (read_recording(side / f"{run}.json") for side in (options.a, options.b))
@@ -93,6 +107,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
         mine, other = (side["metrics"].get(file, {}) for side in (a, b))
         found.names += one_sided_names(file, mine, other)
         found.metrics += [f"{file} {line}" for line in differing_metrics(mine, other)]
+
     found.samples = list(differing_digests(a["samples"], b["samples"]))
     found.weights = list(differing_digests(a["weights"], b["weights"]))
     return found
@@ -159,7 +174,8 @@ def distance(a: str | None, b: str | None) -> str:
     """Return how far two numbers lie apart in proportion, where that can be said."""
     if a is None or b is None or "absent" in (a, b):
         return ""
-    x, y = float.fromhex(a), float.fromhex(b)
+    x = float.fromhex(a)
+    y = float.fromhex(b)
     largest = max(abs(x), abs(y))
     return f" (relative {abs(x - y) / largest:.1e})" if largest else " (signs of zero)"
 

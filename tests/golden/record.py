@@ -59,16 +59,24 @@ def main(words: Sequence[str] | None = None) -> int:
     """Record the runs that the command line names; return the exit code."""
     parser = argparse.ArgumentParser(prog="launch/golden.sh record", description=__doc__)
     parser.add_argument("directory", type=Path, help="where to write; recordings of the same runs give way")
-    parser.add_argument("--only", choices=sorted(RUNS), metavar="NAME", help="one run: " + ", ".join(RUNS))
+    parser.add_argument(
+        "--only",
+        choices=sorted(RUNS),
+        metavar="NAME",
+        help="one run: " + ", ".join(RUNS),
+    )
+
     options = parser.parse_args(words)
     directory: Path = options.directory.resolve()
     names = [options.only] if options.only else list(RUNS)
     for name in names:
         (directory / f"{name}.json").unlink(missing_ok=True)
+
     work = directory / "work"
     work.mkdir(parents=True, exist_ok=True)
     (directory / "revision").write_text(revision() + "\n")
     make_material(work)
+
     failed = [name for name in names if not record(name, directory)]
     if failed:
         print(f"golden: failed: {', '.join(failed)}", file=sys.stderr)
@@ -84,6 +92,7 @@ def record(name: str, directory: Path) -> bool:
     except RunFailed as error:
         print(f"golden: {name}: {error}", file=sys.stderr)
         return False
+
     text = json.dumps(recording(work / name), indent=1) + "\n"
     (directory / f"{name}.json").write_text(text)
     print(f"golden: {name} recorded in {time.monotonic() - begun:.0f} s", flush=True)
@@ -98,7 +107,12 @@ def revision() -> str:
 
 
 def _git(*words: str) -> str:
-    result = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        ["git", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     return result.stdout.strip()
 
 
@@ -118,9 +132,17 @@ def make_material(work: Path) -> None:
     data = work / "data"
     shutil.rmtree(data, ignore_errors=True)
     command = [sys.executable, "-m", "megatron_rl.data.quickstart", str(data)]
-    result = subprocess.run(command, cwd=work, env=environment(), capture_output=True, text=True)
+
+    result = subprocess.run(
+        command,
+        cwd=work,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
     if result.returncode:
         raise SystemExit(f"golden: {' '.join(command)} failed:\n{result.stdout}{result.stderr}")
+
     make_moe_model(data / "model", data / "model_moe")
     shutil.copy(HERE / "rewards.py", work / "rewards.py")
 
@@ -142,10 +164,12 @@ def make_model(family: str, dense: Path, target: Path, **changes: Any) -> None:
     from hf_models import save_model
 
     logging.disable_progress_bar()  # it leaves a thread
+
     special = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
     shape = json.loads((dense / "config.json").read_text())
     changes |= {name: shape[name] for name in special}
     save_model(family, target, dtype="float32", **changes)
+
     for file in dense.glob("*token*"):
         shutil.copy(file, target)
 
@@ -160,9 +184,14 @@ def train(name: str, work: Path) -> None:
         command += ["--nproc-per-node", str(run.ranks), "-m", "megatron_rl", "train", str(HERE / config)]
         with log.open("wb") as output:
             launcher = subprocess.Popen(
-                command, cwd=work, env=environment(), stdout=output, stderr=subprocess.STDOUT
+                command,
+                cwd=work,
+                env=environment(),
+                stdout=output,
+                stderr=subprocess.STDOUT,
             )
             code = _wait(launcher)
+
         if code:
             raise RunFailed(f"{'no end' if code < 0 else f'exit code {code}'}; see {log}")
 

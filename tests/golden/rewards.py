@@ -10,7 +10,11 @@ def score(*, response: str, ground_truth: Any, **_: Any) -> dict[str, float]:
     truth = str(ground_truth)
     digits = sum(mine == right for mine, right in zip(response, truth, strict=False)) / len(truth)
     length = abs(len(response) - len(truth))
-    return {"reward": digits - 0.05 * length, "digits": digits, "length": float(length)}
+    return {
+        "reward": digits - 0.05 * length,
+        "digits": digits,
+        "length": float(length),
+    }
 
 
 def thirds(*, response: str, **_: Any) -> float:

@@ -26,7 +26,8 @@ class LetterOffice:
     def __init__(self, model: str, max_model_len: int) -> None:
         self._engine_of = lambda rank: TorchEngine.from_hf(model, rank=rank, max_model_len=max_model_len)
         self._engine = self._engine_of(0)
-        self._name, self._holder = "none", None
+        self._name = "none"
+        self._holder = None
         self._transfer: HybridEngine | None = None
         self._group: Any = None
 
@@ -35,6 +36,7 @@ class LetterOffice:
         with self._engine.sampling():
             self._engine.submit(GenerationRequest(sampling=SamplingParameters(**sampling), **letter))
             (answer,) = self._engine.step()
+
         return {
             "tokens": list(answer.tokens),
             "log_probs": list(answer.log_probs),
@@ -60,12 +62,22 @@ class LetterOffice:
         self._transfer = self._group = None
 
     def join(
-        self, address: str, port: int, trainers: int, workers: int, staging_bytes: int, verify: str
+        self,
+        address: str,
+        port: int,
+        trainers: int,
+        workers: int,
+        staging_bytes: int,
+        verify: str,
     ) -> None:
         self._engine = self._engine_of(trainers)
         self._group = join_span(address, port, trainers, trainers + workers)
         self._transfer = HybridEngine(
-            None, self._engine, staging_bytes=staging_bytes, verify=verify, group=self._group
+            None,
+            self._engine,
+            staging_bytes=staging_bytes,
+            verify=verify,
+            group=self._group,
         )
         _ = self._transfer.plan
 
@@ -87,6 +99,7 @@ def serve(office: LetterOffice, port: int) -> None:
             letter = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with lock:
                 answer = getattr(office, self.path.strip("/"))(**letter)
+
             body = json.dumps({"answer": answer}).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")

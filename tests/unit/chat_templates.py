@@ -181,12 +181,20 @@ FORMS: dict[str, ChatForm] = {
 }
 TOOL: dict[str, Any] = {
     "type": "function",
-    "function": {"name": "add", "description": "Add ä & <b>", "parameters": {"type": "object"}},
+    "function": {
+        "name": "add",
+        "description": "Add ä & <b>",
+        "parameters": {"type": "object"},
+    },
 }
 
 
 def tokenizer_of(
-    form: ChatForm, *, prefix: tuple[str, ...] = (), suffix: tuple[str, ...] = (), spaces: bool = False
+    form: ChatForm,
+    *,
+    prefix: tuple[str, ...] = (),
+    suffix: tuple[str, ...] = (),
+    spaces: bool = False,
 ) -> Any:
     """Return a tokenizer of bytes with a form's special tokens and template.
 
@@ -207,13 +215,18 @@ def tokenizer_of(
         made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         made.decoder = decoders.ByteLevel()
+
     made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in form.special])
     if prefix or suffix:
         around = " ".join([*prefix, "$A", *suffix])
         ids = [(text, made.token_to_id(text)) for text in {*prefix, *suffix}]
         made.post_processor = processors.TemplateProcessing(single=around, special_tokens=ids)
+
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token=form.bos, eos_token=form.ends[0], pad_token=form.ends[-1]
+        tokenizer_object=made,
+        bos_token=form.bos,
+        eos_token=form.ends[0],
+        pad_token=form.ends[-1],
     )
     tokenizer.chat_template = form.template
     return tokenizer

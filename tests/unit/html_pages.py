@@ -73,7 +73,13 @@ def scripted(page: Page, scenario: str) -> dict:
     rows, script = page.scripts
     program = f"{DOM}elements.rows.textContent = {json.dumps(rows)};{script}{scenario}"
     program += "console.log(JSON.stringify(results));"
-    output = subprocess.run([node(), "-"], input=program, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [node(), "-"],
+        input=program,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     return json.loads(output)
 
 

@@ -27,6 +27,7 @@ def advantage_inputs(
     sizes = torch.tensor([1] * len(rewards) if lengths is None else lengths, dtype=torch.long)
     mask = torch.repeat_interleave(taken, sizes)
     token_rewards = torch.zeros(len(mask), dtype=torch.float64)
+
     last = last_masked_token(mask, sizes)
     token_rewards[last[last >= 0]] = score[last >= 0]
     return AdvantageInputs(
@@ -55,6 +56,7 @@ def micro_batch(
     advantage = torch.as_tensor(advantages)
     count = len(advantage)
     sizes = torch.tensor([count]) if lengths is None else lengths
+
     return TrainBatch(
         tokens=torch.zeros(count, dtype=torch.long),
         lengths=sizes,

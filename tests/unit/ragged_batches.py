@@ -69,7 +69,11 @@ def flat(rows: list[list[float]], **options) -> Tensor:
 
 @st.composite
 def batches(
-    draw: st.DrawFn, *, minimum_rows: int = 1, maximum_rows: int = 8, all_valid: bool = False
+    draw: st.DrawFn,
+    *,
+    minimum_rows: int = 1,
+    maximum_rows: int = 8,
+    all_valid: bool = False,
 ) -> Batch:
     """Draw a batch; each row is one number that is taken apart, because many small draws are slow."""
     choices = (3, len(REWARDS) + 2, 4, 7, 2**6)
@@ -78,13 +82,19 @@ def batches(
     )
     seed = draw(st.integers(0, 10**6))
     source = random.Random(seed)
+
     equal = seed % 4 == 1
-    group, rewards, valid, masks = [], [], [], []
+    group = []
+    rewards = []
+    valid = []
+
+    masks = []
     for code in codes:
         digits = []
         for base in choices:
             code, digit = divmod(code, base)
             digits.append(digit)
+
         prompt, reward, failed, length, bits = digits
         group.append(prompt)
         valid.append(all_valid or failed != 3)

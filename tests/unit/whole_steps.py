@@ -17,7 +17,8 @@ from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, Rollouts, Scores
 
 def step(batch: Batch) -> tuple[Rollouts, Scores]:
     """Return a whole step's rollouts and scores, everything any algorithm asks for."""
-    rows, count = len(batch.masks), batch.tokens
+    rows = len(batch.masks)
+    count = batch.tokens
     rewards, group, valid = batch.tensors
     rollout = flat(batch.noise("rollout", -3, -0.1)).float() * batch.mask
     source = random.Random(batch.seed)
@@ -32,6 +33,7 @@ def step(batch: Batch) -> tuple[Rollouts, Scores]:
         policy_version=torch.zeros(rows, dtype=torch.long),
         temperature=torch.ones(rows),
     )
+
     scores = Scores(
         rewards=rewards.float(),
         valid=valid,
@@ -58,13 +60,17 @@ def policy(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 def run(batch: Batch, algorithm, parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict]:
     """Sum loss, gradients (with respect to log-probs and entropy) and metrics over micro-batches."""
     log_probs, entropy = policy(batch)
-    total, metrics = torch.zeros((), dtype=torch.float64), Metrics()
+    total = torch.zeros((), dtype=torch.float64)
+    metrics = Metrics()
+
     for micro in parts:
         loss, found = policy_objective(algorithm, micro, log_probs[micro.tokens], entropy[micro.tokens])
         total = total + loss
         metrics += found
+
     if parts:
         total.backward()
+
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in (log_probs, entropy)]
     return total.detach(), *gradients, metrics.values()
 
@@ -74,6 +80,7 @@ def split(minibatch, seed: int):
     source = random.Random(seed)
     rows = list(range(len(minibatch)))
     source.shuffle(rows)
+
     parts = []
     while rows:
         size = source.randint(1, 3)

@@ -29,8 +29,15 @@ from megatron_rl.hf.weights import load_weights
 sys.path.insert(0, str(Path(__file__).parent))
 import training
 
-BEFORE, AFTER = 3, 3  # optimizer steps before and after the checkpoint
-STATE = {"step": BEFORE, "seed": 7, "position": {"epoch": 1, "row": 5}, "buffer": torch.arange(5)}
+# optimizer steps before and after the checkpoint
+BEFORE = 3
+AFTER = 3
+STATE = {
+    "step": BEFORE,
+    "seed": 7,
+    "position": {"epoch": 1, "row": 5},
+    "buffer": torch.arange(5),
+}
 
 
 def draws() -> list[float]:
@@ -51,7 +58,11 @@ def continued(model: Any, optimizer: Any, batch: Any, case: dict[str, Any]) -> d
     steps = [training.train_step(model, optimizer, batch, case["budget"]) for _ in range(AFTER)]
     numbers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(numbers, draws())
-    return {"steps": steps, "weights": training.gathered_weights(model), "draws": numbers}
+    return {
+        "steps": steps,
+        "weights": training.gathered_weights(model),
+        "draws": numbers,
+    }
 
 
 def choices(case: dict[str, Any]) -> dict[str, bool]:
@@ -76,7 +87,11 @@ def save_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     np.random.seed(dist.get_rank())
     model = training.build(folder / case["model"], case, dtype=getattr(torch, case["dtype"]))
     optimizer = training.optimizer_of(model, case.get("ddp"), **choices(case))
-    gathered, shards, saving = LiveBytes(), LiveBytes(), None
+
+    gathered = LiveBytes()
+    shards = LiveBytes()
+    saving = None
+
     if case.get("untrained"):
         before = training.gathered_weights(model)
         save(folder / case["to"], {"actor": TrainedRole(model, optimizer)}, {**STATE, "step": 0})
@@ -92,14 +107,20 @@ def save_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         if case.get("shards"):
             with shards:
                 saving = save(folder / case["shards"], parts, STATE, layout=SAME, in_background=True)
+
     torch.save(moments(optimizer), folder / f"{case['name']}-moments-{dist.get_rank()}.pt")
     for layout, name in ((ANY, "megatron"), (SAME, "buffers")):
         if name in case:
             save_for_megatron(folder / case["model"], folder / case[name], model, optimizer, layout)
+
     result = continued(model, optimizer, batch, case)
     if saving is not None:
         saving.finish()  # the weights have changed meanwhile
-        result["bytes"] = {"any": gathered.peak, "same": shards.peak, "held": held_bytes(model, optimizer)}
+        result["bytes"] = {
+            "any": gathered.peak,
+            "same": shards.peak,
+            "held": held_bytes(model, optimizer),
+        }
     return result
 
 
@@ -113,9 +134,17 @@ def held_bytes(model: Any, optimizer: Any) -> int:
     return shards + weights // model.groups.layout.data
 
 
-def save_for_megatron(source: Path, folder: Path, model: Any, optimizer: Any, optimizer_layout: str) -> None:
+def save_for_megatron(
+    source: Path,
+    folder: Path,
+    model: Any,
+    optimizer: Any,
+    optimizer_layout: str,
+) -> None:
     """Write model and optimizer as Megatron-LM saves them, and a model's folder that points there."""
-    place, layout = folder / "iter_0000003", model.groups.layout
+    place = folder / "iter_0000003"
+    layout = model.groups.layout
+
     arguments = {
         **checkpoint_arguments(source)[0],
         "tensor_model_parallel_size": layout.tensor,
@@ -126,9 +155,14 @@ def save_for_megatron(source: Path, folder: Path, model: Any, optimizer: Any, op
     }
     if device.rank() == 0:
         place.mkdir(parents=True)
-        pointer = {"checkpoint": str(place), "iteration": BEFORE, "arguments": arguments}
+        pointer = {
+            "checkpoint": str(place),
+            "iteration": BEFORE,
+            "arguments": arguments,
+        }
         (folder / "megatron.json").write_text(json.dumps(pointer))
         (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+
     dist.barrier()
     with model.scope():
         state, _ = sharded_state(model, optimizer, is_loading=False, layout=optimizer_layout)
@@ -136,7 +170,14 @@ def save_for_megatron(source: Path, folder: Path, model: Any, optimizer: Any, op
         names = {name: name.replace("chunk", "model") for name in state}
         saved = {names[name]: value for name, value in state.items()}
         write_tensors(
-            place, model, {**saved, "args": Namespace(**arguments), "iteration": 3, "optimizer": states}
+            place,
+            model,
+            {
+                **saved,
+                "args": Namespace(**arguments),
+                "iteration": 3,
+                "optimizer": states,
+            },
         )
 
 
@@ -148,10 +189,16 @@ def load_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         for parameter in chunk.parameters():
             if parameter.requires_grad:  # the base of adapters is not in the checkpoint
                 parameter.data.normal_()
+
     if case.get("weights_only"):
         meta = load_model(folder / case["from"], model)
         log_probs, _ = training.scores(model, batch, case["budget"])
-        return {"weights": training.gathered_weights(model), "log_probs": log_probs, "meta": meta}
+        return {
+            "weights": training.gathered_weights(model),
+            "log_probs": log_probs,
+            "meta": meta,
+        }
+
     optimizer = training.optimizer_of(model, **choices(case))
     if "megatron" in case:
         load_weights(model, folder / case["megatron"])
@@ -161,6 +208,7 @@ def load_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
         state = {}
     else:
         state = load(folder / case["from"], {"actor": TrainedRole(model, optimizer)})
+
     same = folder / f"{case.get('same', '')}-moments-{dist.get_rank()}.pt"
     if case.get("same"):
         for index, (mine, saved) in enumerate(zip(moments(optimizer), torch.load(same), strict=True)):
@@ -180,7 +228,8 @@ def broken_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
 
     def refusals(module: Any, name: str, broken: bool) -> list[list[str]]:
         """Return what each rank says of a save in which a function fails on the ranks that are ``broken``."""
-        sound, messages = getattr(module, name), []
+        sound = getattr(module, name)
+        messages = []
 
         def full(*_: Any) -> None:
             raise OSError("no space left on device")
@@ -190,6 +239,7 @@ def broken_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
             save(target, {"actor": TrainedRole(model, None)}, STATE)
         except RuntimeError as error:
             messages.append(str(error))
+
         setattr(module, name, sound)
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, messages)
@@ -198,6 +248,7 @@ def broken_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"messages": refusals(checkpoint, "write_meta", True)}
     result["unread"] = refusals(durable, "digests", device.rank() == 1)
     result["there"] = target.exists()
+
     for step in (4, 5):
         save(target, {"actor": TrainedRole(model, None)}, {**STATE, "step": step})
     return {**result, "state": load(target, {"actor": TrainedRole(model, None)})}
@@ -208,21 +259,30 @@ def wrong_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     model = training.build(folder / case["model"], case, dtype=getattr(torch, case["dtype"]))
     before = training.gathered_weights(model)
     optimizer = None
+
     if case.get("distributed") is not None:
         optimizer = training.optimizer_of(model, distributed=case["distributed"])
+
     try:
         load(folder / case["from"], {"actor": TrainedRole(model, optimizer)})
     except UserError as error:
         message = str(error)
     else:
         message = ""
+
     after = training.gathered_weights(model)
     return {"message": message, "untouched": all(torch.equal(after[name], before[name]) for name in before)}
 
 
 def main(folder: Path, plan: str) -> None:
     device.initialize(timeout=120)
-    actions = {"save": save_case, "load": load_case, "wrong": wrong_case, "broken": broken_case}
+
+    actions = {
+        "save": save_case,
+        "load": load_case,
+        "wrong": wrong_case,
+        "broken": broken_case,
+    }
     for case in json.loads((folder / plan).read_text()):
         case = {"budget": 40, "dtype": "float32", "distributed": True, **case}
         result = actions[case["action"]](folder, case)

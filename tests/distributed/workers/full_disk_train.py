@@ -18,7 +18,8 @@ NEW_NAMESPACES = 0x00020000 | 0x10000000  # of mounts and of users, from linux/s
 
 def own_mounts() -> None:
     """Let this process mount what no other sees; any user may."""
-    user, group = os.getuid(), os.getgid()
+    user = os.getuid()
+    group = os.getgid()
     if ctypes.CDLL(None, use_errno=True).unshare(NEW_NAMESPACES):
         raise OSError(ctypes.get_errno(), "this kernel has no user namespaces")
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
@@ -28,7 +29,8 @@ def own_mounts() -> None:
 if __name__ == "__main__":
     own_mounts()
     os.dup2(1, 2)  # one order of what is printed and what is told of errors
-    place, again = Path(os.environ["PLACE"]), ""
+    place = Path(os.environ["PLACE"])
+    again = ""
     for size in os.environ["SIZES"].split():
         options = f"{again}size={size}k"
         subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], check=True)

@@ -21,7 +21,9 @@ def arm() -> None:
     module, name = os.environ["KILL_AT"].split(":")
     *owners, name = name.split(".")
     owner = functools.reduce(getattr, owners, importlib.import_module(module))
-    original, calls = getattr(owner, name), 0
+    original = getattr(owner, name)
+
+    calls = 0
 
     @functools.wraps(original)
     def killing(*values: Any, **named: Any) -> Any:

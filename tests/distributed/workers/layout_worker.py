@@ -22,19 +22,32 @@ def main(folder: Path, plan: str) -> None:
         batch = torch.load(folder / case["model"] / "batch.pt", weights_only=False)
         model = training.build(folder / case["model"], case)
         # So large an epsilon makes Adam's step proportional to the gradient.
-        plain = {"epsilon": 1e3, "learning_rate": 1e5, "warmup_steps": 0, "weight_decay": 0.0}
+        plain = {
+            "epsilon": 1e3,
+            "learning_rate": 1e5,
+            "warmup_steps": 0,
+            "weight_decay": 0.0,
+        }
         optimizer = training.optimizer_of(model, case.get("ddp"), **plain | case.get("optimizer", {}))
+
         before = training.gathered_weights(model)
         log_probs, entropy = training.scores(model, batch, case["budget"])
         for _ in range(case.get("updates", 1)):
             result = training.train_step(model, optimizer, batch, case["budget"])
+
         after = training.gathered_weights(model)
         initial = None
         if model.adapters is not None:
             with initial_policy(model):
                 initial, _ = training.scores(model, batch, case["budget"])
+
         if device.rank() == 0:
-            values = {"log_probs": log_probs, "entropy": entropy, "values": result, "initial": initial}
+            values = {
+                "log_probs": log_probs,
+                "entropy": entropy,
+                "values": result,
+                "initial": initial,
+            }
             values["fused"] = model.uses_transformer_engine
             values["steps"] = {name: after[name] - weight for name, weight in before.items()}
             torch.save(values, folder / f"{case['name']}.pt")

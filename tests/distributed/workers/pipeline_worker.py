@@ -34,10 +34,8 @@ class Compared(PipelineExchange):
 
     def _communicate_shapes(self, *tensors: Any) -> tuple[Any, Any]:
         global compared
-        expected, told = (
-            super()._communicate_shapes(*tensors),
-            P2PCommunicator._communicate_shapes(self, *tensors),
-        )
+        expected = super()._communicate_shapes(*tensors)
+        told = P2PCommunicator._communicate_shapes(self, *tensors)
         for one, other in zip(expected, told, strict=True):
             if one is not None:
                 assert list(one) == list(other), (expected, told)
@@ -50,6 +48,7 @@ def batch_of(rows: int) -> TrainBatch:
     generator = torch.Generator().manual_seed(rows)
     lengths = torch.randint(2, 40, (rows,), generator=generator)
     count = int(lengths.sum())
+
     return TrainBatch(
         tokens=torch.randint(0, 131, (count,), generator=generator),
         lengths=lengths,
@@ -64,18 +63,21 @@ def main() -> None:
     setattr(schedule, "PipelineExchange", Compared)
     config = config_of("qwen2")
     config.num_hidden_layers = 8
+
     for sizes in LAYOUTS:
         layout = ParallelLayout(tuple(range(dist.get_world_size())), **sizes)
         groups = ParallelGroups(layout)
         dist.barrier(groups.pipeline)  # NCCL wants all of a group in its first call
         model = build_model(config, groups, dtype=torch.float32)
         wrap(model, True, None)
+
         for rows in ROWS:
             batch = batch_of(rows)
             schedule.forward_only(model, batch, 48, batch.response_mask)
             schedule.forward_backward(
                 model, batch, 48, batch.response_mask, lambda _, log_probs, __: (log_probs.sum(), Metrics())
             )
+
     counts = torch.tensor([compared])
     dist.all_reduce(counts, dist.ReduceOp.MIN)
     if dist.get_rank() == 0:

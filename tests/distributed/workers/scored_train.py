@@ -19,7 +19,8 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.trainer import run
 from megatron_rl.trainer.loop import MismatchError
 
-train_step, all_gather_object = run.train_step, dist.all_gather_object
+train_step = run.train_step
+all_gather_object = dist.all_gather_object
 travelled: list[Metrics] = []
 
 
@@ -44,7 +45,8 @@ def counted(values: list[Any], value: Any, group: Any = None) -> None:
 
 
 if __name__ == "__main__":
-    run.train_step, dist.all_gather_object = observed, counted
+    run.train_step = observed
+    dist.all_gather_object = counted
     code = main()
     print(f"metrics travelled {len(travelled)} times", flush=True)
     sys.exit(code)

@@ -38,7 +38,12 @@ ALGORITHM = get_algorithm(
 # A large epsilon makes Adam's first step a smooth function of the gradient: with a small one it is the
 # gradient's sign, which is rounding noise where the gradient is zero.
 OPTIMIZER = OptimizerConfig(
-    learning_rate=1e-2, epsilon=1e-3, weight_decay=0.1, clip_grad=0.05, warmup_steps=3, decay="linear"
+    learning_rate=1e-2,
+    epsilon=1e-3,
+    weight_decay=0.1,
+    clip_grad=0.05,
+    warmup_steps=3,
+    decay="linear",
 )
 
 
@@ -51,7 +56,10 @@ def provider_of(path: str | Path, case: dict[str, Any]) -> Provider | None:
 
 
 def build(
-    path: str | Path, case: dict[str, Any], dtype: torch.dtype = torch.float32, trainable: bool = True
+    path: str | Path,
+    case: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    trainable: bool = True,
 ) -> ParallelModel:
     """Return the model of ``case`` over all ranks, with the weights of the HF checkpoint at ``path``."""
     names = {field.name for field in fields(ParallelLayout)}
@@ -67,6 +75,7 @@ def build(
         provider=provider_of(path, case),
     )
     load_weights(model, path)
+
     if "lora" in case:
         add_adapters(model, LoraConfig(**case["lora"]), seed=1, trainable=trainable)
     return model
@@ -86,10 +95,12 @@ def scores(model: ParallelModel, batch: TrainBatch, budget: int) -> tuple[torch.
     layout = model.groups.layout
     if dist.get_rank() not in layout.outputs():
         mine = []
+
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     starts = torch.cat((torch.zeros(1, dtype=torch.long), batch.lengths.cumsum(0)))
     log_probs = torch.full((len(batch.tokens),), torch.nan)
+
     entropy = log_probs.clone()
     for micro in (micro for part in found for micro in part):
         lengths = [int(batch.lengths[row]) for row in micro.rows]
@@ -102,14 +113,19 @@ def scores(model: ParallelModel, batch: TrainBatch, budget: int) -> tuple[torch.
 
 
 def train_step(
-    model: ParallelModel, optimizer: Optimizer, batch: TrainBatch, budget: int
+    model: ParallelModel,
+    optimizer: Optimizer,
+    batch: TrainBatch,
+    budget: int,
 ) -> dict[str, float]:
     """Take one optimizer step; return loss, metrics, gradient norm and learning rate, equal on all ranks."""
     batch = with_loss_weights(batch, ALGORITHM)
     optimizer.zero_grad()
 
     def objective(
-        rows: TrainBatch, log_probs: torch.Tensor, entropy: torch.Tensor
+        rows: TrainBatch,
+        log_probs: torch.Tensor,
+        entropy: torch.Tensor,
     ) -> tuple[torch.Tensor, Metrics]:
         loss, metrics = policy_objective(ALGORITHM, rows, log_probs, entropy)
         return loss, metrics + Metrics.mean("loss", float(loss.detach()), 1e-30)
@@ -126,16 +142,19 @@ def train_step(
 
 def gathered_weights(model: ParallelModel) -> dict[str, torch.Tensor]:
     """Return the whole model's weights, and its adapters, under their HF names, on every rank."""
-    parameters, boxes = policy_weights(model) | adapter_parameters(model), source_boxes(model)
+    parameters = policy_weights(model) | adapter_parameters(model)
+    boxes = source_boxes(model)
     boxes += adapter_boxes(model) if model.adapters else []
     mine = [(box, view_of(parameters[box.storage], box).clone()) for box in boxes]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
+
     boxes = [item for part in found for item in part]
     shapes: dict[str, list[int]] = {}
     for box, _ in boxes:
         ends = [start + size for start, size in zip(box.start, box.size, strict=True)]
         shapes[box.name] = [max(pair) for pair in zip(ends, shapes.get(box.name, ends), strict=True)]
+
     weights = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
     for box, value in boxes:
         part = tuple(slice(start, start + size) for start, size in zip(box.start, box.size, strict=True))

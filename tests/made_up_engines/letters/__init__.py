@@ -47,12 +47,14 @@ class LetterServer:
             "seed": request.seed,
             "done": request.done,
         }
+
         limit = aiohttp.ClientTimeout(total=seconds)
         try:
             async with session.post(f"{self.url}/generate", json=letter, timeout=limit) as reply:
                 answer = (await reply.json())["answer"]
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise ServerError(f"{self.url}: {error}") from error
+
         if answer["weights"] != weights:
             raise ServerError(f"{self.url}: weights {answer['weights']} instead of {weights}")
         return Completion(request.number, answer["tokens"], answer["log_probs"], answer["finish_reason"])

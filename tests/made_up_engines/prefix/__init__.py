@@ -46,7 +46,8 @@ class PrefixEngine:
 
     def __init__(self, path: str | Path, rank: int, dtype: str, max_model_len: int) -> None:
         self.max_model_len = max_model_len
-        self.weights_version, self.needs_weights = -1, True
+        self.weights_version = -1
+        self.needs_weights = True
         self._rank = rank
         self._model = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), attn_implementation="eager"
@@ -71,9 +72,11 @@ class PrefixEngine:
                 completions.append(failed_completion(number))
                 del self._open[number]
                 continue
+
             token, log_prob = self._draw(request, tokens)
             tokens.append(token)
             log_probs.append(log_prob)
+
             stopped = token in request.sampling.stop_token_ids
             if stopped or len(tokens) == request.limit:
                 reason = FINISH_STOP if stopped else FINISH_LENGTH
@@ -115,7 +118,8 @@ class PrefixEngine:
         ]
 
     def finish_update(self, version: int) -> None:
-        self.weights_version, self.needs_weights = version, False
+        self.weights_version = version
+        self.needs_weights = False
 
     def sleep(self) -> None: ...
 
