@@ -1,4 +1,4 @@
-"""A user's own model code in the forms that Megatron-LM's scripts have; stated sizes are the tiny Qwen2's."""
+"""Model code of a user, in the forms of Megatron-LM's scripts; fixed sizes are the tiny Qwen2's."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.distributed import device
 
 NAMES = {"mlp.down.weight": "mlp.linear_fc2.weight"}
+"""Names of `RenamedMLP`'s parameters -> Megatron's own."""
 TWICE = {"mlp.down.weight": "mlp.linear_fc1.weight"}
+"""Invalid names: two parameters would have one name."""
 
 
 def older(pre_process: bool = True, post_process: bool = True) -> GPTModel:
-    """Ask Megatron's globals for the layout, and state the model."""
+    """Return the model of an older script: Megatron's global groups give the layout, the code the sizes."""
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     config = TransformerConfig(
         num_layers=4,
@@ -73,9 +75,9 @@ def gpt_builder(
     pg_collection: Any = None,
     attention: Any = None,
 ) -> GPTModel:
-    """Take everything from the call, as Megatron-LM's function of this name does.
+    """Build the model as Megatron-LM's function of this name does, from its arguments alone.
 
-    Where Transformer Engine is installed, its layers are taken, with ``attention`` where there is one.
+    Layers are Transformer Engine's if it is installed; ``attention`` replaces their core attention.
     """
     assert vp_stage == parallel_state.get_virtual_pipeline_model_parallel_rank()
 
@@ -109,43 +111,43 @@ def own_attention(
     config: Any,
     pg_collection: Any,
 ) -> GPTModel:
-    """Have attention of one's own among Transformer Engine's layers: rows come as Megatron gives them."""
+    """Return Transformer Engine's layers with an attention of the user's own, which receives packed rows."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    class Mine(TEDotProductAttention):
-        def forward(self, *args: Any, packed_seq_params: Any = None, **more: Any) -> Tensor:
+    class PackedAttention(TEDotProductAttention):
+        def forward(self, *args: Any, packed_seq_params: Any = None, **keywords: Any) -> Tensor:
             assert packed_seq_params.qkv_format == "thd"
-            return super().forward(*args, packed_seq_params=packed_seq_params, **more)
+            return super().forward(*args, packed_seq_params=packed_seq_params, **keywords)
 
-    return gpt_builder(args, pre_process, post_process, None, config, pg_collection, Mine)
+    return gpt_builder(args, pre_process, post_process, None, config, pg_collection, PackedAttention)
 
 
-def renamed(pre_process: bool, post_process: bool, config: Any, **further: Any) -> GPTModel:
-    """Have a layer whose parameter is called otherwise."""
+def renamed(pre_process: bool, post_process: bool, config: Any, **keywords: Any) -> GPTModel:
+    """Return a model whose MLP has a parameter of another name."""
     return gpt(config, pre_process, post_process, RenamedMLP)
 
 
 def raising(pre_process: bool, post_process: bool) -> GPTModel:
-    """Fail as a user's code may."""
+    """Raise an error, as broken code of a user would."""
     raise KeyError("seq_length")
 
 
 def elsewhere(pre_process: bool, post_process: bool) -> list[None]:
-    """Return something else."""
+    """Return an object that is not a model."""
     return [None]
 
 
 def shallower(pre_process: bool, post_process: bool, config: Any) -> GPTModel:
-    """Contradict config.json."""
+    """Return a model with fewer layers than config.json has."""
     config.num_layers = 2
     return gpt(config, pre_process, post_process)
 
 
 class RenamedMLP(MLP):
-    """Megatron's with another name for its second layer."""
+    """Megatron's MLP with another name for its second layer."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
         self.down = self.linear_fc2
         del self.linear_fc2
 
@@ -155,9 +157,10 @@ class RenamedMLP(MLP):
 
 
 def gpt(config: Any, pre_process: bool, post_process: bool, mlp: Any = MLP) -> GPTModel:
-    """Build a pipeline stage of Megatron's plain layers."""
+    """Build a pipeline stage of Megatron's local layers, without Transformer Engine."""
+    # Megatron-Core 0.19 made the MLP of a layer spec a partial function.
     layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
-    if isinstance(layer.submodules.mlp, partial):  # since Megatron-Core 0.19
+    if isinstance(layer.submodules.mlp, partial):
         layer.submodules.mlp = partial(mlp.as_mlp_submodule, **layer.submodules.mlp.keywords)
     else:
         layer.submodules.mlp.module = mlp
@@ -166,6 +169,7 @@ def gpt(config: Any, pre_process: bool, post_process: bool, mlp: Any = MLP) -> G
     return GPTModel(
         config,
         layer,
+        # Megatron pads the vocabulary to a multiple of the tensor-parallel size.
         vocab_size=-(-131 // tensor) * tensor,
         max_sequence_length=128,
         pre_process=pre_process,
@@ -176,9 +180,10 @@ def gpt(config: Any, pre_process: bool, post_process: bool, mlp: Any = MLP) -> G
 
 
 def set_up(path: Path, distributed: bool = True) -> tuple[list[Any], Any, Any]:
-    """Return what Megatron-LM's setup_model_and_optimizer does, for the model at ``path`` on one process.
+    """Build model, optimizer and scheduler as Megatron-LM's setup_model_and_optimizer does, on one process.
 
-    ``distributed`` chooses its optimizer. Call it inside `own_groups`. Its weights are random.
+    Sizes come from the folder at ``path``; weights are random. ``distributed`` selects the
+    distributed optimizer. Must be called inside `own_groups`.
     """
     args = Namespace(**checkpoint_arguments(path)[0])
 
@@ -238,9 +243,10 @@ def set_up(path: Path, distributed: bool = True) -> tuple[list[Any], Any, Any]:
 
 @contextmanager
 def own_groups() -> Iterator[None]:
-    """Have Megatron's process-global groups, as a training script makes them, and close their connections."""
+    """Create Megatron's global process groups, as a training script does, and destroy them at the end."""
     device.initialize()
     before = set(distributed_c10d._world.pg_map)
+    # This test process may hold groups and a buffer of earlier tests; both stay untouched.
     state: Any = parallel_state
     buffer = state._GLOBAL_MEMORY_BUFFER
     state._GLOBAL_MEMORY_BUFFER = None
@@ -255,4 +261,5 @@ def own_groups() -> Iterator[None]:
         state._GLOBAL_MEMORY_BUFFER = buffer
         for group in set(distributed_c10d._world.pg_map) - before:
             dist.destroy_process_group(group)
-        gc.collect()  # models and what refers to them from their groups are cycles
+        # Models and their references to the groups form cycles, which keep connections open.
+        gc.collect()

@@ -1,4 +1,4 @@
-"""Break one rule of NCCL that gloo does not know, or count connections; the argument names which."""
+"""Break one rule of NCCL that gloo does not have, or count connections. The argument names the function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_rl.distributed.watch import leave
 
 
 def first_call_of_some() -> None:
-    """Have two of three members make the first call of a group."""
+    """Make the first call of a group on two of its three members only."""
     group = dist.new_group([0, 1, 2])
     rank = dist.get_rank()
     value = torch.ones(4)
@@ -29,7 +29,7 @@ def first_call_of_some() -> None:
 
 
 def crossed_groups() -> None:
-    """Begin the calls of two groups in one order here, in the other there."""
+    """Start the calls of two groups in opposite orders on different ranks."""
     groups = [dist.new_group([0, 1, 2]), dist.new_group([0, 1, 2])]
     order = groups if dist.get_rank() else groups[::-1]
     works = [dist.all_reduce(torch.ones(4), group=group, async_op=True) for group in order]
@@ -39,7 +39,7 @@ def crossed_groups() -> None:
 
 
 def another_order() -> None:
-    """Exchange two messages of a pair, each side beginning with what it sends."""
+    """Exchange two messages in a pair of ranks, each rank starting with its send."""
     rank = dist.get_rank()
     peer = 1 - dist.get_rank()
     if rank < 2:
@@ -50,7 +50,7 @@ def another_order() -> None:
 
 
 def wrong_tensors() -> None:
-    """Send numbers of a type, and from a storage, that NCCL does not take."""
+    """Use an element type and a memory layout that NCCL rejects."""
     rank = dist.get_rank()
     value = torch.ones(4, dtype=torch.int16)
     operations = [dist.P2POp(dist.irecv, torch.ones_like(value), (rank - 1) % 3)]
@@ -60,15 +60,15 @@ def wrong_tensors() -> None:
 
 
 def connections_when_used() -> None:
-    """Make groups: their members connect when one is used."""
+    """Create groups, and check that members connect only when a group is used."""
 
-    # Not those of the store, which ranks open at moments of their own.
+    # Connections to the store do not count: ranks open them at times of their own.
     store = int(os.environ["MASTER_PORT"])
 
     def count() -> int:
         return sum(
-            each.status == "ESTABLISHED" and store not in (each.laddr.port, each.raddr.port)
-            for each in psutil.Process().net_connections("tcp")
+            connection.status == "ESTABLISHED" and store not in (connection.laddr.port, connection.raddr.port)
+            for connection in psutil.Process().net_connections("tcp")
         )
 
     barrier()

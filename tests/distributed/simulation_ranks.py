@@ -1,4 +1,4 @@
-"""Measure the phases of a step of one rank, ``real``, ``simulated``, or of the ``shipped`` configuration."""
+"""Measure the phases of one rank's step: ``real``, ``simulated``, or of the ``shipped`` configuration."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
 
 
 def phases(simulated: bool) -> dict[str, Any]:
+    """Return begin and peak bytes of each phase, with real memory or in a simulation."""
     if simulated:
         device.simulate()
 
-    # The host's attention takes grouped keys; what is simulated is an accelerator, where they are repeated.
+    # The host's attention takes grouped key-value heads; the simulated accelerator repeats them.
     setattr(layers, "_takes_grouped_keys", lambda query: False)
     device.initialize()
     simulation = Simulation()
@@ -61,22 +62,23 @@ def phases(simulated: bool) -> dict[str, Any]:
 
 
 def batch(rows: int, length: int) -> TrainBatch:
-    ones = torch.ones(rows * length)
+    """Return a batch of equal rows; the values do not influence memory."""
+    values = torch.ones(rows * length)
     return TrainBatch(
-        tokens=ones.long(),
+        tokens=values.long(),
         lengths=torch.full((rows,), length),
-        response_mask=ones.bool(),
-        loss_weights=ones,
+        response_mask=values.bool(),
+        loss_weights=values,
         temperature=torch.ones(rows),
-        advantages=ones,
-        old_log_probs=ones,
-        rollout_log_probs=ones,
-        ref_log_probs=ones,
+        advantages=values,
+        old_log_probs=values,
+        rollout_log_probs=values,
+        ref_log_probs=values,
     )
 
 
 def shipped() -> dict[str, Any]:
-    """Simulate the first rank of the 7B configuration."""
+    """Simulate the first rank of the shipped 7B configuration; return its differences from the prediction."""
     loaded = load(CONFIGS / "qwen2.5-7b-8gpu.yaml")
     report = check_config(
         loaded,
@@ -86,9 +88,7 @@ def shipped() -> dict[str, Any]:
         patience=0,
     )
     config, estimate = simulation_plan(report, 0)
-
     assert report.batch is not None
-
     rank = Simulated(simulate(config, report.models, report.batch, 0, 8), estimate)
     differences = {phase: rank.difference(phase) for phase in ("generate", "score", "learn")}
     return {

@@ -1,4 +1,4 @@
-"""Score a batch and take one step in each layout of a list; write what came out."""
+"""Score a batch and take one step in each layout of a plan. ``layout_worker.py FOLDER PLAN``."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def main(folder: Path, plan: str) -> None:
     for case in json.loads((folder / plan).read_text()):
         batch = torch.load(folder / case["model"] / "batch.pt", weights_only=False)
         model = training.build(folder / case["model"], case)
-        # So large an epsilon makes Adam's step proportional to the gradient.
-        plain = {
+        # So large an epsilon makes Adam's step proportional to the gradient, so steps of layouts compare.
+        settings = {
             "epsilon": 1e3,
             "learning_rate": 1e5,
             "warmup_steps": 0,
             "weight_decay": 0.0,
         }
-        optimizer = training.optimizer_of(model, case.get("ddp"), **plain | case.get("optimizer", {}))
+        optimizer = training.optimizer_of(model, case.get("ddp"), **settings | case.get("optimizer", {}))
 
         before = training.gathered_weights(model)
         log_probs, entropy = training.scores(model, batch, case["budget"])
@@ -36,6 +36,7 @@ def main(folder: Path, plan: str) -> None:
             result = training.train_step(model, optimizer, batch, case["budget"])
 
         after = training.gathered_weights(model)
+        # The policy without its adapters is the reference model of a run with LoRA.
         initial = None
         if model.adapters is not None:
             with initial_policy(model):
