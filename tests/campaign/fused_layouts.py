@@ -1,4 +1,4 @@
-"""The campaign of `layouts` with Transformer Engine's layers, which a stand-in in torch gives the host."""
+"""The cases of `layouts` with Transformer Engine's layers, of which the host has a stand-in in torch."""
 
 from __future__ import annotations
 
