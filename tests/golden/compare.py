@@ -3,9 +3,11 @@
     launch/golden.sh compare DIR_A DIR_B
 
 Differing values are listed by run, step and metric, sample column or tensor; metrics that only one side has
-are listed separately. Exit code 0: no difference; 1: values differ, or a run, step, table or tensor is missing;
-3: only names of metrics differ. `renamed.yaml` beside this file maps A's old names of metrics, files and
-columns to new ones.
+are listed separately. `renamed.yaml` beside this file maps A's old names of metrics, files and columns to new
+ones.
+
+Exit code 0: no difference; 1: a value differs, or a run, step, table or tensor is missing; 3: only names of
+metrics differ.
 """
 
 from __future__ import annotations

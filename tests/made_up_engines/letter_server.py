@@ -1,7 +1,4 @@
-"""The server of the made-up engine `letters`: a plain torch model behind HTTP, whose weights a job brings.
-
-letter_server.py MODEL PORT MAX_MODEL_LEN
-"""
+"""Server of the made-up engine `letters`: a plain torch model behind HTTP, with weights from the trainer."""
 
 from __future__ import annotations
 
@@ -18,10 +15,11 @@ from megatron_rl.rollout.types import GenerationRequest
 from megatron_rl.types import SamplingParameters
 
 MOST_REQUESTS = 8
+"""Requests that the server accepts at a time."""
 
 
 class LetterOffice:
-    """Answers to letters, one at a time: each method is that of a path."""
+    """Handlers of the server's paths: one method each, called one at a time."""
 
     def __init__(self, model: str, max_model_len: int) -> None:
         self._engine_of = lambda rank: TorchEngine.from_hf(model, rank=rank, max_model_len=max_model_len)
@@ -35,12 +33,12 @@ class LetterOffice:
         sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
         with self._engine.sampling():
             self._engine.submit(GenerationRequest(sampling=SamplingParameters(**sampling), **letter))
-            (answer,) = self._engine.step()
+            (completion,) = self._engine.step()
 
         return {
-            "tokens": list(answer.tokens),
-            "log_probs": list(answer.log_probs),
-            "finish_reason": answer.finish_reason,
+            "tokens": list(completion.tokens),
+            "log_probs": list(completion.log_probs),
+            "finish_reason": completion.finish_reason,
             "weights": self._name,
         }
 
@@ -51,6 +49,7 @@ class LetterOffice:
         return self._name
 
     def claim(self, run: str, seconds: float) -> str | None:
+        # A server works for one run at a time; zero seconds release it.
         if self._holder not in (None, run):
             return self._holder
         self._holder = run if seconds else None
@@ -70,6 +69,7 @@ class LetterOffice:
         staging_bytes: int,
         verify: str,
     ) -> None:
+        # The server's ranks follow the trainers' in the shared group.
         self._engine = self._engine_of(trainers)
         self._group = join_span(address, port, trainers, trainers + workers)
         self._transfer = HybridEngine(
@@ -79,6 +79,7 @@ class LetterOffice:
             verify=verify,
             group=self._group,
         )
+        # The plan is collective: all trainers and workers compute it now, before the first transfer.
         _ = self._transfer.plan
 
     def receive(self, version: int) -> None:
@@ -91,7 +92,8 @@ class LetterOffice:
 
 
 def serve(office: LetterOffice, port: int) -> None:
-    """Answer letters until the process is ended."""
+    """Serve requests until the process ends."""
+    # The engine is not thread-safe, while the HTTP server has a thread per request.
     lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -108,7 +110,7 @@ def serve(office: LetterOffice, port: int) -> None:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Be silent."""
+            """Write no access log."""
 
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 

@@ -1,4 +1,4 @@
-"""A complete, tiny set of inputs that a configuration can name: model, data and reward function."""
+"""Complete tiny inputs of a configuration: model, data and reward function."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ TOKENS = [*"0123456789+-*/=,.", "<pad>", "<eos>", "<bos>", "<unk>"]
 
 
 def write_safetensors(path: Path, shapes: Mapping[str, Sequence[int]], dtype: str = "F32") -> None:
-    """Write a whole safetensors file of zeros, which takes no room on the disk."""
+    """Write a valid safetensors file of zeros; it is sparse and occupies no disk space."""
     header = {}
     end = 0
     for name, shape in shapes.items():
@@ -99,22 +99,22 @@ def write_safetensors(path: Path, shapes: Mapping[str, Sequence[int]], dtype: st
 
 
 def write_model(path: Path, **changes: Any) -> None:
-    """Write a checkpoint directory with a shape, weights and tokenizer files."""
+    """Write a model folder with config, weights and tokenizer files."""
     path.mkdir(parents=True)
     shape = {name: value for name, value in {**SHAPE, **changes}.items() if value is not None}
     (path / "config.json").write_text(json.dumps(shape))
     vocabulary = {text: number for number, text in enumerate(TOKENS)}
-    words = {
+    tokenizer = {
         "version": "1.0",
         "added_tokens": [],
         "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
     }
-    (path / "tokenizer.json").write_text(json.dumps(words))
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
 
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
     try:
         write_safetensors(path / "model.safetensors", describe(shape).tensor_shapes())
-    except UserError:  # of a configuration that is broken itself
+    except UserError:  # a broken config has no shapes
         write_safetensors(path / "model.safetensors", {"weight": [1]})
 
 
@@ -125,7 +125,7 @@ def write_lines(path: Path, count: int = 32) -> None:
 
 
 def write_workspace(root: Path) -> None:
-    """Write everything that `CONFIG` names, and material that is broken in one way each."""
+    """Write the files that `CONFIG` names, and models and data that are each broken in one way."""
     write_model(root / "model")
     for name in ("train.jsonl", "eval.jsonl", "sft.jsonl"):
         write_lines(root / name)
