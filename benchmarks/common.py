@@ -113,6 +113,7 @@ class Report:
                 for column, (cell, width) in enumerate(zip(line, widths, strict=True))
             ]
             rows.append("  ".join(cells).rstrip())
+
         rows.insert(1, "  ".join("-" * width for width in widths))
         return "\n".join([*rows, "", *self.notes, *(f"NOT MEASURED: {text}" for text in self.failures)])
 
@@ -152,8 +153,12 @@ def mean_and_spread(values: Sequence[float]) -> str:
 def versions() -> dict[str, str]:
     """Return the installed versions that matter, and this repository's commit."""
     commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=HERE, capture_output=True, text=True
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
     )
+
     packages = installed_versions(PACKAGES)
     # An archive without git has no commit.
     if not commit.returncode:
@@ -169,6 +174,7 @@ def hardware() -> dict[str, Any]:
         if line.startswith("model name"):
             name = line.split(":", 1)[1].strip()
             break
+
     facts: dict[str, Any] = {"processor": name, "cores": cores()}
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemTotal"):
@@ -176,12 +182,19 @@ def hardware() -> dict[str, Any]:
 
     # Without a driver there is no nvidia-smi, and with a broken one it hangs.
     try:
-        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
+        answer = subprocess.run(
+            ["nvidia-smi", "-L"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
         accelerators = [line.split("(UUID")[0].strip() for line in answer.stdout.splitlines() if line]
     except (OSError, subprocess.TimeoutExpired):
         accelerators = []
+
     if accelerators:
         facts["accelerators"] = accelerators
+
     facts["load_average"] = round(os.getloadavg()[0], 1)
     return facts
 
@@ -216,8 +229,20 @@ def arguments(description: str | None, repeats: int) -> argparse.ArgumentParser:
     """Return a parser with the options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller sizes: a first impression")
-    parser.add_argument("--repeats", type=int, default=None, help=f"measured repeats (default {repeats})")
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the records to FILE")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=None,
+        help=f"measured repeats (default {repeats})",
+    )
+
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="write the records to FILE",
+    )
     return parser
 
 
@@ -239,15 +264,24 @@ def torchrun(
     """
     program = [str(python or sys.executable), "-m", "torch.distributed.run", "--standalone"]
     program += ["--nproc-per-node", str(processes), *command]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     environment["PYTHONPATH"] = f"{HERE}{os.pathsep}{HERE.parent}"
 
     # A session of its own, so that a timeout ends the launcher together with its ranks.
     start = time.perf_counter()
     with log.open("wb") as output:
         child = subprocess.Popen(
-            program, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            program,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
         )
+
         try:
             code = child.wait(timeout)
         except BaseException as error:
@@ -256,6 +290,7 @@ def torchrun(
             if isinstance(error, subprocess.TimeoutExpired):
                 raise ChildFailed(f"{command[0]} ran longer than {timeout:.0f} s; see {_tail(log)}") from None
             raise
+
     if code:
         raise ChildFailed(f"{' '.join(command[:3])} ended with code {code}; {_tail(log)}")
     return time.perf_counter() - start
@@ -280,6 +315,7 @@ def _tail(log: Path, lines: int = 25) -> str:
     launcher = [number for number, line in enumerate(text) if "torch/distributed/elastic/" in line]
     causes = [number for number, line in enumerate(text) if line.startswith("Root Cause")]
     cause = []
+
     if causes:
         cause = text[causes[-1] :]
     if launcher and launcher[0]:

@@ -48,7 +48,15 @@ IDLE_METRICS = {"learner": "time/idle_learn", "rollout": "time/idle_rollout"}
 """Kind of rank -> metric of the seconds in which it waits for the other kind."""
 
 
-def run(name: str, method: str, work: Workload, folder: Path, ranks: int, steps: int, rows: int) -> Steps:
+def run(
+    name: str,
+    method: str,
+    work: Workload,
+    folder: Path,
+    ranks: int,
+    steps: int,
+    rows: int,
+) -> Steps:
     """Train with the command that users call; return the metrics of the steps that count."""
     say("placements", f"{name}: {steps} steps of {work.rows} samples on {ranks} ranks, {rows} rows at once")
     config = folder / f"{name}.yaml"

@@ -56,10 +56,21 @@ def warm_model(folder: Path) -> Path:
 
 
 def measure(
-    name: str, model: Path, folder: Path, steps: int, seeds: Sequence[int], overrides: list[str]
+    name: str,
+    model: Path,
+    folder: Path,
+    steps: int,
+    seeds: Sequence[int],
+    overrides: list[str],
 ) -> dict:
     """Train one recipe with each seed; return its accuracies and sampled rewards, before and after."""
-    results: dict[str, list[float]] = {"before": [], "after": [], "first": [], "last": [], "seconds": []}
+    results: dict[str, list[float]] = {
+        "before": [],
+        "after": [],
+        "first": [],
+        "last": [],
+        "seconds": [],
+    }
     for seed in seeds:
         run = folder / f"{name}-{seed}"
         settings = [
@@ -86,9 +97,19 @@ def main() -> int:
     files = {path.stem: path.read_text() for path in RECIPES.glob("*.yaml")}
     names = sorted(name for name, text in files.items() if "\npreference:" not in text)
     parser.add_argument("--only", default=",".join(names), help="comma-separated recipes")
-    parser.add_argument("--steps", type=int, default=None, help="training steps of each (default 30)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=None,
+        help="training steps of each (default 30)",
+    )
     parser.add_argument("--folder", type=Path, default=HERE.parent / "runs" / "recipes-benchmark")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="values for every recipe")
+    parser.add_argument(
+        "overrides",
+        metavar="KEY=VALUE",
+        nargs="*",
+        help="values for every recipe",
+    )
     options = parser.parse_args()
 
     warn_if_busy("recipes")

@@ -91,7 +91,13 @@ def record(report: Report, replicas: int, turns: Mapping[str, Sequence[tuple[flo
             report.add(case, name, "replicas idle", "share", idle)
 
 
-def record_simulation(report: Report, replicas: int, cost: Cost, median: int, limit: int) -> None:
+def record_simulation(
+    report: Report,
+    replicas: int,
+    cost: Cost,
+    median: int,
+    limit: int,
+) -> None:
     """Record the orders of one number of replicas by simulation, with several draws of lengths."""
     orders: dict[str, list[float]] = {}
     bounds: dict[str, list[float]] = {}
@@ -136,7 +142,14 @@ def main(command_line: Sequence[str] | None = None) -> int:
     costs: dict[int, float] = {}
     with tempfile.TemporaryDirectory(prefix="rollout.") as name:
         # So long a limit that the model hardly ever ends a response by itself.
-        make(Path(name), Workload(prompts=8, samples=SAMPLES, max_response_tokens=10**7))
+        make(
+            Path(name),
+            Workload(
+                prompts=8,
+                samples=SAMPLES,
+                max_response_tokens=10**7,
+            ),
+        )
         replica_counts = REAL_REPLICAS[:2] if options.quick else REAL_REPLICAS
         for replicas in replica_counts:
             turns = [log_normal(GROUPS * replicas, median, limit, turn) for turn in range(repeats)]

@@ -109,12 +109,14 @@ class TimedEngine:
         running = list(self._remaining)[: self.max_rows]
         steps = min((self._remaining[number] for number in running), default=0)
         self.clock += steps * self._cost(len(running))
+
         for number in running:
             self._remaining[number] -= steps
 
         complete = [number for number in running if not self._remaining[number]]
         for number in complete:
             del self._remaining[number]
+
         self.completed += [(self.clock, self._limits[number]) for number in complete]
         return [self._completion(number) for number in complete]
 
@@ -125,7 +127,11 @@ class TimedEngine:
 
 
 def simulate(
-    lengths: Sequence[Sequence[int]], replicas: int, rows: int, max_in_flight: int, cost: Cost
+    lengths: Sequence[Sequence[int]],
+    replicas: int,
+    rows: int,
+    max_in_flight: int,
+    cost: Cost,
 ) -> list[tuple[float, int]]:
     """Return the completion time and the tokens of each response, in order of time.
 
@@ -136,6 +142,7 @@ def simulate(
     generation_round, length_by_seed = start_round(lengths)
     tickets = count()
     engines = [TimedEngine(rows, cost) for _ in range(replicas)]
+
     schedulers = [
         ReplicaScheduler(
             EndedEngine(engine, length_by_seed),
@@ -150,6 +157,7 @@ def simulate(
     busy = [replica for replica, scheduler in enumerate(schedulers) if scheduler.step()]
     heap = [(engines[replica].clock, replica) for replica in busy]
     heapq.heapify(heap)
+
     while heap:
         _, replica = heapq.heappop(heap)
         if schedulers[replica].step():
@@ -161,6 +169,7 @@ def step_in_the_middle(completed: Sequence[tuple[float, int]], steps: int) -> fl
     """Return the seconds of one of ``steps`` steps, by the middle half of all tokens."""
     quarter = sum(tokens for _, tokens in completed) / 4
     tokens_so_far = 0
+
     # Times after one and after three quarters of the tokens: begin and end are not typical.
     times: list[float] = []
     for second, tokens in completed:

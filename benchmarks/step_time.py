@@ -77,6 +77,7 @@ def trl_choices(available: int, work: Workload) -> list[Choice]:
     data_parallel = choices[0]
     one_process = choices[-1]
     rows = work.rows // data_parallel.processes
+
     # A machine of one core has one choice.
     return list(
         dict.fromkeys(
@@ -98,6 +99,7 @@ def learn_layouts(available: int, best: Choice) -> list[tuple[Choice, dict[str, 
     # Two and four ranks, with as many threads as leave no core idle.
     pair, four = (Choice(ranks, max(1, available // ranks)) for ranks in (2, 4))
     plain = {"sequence_parallel": False}
+
     return [(choice, {}) for choice in data_parallel] + [
         (pair, {"tensor": 2}),
         (pair, {"tensor": 2, **plain}),
@@ -138,11 +140,14 @@ class Bench:
             "steps": steps,
             "rows-per-microbatch": choice.rows,
         }
+
         options = []
         for name, value in sizes.items():
             options += [f"--{name}", str(value)]
+
         if choice.continuous:
             options.append("--continuous-batching")
+
         command = [str(HERE / "trl_worker.py"), str(self.folder), str(result), *options]
         torchrun(command, choice.processes, choice.threads, self.folder / "trl.log", 1800, TRL_PYTHON)
 
@@ -190,13 +195,16 @@ class Bench:
         versions = metrics["versions"]
         self.report.add(self.case, method, "step", "s", metrics["seconds"], peer_versions=versions)
         self.report.add(self.case, method, "generate", "s", metrics["generate"], peer_versions=versions)
+
         self.report.add(
             self.case, method, "response length", "tokens", metrics["length"], peer_versions=versions
         )
 
         kind = "TRL"
+
         if choice.continuous:
             kind = "TRL with continuous batching"
+
         for name, theirs in self.rates(metrics["seconds"], metrics["length"]).items():
             self.report.add(self.case, method, name, "1/s", theirs, peer_versions=versions)
             ratio = statistics.median(our_rates[name]) / statistics.median(theirs)
@@ -209,6 +217,7 @@ class Bench:
         say("step_time", f"learn phase in turns with bare Megatron-Core, {choice}, {layout_text}")
         config = self.folder / "learn.yaml"
         result = self.folder / "learn.json"
+
         config.write_text(configuration(work, self.folder, self.folder / "learn", 1, dict(layout)))
         command = [str(HERE / "learn_worker.py"), str(config), str(result)]
         command += ["--work", json.dumps(asdict(work)), "--repeats", str(2 * self.repeats)]
@@ -216,6 +225,7 @@ class Bench:
 
         measurement = json.loads(result.read_text())
         seconds = measurement["seconds"]
+
         tokens = measurement["tokens"]
         our_name, *peers = seconds
         our_times = [1e6 * value / tokens[our_name] for value in seconds[our_name]]
@@ -229,6 +239,7 @@ class Bench:
                 ratio = statistics.median(our_times) / statistics.median(theirs)
             self.report.add(case, our_name, "learn phase per token", "µs", our_times, ratio)
             self.report.add(case, peer, "train step per token", "µs", theirs)
+
         comparison = "one supervised step gives loss {loss:.6f} and gradient norm {norm:.6f}, "
         comparison += "bare Megatron-Core {peer_loss:.6f} and {peer_norm:.6f}"
         comparison = comparison.format(**measurement["check"])
@@ -255,6 +266,7 @@ def phases(steps: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
             "score": step["time/score"],
             "learn": step["time/learn"],
         }
+
         # The remainder: rewards, logging, the step's own overhead.
         values |= {"step": step["time/step"], "rest": step["time/step"] - sum(values.values())}
         for name, seconds in values.items():
@@ -306,7 +318,14 @@ def main() -> int:
     parser = arguments(__doc__, repeats=2)
     parser.add_argument("--without", default="", help="parts to leave out: " + ",".join(PARTS))
     parser.add_argument("--continuous-batching", action="store_true", help="measure TRL with that, too")
-    parser.add_argument("--keep", type=Path, default=None, metavar="DIR", help="keep logs and runs in DIR")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="keep logs and runs in DIR",
+    )
+
     options = parser.parse_args()
     excluded = [name for name in options.without.split(",") if name]
     for name in excluded:
@@ -322,11 +341,13 @@ def main() -> int:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         make(folder, work)
+
         bench = Bench(folder, work, options.repeats or 2, report)
         try:
             measure(bench, options.quick, excluded, options.continuous_batching)
         except ChildFailed as error:
             report.fail(str(error))
+
         report.note(
             "aims: samples/s at least 2.5 times TRL's; learn phase at most 1.05 of bare Megatron-Core"
         )

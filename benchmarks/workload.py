@@ -153,7 +153,13 @@ def _strength(constant: Any, other_logits: Any, probability: float) -> float:
     return middle
 
 
-def configuration(work: Workload, directory: Path, run_dir: Path, steps: int, layout: dict[str, int]) -> str:
+def configuration(
+    work: Workload,
+    directory: Path,
+    run_dir: Path,
+    steps: int,
+    layout: dict[str, int],
+) -> str:
     """Return the YAML of a megatron_rl run on this work, in float32 and with rollout tensor parallelism 1."""
     tree = {
         "model": {"path": str(directory / "model"), "dtype": "float32"},

@@ -123,6 +123,7 @@ class Scenario:
             return count
         if self.layout:
             return self.layout.size
+
         rollout = self.rollout(1)
         if rollout is None:
             return 1
@@ -148,6 +149,7 @@ class Scenario:
         """Return the number of training GPUs."""
         if not self.disaggregated:
             return self.gpus
+
         section = self.section("cluster")
         if section.get("train_gpus"):
             return int(section["train_gpus"])
@@ -171,9 +173,11 @@ class Scenario:
         section = self.raw.get("layout")
         if not section:
             return None
+
         names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
         sizes = {name: int(section.get(name) or 1) for name in names}
         model_ranks = sizes["tensor"] * sizes["pipeline"] * sizes["context"]
+
         data = section.get("data")
         if data is None:
             cluster = self.section("cluster")
@@ -202,8 +206,10 @@ class Scenario:
         pipeline = int(section.get("pipeline") or 1)
         # A number of replicas belongs to the scenario's own tensor size; at another, as many as fit.
         replicas = None
+
         if section.get("tensor") == tensor:
             replicas = section.get("replicas")
+
         limit = section.get("max_sequences")
 
         return RolloutLayout(
@@ -279,19 +285,23 @@ class Scenario:
         default_kind = "variable" if "response_tokens_mean" in section else "fixed"
         kind = section.get("response_lengths", default_kind)
         default_mean = limit
+
         if kind == "variable":
             default_mean = limit / 4
+
         mean = float(section.get("response_tokens_mean") or default_mean)
         lengths = response_lengths(mean, float(limit), "fixed" if kind == "fixed" else "variable")
 
         prompts = int(section.get("prompts") or 1)
         samples = int(section.get("samples_per_prompt") or 1)
+
         optimizer_steps = section.get("optimizer_steps")
         if optimizer_steps is None:
             global_batch = section.get("global_batch")
             optimizer_steps = 1
             if global_batch:
                 optimizer_steps = max(1, round(prompts * samples / global_batch))
+
         return StepBatch(
             prompts=prompts,
             samples=samples,

@@ -23,9 +23,16 @@ from megatron_rl.hf.weights import load_weights
 from megatron_rl.hybrid_engine import weight_transfer
 
 TINY = Qwen3Config(
-    hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=32, vocab_size=307, max_position_embeddings=512, tie_word_embeddings=False,
-)  # fmt: skip
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=307,
+    max_position_embeddings=512,
+    tie_word_embeddings=False,
+)
 
 
 def megatron_model(config: Any) -> Any:

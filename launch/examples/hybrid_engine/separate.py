@@ -82,7 +82,12 @@ def train(rank: int, checkpoint: Path, pipe: str) -> None:
     load_weights(model, checkpoint)
 
     # Every trainer joins the rendezvous, and the first one calls the server.
-    rendezvous = {"address": "127.0.0.1", "port": free_port(), "trainers": TRAINERS, "workers": 1}
+    rendezvous = {
+        "address": "127.0.0.1",
+        "port": free_port(),
+        "trainers": TRAINERS,
+        "workers": 1,
+    }
     client = PipeClient(pipe) if rank == 0 else None
     sender = WeightTransferTrainerFactory.trainer_init(
         TrainerMeeting(model, rank=rank, **rendezvous),
@@ -152,7 +157,11 @@ class InFlight:
         if not self._started:
             from vllm import SamplingParams
 
-            sampling = SamplingParams(temperature=0.0, max_tokens=12, detokenize=False)
+            sampling = SamplingParams(
+                temperature=0.0,
+                max_tokens=12,
+                detokenize=False,
+            )
             self._llm.llm_engine.add_request("kept", {"prompt_token_ids": [5, 6, 7]}, sampling)
             for _ in range(4):
                 self._llm.llm_engine.step()
