@@ -76,7 +76,7 @@ class Report:
         peer_versions: Mapping[str, str] | None = None,
     ) -> Record:
         """Record repeated measurements of one number."""
-        # A peer in an environment of its own has other versions than this process.
+        # A peer in a separate environment has other versions than this process.
         record = Record(
             self.benchmark, case, method, metric, unit,
             statistics.median(values), min(values), max(values), len(values), ratio,
@@ -118,7 +118,7 @@ class Report:
         return "\n".join([*rows, "", *self.notes, *(f"NOT MEASURED: {text}" for text in self.failures)])
 
     def finish(self, path: Path | None) -> int:
-        """Print the table, write ``path`` where one is given, and return the exit code."""
+        """Print the table, write the records to ``path`` if given, and return the exit code."""
         machine = ", ".join(f"{name} {value}" for name, value in self._hardware.items())
         print(f"\n{self.benchmark} on {machine}\n{self.table()}", flush=True)
         if path is not None:
@@ -169,7 +169,7 @@ def versions() -> dict[str, str]:
 def hardware() -> dict[str, Any]:
     """Return processor, usable cores, memory, accelerators, and how busy the machine is."""
     name = platform.processor() or platform.machine()
-    # Linux has a better name than Python knows.
+    # Linux has a more precise name than Python.
     for line in _lines("/proc/cpuinfo"):
         if line.startswith("model name"):
             name = line.split(":", 1)[1].strip()
@@ -200,7 +200,7 @@ def hardware() -> dict[str, Any]:
 
 
 def _lines(path: str) -> list[str]:
-    """Return the lines of a file, none where it cannot be read."""
+    """Return the lines of a file, or [] if it cannot be read."""
     try:
         return Path(path).read_text().splitlines()
     except OSError:
@@ -213,15 +213,15 @@ def cores() -> int:
 
 
 def warn_if_busy(benchmark: str) -> None:
-    """Print a warning where other work on the machine will disturb the numbers."""
-    # Of the last minute; the benchmark itself has hardly begun.
+    """Print a warning if other work on the machine will disturb the numbers."""
+    # The mean over the last minute, in which this benchmark was not running.
     load = os.getloadavg()[0]
     if load > 0.5 * cores():
         say(benchmark, f"the load average is {load:.1f} on {cores()} cores: these numbers will be disturbed")
 
 
 def say(benchmark: str, text: str) -> None:
-    """Print progress of a benchmark on stderr, apart from the results."""
+    """Print progress of a benchmark on stderr, separate from the results."""
     print(f"{benchmark}: {text}", file=sys.stderr, flush=True)
 
 

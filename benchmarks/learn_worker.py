@@ -158,7 +158,6 @@ def check_equal(
     metrics = learn(actor, batch, algorithm, lambda rows, log_probs, entropy: sft_objective(rows, log_probs))
     dist.all_gather_object(rank_metrics, metrics)
     values = sum(rank_metrics[1:], rank_metrics[0]).values()
-
     loss, norm = peer.step(batches)
 
     result = {

@@ -63,7 +63,7 @@ def write_model(folder: Path, shape: str) -> float:
         dtype="bfloat16",
     )
 
-    # Drawn in bfloat16, on the GPU where there is one.
+    # Drawn in bfloat16, on the GPU if there is one.
     torch.manual_seed(1)
     torch.set_default_dtype(torch.bfloat16)
     accelerator = "cuda" if torch.cuda.is_available() else "cpu"

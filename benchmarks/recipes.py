@@ -3,14 +3,15 @@
     python benchmarks/recipes.py [--quick] [--repeats N] [--json FILE] [--only grpo,gspo] [--steps N]
                                  [--folder DIR] [KEY=VALUE …]
 
-All recipes start from one model: the quickstart's after its supervised warm-up, made first and kept in the
-folder for later calls. Each then trains in one process, shortened to --steps (the learning rate's decay
-too), with its own batch and settings; only the layout, the model and the engine are replaced, and what
-KEY=VALUE says. A repeat has a seed of its own; mean and standard deviation over the seeds stand below the
-table. Metrics: accuracy, the share of the quickstart's held-out problems that greedy decoding solves;
-sampled_reward, the mean reward of the first three and last three training steps' samples. Recipes that train
-on preferences first run where --only names them; their first accuracy is the one after that training. The
-exit code is 1 where a recipe's median accuracy did not rise, or a run failed.
+All recipes start from one model: the quickstart's after its supervised warm-up, which is trained first and
+remains in the folder for later calls. Each recipe then trains in one process for --steps (which also shortens
+the decay of the learning rate), with its own batch and settings; layout, model, engine and the keys of
+KEY=VALUE are replaced. Each repeat has another seed; mean and standard deviation are printed below the table.
+
+Metrics: accuracy, the fraction of the quickstart's held-out problems that greedy decoding solves;
+sampled_reward, the mean reward of the samples of the first three and last three training steps. Recipes with
+preference training only run if --only names them; their first accuracy is the one after that training. The
+exit code is 1 if a recipe's median accuracy did not rise, or a run failed.
 """
 
 from __future__ import annotations

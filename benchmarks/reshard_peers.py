@@ -35,7 +35,7 @@ class Gatherer:
         self._tensor_size = layout.tensor
         self._parameters = {global_name(model, name): value for name, value in live_parameters(model).items()}
 
-        # Every rank knows the shapes of all stages, so that it can allocate the receive buffers.
+        # Every rank has the shapes of all stages, so that it can allocate the receive buffers.
         stage_shapes: list[Any] = [None] * layout.pipeline
 
         shapes = {name: (tuple(value.shape), value.dtype) for name, value in self._parameters.items()}

@@ -3,8 +3,8 @@
     python benchmarks/seeds.py CONFIG … [--seeds 1-10] [--ranks N] [--folder DIR] [--prepare COMMAND]
                                [--quick] [--at-least X] [--gain X] [--json FILE] [KEY=VALUE …]
 
-Every seed is a run of its own with ``seed=N``; ``{seed}`` and ``{folder}`` in KEY=VALUE and in COMMAND stand
-for the number and the seed's folder. COMMAND runs first. Complete seeds are not run again, so an
+Each seed is a separate run with ``seed=N``. ``{seed}`` and ``{folder}`` in KEY=VALUE and in COMMAND are
+replaced by the number and the seed's folder. COMMAND runs first. Complete seeds are not run again, so an
 interrupted call resumes. The quickstart, with another model, other problems and another order in each run::
 
     python benchmarks/seeds.py configs/quickstart.yaml --at-least 0.9 --gain 0.3 \\
@@ -98,7 +98,7 @@ def main() -> int:
         "--prepare",
         default="",
         metavar="COMMAND",
-        help="what makes a seed's data and model",
+        help="command that creates a seed's data and model",
     )
     parser.add_argument(
         "--at-least",

@@ -1,4 +1,4 @@
-"""Time of a training step by phase, beside a bare Megatron-Core step and TRL on the same work.
+"""Time of a training step by phase, compared with a bare Megatron-Core step and TRL on the same work.
 
     python benchmarks/step_time.py [--quick] [--repeats N] [--json FILE]
                                   [--without step,trl,learn] [--continuous-batching]
@@ -10,15 +10,15 @@ A Qwen2-shaped model of 25.7M parameters in float32 answers prompts with 1 to 25
 2. our learn phase against a hand-written Megatron-Core train step on the same tokens, model, weights and
    layout, measured in turns in one job, twice as often as the rest, data parallel, TP2, PP2 and TP2×PP2; both
    first take one supervised step, and must get the same loss and gradient norm (bare_megatron.py). Megatron's
-   own layers know no packed rows here: they take rows of one length with as many tokens and, in attention, as
-   many pairs of tokens, and at the end the same rows padded;
-3. TRL's GRPOTrainer (trl_worker.py, in the environment that make_trl_venv.sh makes) on the same prompts,
+   own layers do not support packed rows here: they get rows of one length with as many tokens and, in
+   attention, as many pairs of tokens, and at the end the same rows padded;
+3. TRL's GRPOTrainer (trl_worker.py, in the environment of make_trl_venv.sh) on the same prompts,
    weights, batch and sampling, with the number of processes and micro-batch that are best for it;
    it generates with transformers' `generate`, its default, and with --continuous-batching also with
    transformers' continuous batching.
 
-Every method gets all cores. The first step of each run warms up and is not counted. `--quick` makes the
-batch and the limit smaller and tries no alternatives for either side.
+Every method gets all cores. The first step of each run is a warm-up and is not counted. `--quick` reduces the
+batch and the limit and tries no alternatives for either side.
 """
 
 from __future__ import annotations

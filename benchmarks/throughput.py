@@ -1,14 +1,14 @@
-"""Speed of a real configuration, phase by phase, beside the planner's prediction for it.
+"""Speed of a real configuration, phase by phase, and the planner's prediction of it.
 
     python benchmarks/throughput.py CONFIG [key=value ...] [--steps N] [--json FILE]    # launches torchrun
-    torchrun ... benchmarks/throughput.py CONFIG ...                        # as a rank of a launched job
-    python benchmarks/throughput.py CONFIG --run RUN_DIR                    # reads a run that is over
+    torchrun ... benchmarks/throughput.py CONFIG ...                        # as a rank of a job
+    python benchmarks/throughput.py CONFIG --run RUN_DIR                    # reads a finished run
     python benchmarks/throughput.py CONFIG [CONFIG ...] --simulate          # no GPU: the prediction alone
 
-A run takes N steps (default 3) after one that warms up, without evaluation or export, and is then read from
-its own metrics.jsonl: seconds per phase, tokens/s per process (one GPU each), memory peaks. Where
-the GPU is known (`gpu` in the configuration, or --gpu) the prediction at the run's own mean lengths stands
-beside it, and model FLOPs over peak FLOPs by phase (attention counted causally).
+A run trains N steps (default 3) after a warm-up step, without evaluation or export. Its metrics.jsonl gives
+seconds per phase, tokens/s per process (one GPU each) and memory peaks. If the GPU is known (`gpu` in the
+configuration, or --gpu), the table also has the prediction at the run's mean lengths, and model FLOPs over
+peak FLOPs by phase (attention counted causally).
 """
 
 from __future__ import annotations

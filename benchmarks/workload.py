@@ -179,7 +179,7 @@ def configuration(
 def lengths(work: Workload, seed: int) -> list[int]:
     """Return response lengths of one step, drawn as the model draws them."""
     generator = random.Random(seed)
-    # Geometric lengths, by the logarithm of the probability to go on.
+    # Geometric lengths, from the logarithm of the probability that a response continues.
     keep = math.log1p(-work.end_probability)
     return [
         min(work.max_response_tokens, 1 + int(math.log(1.0 - generator.random()) / keep))

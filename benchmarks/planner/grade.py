@@ -204,7 +204,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     parser.add_argument("file", nargs="?", default=str(Path(__file__).with_name("points.json")))
     parser.add_argument("--json", metavar="FILE", help="write the outcomes as JSON")
 
-    parser.add_argument("--constants", metavar="FILE", help="constants to lay over the packaged ones")
+    parser.add_argument("--constants", metavar="FILE", help="constants that override the packaged ones")
     options = parser.parse_args(command_line)
 
     try:

@@ -174,7 +174,6 @@ def pretrain_throughput(scenario: Scenario) -> Prediction:
     recompute_counted = bool(convention.get("recompute_counted", False)) and choice.recompute == "full"
     attention = str(convention.get("attention", "full"))
     flops_per_token = model_flops_per_token(choice.model, scenario.sequence, attention, recompute_counted)
-
     rate = batch.rows * scenario.sequence / seconds / scenario.gpus
 
     return {
@@ -255,7 +254,6 @@ def serving_throughput(scenario: Scenario) -> Prediction:
     model = scenario.model()
     machine = scenario.machine
     constants = scenario.constants
-
     section = scenario.section("batch")
 
     if "prompts" in section and "concurrent_sequences" not in section:
@@ -346,7 +344,7 @@ def placement_choice(scenario: Scenario) -> Prediction:
     if not candidates:
         raise scenario.error("candidates", "placement name to list of groups of roles", None)
 
-    # The trainer of HybridFlow, not this package's: roles swap, and each has stages of its own.
+    # The trainer of HybridFlow, not this package's: roles are swapped, and each has its own stages.
     rollout = scenario.section("rollout")
     problem = Problem(
         models={role: scenario.model(role) for role in scenario.roles},

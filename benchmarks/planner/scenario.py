@@ -90,7 +90,7 @@ class Scenario:
 
     def model(self, role: str = "actor") -> ModelShape:
         """Return a role's model."""
-        # A role without a model of its own has the scenario's.
+        # A role without its own model uses the scenario's.
         reference = self.section("roles").get(role) or self.raw.get("model")
         if reference is None:
             raise self.error("model", "a preset name or an inline configuration", None)
@@ -136,7 +136,7 @@ class Scenario:
 
     @property
     def disaggregated(self) -> bool:
-        """Return whether training and rollout have GPUs of their own."""
+        """Return whether training and rollout use separate GPUs."""
         cluster = self.section("cluster")
         # A cluster that counts both sides has two.
         default = "colocated"
@@ -235,7 +235,7 @@ class Scenario:
     def memory_fraction(self) -> float:
         """Return the share of GPU memory that the engine may use."""
         serving = self.kind in ("decode_latency", "serving_throughput")
-        # An engine without a trainer beside it takes nearly all memory.
+        # An engine without a trainer on its GPUs uses nearly all memory.
         default = 0.6
         if self.disaggregated or serving:
             default = 0.9
@@ -281,7 +281,7 @@ class Scenario:
         elif limit is None:
             limit = section.get("response_tokens_mean") or 1024
 
-        # A mean says that lengths vary.
+        # A mean implies that lengths vary.
         default_kind = "variable" if "response_tokens_mean" in section else "fixed"
         kind = section.get("response_lengths", default_kind)
         default_mean = limit

@@ -324,9 +324,9 @@ def model_folders() -> st.SearchStrategy[dict[str, Any]]:
         "model.safetensors",
     )
     bytes_of = st.builds(
-        lambda name, key, data: {
+        lambda name, offset, data: {
             "file": f"model/{name}",
-            "at": key,
+            "at": offset,
             "bytes": data,
         },
         st.sampled_from(file_names),

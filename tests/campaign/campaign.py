@@ -37,7 +37,7 @@ OUTCOMES = (HELD, "lost", "unclear", "hang", "left over", "accepted", "failed", 
 - ``lost``: a number, sample or file was lost or appeared twice.
 - ``unclear``: an error was a traceback, or did not name its cause.
 - ``hang``: the case did not end in time.
-- ``left over``: processes, files or shared memory remained.
+- ``left over``: processes, files or shared memory remained after the end.
 - ``accepted``: an invalid input was accepted silently.
 - ``failed``: a command of an example failed.
 - ``broken``: the campaign's own code failed.

@@ -192,7 +192,7 @@ def try_case(case: Case, work: Path) -> Result:
             for kill in settings["kills"]:
                 if not send_kill(chain, kill):
                     break
-            code = to_the_end(chain)
+            code = wait_for_end(chain)
         except (Hang, Lost) as error:
             outcome = "hang" if isinstance(error, Hang) else "lost"
             return Result(outcome, f"{tail(folder)}\n{chain.sent}\n{error}", _counts(chain))
@@ -273,7 +273,7 @@ def await_moment(chain: Chain, phase: str, step: int) -> bool:
             return True
 
 
-def to_the_end(chain: Chain) -> int:
+def wait_for_end(chain: Chain) -> int:
     """Wait for the end of the run and return its exit code."""
     while chain.launcher is None or chain.launcher.poll() is None:
         await_moment(chain, "no such phase", 0)

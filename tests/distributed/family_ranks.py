@@ -30,7 +30,6 @@ def journey(folder: Path, experts: bool, adapters: bool) -> None:
 
     first = f"actor.layout.{first_axis}=2"
     second = f"actor.layout.{second_axis}=2"
-
     command("check", config, first, "--world-size", "2")
 
     # One routing replay each for the first run and for the one that resumes.

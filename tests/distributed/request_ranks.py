@@ -68,7 +68,6 @@ def check_requests(path: Path) -> None:
             outputs |= {output.number: list(output.tokens) for output in engine.step()}
 
         # The aborted request can be submitted again; it is interrupted before and after it has tokens.
-        # The aborted request can be submitted again; it is interrupted before and after it has tokens.
         engine.submit(replace(requests[1], number=7))
         assert engine.interrupt() == []  # it has no token yet
 
@@ -78,7 +77,6 @@ def check_requests(path: Path) -> None:
 
         (interrupted,) = engine.interrupt()
         assert engine.step() == []
-        # Leaving the context ends this request.
         # Leaving the context ends this request.
         engine.submit(replace(requests[1], number=9))
 
@@ -128,7 +126,6 @@ def check_updates_in_flight(path: Path) -> None:
         assert set(engine.kept) == (set(seeds) if on_update == KEEP else set())
 
         # Two of the three sequences continue under new weights.
-        # Two of the three sequences continue under new weights.
         write(engine, path, scale=1.05)
         engine.finish_update(2)
         with engine.sampling():
@@ -153,7 +150,6 @@ def check_updates_in_flight(path: Path) -> None:
             prefix = [*rows[output.number - 7], *partial_tokens[output.number - 7]]
             tokens = list(output.tokens)
             assert len(tokens) == 15
-            # Both references must differ, or the comparison could not tell the two behaviours apart.
             # Both references must differ, or the comparison could not tell the two behaviours apart.
             recomputed = log_probs(new, [*prefix, *tokens])[-15:]
             with_old_cache = log_probs(

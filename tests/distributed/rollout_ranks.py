@@ -222,12 +222,12 @@ def check_parts(path: Path) -> None:
     close_to(full, continued)
     assert full.finish_reason.tolist()[0] == FINISH_STOP
 
-    def write_two() -> None:
+    def update_weights() -> None:
         write(engine, path, scale=1.5)
         engine.finish_update(2)
 
     # Under newer weights they keep their first tokens and continue differently.
-    mixed_versions = in_parts(engine, started(prompts, 1, seed=1, version=1), (7, 20), (1, 2), write_two)
+    mixed_versions = in_parts(engine, started(prompts, 1, seed=1, version=1), (7, 20), (1, 2), update_weights)
     second = generate(engine, prompts, seed=1)
     assert mixed_versions.token_versions is not None
 

@@ -163,7 +163,7 @@ def accident(servers: Servers, processes: list[int], urls: list[str], metrics: P
             wait_for(lambda children=children: not any(map(is_running, children)), f"end of {children}")
             wait_for(lambda: servers_of_last_step() == 1, "step with one server")
             processes[1] = servers.start(urls[1])
-            wait_for(lambda: servers_of_last_step() == 2, "step with the server that came back")
+            wait_for(lambda: servers_of_last_step() == 2, "step with the restarted server")
     finally:
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -2,12 +2,11 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 3 launch/examples/hybrid_engine/separate.py
 
-Ranks 0 and 1 train with tensor parallelism 2 in a world of their own; the last rank stands for a vLLM server,
-which knows nothing of that world. Here it answers over a pipe; for a real one start
-``vllm serve MODEL --worker-extension-cls megatron_rl.hybrid_engine.worker_extension.HybridWorker
---weight-transfer-config '{"backend": "megatron_rl"}'`` and let ``client`` be vLLM's own
-``HTTPVLLMWeightSyncClient``. A request is in flight during the second update: it is paused, kept, and
-finished with the new weights.
+Ranks 0 and 1 train with tensor parallelism 2 in a separate world; the last rank represents a vLLM server,
+which is not part of that world. Here it is called over a pipe; for a real one start ``vllm serve MODEL
+--worker-extension-cls megatron_rl.hybrid_engine.worker_extension.HybridWorker --weight-transfer-config
+'{"backend": "megatron_rl"}'`` and let ``client`` be vLLM's own ``HTTPVLLMWeightSyncClient``. A request is in
+flight during the second update: it is paused, kept, and finished with the new weights.
 """
 
 from __future__ import annotations

