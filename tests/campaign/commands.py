@@ -63,7 +63,7 @@ def errors_of(output: str) -> list[dict[str, Any]]:
     return json.loads(output)["errors"]
 
 
-def lines(output: str) -> str:
+def error_summary(output: str) -> str:
     """Return a check's errors in one line, or the end of any other output."""
     lines = [f"{error['where']}: {error['message']}" for error in errors_of(output)]
     return "; ".join(lines) or output[-2000:]

@@ -24,7 +24,7 @@ def material(tmp_path_factory) -> Path:
 def forked_torchrun(fork: Callable[..., Launch], tmp_path: Path) -> Callable[..., tuple[int, str]]:
     """Run a module on two ranks of torchrun; return its exit code and its output.
 
-    torchrun and its ranks are forked, which saves the imports; its process ID is written to ``tmp_path/torchrun``.
+    torchrun and its ranks are forked, which saves the imports; its process ID goes to ``tmp_path/torchrun``.
     """
 
     def run(*arguments: object, timeout: float = 300.0) -> tuple[int, str]:
