@@ -43,6 +43,7 @@ class Browser:
 
         os.close(command_reader)
         os.close(reply_writer)
+        # bash moves the pipes to the descriptors that the browser expects.
         self._process = subprocess.Popen(
             ["bash", "-c", 'exec "$0" "$@" 3<&{} 4>&{}'.format(*inherited), path, *FLAGS,
              f"--user-data-dir={self._folder.name}", f"--window-size={width},{height}"],
@@ -100,6 +101,7 @@ class Browser:
 
     def _message(self) -> dict[str, Any]:
         # Messages end with a zero byte.
+
         while b"\0" not in self._buffer:
             if not select.select([self._read], [], [], PATIENCE)[0]:
                 raise TimeoutError(f"no message from the browser within {PATIENCE} s")
@@ -200,6 +202,7 @@ class Browser:
     def picture(self, file: Path) -> None:
         """Save a screenshot of the whole page as PNG."""
         size = self.send("Page.getLayoutMetrics")["cssContentSize"]
+        # The whole page, not only the visible part.
         clip = {
             "x": 0,
             "y": 0,

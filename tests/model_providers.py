@@ -88,6 +88,7 @@ def gpt_builder(
         if attention is not None:
             layer.submodules.self_attention.submodules.core_attention = attention
 
+    # Dense layers share one spec; a mixture has a spec per layer.
     if args.num_experts:
         layer = get_gpt_decoder_block_spec(config, fused, normalization=args.normalization, vp_stage=vp_stage)
     return GPTModel(
@@ -214,6 +215,7 @@ def set_up(path: Path, distributed: bool = True) -> tuple[list[Any], Any, Any]:
         )
         model: list[Any] = [DistributedDataParallel(config, buffers, chunk)]
 
+        # A large epsilon makes steps proportional to gradients, so that trainings can be compared.
         settings = OptimizerConfig(
             optimizer="adam",
             lr=1e-2,

@@ -135,6 +135,7 @@ def continue_all(
     routing: tuple[int, int] | None = None,
 ) -> None:
     """Add up to ``tokens`` tokens to every unfinished sequence."""
+    # The queue offers all unfinished sequences to the only replica at once.
     queue = ReplicaQueue(round_of(groups, version), len(unfinished(groups)), engine.max_model_len)
     scheduler = ReplicaScheduler(engine, queue)
     scheduler.run_token_round(tokens)

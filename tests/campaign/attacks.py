@@ -1,6 +1,6 @@
 """Reward function that attacks its surroundings: 1 if the attack succeeds, 0 if it is refused.
 
-``metadata`` contains what an attacker would know of the machine: existing targets, created by `attackers`.
+``metadata`` contains facts that an attacker would have: existing targets, created by `attackers`.
 """
 
 from __future__ import annotations

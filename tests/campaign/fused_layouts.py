@@ -1,4 +1,4 @@
-"""The cases of `layouts` with Transformer Engine's layers, of which the host has a stand-in in torch."""
+"""The cases of `layouts` with the stand-in of Transformer Engine's layers."""
 
 from __future__ import annotations
 

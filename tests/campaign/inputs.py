@@ -1,6 +1,6 @@
 """Test `check` on invalid inputs generated from the schema: each is READY and can run, or a clear error.
 
-An error is clear if it names the wrong key or file, what was expected, what was found and how to fix it.
+An error is clear if it names the wrong key or file, the expected and the actual value, and a fix.
 `bad_inputs` generates the inputs.
 """
 

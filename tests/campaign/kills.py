@@ -227,6 +227,7 @@ def send_kill(chain: Chain, kill: Mapping[str, Any]) -> bool:
 
     # A random moment inside the phase.
     time.sleep(kill["after"] * chain.durations.get(kill["phase"], 0.5))
+    # A signal to torchrun ends it with its ranks, and the chain starts it again.
     launcher = chain.launcher
     assert launcher is not None
 

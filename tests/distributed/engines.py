@@ -33,6 +33,7 @@ def random_rows(count: int, seed: int) -> list[list[int]]:
     return [torch.randint(0, 300, (length,), generator=generator).tolist() for length in lengths]
 
 
+# Short responses: a test engine on CPUs takes some milliseconds per token.
 GREEDY = SamplingParameters(temperature=0.0, max_response_tokens=20)
 SAMPLED = SamplingParameters(temperature=0.8, max_response_tokens=20)
 
@@ -49,6 +50,7 @@ def build(
 ) -> VllmEngine:
     """Return a vLLM engine on ``ranks``, by default on all; without ``load`` its weights are not set."""
     layout = ParallelLayout(ranks or tuple(range(device.world_size())), tensor=tensor)
+    # float32, so that comparisons with transformers are exact up to summation order.
     return VllmEngine(
         path,
         RolloutConfig(tensor=tensor, **rollout),
@@ -74,6 +76,7 @@ def write_boxes(storage: Storage, tensors: dict[str, torch.Tensor]) -> None:
     """Copy each box's region of the named tensors into the storage's parameters."""
     parameters = storage.parameters()
     for box in storage.boxes():
+        # A box has its position in the full tensor, and offset and strides in the parameter.
         region = tuple(slice(start, start + size) for start, size in zip(box.start, box.size, strict=True))
         parameter = parameters[box.storage]
         target = parameter.as_strided(box.size, box.stride, parameter.storage_offset() + box.offset)

@@ -23,6 +23,7 @@ SHORT_WARM_UP = (
 
 def train(folder: Path, name: str, data: Path, *extra_settings: str, warm_up: bool = True) -> None:
     """Train one step of an example with the model and data in ``data``; raise unless the exit code is 0."""
+    # The data of the example, and as few steps as exercise every stage.
     settings = [
         f"run_dir={folder / name}", f"data.train={data / 'train.jsonl'}",
         f"evaluation.sets.held_out.data={data / 'eval.jsonl'}", *SHORT,
@@ -40,6 +41,7 @@ def train(folder: Path, name: str, data: Path, *extra_settings: str, warm_up: bo
 if __name__ == "__main__":
     # All runs share this process, so the process group of the first has to survive for the next ones.
     setattr(dist, "destroy_process_group", lambda *_: None)
+
     prepared = Path(sys.argv[1])
     runs = Path(sys.argv[2])
     model = f"model.path={prepared / 'quickstart/model'}"
@@ -49,6 +51,7 @@ if __name__ == "__main__":
     train(runs, "moe", prepared / "quickstart", f"model.path={prepared / 'moe'}")
     train(runs, "own_data", prepared / "own_data", model)
     train(runs, "tools", prepared / "tools", model)
+    # This example starts from the Megatron checkpoint that the first one has saved.
     settings = {
         "path": runs / "model",
         "megatron": saved,

@@ -43,6 +43,7 @@ def journey(folder: Path, experts: bool, adapters: bool) -> None:
 
     if adapters:
         command("export", folder / "run/checkpoints/step_3", "--out", folder / "peft", "--format", "peft")
+        # Another run starts from the exported adapters, on the base that they were trained on.
         base = f"model.path={folder / 'run/stages/sft/hf'}"
         overrides = (base, f"actor.lora.path={folder / 'peft'}", f"run_dir={folder / 'next'}", "sft=null")
         command("train", config, first, *overrides, *separate_sync, "steps=1")

@@ -24,6 +24,7 @@ from megatron_rl.types import split_rows
 from megatron_rl.weights.boxes import view_of
 from tests.hf_models import make_model
 
+# Family, sizes of the layout, overrides of Megatron's settings. Every family and every axis occurs.
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen2", {"tensor": 2, "pipeline": 2}, {}),
     ("qwen2-tied", {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, {}),
@@ -217,6 +218,7 @@ def check_refusals(root: Path) -> None:
     else:
         raise AssertionError("weights that one rank could not read were loaded")
 
+    # The failed load has left the groups usable.
     load_weights(model, root / "qwen2")
     try:
         export(model, root / "qwen2")
@@ -229,6 +231,7 @@ def check_refusals(root: Path) -> None:
 def main(root: Path) -> None:
     device.initialize(timeout=120)
     # Without further arguments all cases run.
+
     selected = [int(argument) for argument in sys.argv[2:]]
     for number, (family, sizes, overrides) in enumerate(CASES):
         if selected and number not in selected:

@@ -63,6 +63,7 @@ def make_batch(model: torch.nn.Module, rows: int = 12, truncated: bool = False) 
     prompts = (lengths.float() * torch.rand(rows) * 0.6).long().clamp(min=1)
     mask = torch.cat([torch.arange(n) >= p for n, p in zip(lengths.tolist(), prompts.tolist(), strict=True)])
 
+    # A temperature other than 1 shows whether it is applied.
     temperature = torch.full((rows,), 0.8)
     sizes = support = None
     if truncated:
@@ -72,6 +73,7 @@ def make_batch(model: torch.nn.Module, rows: int = 12, truncated: bool = False) 
         sizes = allowed.sum(1).int()
         support = allowed.nonzero()[:, 1].int()
 
+    # Random differences from the exact log-probs give ratios on both sides of the clip range.
     exact = reference_log_probs(model, tokens, lengths, temperature, sizes, support)
     return TrainBatch(
         tokens=tokens,

@@ -25,12 +25,14 @@ def first_call_of_some() -> None:
             work.wait()
 
     barrier()
+    # For the third rank this is the first call of the group, for the others the second.
     dist.all_reduce(value, group=group)
 
 
 def crossed_groups() -> None:
     """Start the calls of two groups in opposite orders on different ranks."""
     groups = [dist.new_group([0, 1, 2]), dist.new_group([0, 1, 2])]
+    # Asynchronous calls return before they complete, so gloo finishes both in any order.
     order = groups if dist.get_rank() else groups[::-1]
     works = [dist.all_reduce(torch.ones(4), group=group, async_op=True) for group in order]
     for work in works:

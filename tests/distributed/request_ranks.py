@@ -29,6 +29,7 @@ from tests.sampling import generate, make_prompts
 def check_long_prompts(path: Path) -> None:
     """Check prompts whose total length exceeds one vLLM step, so that a seeded request would be split."""
     engine = build(path, 1, load=True, max_model_len=1024)
+    # 6 × 900 tokens are more than vLLM processes in one step here.
     rows = [
         torch.randint(0, 300, (900,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(6)
     ]
@@ -170,5 +171,6 @@ def log_probs(model: Any, tokens: list[int], cache: Any = None) -> torch.Tensor:
     """Return a transformers model's log-probs of all tokens but the first, continuing from ``cache``."""
     with torch.no_grad():
         logits = model(torch.tensor([tokens]), past_key_values=cache).logits[0, :-1].float()
+    # vLLM reports log-probs at the temperature of sampling.
     scaled = (logits / SAMPLED.temperature).log_softmax(1)
     return scaled.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]

@@ -22,6 +22,7 @@ import training
 
 RECORDS = (2, 2)  # layers, experts per token
 BUDGET = 80
+# The first layout is the reference of the others. Recomputation repeats the forward pass, and so the routing.
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"expert": 2},
     {"tensor": 2, "sequence_parallel": True, "recompute": "full"},

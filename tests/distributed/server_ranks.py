@@ -137,6 +137,7 @@ def is_running(process: psutil.Process) -> bool:
 def is_busy(url: str) -> bool:
     """Return whether a server has most of its share of a step open, so that a signal interrupts requests."""
     lines = (read_url(f"{url}/metrics") or "").splitlines()
+    # Prometheus metrics: one line per model.
     running = [line.split()[-1] for line in lines if line.startswith("vllm:num_requests_running")]
     return any(float(count) >= BUSY_REQUESTS for count in running)
 
@@ -185,6 +186,7 @@ def train_before(path: str, run_dir: str) -> None:
 def run(path: str) -> None:
     """Start the servers, with two workers and with one, and train."""
     config = load_and_check(parse(["train", path]), 1, job="train", training=True).config
+    # The helper process is forked before the threads of training exist.
     servers = Servers(config)
     urls = list(config.rollout.server.urls)
 

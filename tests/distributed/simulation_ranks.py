@@ -87,6 +87,7 @@ def shipped() -> dict[str, Any]:
         shipped_models=CONFIGS / "models",
         patience=0,
     )
+    # Without files: the shipped configurations contain only the model's config.json.
     config, estimate = simulation_plan(report, 0)
     assert report.batch is not None
     rank = Simulated(simulate(config, report.models, report.batch, 0, 8), estimate)

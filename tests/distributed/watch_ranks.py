@@ -1,4 +1,4 @@
-"""Ranks of which the third, or the only one, is late to a sum: it works, hangs, or is stopped."""
+"""Ranks of a sum to which the third, or the only one, is late: it works, hangs, or is stopped."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ if __name__ == "__main__":
     state = {"phase": "build"}
     records = Path(sys.argv[2]) if len(sys.argv) > 2 else None
     watch.join(LIMIT, lambda: f"rank {rank} (none) in phase '{state['phase']}'", records=records)
+    # All ranks have to be connected before one of them is late.
     dist.all_reduce(torch.ones(1))
     state["phase"] = "generate"
     if rank == min(2, dist.get_world_size() - 1):

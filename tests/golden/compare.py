@@ -125,6 +125,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
 
 def one_sided_names(file: str, a: Table, b: Table) -> list[str]:
     """Describe the metrics that only one side has, with their steps."""
+    # For example a metric that was renamed, or one that a new feature adds.
     lines = []
     for side, having, lacking in (("A", a, b), ("B", b, a)):
         if not lacking:
@@ -175,8 +176,15 @@ def union(*mappings: Mapping[str, Any]) -> list[str]:
 
 def natural(name: str) -> list[Any]:
     """Return a sort key that puts step_2 before step_10."""
+    # Numbers compare as numbers and before words, so that the types of two keys never mix.
     components = name.replace(".", "_").split("_")
-    return [(0, int(component), "") if component.isdigit() else (1, 0, component) for component in components]
+    key: list[Any] = []
+    for component in components:
+        if component.isdigit():
+            key.append((0, int(component), ""))
+        else:
+            key.append((1, 0, component))
+    return key
 
 
 def number(text: str | None) -> str:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Paths of this checkout, independent of the working folder.
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 MEASURED = ("time/", "throughput/", "memory/")
@@ -73,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     directory: Path = options.directory.resolve()
     # Old recordings are removed first, so that a failed run leaves none.
-    names = [options.only] if options.only else list(RUNS)
+    names = list(RUNS)
+    if options.only:
+        names = [options.only]
     for name in names:
         (directory / f"{name}.json").unlink(missing_ok=True)
 
@@ -85,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = [name for name in names if not record(name, directory)]
     if failed:
         print(f"golden: failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    return int(bool(failed))
 
 
 def record(name: str, directory: Path) -> bool:
@@ -158,6 +161,7 @@ def make_material(work: Path) -> None:
 def make_moe_model(dense: Path, target: Path) -> None:
     """Write a tiny mixture of experts with the tokenizer of the dense model."""
     make_model("qwen3-moe", dense, target)
+
     config = json.loads((target / "config.json").read_text())
     # transformers writes its own name of the key; published checkpoints have `num_experts`.
     if "num_local_experts" in config:
@@ -205,7 +209,9 @@ def train(name: str, work: Path) -> None:
             code = _wait(launcher)
 
         if code:
-            ending = "no end" if code < 0 else f"exit code {code}"
+            ending = f"exit code {code}"
+            if code < 0:
+                ending = "no end"
             raise RunFailed(f"{ending}; see {log}")
 
 
@@ -270,6 +276,7 @@ def tensor_digests(folder: Path) -> dict[str, str]:
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 tensor = tensors.get_tensor(name).contiguous()
+                # Type and shape are part of the digest, since equal bytes may mean other numbers.
                 head = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
                 digests[name] = _digest(head + tensor.view(-1).view(torch.uint8).numpy().tobytes())
     return dict(sorted(digests.items()))

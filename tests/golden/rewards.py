@@ -11,6 +11,7 @@ def score(*, response: str, ground_truth: Any, **_: Any) -> dict[str, float]:
     digits = sum(character == expected for character, expected in zip(response, truth, strict=False)) / len(
         truth
     )
+    # The length matters too, so that responses without a correct digit still differ.
     length = abs(len(response) - len(truth))
     return {
         "reward": digits - 0.05 * length,

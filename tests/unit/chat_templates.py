@@ -186,6 +186,7 @@ ZEPHYR = ChatForm(
     ("</s>",),
     bos="<s>",
 )
+# All templates of this module by their lower-case names.
 FORMS: dict[str, ChatForm] = {
     name.lower(): form for name, form in globals().copy().items() if isinstance(form, ChatForm)
 }
@@ -234,6 +235,7 @@ def tokenizer_of(
         ids = [(text, model.token_to_id(text)) for text in {*prefix, *suffix}]
         model.post_processor = processors.TemplateProcessing(single=pattern, special_tokens=ids)
 
+    # The template reads the names of special tokens from the tokenizer.
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=model,
         bos_token=form.bos,

@@ -83,6 +83,7 @@ TOKENS = [*"0123456789+-*/=,.", "<pad>", "<eos>", "<bos>", "<unk>"]
 def write_safetensors(path: Path, shapes: Mapping[str, Sequence[int]], dtype: str = "F32") -> None:
     """Write a valid safetensors file of zeros; it is sparse and occupies no disk space."""
     header = {}
+
     end = 0
     for name, shape in shapes.items():
         begin = end
@@ -93,6 +94,7 @@ def write_safetensors(path: Path, shapes: Mapping[str, Sequence[int]], dtype: st
             "data_offsets": [begin, end],
         }
 
+    # The format: length of the header in 8 bytes, the header, the tensors' bytes.
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text)
     os.truncate(path, 8 + len(text) + end)
@@ -103,6 +105,7 @@ def write_model(path: Path, **changes: Any) -> None:
     path.mkdir(parents=True)
     shape = {name: value for name, value in {**SHAPE, **changes}.items() if value is not None}
     (path / "config.json").write_text(json.dumps(shape))
+    # One token per character of the quickstart's problems.
     vocabulary = {text: number for number, text in enumerate(TOKENS)}
     tokenizer = {
         "version": "1.0",
@@ -178,10 +181,12 @@ def _write_broken_models(root: Path) -> None:
 
     (root / "no_weights/model.safetensors").unlink()
     write_model(root / "half")
+    # A download that stopped early.
     half = root / "half/model.safetensors"
     os.truncate(half, half.stat().st_size - 2)
     write_model(root / "pointer")
 
+    # A clone without Git LFS.
     (root / "pointer/model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     write_model(root / "missing_shard")
     index = {"weight_map": {"weight": "model-1.safetensors", "other": "model-2.safetensors"}}

@@ -72,6 +72,7 @@ def scripted(page: Page, scenario: str) -> dict:
     """Run a page's script and then a scenario in a JavaScript engine; return the scenario's results."""
     # The page's first script element contains its data, the second one its code.
     rows, script = page.scripts
+    # A minimal document object model replaces the browser's.
     program = f"{DOM}elements.rows.textContent = {json.dumps(rows)};{script}{scenario}"
     program += "console.log(JSON.stringify(results));"
     output = subprocess.run(

@@ -29,6 +29,7 @@ def advantage_inputs(
     baseline_rewards: Sequence[float] | None = None,
 ) -> AdvantageInputs:
     """Return an advantage estimator's inputs for rows of response tokens; a row has one token by default."""
+    # float64, since references are exact.
     score = torch.tensor(rewards, dtype=torch.float64)
     is_valid = torch.tensor([True] * len(rewards) if valid is None else valid, dtype=torch.bool)
     sizes = torch.tensor([1] * len(rewards) if lengths is None else lengths, dtype=torch.long)

@@ -61,6 +61,7 @@ class Batch:
 
     def noise(self, name: str, low: float = -1.0, high: float = 1.0) -> list[list[float]]:
         """Return one random number per token, by row, determined by ``name``."""
+        # The name selects the stream, so that two quantities of a batch are independent.
         source = random.Random(f"{self.seed}/{name}")
         return [[source.uniform(low, high) for _ in mask] for mask in self.masks]
 
@@ -79,6 +80,7 @@ def batches(
     all_valid: bool = False,
 ) -> Batch:
     """Draw a batch. Each row is decoded from one number, because many small draws are slow."""
+    # Numbers of values per digit: few prompts, so that groups occur; up to six tokens, 64 masks.
     choices = (3, len(REWARDS) + 2, 4, 7, 2**6)
     codes = draw(
         st.lists(st.integers(0, math.prod(choices) - 1), min_size=minimum_rows, max_size=maximum_rows)

@@ -20,6 +20,7 @@ def step(batch: Batch) -> tuple[Rollouts, Scores]:
     rows = len(batch.masks)
     count = batch.tokens
     rewards, group, valid = batch.tensors
+    # Log-probs are zero on tokens that were not sampled, as in a real batch.
     rollout = flat(batch.noise("rollout", -3, -0.1)).float() * batch.mask
     source = random.Random(batch.seed)
     finish = torch.tensor([source.choice([FINISH_STOP, FINISH_STOP, FINISH_LENGTH]) for _ in range(rows)])
@@ -55,6 +56,7 @@ def algorithm_of(name: str, **pieces):
 def policy(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the policy's log-probs and entropies [N] of all tokens, float64, indexed by token id."""
     base = flat(batch.noise("rollout", -3, -0.1)) + flat(batch.noise("new", -0.4, 0.4))
+
     return base.requires_grad_(), flat(batch.noise("entropy", 0, 2)).requires_grad_()
 
 
@@ -74,6 +76,7 @@ def run(batch: Batch, algorithm, micro_batches) -> tuple[torch.Tensor, torch.Ten
     if micro_batches:
         total.backward()
 
+    # No gradient and a zero gradient are equal here.
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in (log_probs, entropy)]
     return total.detach(), *gradients, metrics.values()
 
@@ -81,6 +84,7 @@ def run(batch: Batch, algorithm, micro_batches) -> tuple[torch.Tensor, torch.Ten
 def split(minibatch, seed: int):
     """Split a mini-batch into micro-batches of whole rows, with random order and sizes."""
     source = random.Random(seed)
+    # Losses and gradients must not depend on how a mini-batch is split.
     rows = list(range(len(minibatch)))
     source.shuffle(rows)
 

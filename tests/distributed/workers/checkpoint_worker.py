@@ -268,6 +268,7 @@ def wrong_case(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
     """Load another model's checkpoint; return the error, and whether the weights stayed untouched."""
     model = training.build(folder / case["model"], case, dtype=getattr(torch, case["dtype"]))
     weights_before = training.gathered_weights(model)
+    # A checkpoint may also be loaded without its optimizer.
     optimizer = None
 
     if case.get("distributed") is not None:

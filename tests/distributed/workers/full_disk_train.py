@@ -28,6 +28,7 @@ def own_mounts() -> None:
 
 
 if __name__ == "__main__":
+    # A tmpfs of a fixed size behaves like a full disk, without privileges.
     own_mounts()
     os.dup2(1, 2)  # one stream, so that lines keep their order
     disk = Path(os.environ["PLACE"])
@@ -35,6 +36,7 @@ if __name__ == "__main__":
     for size in os.environ["SIZES"].split():
         options = f"{remount}size={size}k"
         subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", disk], check=True)
+        # Each run needs a fresh interpreter state, which a fork of this process is.
         process = os.fork()
         if process == 0:
             sys.exit(main())

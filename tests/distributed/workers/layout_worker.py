@@ -31,6 +31,7 @@ def main(folder: Path, plan: str) -> None:
         optimizer = training.optimizer_of(model, case.get("ddp"), **settings | case.get("optimizer", {}))
 
         before = training.gathered_weights(model)
+        # Scores before the step, and the difference that the step makes to each weight.
         log_probs, entropy = training.scores(model, batch, case["budget"])
         for _ in range(case.get("updates", 1)):
             result = training.train_step(model, optimizer, batch, case["budget"])

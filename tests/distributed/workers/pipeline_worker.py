@@ -34,6 +34,7 @@ class Compared(PipelineExchange):
     """Exchange that also runs Megatron's own and compares the shapes."""
 
     def _communicate_shapes(self, *tensors: Any) -> tuple[Any, Any]:
+
         global compared
         expected = super()._communicate_shapes(*tensors)
         exchanged = P2PCommunicator._communicate_shapes(self, *tensors)
@@ -71,6 +72,7 @@ def main() -> None:
         groups = ParallelGroups(layout)
         dist.barrier(groups.pipeline)  # NCCL requires all members in a group's first call
         model = build_model(config, groups, dtype=torch.float32)
+        # Gradients need Megatron's data-parallel wrapper.
         wrap(model, True, None)
 
         for rows in ROWS:

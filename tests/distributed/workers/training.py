@@ -119,7 +119,7 @@ def train_step(
     batch: TrainBatch,
     budget: int,
 ) -> dict[str, float]:
-    """Take one optimizer step and return its metrics, loss, gradient norm and learning rate.
+    """Run one optimizer step and return its metrics, loss, gradient norm and learning rate.
 
     Collective over all ranks; results are equal.
     """

@@ -40,6 +40,7 @@ class LetterServer:
     async def generate(
         self, session: aiohttp.ClientSession, request: GenerationRequest, weights: str, seconds: float
     ) -> Completion:
+        # The protocol is this engine's own; only the method names are prescribed.
         letter = {
             "number": request.number,
             "tokens": list(request.tokens),

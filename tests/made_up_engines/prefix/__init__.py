@@ -52,6 +52,7 @@ class PrefixEngine:
         self._model = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), attn_implementation="eager"
         ).eval()
+        # Request number -> request, sampled tokens and their log-probs.
         self._open: dict[int, tuple[GenerationRequest, list[int], list[float]]] = {}
 
     @contextmanager
