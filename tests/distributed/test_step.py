@@ -41,10 +41,7 @@ def test_a_plain_step_goes_through_few_files(fork, material, tmp_path, engine):
 
 
 def test_one_update_per_batch_needs_no_scoring_pass(fork, material, tmp_path):
-    """The learn pass says what the scoring pass would: every number of the run is the same, KL and all.
-
-    Metrics travel once a step.
-    """
+    """Without the scoring pass every number of the run stays the same, including the KL."""
     lines = []
     kl = {"name": "loss", "coef": 0.05, "controller": "adaptive", "horizon": 100.0}
     changes = {

@@ -1,4 +1,4 @@
-"""Attacks on what is around contained code: refused, or named among what this kernel does not allow."""
+"""Attacks on the surroundings of contained code are refused, or announced as not enforced here."""
 
 from __future__ import annotations
 
