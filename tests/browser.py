@@ -100,6 +100,7 @@ class Browser:
         return message["result"]
 
     def _message(self) -> dict[str, Any]:
+        """Return the next message of the browser, and record it if it reports a problem."""
         # Messages end with a zero byte.
 
         while b"\0" not in self._buffer:

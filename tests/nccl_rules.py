@@ -77,7 +77,7 @@ def record(folder: Path) -> None:
 
     recorder = _Recorder(folder / f"{os.getpid()}.jsonl")
 
-    def watched(name: str) -> Any:
+    def recorded(name: str) -> Any:
         original = getattr(ProcessGroup, name)
 
         def run(group: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -88,18 +88,18 @@ def record(folder: Path) -> None:
 
     for name in _CALLS:
         if hasattr(ProcessGroup, name):
-            setattr(ProcessGroup, name, watched(name))
+            setattr(ProcessGroup, name, recorded(name))
 
     # A batch is one NCCL call. Destroying the default group ends a job: its groups' names may come again.
-    together = dist.batch_isend_irecv
-    destroy = dist.destroy_process_group
+    original_batch = dist.batch_isend_irecv
+    original_destroy = dist.destroy_process_group
 
     def batch_isend_irecv(operations: list[Any]) -> list[Any]:
         with recorder.batch():
-            return together(operations)
+            return original_batch(operations)
 
     def destroy_process_group(group: Any = None) -> None:
-        destroy(group)
+        original_destroy(group)
         recorder.worlds += group is None
 
     for module in (dist, dist.distributed_c10d):
@@ -161,6 +161,7 @@ class _Recorder:
                 )
 
     def _is_on_host(self) -> bool:
+        """Return whether the call comes from a function that exchanges host data."""
         # The frames above are those of `note` and of the patched method; torch's own wrappers add up to six.
         frame: Any = sys._getframe(3)
         for _ in range(6):
@@ -203,6 +204,7 @@ def _signature(name: str, arguments: Sequence[Any], tensors: Sequence[Any]) -> t
 
 
 def _tensors(value: Any) -> Iterator[Any]:
+    """Yield the tensors in arguments, including those in lists."""
     import torch
 
     if isinstance(value, torch.Tensor):

@@ -57,7 +57,6 @@ def main() -> None:
         if process == 0:
             watch(launch)
         print(process, flush=True)
-
         print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
 
 

@@ -144,6 +144,7 @@ def wrong_field() -> st.SearchStrategy[dict[str, Any]]:
 
 
 def _typos(path: str) -> st.SearchStrategy[str]:
+    """Return misspellings of a key, and its name at wrong levels of the configuration."""
     name = path.rpartition(".")[2]
     section = path.removesuffix(name)
     indices = st.integers(0, len(name) - 1)

@@ -139,6 +139,7 @@ def damage(target: str, method: str, path: Path, oldest: Path, source: random.Ra
 
 
 def _damage_file(method: str, file: Path, second_file: Path, source: random.Random) -> None:
+    """Damage a file by ``method``; "older" and "swap" also use the second file."""
     content = file.read_bytes()
     position = source.randrange(max(1, len(content)))
     # One bit, which only a checksum notices.
@@ -177,6 +178,7 @@ def _damage_file(method: str, file: Path, second_file: Path, source: random.Rand
 
 
 def _damage_folder(method: str, path: Path) -> None:
+    """Damage a checkpoint's folder by ``method``."""
     if method == "mode":
         path.chmod(0)
         return
@@ -220,6 +222,7 @@ def _drop_capabilities() -> None:
 
 
 def _choose(run: Path) -> dict[str, Any]:
+    """Return the result of choosing a checkpoint to resume from, with all messages."""
     from megatron_rl.checkpoint import roles as checkpoint
     from megatron_rl.checkpoint.folders import newest_intact
     from megatron_rl.distributed import device

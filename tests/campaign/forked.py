@@ -36,6 +36,7 @@ class Forked(subprocess.Popen):
     """
 
     def _execute_child(self, args: Sequence[str], *values: Any) -> None:
+        """Fork, and run the command in the child; overrides the method of Popen that executes a program."""
         # Positions of env, stdout and stderr among the arguments of CPython 3.11 and 3.12.
         environment = values[5]
         output = values[12]

@@ -120,6 +120,7 @@ def make(directory: Path) -> None:
 
 
 def _write(records: list[Record], path: Path) -> None:
+    """Write records in the format of the path's suffix."""
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
         return

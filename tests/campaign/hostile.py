@@ -217,7 +217,7 @@ def kill_group(_: Any) -> float:
 def trace_parent(_: Any) -> float:
     # 16 is PTRACE_ATTACH.
     if ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0:
-        raise AssertionError("took hold of the parent")
+        raise AssertionError("attached to the parent")
     return 1.0
 
 

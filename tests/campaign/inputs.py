@@ -165,6 +165,7 @@ def _problem_of(code: int, output: str, generated: Any) -> Result | None:
 
 
 def _run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "megatron_rl", *arguments],
         capture_output=True,
@@ -211,6 +212,7 @@ def _replace(file: Path, replacement: str) -> None:
 
 
 def _damage(file: Path, generated: Any) -> None:
+    """Damage a file as the generated input describes."""
     if "as" in generated:
         _replace(file, generated["as"])
     elif "key" in generated:

@@ -21,6 +21,8 @@ ANYWHERE = "http://judge"
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """Handler of requests for rewards and for judgements."""
+
     protocol_version = "HTTP/1.1"
     request_counts: ClassVar[Counter[bytes]] = Counter()
 

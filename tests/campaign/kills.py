@@ -401,6 +401,7 @@ def _describe(kill: Mapping[str, Any]) -> str:
 
 
 def _counts(chain: Chain) -> dict[str, float]:
+    """Return the sums for the table: kills by victim, by phase and in total."""
     signals: Sequence[str] = [description.split(" in ")[0] for description in chain.sent]
     phases = [description.split(" in ")[1].split(" of ")[0] for description in chain.sent]
     # The table counts ranks together.

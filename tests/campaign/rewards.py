@@ -53,6 +53,7 @@ def _act_case(act: str, vehicle: str) -> Case:
 
 
 def _attack_cases() -> Iterator[Case]:
+    """Yield every attack as every possible user, with namespaces and without."""
     # root can also attack as another user; a user without privileges only as itself.
     users = {"root": 0, "nobody": NOBODY} if os.getuid() == 0 else {"this user": os.getuid()}
     for kernel in (WITH_NAMESPACES, WITHOUT_NAMESPACES):
@@ -128,6 +129,7 @@ def _attack(settings: Mapping[str, Any]) -> Result:
 
 
 def _score_around(act: str, vehicle: str, mark: str) -> Result:
+    """Compute rewards of two valid samples around a hostile one; report leftovers of the act."""
     from megatron_rl.config.sections.rewards import RewardConfig, RewardLimitsConfig
     from megatron_rl.rewards.function import FunctionReward
 
@@ -171,6 +173,7 @@ def _score_around(act: str, vehicle: str, mark: str) -> Result:
 
 
 def _verdict(act: str, vehicle: str, result: Any, is_usable: bool, notices: Any) -> Result:
+    """Return whether the valid samples stayed valid and the hostile one is invalid with a reason."""
     detail = "; ".join(
         f"row {failure.row} {failure.reason}: {failure.message}"[:300] for failure in result.failures
     )

@@ -129,6 +129,7 @@ def engine_on(
     load: bool,
     dtype: str = "float32",
 ) -> VllmEngine | None:
+    """Return the engine of this rank, or None outside of ``ranks``. Collective over all ranks."""
     layout = ParallelLayout(ranks, tensor=tensor)
     if len(ranks) < device.world_size():
         join_groups(layout)

@@ -117,6 +117,7 @@ def revision() -> str:
 
 
 def _git(*arguments: str) -> str:
+    """Return the output of a git command, empty if it fails."""
     result = subprocess.run(
         ["git", *arguments],
         cwd=ROOT,

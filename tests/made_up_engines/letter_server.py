@@ -30,6 +30,7 @@ class LetterOffice:
         self._group: Any = None
 
     def generate(self, sampling: dict[str, Any], **letter: Any) -> dict[str, Any]:
+        """Generate one response."""
         sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
         with self._engine.sampling():
             self._engine.submit(GenerationRequest(sampling=SamplingParameters(**sampling), **letter))
@@ -69,6 +70,7 @@ class LetterOffice:
         staging_bytes: int,
         verify: str,
     ) -> None:
+        """Join the group of trainers and workers, and plan the weight sync. Collective over both."""
         # The server's ranks follow the trainers' in the shared group.
         self._engine = self._engine_of(trainers)
         self._group = join_span(address, port, trainers, trainers + workers)

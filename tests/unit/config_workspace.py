@@ -142,6 +142,7 @@ def write_workspace(root: Path) -> None:
 
 
 def _write_broken_models(root: Path) -> None:
+    """Write model folders that each have one error."""
     write_model(
         root / "shared",
         num_attention_heads=12,
@@ -201,6 +202,7 @@ def _write_broken_models(root: Path) -> None:
 
 
 def _write_broken_data(root: Path) -> None:
+    """Write data sets that each have one error."""
     (root / "empty.jsonl").write_text("\n \n")
     (root / "link.jsonl").symlink_to("link.jsonl")
     (root / "endless.jsonl").symlink_to("/dev/zero")

@@ -122,7 +122,7 @@ def main(checkpoint: Path) -> None:
             for parameter in model.chunks[0].parameters():
                 parameter.mul_(1.0 + 0.5 * step)
 
-        # vLLM's own calls; cached keys and values are of the old weights.
+        # vLLM's own calls. Cached keys and values belong to the old weights.
         llm.start_weight_update()
         llm.update_weights({"update_info": {"version": step}})
         llm.finish_weight_update(str(step))

@@ -161,7 +161,7 @@ class InFlight:
                 max_tokens=12,
                 detokenize=False,
             )
-            self._llm.llm_engine.add_request("kept", {"prompt_token_ids": [5, 6, 7]}, sampling)
+            self._llm.llm_engine.add_request("open", {"prompt_token_ids": [5, 6, 7]}, sampling)
             for _ in range(4):
                 self._llm.llm_engine.step()
             self._started = True

@@ -53,7 +53,7 @@ def write_task(directory: Path, seed: int = 1) -> None:
         for a, b in pairs
     ]
 
-    # Every pair is in one of the two sets alone.
+    # No pair is in both sets.
     for name, rows in (("eval", records[:HELD_OUT]), ("train", records[HELD_OUT:])):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -87,6 +87,7 @@ class PrefixEngine:
         return completions
 
     def _draw(self, request: GenerationRequest, tokens: list[int]) -> tuple[int, float]:
+        """Sample the next token of a request; return it with its log-prob."""
         logits = self._model(torch.tensor([[*request.tokens, *tokens]])).logits[0, -1].float()
         # Log-probs refer to the temperature of sampling, or to 1 for greedy requests.
         values = (logits / log_prob_temperature(request.sampling)).log_softmax(0)
