@@ -59,6 +59,7 @@ def run(
 ) -> Steps:
     """Train with the command that users call; return the metrics of the steps that count."""
     say("placements", f"{name}: {steps} steps of {work.rows} samples on {ranks} ranks, {rows} rows at once")
+
     config = folder / f"{name}.yaml"
     run_dir = folder / name
     config.write_text(configuration(work, folder, run_dir, steps + WARM_UP_STEPS, {}))
@@ -85,6 +86,7 @@ def idle(method: str, steps: Sequence[Mapping[str, float]]) -> dict[str, list[fl
 
 def busy_seconds(steps: Sequence[Mapping[str, float]]) -> tuple[float, float]:
     """Return the mean seconds in which learner and rollout are busy in a step of the open order."""
+    # A side is busy while it does not wait for the other.
     learner, rollout = (
         statistics.mean(step["time/step"] - step[name] for step in steps) for name in IDLE_METRICS.values()
     )
@@ -114,6 +116,7 @@ def balanced_rows(probes: Mapping[int, tuple[float, float]]) -> int:
 
 def balance(work: Workload, folder: Path, ranks: int, steps: int) -> int:
     """Return the rows that an engine is to work on at once, and print the probes."""
+    # Two numbers of rows far apart: between them the seconds are interpolated.
     replicas = ranks // 2
     probes = {}
     for rows in (FEW_ROWS, max(2 * FEW_ROWS, work.rows // replicas)):
@@ -145,6 +148,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
                 steps_by_method[method] += run(f"{method}-{turn}", method, work, folder, ranks, steps, rows)
 
     case = f"{ranks} ranks, {work.rows} samples, up to {work.max_response_tokens} tokens, {rows} rows at once"
+    # Ratios are of medians, since runs of one method are not adjacent in time.
     base = statistics.median(step["time/step"] for step in steps_by_method["colocate"])
     for method, lines in steps_by_method.items():
         seconds = [step["time/step"] for step in lines]

@@ -36,6 +36,7 @@ def interpolated(costs: Mapping[int, float]) -> Cost:
 
 def start_round(lengths: Sequence[Sequence[int]]) -> tuple[GenerationRound, dict[int, int]]:
     """Return a round with a group for each of ``lengths``, and each response's length by its seed."""
+    # All prompts are equal: only the lengths of responses matter.
     count = len(lengths)
     samples = len(lengths[0])
     # No response reaches its limit: the engine ends each at its length.
@@ -135,11 +136,12 @@ def simulate(
 ) -> list[tuple[float, int]]:
     """Return the completion time and the tokens of each response, in order of time.
 
-    ``lengths`` has the response lengths of each prompt. Engines work on ``rows`` at once. A replica has
+    ``lengths`` has the response lengths of each prompt. Engines have up to ``rows`` rows. A replica has
     up to ``max_in_flight`` responses: ``rows`` in the continuous order, all responses in lockstep, where none
     remains to be drawn. Groups are drawn in order of time.
     """
     generation_round, length_by_seed = start_round(lengths)
+    # Replicas draw groups by a shared counter, which the job's store holds in a real run.
     tickets = count()
     engines = [TimedEngine(rows, cost) for _ in range(replicas)]
 
@@ -181,5 +183,6 @@ def step_in_the_middle(completed: Sequence[tuple[float, int]], steps: int) -> fl
 
 def full(lengths: Sequence[Sequence[int]], replicas: int, rows: int, cost: Cost) -> float:
     """Return the seconds of the work by engines that are full all the time."""
+    # The number of rows with the least seconds per token.
     fastest = min(cost(busy) / busy for busy in range(1, rows + 1))
     return sum(map(sum, lengths)) * fastest / replicas

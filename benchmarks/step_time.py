@@ -121,6 +121,7 @@ class Bench:
     def ours(self, choice: Choice, work: Workload, steps: int) -> list[Mapping[str, float]]:
         """Train with the command that users call; return the metrics of each of ``steps`` but the first."""
         say("step_time", f"megatron_rl, {choice}, {steps} steps of {work.rows} samples")
+        # Every run has its own files, so that a failure can be examined.
         number = len(list(self.folder.glob("run*.yaml")))
         config = self.folder / f"run{number}.yaml"
         run = self.folder / f"run{number}"
@@ -184,6 +185,7 @@ class Bench:
 
     def rates(self, seconds: Sequence[float], lengths: Sequence[float]) -> dict[str, list[float]]:
         """Return samples and response tokens per second: lengths are drawn anew by each, so both count."""
+
         samples = [self.work.rows / value for value in seconds]
         tokens = [rate * length for rate, length in zip(samples, lengths, strict=True)]
         return {"samples/s": samples, "response tokens/s": tokens}
@@ -201,7 +203,6 @@ class Bench:
         )
 
         kind = "TRL"
-
         if choice.continuous:
             kind = "TRL with continuous batching"
 
@@ -212,6 +213,7 @@ class Bench:
 
     def measure_learn(self, choice: Choice, layout: Mapping[str, int]) -> None:
         """Record our learn phase and the bare Megatron-Core steps, on half the rows."""
+        # Half the rows, since these are repeated twice as often.
         work = replace(self.work, prompts=self.work.prompts // 2)
         layout_text = ", ".join(f"{name} {size}" for name, size in layout.items()) or "data parallel"
         say("step_time", f"learn phase in turns with bare Megatron-Core, {choice}, {layout_text}")
@@ -227,6 +229,7 @@ class Bench:
         seconds = measurement["seconds"]
 
         tokens = measurement["tokens"]
+        # Microseconds per token, so that padded and packed batches compare.
         our_name, *peers = seconds
         our_times = [1e6 * value / tokens[our_name] for value in seconds[our_name]]
         for peer in peers:

@@ -161,6 +161,7 @@ def configuration(
     layout: dict[str, int],
 ) -> str:
     """Return the YAML of a megatron_rl run on this work, in float32 and with rollout tensor parallelism 1."""
+    # No checkpoint, export or resumption: only steps are measured.
     tree = {
         "model": {"path": str(directory / "model"), "dtype": "float32"},
         "data": {"train": str(directory / "prompts.jsonl"), "max_prompt_tokens": work.max_prompt_tokens},

@@ -123,7 +123,6 @@ def gathered_seconds(
 
     # Ranks that have a copy of the model together.
     model_ranks = 1
-
     if layout:
         model_ranks = layout.tensor * layout.pipeline * max(1, layout.expert // layout.tensor)
     if model_ranks > cluster.domain:

@@ -116,6 +116,7 @@ class Scenario:
 
     def _gpu_count(self, section: Mapping[str, Any]) -> int:
         """Return the GPUs of the cluster; without a count, the GPUs that layout or rollout use."""
+        # A cluster is counted as a whole, or by its two sides.
         count = section.get("num_gpus") or sum(
             section.get(side, 0) for side in ("train_gpus", "rollout_gpus")
         )
@@ -174,6 +175,7 @@ class Scenario:
         if not section:
             return None
 
+        # Absent sizes are 1.
         names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
         sizes = {name: int(section.get(name) or 1) for name in names}
         model_ranks = sizes["tensor"] * sizes["pipeline"] * sizes["context"]
@@ -295,6 +297,7 @@ class Scenario:
         prompts = int(section.get("prompts") or 1)
         samples = int(section.get("samples_per_prompt") or 1)
 
+        # Scenarios give either the number of updates or the size of one.
         optimizer_steps = section.get("optimizer_steps")
         if optimizer_steps is None:
             global_batch = section.get("global_batch")
