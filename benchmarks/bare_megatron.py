@@ -69,10 +69,12 @@ class BareMegatron:
 
         # The settings without our hooks; other versions of Megatron have other ones.
         config = copy.copy(like.transformer_config)
+
         names = {field.name for field in fields(config)}
         for name in _RUNTIME_HOOKS:
             if name in names:
                 setattr(config, name, None)
+
         config.finalize_model_grads_func = finalize_model_grads
         self.config = config
         stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -90,12 +92,14 @@ class BareMegatron:
                 parallel_output=True,
                 **like.spec.gpt_kwargs,
             ).to(device.device())
+
             if own_layers:
                 like.spec.finish(model)
             else:
                 model.rotary_pos_emb = PackedRotaryEmbedding(
                     like.spec.inverse_frequencies.to(device.device())
                 )
+
             model.load_state_dict(like.chunks[0].state_dict())
 
             self.model = DistributedDataParallel(
@@ -141,6 +145,7 @@ class BareMegatron:
         total = torch.zeros(2)
         if losses:
             total = torch.stack([microbatch["loss"] for microbatch in losses]).sum(0)
+
         dist.all_reduce(total)
         return float(total[0] / total[1]), float(norm)
 
@@ -148,7 +153,13 @@ class BareMegatron:
 class SequenceParallelNorm(torch.nn.RMSNorm):
     """Norm of plain torch with the mark for which Megatron's own refuses sequence parallelism."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        **_: Any,
+    ) -> None:
         super().__init__(hidden_size, eps=eps)
         # Megatron sums the gradients of weights so marked over the tensor-parallel group.
         setattr(self.weight, "sequence_parallel", True)

@@ -76,7 +76,7 @@ class Report:
         peer_versions: Mapping[str, str] | None = None,
     ) -> Record:
         """Record repeated measurements of one number."""
-        # A peer in an environment of its own has other versions than this process.
+        # A peer in a separate environment has other versions than this process.
         record = Record(
             self.benchmark, case, method, metric, unit,
             statistics.median(values), min(values), max(values), len(values), ratio,
@@ -113,11 +113,12 @@ class Report:
                 for column, (cell, width) in enumerate(zip(line, widths, strict=True))
             ]
             rows.append("  ".join(cells).rstrip())
+
         rows.insert(1, "  ".join("-" * width for width in widths))
         return "\n".join([*rows, "", *self.notes, *(f"NOT MEASURED: {text}" for text in self.failures)])
 
     def finish(self, path: Path | None) -> int:
-        """Print the table, write ``path`` where one is given, and return the exit code."""
+        """Print the table, write the records to ``path`` if given, and return the exit code."""
         machine = ", ".join(f"{name} {value}" for name, value in self._hardware.items())
         print(f"\n{self.benchmark} on {machine}\n{self.table()}", flush=True)
         if path is not None:
@@ -152,8 +153,12 @@ def mean_and_spread(values: Sequence[float]) -> str:
 def versions() -> dict[str, str]:
     """Return the installed versions that matter, and this repository's commit."""
     commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=HERE, capture_output=True, text=True
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
     )
+
     packages = installed_versions(PACKAGES)
     # An archive without git has no commit.
     if not commit.returncode:
@@ -164,11 +169,12 @@ def versions() -> dict[str, str]:
 def hardware() -> dict[str, Any]:
     """Return processor, usable cores, memory, accelerators, and how busy the machine is."""
     name = platform.processor() or platform.machine()
-    # Linux has a better name than Python knows.
+    # Linux has a more precise name than Python.
     for line in _lines("/proc/cpuinfo"):
         if line.startswith("model name"):
             name = line.split(":", 1)[1].strip()
             break
+
     facts: dict[str, Any] = {"processor": name, "cores": cores()}
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemTotal"):
@@ -176,18 +182,25 @@ def hardware() -> dict[str, Any]:
 
     # Without a driver there is no nvidia-smi, and with a broken one it hangs.
     try:
-        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
+        answer = subprocess.run(
+            ["nvidia-smi", "-L"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
         accelerators = [line.split("(UUID")[0].strip() for line in answer.stdout.splitlines() if line]
     except (OSError, subprocess.TimeoutExpired):
         accelerators = []
+
     if accelerators:
         facts["accelerators"] = accelerators
+
     facts["load_average"] = round(os.getloadavg()[0], 1)
     return facts
 
 
 def _lines(path: str) -> list[str]:
-    """Return the lines of a file, none where it cannot be read."""
+    """Return the lines of a file, or [] if it cannot be read."""
     try:
         return Path(path).read_text().splitlines()
     except OSError:
@@ -200,15 +213,15 @@ def cores() -> int:
 
 
 def warn_if_busy(benchmark: str) -> None:
-    """Print a warning where other work on the machine will disturb the numbers."""
-    # Of the last minute; the benchmark itself has hardly begun.
+    """Print a warning if other work on the machine will disturb the numbers."""
+    # The mean over the last minute, in which this benchmark was not running.
     load = os.getloadavg()[0]
     if load > 0.5 * cores():
         say(benchmark, f"the load average is {load:.1f} on {cores()} cores: these numbers will be disturbed")
 
 
 def say(benchmark: str, text: str) -> None:
-    """Print progress of a benchmark on stderr, apart from the results."""
+    """Print progress of a benchmark on stderr, separate from the results."""
     print(f"{benchmark}: {text}", file=sys.stderr, flush=True)
 
 
@@ -216,8 +229,20 @@ def arguments(description: str | None, repeats: int) -> argparse.ArgumentParser:
     """Return a parser with the options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller sizes: a first impression")
-    parser.add_argument("--repeats", type=int, default=None, help=f"measured repeats (default {repeats})")
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the records to FILE")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=None,
+        help=f"measured repeats (default {repeats})",
+    )
+
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="write the records to FILE",
+    )
     return parser
 
 
@@ -239,15 +264,24 @@ def torchrun(
     """
     program = [str(python or sys.executable), "-m", "torch.distributed.run", "--standalone"]
     program += ["--nproc-per-node", str(processes), *command]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     environment["PYTHONPATH"] = f"{HERE}{os.pathsep}{HERE.parent}"
 
     # A session of its own, so that a timeout ends the launcher together with its ranks.
     start = time.perf_counter()
     with log.open("wb") as output:
         child = subprocess.Popen(
-            program, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            program,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
         )
+
         try:
             code = child.wait(timeout)
         except BaseException as error:
@@ -256,6 +290,7 @@ def torchrun(
             if isinstance(error, subprocess.TimeoutExpired):
                 raise ChildFailed(f"{command[0]} ran longer than {timeout:.0f} s; see {_tail(log)}") from None
             raise
+
     if code:
         raise ChildFailed(f"{' '.join(command[:3])} ended with code {code}; {_tail(log)}")
     return time.perf_counter() - start
@@ -280,6 +315,7 @@ def _tail(log: Path, lines: int = 25) -> str:
     launcher = [number for number, line in enumerate(text) if "torch/distributed/elastic/" in line]
     causes = [number for number, line in enumerate(text) if line.startswith("Root Cause")]
     cause = []
+
     if causes:
         cause = text[causes[-1] :]
     if launcher and launcher[0]:

@@ -59,6 +59,7 @@ def synthetic(work: Workload, actor: ModelRole, vocabulary: int) -> tuple[Rollou
         policy_version=torch.zeros(work.rows, dtype=torch.long),
         temperature=torch.ones(work.rows),
     )
+
     # About the log-prob of a random token in this vocabulary.
     old_log_probs = torch.full((count,), -7.0) * mask
     rewards = torch.rand(work.rows, generator=generator)
@@ -69,6 +70,7 @@ def synthetic(work: Workload, actor: ModelRole, vocabulary: int) -> tuple[Rollou
 def packed_batches(actor: ModelRole, batch: TrainBatch) -> list[Batch]:
     """Return exactly the micro-batches that the learn phase cuts on this rank."""
     assert actor.model is not None
+
     micros, _ = build_microbatches(actor.model, batch, actor.tokens_per_microbatch, batch.response_mask)
     result = []
     for micro in micros:
@@ -86,6 +88,7 @@ def padded_batches(actor: ModelRole, batch: TrainBatch) -> list[Batch]:
     Their length is a multiple of the tensor ranks, over which sequence parallelism cuts it.
     """
     assert actor.model is not None
+
     unit = actor.model.groups.layout.tensor
     micros, _ = build_microbatches(actor.model, batch, actor.tokens_per_microbatch, batch.response_mask)
     rows = batch.tokens.split(batch.lengths.tolist())
@@ -141,7 +144,11 @@ def learn(actor: ModelRole, batch: TrainBatch, algorithm: Any, objective: Any) -
 
 
 def check_equal(
-    actor: ModelRole, batch: TrainBatch, algorithm: Any, peer: BareMegatron, batches: list[Batch]
+    actor: ModelRole,
+    batch: TrainBatch,
+    algorithm: Any,
+    peer: BareMegatron,
+    batches: list[Batch],
 ) -> dict[str, float]:
     """Run one supervised step with both, and return their losses and gradient norms.
 
@@ -151,8 +158,8 @@ def check_equal(
     metrics = learn(actor, batch, algorithm, lambda rows, log_probs, entropy: sft_objective(rows, log_probs))
     dist.all_gather_object(rank_metrics, metrics)
     values = sum(rank_metrics[1:], rank_metrics[0]).values()
-
     loss, norm = peer.step(batches)
+
     result = {
         "loss": values["sft/loss"],
         "peer_loss": loss,
@@ -182,11 +189,13 @@ def main() -> None:
     parser.add_argument("result", type=Path)
     parser.add_argument("--work", required=True, help="fields of the Workload as JSON")
     parser.add_argument("--repeats", type=int, required=True)
+
     parser.add_argument("--overrides", nargs="*", default=[])
     options = parser.parse_args()
 
     torch.set_num_threads(max(1, torch.get_num_threads()))
     config: RunConfig = load_and_check(options, device.world_size(), training=False).valid()
+
     device.initialize()
     work = Workload(**json.loads(options.work))
     actor = build_actor(config, updates=config.steps)
@@ -198,6 +207,7 @@ def main() -> None:
     rollouts, scores = synthetic(work, actor, work.vocabulary)
     batch, _ = build_train_batch(rollouts, scores, algorithm, state)
     packed = packed_batches(actor, batch)
+
     # Equal rows have as many pairs of tokens in attention; sequence parallelism cuts them over tensor ranks.
     pairs = int(rollouts.lengths.square().sum())
     unit = actor.model.groups.layout.tensor
@@ -206,10 +216,16 @@ def main() -> None:
 
     learning_rate = config.actor.optimizer.learning_rate
     same_layers = BareMegatron(actor.model, learning_rate, own_layers=False)
+
     own_layers = BareMegatron(actor.model, learning_rate, own_layers=True)
     measurement: dict[str, Any] = {"check": check_equal(actor, batch, algorithm, same_layers, packed)}
     # Padding is no work: padded rows count their own tokens.
-    counted_batches = {OURS: packed, SAME_LAYERS: packed, PADDED: packed, EQUAL: equal}
+    counted_batches = {
+        OURS: packed,
+        SAME_LAYERS: packed,
+        PADDED: packed,
+        EQUAL: equal,
+    }
     measurement["tokens"] = {name: tokens_of(actor, batches) for name, batches in counted_batches.items()}
 
     objective = partial(policy_objective, algorithm, state=state)
@@ -221,10 +237,12 @@ def main() -> None:
         },
         options.repeats,
     )
+
     # Apart from the others: it frees so much memory that the host takes a while to allocate it again.
     seconds |= in_turns({PADDED: lambda: own_layers.step(padded)}, min(options.repeats, 2))
     if device.rank() == 0:
         options.result.write_text(json.dumps({**measurement, "seconds": seconds}))
+
     dist.barrier()
     dist.destroy_process_group()
 

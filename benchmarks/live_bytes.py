@@ -17,7 +17,13 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         # A view, or an in-place result, has the storage of an input.
         inputs = {value.untyped_storage()._cdata for value in args if isinstance(value, torch.Tensor)}

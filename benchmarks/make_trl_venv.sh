@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Make benchmarks/.venv-trl, the environment that step_time.py runs TRL in. Does nothing when it is there.
+# Create benchmarks/.venv-trl, the environment of TRL for step_time.py, unless it is up to date.
 #
 #   benchmarks/make_trl_venv.sh
-#   PYTHON=…   the interpreter to make it with (default: .venv's, else python3.11)
+#   PYTHON=…   interpreter of the environment (default: .venv's, else python3.11)
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 venv="$here/.venv-trl"
@@ -40,7 +40,7 @@ if ! pip_install "$torch" 2>"$venv/torch.log"; then
     pip_install --extra-index-url https://download.pytorch.org/whl/cpu "$torch" || {
         cat "$venv/torch.log" >&2
         fail "could not install $torch" "expected: a wheel for $("$python" --version) on Linux x86_64" \
-            "got: no index gave one (above)" "fix: put the wheel into a folder and set PIP_FIND_LINKS to it"
+            "got: no index has one (above)" "fix: put the wheel into a folder and set PIP_FIND_LINKS to it"
     }
 fi
 rm -f "$venv/torch.log"

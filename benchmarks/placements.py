@@ -1,16 +1,16 @@
-"""Cost of placement and order: all roles on all ranks, rollout on ranks of its own, and sampling ahead.
+"""Cost of placement and order: all roles on all ranks, separate rollout ranks, and sampling ahead.
 
     python benchmarks/placements.py [--quick] [--repeats N] [--json FILE]
 
-A model of 25.7M parameters, responses with a long tail (a mean of 0.15 of the limit, which hardly one
-reaches) and as many ranks as there are cores, at least two. ``colocate`` has all roles on all ranks; in the
-others the second half of the ranks only samples and the first half only learns: ``lockstep``, one after the
-other; ``closed``, at the same time with ``asynchrony.steps_ahead`` 1, where a step learns from exactly its
-prompts; and ``open``, in which it learns from the groups that are complete.
+A model of 25.7M parameters, responses with a long tail (a mean of 0.15 of the limit, which few reach) and one
+rank per core, at least two. ``colocate`` has all roles on all ranks. In the other cases the first half of the
+ranks only trains and the second half only samples: ``lockstep``, one after the other; ``closed``, at the same
+time with ``asynchrony.steps_ahead`` 1, where a step trains on exactly its own prompts; and ``open``, where it
+trains on the groups that are complete.
 
-Neither side can be busy all the time if one has more to do, so the work is balanced first: the engine
-works on so many rows at once (``rollout.vllm.max_num_seqs``) that sampling takes as long as learning, by two
-probes in the open order. The idle time that remains is the cost of the order. All orders do the same work.
+The side with less work would always wait, so the work is balanced first: two probes in the open order choose
+``rollout.vllm.max_num_seqs``, the number of rows in the engine, so that sampling takes as long as training.
+The remaining idle time is the cost of the order. All orders do the same work.
 
 Runs take turns; the first two steps of each warm up and are not counted. Metrics: seconds per step with its
 ratio to colocate, and the share of a step in which each kind of rank waits for the other.
@@ -48,9 +48,18 @@ IDLE_METRICS = {"learner": "time/idle_learn", "rollout": "time/idle_rollout"}
 """Kind of rank -> metric of the seconds in which it waits for the other kind."""
 
 
-def run(name: str, method: str, work: Workload, folder: Path, ranks: int, steps: int, rows: int) -> Steps:
+def run(
+    name: str,
+    method: str,
+    work: Workload,
+    folder: Path,
+    ranks: int,
+    steps: int,
+    rows: int,
+) -> Steps:
     """Train with the command that users call; return the metrics of the steps that count."""
     say("placements", f"{name}: {steps} steps of {work.rows} samples on {ranks} ranks, {rows} rows at once")
+
     config = folder / f"{name}.yaml"
     run_dir = folder / name
     config.write_text(configuration(work, folder, run_dir, steps + WARM_UP_STEPS, {}))
@@ -77,6 +86,7 @@ def idle(method: str, steps: Sequence[Mapping[str, float]]) -> dict[str, list[fl
 
 def busy_seconds(steps: Sequence[Mapping[str, float]]) -> tuple[float, float]:
     """Return the mean seconds in which learner and rollout are busy in a step of the open order."""
+    # A side is busy while it does not wait for the other.
     learner, rollout = (
         statistics.mean(step["time/step"] - step[name] for step in steps) for name in IDLE_METRICS.values()
     )
@@ -106,6 +116,7 @@ def balanced_rows(probes: Mapping[int, tuple[float, float]]) -> int:
 
 def balance(work: Workload, folder: Path, ranks: int, steps: int) -> int:
     """Return the rows that an engine is to work on at once, and print the probes."""
+    # Two numbers of rows far apart: between them the seconds are interpolated.
     replicas = ranks // 2
     probes = {}
     for rows in (FEW_ROWS, max(2 * FEW_ROWS, work.rows // replicas)):
@@ -130,13 +141,14 @@ def main(command_line: Sequence[str] | None = None) -> int:
         folder = Path(name)
         make(folder, work)
         rows = balance(work, folder, ranks, steps)
-        # Methods take turns, so that a drifting load of the machine meets all of them.
+        # Methods run in turns, so that a changing load of the machine affects all of them.
         steps_by_method: dict[str, Steps] = {method: [] for method in METHODS}
         for turn in range(repeats):
             for method in METHODS:
                 steps_by_method[method] += run(f"{method}-{turn}", method, work, folder, ranks, steps, rows)
 
     case = f"{ranks} ranks, {work.rows} samples, up to {work.max_response_tokens} tokens, {rows} rows at once"
+    # Ratios are of medians, since runs of one method are not adjacent in time.
     base = statistics.median(step["time/step"] for step in steps_by_method["colocate"])
     for method, lines in steps_by_method.items():
         seconds = [step["time/step"] for step in lines]

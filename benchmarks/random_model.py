@@ -63,7 +63,7 @@ def write_model(folder: Path, shape: str) -> float:
         dtype="bfloat16",
     )
 
-    # Drawn in bfloat16, on the GPU where there is one.
+    # Drawn in bfloat16, on the GPU if there is one.
     torch.manual_seed(1)
     torch.set_default_dtype(torch.bfloat16)
     accelerator = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,6 +77,7 @@ def write_model(folder: Path, shape: str) -> float:
 
 def write_prompts(path: Path) -> None:
     """Write prompts of 64 to 250 digits."""
+    # A fixed seed: every run measures the same prompts.
     generator = random.Random(1)
     with path.open("w") as lines:
         for _ in range(PROMPTS):
@@ -116,6 +117,7 @@ def main() -> None:
 
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
+
     billions = write_model(folder / "model", options.shape)
     write_prompts(folder / "prompts.jsonl")
     (folder / "run.yaml").write_text(yaml.safe_dump(configuration(folder)))

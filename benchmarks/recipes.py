@@ -3,14 +3,15 @@
     python benchmarks/recipes.py [--quick] [--repeats N] [--json FILE] [--only grpo,gspo] [--steps N]
                                  [--folder DIR] [KEY=VALUE …]
 
-All recipes start from one model: the quickstart's after its supervised warm-up, made first and kept in the
-folder for later calls. Each then trains in one process, shortened to --steps (the learning rate's decay
-too), with its own batch and settings; only the layout, the model and the engine are replaced, and what
-KEY=VALUE says. A repeat has a seed of its own; mean and standard deviation over the seeds stand below the
-table. Metrics: accuracy, the share of the quickstart's held-out problems that greedy decoding solves;
-sampled_reward, the mean reward of the first three and last three training steps' samples. Recipes that train
-on preferences first run where --only names them; their first accuracy is the one after that training. The
-exit code is 1 where a recipe's median accuracy did not rise, or a run failed.
+All recipes start from one model: the quickstart's after its supervised warm-up, which is trained first and
+remains in the folder for later calls. Each recipe then trains in one process for --steps (which also shortens
+the decay of the learning rate), with its own batch and settings; layout, model, engine and the keys of
+KEY=VALUE are replaced. Each repeat has another seed; mean and standard deviation are printed below the table.
+
+Metrics: accuracy, the fraction of the quickstart's held-out problems that greedy decoding solves;
+sampled_reward, the mean reward of the samples of the first three and last three training steps. Recipes with
+preference training only run if --only names them; their first accuracy is the one after that training. The
+exit code is 1 if a recipe's median accuracy did not rise, or a run failed.
 """
 
 from __future__ import annotations
@@ -56,10 +57,21 @@ def warm_model(folder: Path) -> Path:
 
 
 def measure(
-    name: str, model: Path, folder: Path, steps: int, seeds: Sequence[int], overrides: list[str]
+    name: str,
+    model: Path,
+    folder: Path,
+    steps: int,
+    seeds: Sequence[int],
+    overrides: list[str],
 ) -> dict:
     """Train one recipe with each seed; return its accuracies and sampled rewards, before and after."""
-    results: dict[str, list[float]] = {"before": [], "after": [], "first": [], "last": [], "seconds": []}
+    results: dict[str, list[float]] = {
+        "before": [],
+        "after": [],
+        "first": [],
+        "last": [],
+        "seconds": [],
+    }
     for seed in seeds:
         run = folder / f"{name}-{seed}"
         settings = [
@@ -86,9 +98,19 @@ def main() -> int:
     files = {path.stem: path.read_text() for path in RECIPES.glob("*.yaml")}
     names = sorted(name for name, text in files.items() if "\npreference:" not in text)
     parser.add_argument("--only", default=",".join(names), help="comma-separated recipes")
-    parser.add_argument("--steps", type=int, default=None, help="training steps of each (default 30)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=None,
+        help="training steps of each (default 30)",
+    )
     parser.add_argument("--folder", type=Path, default=HERE.parent / "runs" / "recipes-benchmark")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="values for every recipe")
+    parser.add_argument(
+        "overrides",
+        metavar="KEY=VALUE",
+        nargs="*",
+        help="values for every recipe",
+    )
     options = parser.parse_args()
 
     warn_if_busy("recipes")

@@ -29,13 +29,15 @@ class Gatherer:
         self._model = model
         self._config = model.hf_config
         self._pipeline = groups.pipeline
+
         self._tensor = groups.tensor
         self._stage = groups.coordinates.pipeline
         self._tensor_size = layout.tensor
         self._parameters = {global_name(model, name): value for name, value in live_parameters(model).items()}
 
-        # Every rank knows the shapes of all stages, so that it can allocate the receive buffers.
+        # Every rank has the shapes of all stages, so that it can allocate the receive buffers.
         stage_shapes: list[Any] = [None] * layout.pipeline
+
         shapes = {name: (tuple(value.shape), value.dtype) for name, value in self._parameters.items()}
         dist.all_gather_object(stage_shapes, shapes, group=self._pipeline)
         self._plan = [
@@ -78,6 +80,7 @@ class Gatherer:
             flat = torch.cat([self._parameters[name].flatten() for name, *_ in items])
         else:
             flat = torch.empty(sum(torch.Size(shape).numel() for _, _, shape, _ in items), dtype=items[0][3])
+
         shards = self._gather(self._broadcast(flat, stage))
 
         # Cut the flat shards into parameters again.

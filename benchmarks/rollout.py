@@ -3,22 +3,21 @@
     python benchmarks/rollout.py [--quick] [--repeats N] [--json FILE]
 
 Responses have log-normal lengths, with half of the variance between prompts, and engines work on 16 rows
-at once. Each turn draws its own lengths: which order is ahead depends on the draw, since nobody knows
-beforehand which response is the longest.
+at a time. Each turn draws its own lengths. Which order is faster depends on the draw, since the longest
+response is not known beforehand.
 
 1. One replica: the seconds of vLLM's steps by rows, and sampling by this package against vLLM's own loop over
    the same requests (rollout_worker.py).
-2. One to four replicas on this machine: lockstep, where a replica is given its share of the prompts at once
-   and all wait for the slowest, against the continuous order, where it draws a group when another ends; in
-   turns, in one job. Replicas beyond the cores share them.
-3. Four to 128 replicas, simulated: the package's own dealing and turns, with engines that take the seconds of
-   part 1 and do nothing else (simulated_replicas.py). Beside lockstep and the continuous order of one step
-   stands the open order, in which replicas never wait for a step to end: its seconds are those of a step's
-   share in the middle of many steps' work.
+2. One to four replicas on this machine: lockstep, where each replica gets its share of the prompts at the
+   start and all wait for the slowest, against the continuous order, where a replica takes a group when
+   another ends. Both run in turns in one job. Replicas in excess of the cores share them.
+3. Four to 128 replicas, simulated: the package's own queue and scheduler, with engines that only take the
+   seconds of part 1 (simulated_replicas.py). The open order is simulated too, in which replicas never wait
+   for the end of a step; its seconds are those of one step in the middle of many.
 
-Simulated seconds stand beside a bound that no order can beat: the longest response by itself or engines that
-are full all the time, and the latter alone where steps do not end. What the continuous order would take if it
-knew the lengths and began with the longest stands there too: what is above that is a matter of order.
+Simulated seconds are compared with a lower bound of every order: the longest response alone, or engines that
+are always full; for the open order only the latter. They are also compared with the continuous order if it
+knew the lengths and started with the longest response: the rest is the cost of not knowing them.
 """
 
 from __future__ import annotations
@@ -91,7 +90,13 @@ def record(report: Report, replicas: int, turns: Mapping[str, Sequence[tuple[flo
             report.add(case, name, "replicas idle", "share", idle)
 
 
-def record_simulation(report: Report, replicas: int, cost: Cost, median: int, limit: int) -> None:
+def record_simulation(
+    report: Report,
+    replicas: int,
+    cost: Cost,
+    median: int,
+    limit: int,
+) -> None:
     """Record the orders of one number of replicas by simulation, with several draws of lengths."""
     orders: dict[str, list[float]] = {}
     bounds: dict[str, list[float]] = {}
@@ -136,7 +141,14 @@ def main(command_line: Sequence[str] | None = None) -> int:
     costs: dict[int, float] = {}
     with tempfile.TemporaryDirectory(prefix="rollout.") as name:
         # So long a limit that the model hardly ever ends a response by itself.
-        make(Path(name), Workload(prompts=8, samples=SAMPLES, max_response_tokens=10**7))
+        make(
+            Path(name),
+            Workload(
+                prompts=8,
+                samples=SAMPLES,
+                max_response_tokens=10**7,
+            ),
+        )
         replica_counts = REAL_REPLICAS[:2] if options.quick else REAL_REPLICAS
         for replicas in replica_counts:
             turns = [log_normal(GROUPS * replicas, median, limit, turn) for turn in range(repeats)]

@@ -63,7 +63,13 @@ def own_loop(engine: VllmEngine, lengths: Lengths) -> Callable[[], int]:
     from vllm import SamplingParams
 
     parameters = [
-        SamplingParams(max_tokens=length, ignore_eos=True, detokenize=False, logprobs=0, seed=number)
+        SamplingParams(
+            max_tokens=length,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+            seed=number,
+        )
         for number, length in enumerate(length for group in lengths for length in group)
     ]
     # The same tokens for each request, as the package's own requests have.
@@ -81,7 +87,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("result", type=Path)
-    parser.add_argument("--lengths", type=json.loads, required=True, help="of each turn, prompt, and sample")
+    parser.add_argument(
+        "--lengths",
+        type=json.loads,
+        required=True,
+        help="of each turn, prompt, and sample",
+    )
     parser.add_argument("--rows", type=int, required=True)
     options = parser.parse_args()
     device.initialize()

@@ -3,8 +3,8 @@
     python benchmarks/seeds.py CONFIG … [--seeds 1-10] [--ranks N] [--folder DIR] [--prepare COMMAND]
                                [--quick] [--at-least X] [--gain X] [--json FILE] [KEY=VALUE …]
 
-Every seed is a run of its own with ``seed=N``; ``{seed}`` and ``{folder}`` in KEY=VALUE and in COMMAND stand
-for the number and the seed's folder. COMMAND runs first. Complete seeds are not run again, so an
+Each seed is a separate run with ``seed=N``. ``{seed}`` and ``{folder}`` in KEY=VALUE and in COMMAND are
+replaced by the number and the seed's folder. COMMAND runs first. Complete seeds are not run again, so an
 interrupted call resumes. The quickstart, with another model, other problems and another order in each run::
 
     python benchmarks/seeds.py configs/quickstart.yaml --at-least 0.9 --gain 0.3 \\
@@ -31,7 +31,14 @@ TIMEOUT = 7200
 """Seconds for one run."""
 
 
-def train(config: Path, seed: int, folder: Path, command: str, ranks: int, overrides: Sequence[str]) -> Path:
+def train(
+    config: Path,
+    seed: int,
+    folder: Path,
+    command: str,
+    ranks: int,
+    overrides: Sequence[str],
+) -> Path:
     """Run one seed, unless it has ended before; return its run folder."""
     names = {"seed": seed, "folder": folder}
     run = folder / "run"
@@ -80,11 +87,31 @@ def main() -> int:
     parser.add_argument(
         "--seeds", default=None, help="such as 1-10 or 1,5,7 (default 1-10; 1-3 with --quick)"
     )
-    parser.add_argument("--ranks", type=int, default=None, help="processes (default: the configuration's)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=None,
+        help="processes (default: the configuration's)",
+    )
     parser.add_argument("--folder", type=Path, default=HERE.parent / "runs" / "seeds")
-    parser.add_argument("--prepare", default="", metavar="COMMAND", help="what makes a seed's data and model")
-    parser.add_argument("--at-least", type=float, default=None, help="accuracy that every seed must reach")
-    parser.add_argument("--gain", type=float, default=None, help="rise that every seed must reach")
+    parser.add_argument(
+        "--prepare",
+        default="",
+        metavar="COMMAND",
+        help="command that creates a seed's data and model",
+    )
+    parser.add_argument(
+        "--at-least",
+        type=float,
+        default=None,
+        help="accuracy that every seed must reach",
+    )
+    parser.add_argument(
+        "--gain",
+        type=float,
+        default=None,
+        help="rise that every seed must reach",
+    )
     options = parser.parse_intermixed_args()
 
     warn_if_busy("seeds")

@@ -36,6 +36,7 @@ def interpolated(costs: Mapping[int, float]) -> Cost:
 
 def start_round(lengths: Sequence[Sequence[int]]) -> tuple[GenerationRound, dict[int, int]]:
     """Return a round with a group for each of ``lengths``, and each response's length by its seed."""
+    # All prompts are equal: only the lengths of responses matter.
     count = len(lengths)
     samples = len(lengths[0])
     # No response reaches its limit: the engine ends each at its length.
@@ -109,12 +110,14 @@ class TimedEngine:
         running = list(self._remaining)[: self.max_rows]
         steps = min((self._remaining[number] for number in running), default=0)
         self.clock += steps * self._cost(len(running))
+
         for number in running:
             self._remaining[number] -= steps
 
         complete = [number for number in running if not self._remaining[number]]
         for number in complete:
             del self._remaining[number]
+
         self.completed += [(self.clock, self._limits[number]) for number in complete]
         return [self._completion(number) for number in complete]
 
@@ -125,17 +128,23 @@ class TimedEngine:
 
 
 def simulate(
-    lengths: Sequence[Sequence[int]], replicas: int, rows: int, max_in_flight: int, cost: Cost
+    lengths: Sequence[Sequence[int]],
+    replicas: int,
+    rows: int,
+    max_in_flight: int,
+    cost: Cost,
 ) -> list[tuple[float, int]]:
     """Return the completion time and the tokens of each response, in order of time.
 
-    ``lengths`` has the response lengths of each prompt. Engines work on ``rows`` at once. A replica has
+    ``lengths`` has the response lengths of each prompt. Engines have up to ``rows`` rows. A replica has
     up to ``max_in_flight`` responses: ``rows`` in the continuous order, all responses in lockstep, where none
     remains to be drawn. Groups are drawn in order of time.
     """
     generation_round, length_by_seed = start_round(lengths)
+    # Replicas draw groups by a shared counter, which the job's store holds in a real run.
     tickets = count()
     engines = [TimedEngine(rows, cost) for _ in range(replicas)]
+
     schedulers = [
         ReplicaScheduler(
             EndedEngine(engine, length_by_seed),
@@ -150,6 +159,7 @@ def simulate(
     busy = [replica for replica, scheduler in enumerate(schedulers) if scheduler.step()]
     heap = [(engines[replica].clock, replica) for replica in busy]
     heapq.heapify(heap)
+
     while heap:
         _, replica = heapq.heappop(heap)
         if schedulers[replica].step():
@@ -161,6 +171,7 @@ def step_in_the_middle(completed: Sequence[tuple[float, int]], steps: int) -> fl
     """Return the seconds of one of ``steps`` steps, by the middle half of all tokens."""
     quarter = sum(tokens for _, tokens in completed) / 4
     tokens_so_far = 0
+
     # Times after one and after three quarters of the tokens: begin and end are not typical.
     times: list[float] = []
     for second, tokens in completed:
@@ -172,5 +183,6 @@ def step_in_the_middle(completed: Sequence[tuple[float, int]], steps: int) -> fl
 
 def full(lengths: Sequence[Sequence[int]], replicas: int, rows: int, cost: Cost) -> float:
     """Return the seconds of the work by engines that are full all the time."""
+    # The number of rows with the least seconds per token.
     fastest = min(cost(busy) / busy for busy in range(1, rows + 1))
     return sum(map(sum, lengths)) * fastest / replicas

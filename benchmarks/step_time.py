@@ -1,4 +1,4 @@
-"""Time of a training step by phase, beside a bare Megatron-Core step and TRL on the same work.
+"""Time of a training step by phase, compared with a bare Megatron-Core step and TRL on the same work.
 
     python benchmarks/step_time.py [--quick] [--repeats N] [--json FILE]
                                   [--without step,trl,learn] [--continuous-batching]
@@ -10,15 +10,15 @@ A Qwen2-shaped model of 25.7M parameters in float32 answers prompts with 1 to 25
 2. our learn phase against a hand-written Megatron-Core train step on the same tokens, model, weights and
    layout, measured in turns in one job, twice as often as the rest, data parallel, TP2, PP2 and TP2×PP2; both
    first take one supervised step, and must get the same loss and gradient norm (bare_megatron.py). Megatron's
-   own layers know no packed rows here: they take rows of one length with as many tokens and, in attention, as
-   many pairs of tokens, and at the end the same rows padded;
-3. TRL's GRPOTrainer (trl_worker.py, in the environment that make_trl_venv.sh makes) on the same prompts,
+   own layers do not support packed rows here: they get rows of one length with as many tokens and, in
+   attention, as many pairs of tokens, and at the end the same rows padded;
+3. TRL's GRPOTrainer (trl_worker.py, in the environment of make_trl_venv.sh) on the same prompts,
    weights, batch and sampling, with the number of processes and micro-batch that are best for it;
    it generates with transformers' `generate`, its default, and with --continuous-batching also with
    transformers' continuous batching.
 
-Every method gets all cores. The first step of each run warms up and is not counted. `--quick` makes the
-batch and the limit smaller and tries no alternatives for either side.
+Every method gets all cores. The first step of each run is a warm-up and is not counted. `--quick` reduces the
+batch and the limit and tries no alternatives for either side.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def trl_choices(available: int, work: Workload) -> list[Choice]:
     data_parallel = choices[0]
     one_process = choices[-1]
     rows = work.rows // data_parallel.processes
+
     # A machine of one core has one choice.
     return list(
         dict.fromkeys(
@@ -98,6 +99,7 @@ def learn_layouts(available: int, best: Choice) -> list[tuple[Choice, dict[str, 
     # Two and four ranks, with as many threads as leave no core idle.
     pair, four = (Choice(ranks, max(1, available // ranks)) for ranks in (2, 4))
     plain = {"sequence_parallel": False}
+
     return [(choice, {}) for choice in data_parallel] + [
         (pair, {"tensor": 2}),
         (pair, {"tensor": 2, **plain}),
@@ -119,6 +121,7 @@ class Bench:
     def ours(self, choice: Choice, work: Workload, steps: int) -> list[Mapping[str, float]]:
         """Train with the command that users call; return the metrics of each of ``steps`` but the first."""
         say("step_time", f"megatron_rl, {choice}, {steps} steps of {work.rows} samples")
+        # Every run has its own files, so that a failure can be examined.
         number = len(list(self.folder.glob("run*.yaml")))
         config = self.folder / f"run{number}.yaml"
         run = self.folder / f"run{number}"
@@ -138,11 +141,14 @@ class Bench:
             "steps": steps,
             "rows-per-microbatch": choice.rows,
         }
+
         options = []
         for name, value in sizes.items():
             options += [f"--{name}", str(value)]
+
         if choice.continuous:
             options.append("--continuous-batching")
+
         command = [str(HERE / "trl_worker.py"), str(self.folder), str(result), *options]
         torchrun(command, choice.processes, choice.threads, self.folder / "trl.log", 1800, TRL_PYTHON)
 
@@ -179,6 +185,7 @@ class Bench:
 
     def rates(self, seconds: Sequence[float], lengths: Sequence[float]) -> dict[str, list[float]]:
         """Return samples and response tokens per second: lengths are drawn anew by each, so both count."""
+
         samples = [self.work.rows / value for value in seconds]
         tokens = [rate * length for rate, length in zip(samples, lengths, strict=True)]
         return {"samples/s": samples, "response tokens/s": tokens}
@@ -190,6 +197,7 @@ class Bench:
         versions = metrics["versions"]
         self.report.add(self.case, method, "step", "s", metrics["seconds"], peer_versions=versions)
         self.report.add(self.case, method, "generate", "s", metrics["generate"], peer_versions=versions)
+
         self.report.add(
             self.case, method, "response length", "tokens", metrics["length"], peer_versions=versions
         )
@@ -197,6 +205,7 @@ class Bench:
         kind = "TRL"
         if choice.continuous:
             kind = "TRL with continuous batching"
+
         for name, theirs in self.rates(metrics["seconds"], metrics["length"]).items():
             self.report.add(self.case, method, name, "1/s", theirs, peer_versions=versions)
             ratio = statistics.median(our_rates[name]) / statistics.median(theirs)
@@ -204,11 +213,13 @@ class Bench:
 
     def measure_learn(self, choice: Choice, layout: Mapping[str, int]) -> None:
         """Record our learn phase and the bare Megatron-Core steps, on half the rows."""
+        # Half the rows, since these are repeated twice as often.
         work = replace(self.work, prompts=self.work.prompts // 2)
         layout_text = ", ".join(f"{name} {size}" for name, size in layout.items()) or "data parallel"
         say("step_time", f"learn phase in turns with bare Megatron-Core, {choice}, {layout_text}")
         config = self.folder / "learn.yaml"
         result = self.folder / "learn.json"
+
         config.write_text(configuration(work, self.folder, self.folder / "learn", 1, dict(layout)))
         command = [str(HERE / "learn_worker.py"), str(config), str(result)]
         command += ["--work", json.dumps(asdict(work)), "--repeats", str(2 * self.repeats)]
@@ -216,7 +227,9 @@ class Bench:
 
         measurement = json.loads(result.read_text())
         seconds = measurement["seconds"]
+
         tokens = measurement["tokens"]
+        # Microseconds per token, so that padded and packed batches compare.
         our_name, *peers = seconds
         our_times = [1e6 * value / tokens[our_name] for value in seconds[our_name]]
         for peer in peers:
@@ -229,6 +242,7 @@ class Bench:
                 ratio = statistics.median(our_times) / statistics.median(theirs)
             self.report.add(case, our_name, "learn phase per token", "µs", our_times, ratio)
             self.report.add(case, peer, "train step per token", "µs", theirs)
+
         comparison = "one supervised step gives loss {loss:.6f} and gradient norm {norm:.6f}, "
         comparison += "bare Megatron-Core {peer_loss:.6f} and {peer_norm:.6f}"
         comparison = comparison.format(**measurement["check"])
@@ -255,6 +269,7 @@ def phases(steps: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
             "score": step["time/score"],
             "learn": step["time/learn"],
         }
+
         # The remainder: rewards, logging, the step's own overhead.
         values |= {"step": step["time/step"], "rest": step["time/step"] - sum(values.values())}
         for name, seconds in values.items():
@@ -306,7 +321,14 @@ def main() -> int:
     parser = arguments(__doc__, repeats=2)
     parser.add_argument("--without", default="", help="parts to leave out: " + ",".join(PARTS))
     parser.add_argument("--continuous-batching", action="store_true", help="measure TRL with that, too")
-    parser.add_argument("--keep", type=Path, default=None, metavar="DIR", help="keep logs and runs in DIR")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="keep logs and runs in DIR",
+    )
+
     options = parser.parse_args()
     excluded = [name for name in options.without.split(",") if name]
     for name in excluded:
@@ -322,11 +344,13 @@ def main() -> int:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         make(folder, work)
+
         bench = Bench(folder, work, options.repeats or 2, report)
         try:
             measure(bench, options.quick, excluded, options.continuous_batching)
         except ChildFailed as error:
             report.fail(str(error))
+
         report.note(
             "aims: samples/s at least 2.5 times TRL's; learn phase at most 1.05 of bare Megatron-Core"
         )

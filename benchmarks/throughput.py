@@ -1,14 +1,14 @@
-"""Speed of a real configuration, phase by phase, beside the planner's prediction for it.
+"""Speed of a real configuration, phase by phase, and the planner's prediction of it.
 
     python benchmarks/throughput.py CONFIG [key=value ...] [--steps N] [--json FILE]    # launches torchrun
-    torchrun ... benchmarks/throughput.py CONFIG ...                        # as a rank of a launched job
-    python benchmarks/throughput.py CONFIG --run RUN_DIR                    # reads a run that is over
+    torchrun ... benchmarks/throughput.py CONFIG ...                        # as a rank of a job
+    python benchmarks/throughput.py CONFIG --run RUN_DIR                    # reads a finished run
     python benchmarks/throughput.py CONFIG [CONFIG ...] --simulate          # no GPU: the prediction alone
 
-A run takes N steps (default 3) after one that warms up, without evaluation or export, and is then read from
-its own metrics.jsonl: seconds per phase, tokens/s per process (one GPU each), memory peaks. Where
-the GPU is known (`gpu` in the configuration, or --gpu) the prediction at the run's own mean lengths stands
-beside it, and model FLOPs over peak FLOPs by phase (attention counted causally).
+A run trains N steps (default 3) after a warm-up step, without evaluation or export. Its metrics.jsonl gives
+seconds per phase, tokens/s per process (one GPU each) and memory peaks. If the GPU is known (`gpu` in the
+configuration, or --gpu), the table also has the prediction at the run's mean lengths, and model FLOPs over
+peak FLOPs by phase (attention counted causally).
 """
 
 from __future__ import annotations
@@ -62,7 +62,12 @@ class Case:
         folder = next((folder for folder in folders if (folder / "config.json").is_file()), None)
         return load_shape(str(folder or path))
 
-    def predict(self, gpu: str, constants: Constants, stats: RunStats | None = None) -> RunStep:
+    def predict(
+        self,
+        gpu: str,
+        constants: Constants,
+        stats: RunStats | None = None,
+    ) -> RunStep:
         """Predict one step on a GPU."""
         return predict_run(self.config, constants, gpu, role_shapes(self.config, self.shape_of), stats)
 
@@ -93,7 +98,11 @@ def add_prediction(report: Report, case: Case, step: RunStep) -> None:
 
 
 def add_rates(
-    report: Report, case: Case, method: str, steps: Sequence[RunStep], seconds: Sequence[Mapping[str, float]]
+    report: Report,
+    case: Case,
+    method: str,
+    steps: Sequence[RunStep],
+    seconds: Sequence[Mapping[str, float]],
 ) -> None:
     """Record tokens per second and process of each phase, and FLOPs over peak for a known GPU."""
     step_rates = []
@@ -115,7 +124,13 @@ def add_rates(
         report.add(case.name, method, f"FLOPs / peak, {phase}", "share", values)
 
 
-def add_measurement(report: Report, case: Case, folder: Path, gpu: str | None, constants: Constants) -> None:
+def add_measurement(
+    report: Report,
+    case: Case,
+    folder: Path,
+    gpu: str | None,
+    constants: Constants,
+) -> None:
     """Record the metrics of a run folder, and for a known GPU the prediction at the run's own lengths."""
     lines = read_steps(folder, "--run")
     world = case.config.world_size or 1
@@ -179,7 +194,11 @@ def compact(cases: Sequence[tuple[Case, RunStep]]) -> str:
 
 
 def simulate(
-    report: Report, paths: Sequence[str], overrides: Sequence[str], gpu: str | None, constants: Constants
+    report: Report,
+    paths: Sequence[str],
+    overrides: Sequence[str],
+    gpu: str | None,
+    constants: Constants,
 ) -> None:
     """Predict and record every configuration; raises UserError for one without a GPU."""
     cases = []
@@ -202,16 +221,36 @@ def options_of() -> tuple[list[str], list[str], argparse.Namespace]:
     """Return configurations, overrides and options of the command line."""
     parser = arguments(__doc__, repeats=3)
     parser.add_argument("words", metavar="CONFIG [key=value ...]", nargs="+")
-    parser.add_argument("--steps", type=int, default=None, help="measured steps (default 3; with --quick 1)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=None,
+        help="measured steps (default 3; with --quick 1)",
+    )
     parser.add_argument("--simulate", action="store_true", help="print the planner's prediction alone")
-    parser.add_argument("--run", type=Path, default=None, metavar="DIR", help="read this finished run folder")
+    parser.add_argument(
+        "--run",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="read this finished run folder",
+    )
     parser.add_argument(
         "--gpu", default=None, help="GPU of the prediction (default: `gpu` of the configuration)"
     )
     parser.add_argument(
-        "--constants", default=None, metavar="FILE", help="planner constants, as plan --calibrate makes"
+        "--constants",
+        default=None,
+        metavar="FILE",
+        help="planner constants, as plan --calibrate makes",
     )
-    parser.add_argument("--keep", type=Path, default=None, metavar="DIR", help="keep the run folder as DIR")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="keep the run folder as DIR",
+    )
     options = parser.parse_intermixed_args()
 
     # Configurations and overrides may come in any order.
@@ -223,7 +262,11 @@ def options_of() -> tuple[list[str], list[str], argparse.Namespace]:
 
 
 def measure(
-    report: Report, path: str, overrides: list[str], options: argparse.Namespace, constants: Constants
+    report: Report,
+    path: str,
+    overrides: list[str],
+    options: argparse.Namespace,
+    constants: Constants,
 ) -> None:
     """Run one configuration and record it (rank 0 of a launched job alone records)."""
     default_steps = 1 if options.quick else 3

@@ -17,7 +17,12 @@ from common import versions
 from workload import digit_share
 
 
-def reward(prompts: list[str], completions: list[str], ground_truth: list[str], **_: Any) -> list[float]:
+def reward(
+    prompts: list[str],
+    completions: list[str],
+    ground_truth: list[str],
+    **_: Any,
+) -> list[float]:
     """Return the rewards of completions by the same function as ours."""
     return [digit_share(*row) for row in zip(prompts, completions, ground_truth, strict=True)]
 
@@ -116,7 +121,12 @@ def main() -> None:
         for entry in trainer.state.log_history
         if "completions/mean_length" in entry
     ]
-    result = {"seconds": seconds, "generate": generating, "length": lengths, "versions": versions()}
+    result = {
+        "seconds": seconds,
+        "generate": generating,
+        "length": lengths,
+        "versions": versions(),
+    }
     options.result.write_text(json.dumps(result))
 
 

@@ -153,8 +153,15 @@ def _strength(constant: Any, other_logits: Any, probability: float) -> float:
     return middle
 
 
-def configuration(work: Workload, directory: Path, run_dir: Path, steps: int, layout: dict[str, int]) -> str:
+def configuration(
+    work: Workload,
+    directory: Path,
+    run_dir: Path,
+    steps: int,
+    layout: dict[str, int],
+) -> str:
     """Return the YAML of a megatron_rl run on this work, in float32 and with rollout tensor parallelism 1."""
+    # No checkpoint, export or resumption: only steps are measured.
     tree = {
         "model": {"path": str(directory / "model"), "dtype": "float32"},
         "data": {"train": str(directory / "prompts.jsonl"), "max_prompt_tokens": work.max_prompt_tokens},
@@ -173,7 +180,7 @@ def configuration(work: Workload, directory: Path, run_dir: Path, steps: int, la
 def lengths(work: Workload, seed: int) -> list[int]:
     """Return response lengths of one step, drawn as the model draws them."""
     generator = random.Random(seed)
-    # Geometric lengths, by the logarithm of the probability to go on.
+    # Geometric lengths, from the logarithm of the probability that a response continues.
     keep = math.log1p(-work.end_probability)
     return [
         min(work.max_response_tokens, 1 + int(math.log(1.0 - generator.random()) / keep))

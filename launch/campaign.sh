@@ -1,16 +1,20 @@
 #!/usr/bin/env bash
-# Hold the promises of a run against cases that a seed chooses; minutes to hours, and goes on where it was ended.
+# Test the guarantees of a run on random cases of a seed. Takes minutes to hours; an interrupted campaign resumes.
 #
 #   launch/campaign.sh [KIND|all] [--count N] [--seed S] [--out DIR]
 #
-# kills: runs that are killed again and again equal the uninterrupted one to the last bit; damages: of a newest
-# checkpoint; inputs: configurations and data that the schema or a user got wrong; rewards: hostile functions, and attacks
-# of theirs on the machine, as this user and as another one;
-# leaks: thousands of steps; layouts: every tensor's step of every family in every product of parallel sizes on
-# four ranks; fused_layouts: the same with Transformer Engine's layers, in torch; examples: each of launch/examples
-# by its command; simulations: the memory that check counts for shipped configurations of large jobs; combinations:
-# features that meet: what check calls READY trains, resumes, goes on in other layouts and begins other runs.
-# tests/campaign/ says how. Exit code 1: a promise was broken.
+# kills          runs that are killed repeatedly equal the uninterrupted run to the last bit
+# damages        a restart names damaged checkpoints and resumes from the newest intact one
+# inputs         invalid configurations and data end in a clear error, or train if check says READY
+# rewards        hostile reward functions, and their attacks on the machine, as this user and as another one
+# leaks          thousands of steps do not accumulate memory, files, threads or processes
+# layouts        one step of every family in every layout of four ranks equals that of one rank, tensor by tensor
+# fused_layouts  the same with the stand-in of Transformer Engine's layers
+# examples       each of launch/examples runs by its command
+# simulations    check predicts the memory of the shipped configurations of large jobs
+# combinations   features together: a run that check calls READY trains, resumes, and continues in other layouts
+#
+# The code is in tests/campaign. Exit code 1: a guarantee was broken.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 if [ ! -x "$root/.venv/bin/python" ]; then

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Say whether two revisions compute the same numbers, to the last bit: six tiny but real runs of each.
+# Compare the numbers of two revisions to the last bit, over six tiny runs of each.
 #
 #   launch/golden.sh record DIR [--only NAME]   with the code of this checkout; some minutes on two cores
-#   launch/golden.sh compare DIR_A DIR_B        exit code 1: numbers differ; 3: only names of metrics do
+#   launch/golden.sh compare DIR_A DIR_B        exit code 1: numbers differ; 3: only names of metrics
 #
-# Record the old revision (a worktree of it will do) and the new one on the same machine: another processor may
-# round otherwise. tests/golden/renamed.yaml, where it exists, maps old names of metrics to new ones.
+# Record the old revision (for example in a worktree) and the new one on the same machine, since other processors
+# may round differently. tests/golden/renamed.yaml, if it exists, maps old names of metrics to new ones.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 command="${1:-}"
@@ -13,7 +13,7 @@ case "$command" in
     record|compare) shift ;;
     *) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
-# Not launch/setup.sh: in a worktree .venv may be a link to that of the main checkout, which is to stay as it is.
+# Without launch/setup.sh: in a worktree .venv may be a link to the main checkout's, which must not change.
 if [ ! -x "$root/.venv/bin/python" ]; then
     echo "golden: no .venv in $root; fix: run launch/setup.sh" >&2
     exit 2

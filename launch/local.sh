@@ -15,16 +15,16 @@ bash launch/setup.sh
 gpus="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)"
 processes="${NPROC:-$gpus}"
 if [ "$processes" -lt 1 ]; then
-    echo "local: no GPU found; say how many processes to run on the CPU: NPROC=4 launch/local.sh …" >&2
+    echo "local: no GPU found; set the number of processes to run on the CPU: NPROC=4 launch/local.sh …" >&2
     exit 2
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# torchrun answers every failure of its processes with 1; checked here first, bad input ends with 2.
+# torchrun exits with 1 on every failure. Checking first lets invalid input exit with 2, as `train` does.
 if ! report="$(.venv/bin/python -m megatron_rl check "$config" --world-size "$processes" "$@" 2>&1)"; then
     printf '%s\n' "$report" >&2
     exit 2
 fi
-# The ranks meet in a file, and in a store of rank 0 on this host alone: torchrun's own listens on every interface.
+# Rendezvous in a file and a store of rank 0 on localhost: torchrun's own store listens on every interface.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec .venv/bin/python -m torch.distributed.run --rdzv-backend c10d --rdzv-conf store_type=file \
     --local-addr localhost --nproc-per-node "$processes" \

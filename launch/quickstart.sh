@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From nothing to a trained model: set up, make a tiny model and its data, warm it up, train it with GRPO on
-# 4 processes, and leave report, curve and Hugging Face checkpoint in runs/quickstart.
+# From an empty checkout to a trained model: install, create a tiny model and its data, warm it up and train it with
+# GRPO on 4 processes. Report, curve and Hugging Face checkpoint are written to runs/quickstart.
 #
 #   launch/quickstart.sh [key=value …]      overrides of configs/quickstart.yaml
 set -euo pipefail
@@ -19,12 +19,12 @@ bash launch/setup.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 .venv/bin/python -m megatron_rl.data.quickstart runs/quickstart-data
-# torchrun answers every failure of its processes with 1; checked here first, bad input ends with 2.
+# torchrun exits with 1 on every failure. Checking first lets invalid input exit with 2, as `train` does.
 if ! report="$(.venv/bin/python -m megatron_rl check configs/quickstart.yaml --world-size 4 "$@" 2>&1)"; then
     printf '%s\n' "$report" >&2
     exit 2
 fi
-# The ranks meet in a file, and in a store of rank 0 on this host alone: torchrun's own listens on every interface.
+# Rendezvous in a file and a store of rank 0 on localhost: torchrun's own store listens on every interface.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec .venv/bin/python -m torch.distributed.run --rdzv-backend c10d --rdzv-conf store_type=file \
     --local-addr localhost --nproc-per-node 4 \

@@ -1,4 +1,4 @@
-"""A real browser without a window, spoken to by the DevTools protocol over a pipe."""
+"""Headless browser for tests of HTML pages, driven by the DevTools protocol over a pipe."""
 
 from __future__ import annotations
 
@@ -20,36 +20,48 @@ FLAGS = (
     "--no-first-run", "--disable-extensions", "--disable-background-networking",
 )  # fmt: skip
 PATIENCE = 120.0
+"""Seconds to wait for one message of the browser, or for its end."""
 KEYS = {"ArrowDown": 40, "Home": 36, "Backspace": 8}
+"""Name of a key -> its Windows virtual key code, which the protocol requires."""
 
 
 def executable() -> str | None:
-    """Return the browser that `VARIABLE` names or that stands on the path."""
+    """Return the browser that `VARIABLE` names, or else the first of `NAMES` on PATH; None without one."""
     return os.environ.get(VARIABLE) or next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Browser:
-    """Hold one page of a browser; ``problems`` collects errors of its console, and dialogs that opened."""
+    """One page of a browser. ``problems`` collects console errors and opened dialogs."""
 
     def __init__(self, path: str, width: int, height: int = 900) -> None:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        (heard, self._write), (self._read, said) = os.pipe(), os.pipe()
-        # It reads from 3 and writes to 4, which no other must be yet.
-        high = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (heard, said)]
-        os.close(heard)
-        os.close(said)
+        command_reader, self._write = os.pipe()
+        self._read, reply_writer = os.pipe()
+        # The browser reads commands from descriptor 3 and writes replies to 4. Duplicates above 10 keep both
+        # free until bash redirects them.
+        inherited = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (command_reader, reply_writer)]
+
+        os.close(command_reader)
+        os.close(reply_writer)
+        # bash moves the pipes to the descriptors that the browser expects.
         self._process = subprocess.Popen(
-            ["bash", "-c", 'exec "$0" "$@" 3<&{} 4>&{}'.format(*high), path, *FLAGS,
+            ["bash", "-c", 'exec "$0" "$@" 3<&{} 4>&{}'.format(*inherited), path, *FLAGS,
              f"--user-data-dir={self._folder.name}", f"--window-size={width},{height}"],
-            pass_fds=high, stderr=subprocess.DEVNULL, start_new_session=True,
+            pass_fds=inherited, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
-        for end in high:
+
+        for end in inherited:
             os.close(end)
-        self._buffer, self._number, self._session = b"", 0, {}
+
+        # Open a page and attach to it; later commands carry the session's identifier.
+        self._buffer = b""
+        self._number = 0
+        self._session = {}
         self.problems: list[str] = []
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         attached = self.send("Target.attachToTarget", targetId=target, flatten=True)
         self._session = {"sessionId": attached["sessionId"]}
+
         for domain in ("Page", "Runtime", "Log"):
             self.send(f"{domain}.enable")
         self.resize(width, height)
@@ -58,7 +70,7 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._write)  # which ends it
+        os.close(self._write)  # the browser exits when its command pipe closes
         try:
             self._process.wait(PATIENCE)
         finally:
@@ -67,27 +79,43 @@ class Browser:
             self._folder.cleanup()
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Send a command and return its result."""
+        """Send a command and return its result.
+
+        Events that arrive before the result are only searched for problems.
+        """
         self._number += 1
-        command = {"id": self._number, "method": method, "params": parameters, **self._session}
+        command = {
+            "id": self._number,
+            "method": method,
+            "params": parameters,
+            **self._session,
+        }
         os.write(self._write, json.dumps(command).encode() + b"\0")
+
         while (message := self._message()).get("id") != self._number:
             pass
+
         if "error" in message:
             raise RuntimeError(f"{method}: {message['error']}")
         return message["result"]
 
     def _message(self) -> dict[str, Any]:
+        """Return the next message of the browser, and record it if it reports a problem."""
+        # Messages end with a zero byte.
+
         while b"\0" not in self._buffer:
             if not select.select([self._read], [], [], PATIENCE)[0]:
-                raise TimeoutError("the browser says nothing")
+                raise TimeoutError(f"no message from the browser within {PATIENCE} s")
             block = os.read(self._read, 1 << 20)
             if not block:
-                raise EOFError("the browser has ended")
+                raise EOFError("the browser closed its pipe")
             self._buffer += block
+
         text, _, self._buffer = self._buffer.partition(b"\0")
         message = json.loads(text)
-        method, values = message.get("method", ""), message.get("params", {})
+        method = message.get("method", "")
+        values = message.get("params", {})
+
         if (
             method in ("Runtime.exceptionThrown", "Page.javascriptDialogOpening")
             or (method == "Log.entryAdded" and values["entry"]["level"] in ("error", "warning"))
@@ -97,27 +125,30 @@ class Browser:
         return message
 
     def open(self, file: Path) -> None:
-        """Load a file and wait until all of it is there."""
+        """Load a file and wait for its load event."""
         self.send("Page.navigate", url=file.resolve().as_uri())
         while self._message().get("method") != "Page.loadEventFired":
             pass
 
     def resize(self, width: int, height: int = 900) -> None:
-        """Take the size of a screen, a narrow one as a phone's."""
+        """Set the size of the screen in pixels; a width below 600 emulates a phone."""
         self.send(
             "Emulation.setDeviceMetricsOverride",
-            width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
-        )  # fmt: skip
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
 
     def value(self, expression: str) -> Any:
-        """Return what an expression is."""
+        """Evaluate a JavaScript expression in the page and return its value."""
         result = self.send("Runtime.evaluate", expression=expression, returnByValue=True)
         if "exceptionDetails" in result:
             raise RuntimeError(f"{expression}: {result['exceptionDetails']}")
         return result["result"].get("value")
 
     def texts(self, selector: str) -> list[str]:
-        """Return the shown texts of the elements."""
+        """Return the rendered text of each element that matches a CSS selector."""
         return self.value(f"[...document.querySelectorAll({json.dumps(selector)})].map(e => e.innerText)")
 
     def click(self, selector: str) -> None:
@@ -126,32 +157,59 @@ class Browser:
             f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView();"
             "const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
         )
-        for kind in ("mousePressed", "mouseReleased"):
-            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
-    def press(self, key: str, **more: Any) -> None:
-        """Press a key where the focus is."""
+        for kind in ("mousePressed", "mouseReleased"):
+            self.send(
+                "Input.dispatchMouseEvent",
+                type=kind,
+                x=x,
+                y=y,
+                button="left",
+                clickCount=1,
+            )
+
+    def press(self, key: str, **options: Any) -> None:
+        """Press and release a key on the focused element."""
         code = KEYS[key]
-        self.send("Input.dispatchKeyEvent", type="rawKeyDown", key=key, windowsVirtualKeyCode=code, **more)
-        self.send("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
+        self.send(
+            "Input.dispatchKeyEvent",
+            type="rawKeyDown",
+            key=key,
+            windowsVirtualKeyCode=code,
+            **options,
+        )
+
+        self.send(
+            "Input.dispatchKeyEvent",
+            type="keyUp",
+            key=key,
+            windowsVirtualKeyCode=code,
+        )
 
     def fill(self, selector: str, text: str) -> None:
-        """Type into a field, in place of what it holds."""
+        """Replace the text of an input field by typing."""
         self.click(selector)
         self.press("Home", commands=["selectAll"])
         self.press("Backspace")
         if text:
             self.send("Input.insertText", text=text)
 
-    def choose(self, selector: str, place: int) -> None:
-        """Choose the option of a list at a place, with the keyboard."""
+    def choose(self, selector: str, index: int) -> None:
+        """Select the option at ``index`` of a select element, with the keyboard."""
         self.value(f"document.querySelector({json.dumps(selector)}).focus()")
-        for key in ("Home", *["ArrowDown"] * place):
+        for key in ("Home", *["ArrowDown"] * index):
             self.press(key)
 
     def picture(self, file: Path) -> None:
-        """Save what the whole page looks like, as PNG."""
+        """Save a screenshot of the whole page as PNG."""
         size = self.send("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        # The whole page, not only the visible part.
+        clip = {
+            "x": 0,
+            "y": 0,
+            "width": size["width"],
+            "height": size["height"],
+            "scale": 1,
+        }
         shot = self.send("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
         file.write_bytes(base64.b64decode(shot["data"]))

@@ -1,4 +1,4 @@
-"""Tiny Hugging Face checkpoints of every supported family, with weights that make mistakes visible."""
+"""Tiny Hugging Face checkpoints of every supported family, whose random weights make mistakes visible."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 
+# 131 is prime, so every tensor-parallel layout pads the vocabulary.
 COMMON: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 64,
@@ -44,11 +45,14 @@ RESCALING_ROPE = {
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 32}),
+    # Biases on every linear layer.
     "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen2": ("Qwen2", {}),
+    # Output layer shares the embedding's weights.
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen3-tied": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    # Latent attention, grouped routing and shared experts.
     "deepseek-v3": (
         "DeepseekV3",
         {
@@ -68,6 +72,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": YARN_ROPE,
         },
     ),
+    # Latent attention without compressed queries.
     "deepseek-v2": (
         "DeepseekV2",
         {
@@ -84,6 +89,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 4,
         },
     ),
+    # A window of 8 tokens is shorter than the test rows, so it changes their log-probs.
     "mistral": ("Mistral", {"sliding_window": 8, "rope_parameters": RESCALING_ROPE}),
     "gemma3": (
         "Gemma3",
@@ -94,14 +100,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+                "full_attention": {
+                    "rope_type": "linear",
+                    "rope_theta": 1000000.0,
+                    "factor": 8.0,
+                },
             },
         },
     ),
     "phi3": (
         "Phi3",
-        {"sliding_window": 8, "pad_token_id": 0, "eos_token_id": 1, "partial_rotary_factor": 0.5},
+        {
+            "sliding_window": 8,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "partial_rotary_factor": 0.5,
+        },
     ),
+    # Low caps, so that they change the logits of a tiny model.
     "gemma2": (
         "Gemma2",
         {
@@ -146,6 +162,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed-oss": ("SeedOss", {"head_dim": 32, "residual_dropout": 0.0, "attention_dropout": 0.0}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1, 0], "pad_token_id": 0, "eos_token_id": 1}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    # Layer 1 is dense, the other layers have experts.
     "qwen3-moe": (
         "Qwen3Moe",
         {
@@ -161,23 +178,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def config_of(family: str, **changes: Any) -> Any:
-    """Return the transformers config of a family's tiny model."""
-    kind, settings = FAMILIES[family]
-    name = "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config"
+    """Return the transformers config of a family's tiny model, with ``changes`` of its values."""
+    class_prefix, settings = FAMILIES[family]
+    name = "Gemma3TextConfig" if class_prefix == "Gemma3" else f"{class_prefix}Config"
     return getattr(transformers, name)(**{**COMMON, **settings, **changes})
 
 
 def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
-    """Return a tiny transformers model in float32 whose every parameter is random and distinct."""
-    kind, _ = FAMILIES[family]
-    model = getattr(transformers, f"{kind}ForCausalLM")(config_of(family, **changes)).float().eval()
-    model.set_attn_implementation("eager")  # the only one that caps scores
+    """Return a tiny float32 transformers model in which all parameters are random and distinct."""
+    class_prefix, _ = FAMILIES[family]
+    model = getattr(transformers, f"{class_prefix}ForCausalLM")(config_of(family, **changes)).float().eval()
+    # Of transformers' implementations only the eager one applies softcapping to attention scores.
+    model.set_attn_implementation("eager")
     use_epsilon_of_config(model)
+
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+            # These buffers are computed from the config, and a checkpoint does not contain them.
             if "rotary" in name or "embed_scale" in name:
                 continue
+            # Norm weights stay near 1, so that activations keep their scale through the layers.
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5, generator=generator)
             else:
@@ -196,7 +217,7 @@ def use_epsilon_of_config(model: Any) -> None:
 
 
 def save_model(family: str, path: Path, seed: int = 0, **changes: Any) -> Any:
-    """Write a tiny checkpoint and return its model."""
+    """Save a tiny checkpoint at ``path`` and return its model."""
     model = make_model(family, seed, **changes)
     model.save_pretrained(path)
     return model

@@ -1,4 +1,4 @@
-"""A user's own model code in the forms that Megatron-LM's scripts have; stated sizes are the tiny Qwen2's."""
+"""Model code of a user, in the forms of Megatron-LM's scripts; fixed sizes are the tiny Qwen2's."""
 
 from __future__ import annotations
 
@@ -33,20 +33,36 @@ from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.distributed import device
 
 NAMES = {"mlp.down.weight": "mlp.linear_fc2.weight"}
+"""Names of `RenamedMLP`'s parameters -> Megatron's own."""
 TWICE = {"mlp.down.weight": "mlp.linear_fc1.weight"}
+"""Invalid names: two parameters would have one name."""
 
 
 def older(pre_process: bool = True, post_process: bool = True) -> GPTModel:
-    """Ask Megatron's globals for the layout, and state the model."""
+    """Return the model of an older script: Megatron's global groups give the layout, the code the sizes."""
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     config = TransformerConfig(
-        num_layers=4, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4, num_query_groups=2,
-        normalization="RMSNorm", layernorm_epsilon=1e-6, gated_linear_unit=True, activation_func=silu,
-        add_bias_linear=False, add_qkv_bias=True, bias_activation_fusion=False, bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False, tensor_model_parallel_size=tensor, sequence_parallel=tensor > 1,
+        num_layers=4,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        num_attention_heads=4,
+        num_query_groups=2,
+        normalization="RMSNorm",
+        layernorm_epsilon=1e-6,
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        add_qkv_bias=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=tensor,
+        sequence_parallel=tensor > 1,
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        pipeline_dtype=torch.float32, hidden_dropout=0.0, attention_dropout=0.0,
-    )  # fmt: skip
+        pipeline_dtype=torch.float32,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
     return gpt(config, pre_process, post_process)
 
 
@@ -59,17 +75,20 @@ def gpt_builder(
     pg_collection: Any = None,
     attention: Any = None,
 ) -> GPTModel:
-    """Take everything from the call, as Megatron-LM's function of this name does.
+    """Build the model as Megatron-LM's function of this name does, from its arguments alone.
 
-    Where Transformer Engine is installed, its layers are taken, with ``attention`` where there is one.
+    Layers are Transformer Engine's if it is installed; ``attention`` replaces their core attention.
     """
     assert vp_stage == parallel_state.get_virtual_pipeline_model_parallel_rank()
+
     fused = has_transformer_engine()
     layer: Any = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
     if fused:
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
         if attention is not None:
             layer.submodules.self_attention.submodules.core_attention = attention
+
+    # Dense layers share one spec; a mixture has a spec per layer.
     if args.num_experts:
         layer = get_gpt_decoder_block_spec(config, fused, normalization=args.normalization, vp_stage=vp_stage)
     return GPTModel(
@@ -87,45 +106,49 @@ def gpt_builder(
 
 
 def own_attention(
-    args: Namespace, pre_process: bool, post_process: bool, config: Any, pg_collection: Any
+    args: Namespace,
+    pre_process: bool,
+    post_process: bool,
+    config: Any,
+    pg_collection: Any,
 ) -> GPTModel:
-    """Have attention of one's own among Transformer Engine's layers: rows come as Megatron gives them."""
+    """Return Transformer Engine's layers with an attention of the user's own, which receives packed rows."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    class Mine(TEDotProductAttention):
-        def forward(self, *args: Any, packed_seq_params: Any = None, **more: Any) -> Tensor:
+    class PackedAttention(TEDotProductAttention):
+        def forward(self, *args: Any, packed_seq_params: Any = None, **keywords: Any) -> Tensor:
             assert packed_seq_params.qkv_format == "thd"
-            return super().forward(*args, packed_seq_params=packed_seq_params, **more)
+            return super().forward(*args, packed_seq_params=packed_seq_params, **keywords)
 
-    return gpt_builder(args, pre_process, post_process, None, config, pg_collection, Mine)
+    return gpt_builder(args, pre_process, post_process, None, config, pg_collection, PackedAttention)
 
 
-def renamed(pre_process: bool, post_process: bool, config: Any, **further: Any) -> GPTModel:
-    """Have a layer whose parameter is called otherwise."""
+def renamed(pre_process: bool, post_process: bool, config: Any, **keywords: Any) -> GPTModel:
+    """Return a model whose MLP has a parameter of another name."""
     return gpt(config, pre_process, post_process, RenamedMLP)
 
 
 def raising(pre_process: bool, post_process: bool) -> GPTModel:
-    """Fail as a user's code may."""
+    """Raise an error, as broken code of a user would."""
     raise KeyError("seq_length")
 
 
 def elsewhere(pre_process: bool, post_process: bool) -> list[None]:
-    """Return something else."""
+    """Return an object that is not a model."""
     return [None]
 
 
 def shallower(pre_process: bool, post_process: bool, config: Any) -> GPTModel:
-    """Contradict config.json."""
+    """Return a model with fewer layers than config.json has."""
     config.num_layers = 2
     return gpt(config, pre_process, post_process)
 
 
 class RenamedMLP(MLP):
-    """Megatron's with another name for its second layer."""
+    """Megatron's MLP with another name for its second layer."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
         self.down = self.linear_fc2
         del self.linear_fc2
 
@@ -135,16 +158,19 @@ class RenamedMLP(MLP):
 
 
 def gpt(config: Any, pre_process: bool, post_process: bool, mlp: Any = MLP) -> GPTModel:
-    """Build a pipeline stage of Megatron's plain layers."""
+    """Build a pipeline stage of Megatron's local layers, without Transformer Engine."""
+    # Megatron-Core 0.19 made the MLP of a layer spec a partial function.
     layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
-    if isinstance(layer.submodules.mlp, partial):  # since Megatron-Core 0.19
+    if isinstance(layer.submodules.mlp, partial):
         layer.submodules.mlp = partial(mlp.as_mlp_submodule, **layer.submodules.mlp.keywords)
     else:
         layer.submodules.mlp.module = mlp
+
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     return GPTModel(
         config,
         layer,
+        # Megatron pads the vocabulary to a multiple of the tensor-parallel size.
         vocab_size=-(-131 // tensor) * tensor,
         max_sequence_length=128,
         pre_process=pre_process,
@@ -155,19 +181,32 @@ def gpt(config: Any, pre_process: bool, post_process: bool, mlp: Any = MLP) -> G
 
 
 def set_up(path: Path, distributed: bool = True) -> tuple[list[Any], Any, Any]:
-    """Return what Megatron-LM's setup_model_and_optimizer does, for the model at ``path`` on one process.
+    """Build model, optimizer and scheduler as Megatron-LM's setup_model_and_optimizer does, on one process.
 
-    ``distributed`` chooses its optimizer. Call it inside `own_groups`. Its weights are random.
+    Sizes come from the folder at ``path``; weights are random. ``distributed`` selects the
+    distributed optimizer. Must be called inside `own_groups`.
     """
     args = Namespace(**checkpoint_arguments(path)[0])
+
     config = TransformerConfig(
-        num_layers=args.num_layers, hidden_size=args.hidden_size, ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads, num_query_groups=args.num_query_groups,
-        normalization="RMSNorm", layernorm_epsilon=args.layernorm_epsilon, gated_linear_unit=True,
-        activation_func=silu, add_bias_linear=False, add_qkv_bias=True, bias_activation_fusion=False,
-        bias_dropout_fusion=False, gradient_accumulation_fusion=False, hidden_dropout=0.0,
-        attention_dropout=0.0, calculate_per_token_loss=True,
-    )  # fmt: skip
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        normalization="RMSNorm",
+        layernorm_epsilon=args.layernorm_epsilon,
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        add_qkv_bias=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        calculate_per_token_loss=True,
+    )
     with device.megatron_mode():
         device.seed_tensor_parallel(1, 0)
         chunk = gpt_builder(args, True, True, config=config)
@@ -175,27 +214,48 @@ def set_up(path: Path, distributed: bool = True) -> tuple[list[Any], Any, Any]:
             use_distributed_optimizer=distributed, grad_reduce_in_fp32=True
         )
         model: list[Any] = [DistributedDataParallel(config, buffers, chunk)]
+
+        # A large epsilon makes steps proportional to gradients, so that trainings can be compared.
         settings = OptimizerConfig(
-            optimizer="adam", lr=1e-2, adam_eps=1e-2, weight_decay=0.01, adam_beta2=0.999, clip_grad=1.0,
+            optimizer="adam",
+            lr=1e-2,
+            adam_eps=1e-2,
+            weight_decay=0.01,
+            adam_beta2=0.999,
+            clip_grad=1.0,
             use_distributed_optimizer=distributed,
-        )  # fmt: skip
+        )
         optimizer = get_megatron_optimizer(settings, model)
+
     scheduler = OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=1e-2, min_lr=1e-2, lr_warmup_steps=0, lr_decay_steps=100,
-        lr_decay_style="constant", start_wd=0.01, end_wd=0.01, wd_incr_steps=0, wd_incr_style="constant",
-    )  # fmt: skip
+        optimizer,
+        init_lr=0.0,
+        max_lr=1e-2,
+        min_lr=1e-2,
+        lr_warmup_steps=0,
+        lr_decay_steps=100,
+        lr_decay_style="constant",
+        start_wd=0.01,
+        end_wd=0.01,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
     return model, optimizer, scheduler
 
 
 @contextmanager
 def own_groups() -> Iterator[None]:
-    """Have Megatron's process-global groups, as a training script makes them, and close their connections."""
+    """Create Megatron's global process groups, as a training script does, and destroy them at the end."""
     device.initialize()
     before = set(distributed_c10d._world.pg_map)
+    # This test process may hold groups and a buffer of earlier tests; both stay untouched.
     state: Any = parallel_state
-    buffer, state._GLOBAL_MEMORY_BUFFER = state._GLOBAL_MEMORY_BUFFER, None
+    buffer = state._GLOBAL_MEMORY_BUFFER
+    state._GLOBAL_MEMORY_BUFFER = None
+
     with device.megatron_mode():
         parallel_state.initialize_model_parallel()
+
     try:
         yield
     finally:
@@ -203,4 +263,5 @@ def own_groups() -> Iterator[None]:
         state._GLOBAL_MEMORY_BUFFER = buffer
         for group in set(distributed_c10d._world.pg_map) - before:
             dist.destroy_process_group(group)
-        gc.collect()  # models and what refers to them from their groups are cycles
+        # Models and their references to the groups form cycles, which keep connections open.
+        gc.collect()

@@ -1,10 +1,10 @@
-"""Launch ranks by forking a process that has imported the libraries already: a rank then starts at once.
+"""Launch ranks by forking a process that has already imported the libraries, so that a rank starts at once.
 
-Importing torch, Megatron-Core, transformers and vLLM costs a rank ten seconds of processor time, which is
-most of a test on tiny models. The ranks are processes of their own with the environment torchrun gives them.
+Importing torch, Megatron-Core, transformers and vLLM takes ten seconds of processor time per rank, which is
+most of a test on tiny models. Ranks are processes of their own with the environment that torchrun sets.
 
-``python rank_server.py`` reads one launch per line of standard input, as JSON, and answers each with two
-lines: the process that watches over the ranks, and its exit code.
+``python rank_server.py`` reads one launch per line of standard input, as JSON, and prints two lines for each:
+the identifier of the process that supervises the ranks, and its exit code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ IMPORTED = (
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.core.sched.scheduler",
     "torch._dynamo",
-    # What the first rank imports when it writes.
+    # Imported by the first rank when it writes reports.
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "pandas",
@@ -45,11 +45,11 @@ IMPORTED = (
     "rich.table",
 )
 PATIENCE = 30.0
-"""Seconds between asking the other ranks to end and ending them, after one rank failed."""
+"""Seconds between SIGTERM to the remaining ranks and SIGKILL, after one rank failed."""
 
 
 def main() -> None:
-    """Import, then serve launches until standard input ends."""
+    """Import the libraries, then serve launches until standard input ends."""
     preload()
     while line := sys.stdin.readline():
         launch = json.loads(line)
@@ -61,17 +61,19 @@ def main() -> None:
 
 
 def preload() -> None:
-    """Import what a rank needs, in a process that can be forked: it has one thread."""
+    """Import the libraries of a rank; the process stays single-threaded, since a fork loses other threads."""
     from megatron_rl.distributed import device
     from megatron_rl.rollout.engines.vllm.setup import prepare_vllm
 
-    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow starts one otherwise
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow would start a thread
     device.prepare_megatron()
     prepare_vllm()
     for name in IMPORTED:
         importlib.import_module(name)
-    gc.freeze()  # a rank's collections would go through, and copy, all that was imported
-    # vLLM collects several times per engine, and where one closes it thaws all that is frozen, this too.
+
+    # Without this, a rank's collections would visit, and so copy, the memory of all imported modules.
+    gc.freeze()
+    # vLLM collects several times per engine and unfreezes when an engine closes, which would undo it.
     setattr(gc, "freeze", lambda: None)
     setattr(gc, "unfreeze", lambda: None)
     threads = len(os.listdir("/proc/self/task"))
@@ -79,12 +81,14 @@ def preload() -> None:
 
 
 def watch(launch: dict) -> None:
-    """Fork the ranks, end all of them when one fails, and exit with its code, with 0 if none did."""
+    """Fork the ranks; exit with 0, or with the code of the first rank that fails, after ending the others."""
     os.setsid()
-    for number, path in ((1, launch["stdout"]), (2, launch["stderr"])):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(descriptor, number)
-        os.close(descriptor)
+    # Write to the files of this launch. Each rank then leads a session, as under torchrun.
+    for descriptor, path in ((1, launch["stdout"]), (2, launch["stderr"])):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+
     ranks = set()
     for rank in range(launch["ranks"]):
         process = os.fork()
@@ -92,6 +96,7 @@ def watch(launch: dict) -> None:
             os.setsid()
             work(launch, rank)
         ranks.add(process)
+
     signal.signal(signal.SIGTERM, lambda *_: (end(ranks), os._exit(1)))
     while ranks:
         process, status = os.wait()
@@ -103,26 +108,34 @@ def watch(launch: dict) -> None:
 
 
 def end(ranks: set[int]) -> None:
-    """Ask ranks to end, and after some patience kill them."""
+    """Terminate ranks, and kill them when they have not ended after `PATIENCE` seconds."""
     for process in ranks:
         os.kill(process, signal.SIGTERM)
-        os.kill(process, signal.SIGCONT)  # one that was stopped takes no signal else
+        os.kill(process, signal.SIGCONT)  # a stopped process handles SIGTERM only after it continues
+
     limit = time.monotonic() + PATIENCE
     while ranks:
         process, _ = os.waitpid(-1, os.WNOHANG)
         ranks.discard(process)
         if process == 0 and time.monotonic() > limit:
-            for left in ranks:
-                os.kill(left, signal.SIGKILL)
+            for rank in ranks:
+                os.kill(rank, signal.SIGKILL)
             return
         time.sleep(0.02)
 
 
 def work(launch: dict, rank: int) -> None:
-    """Become one rank: run the script or the module as the launcher's process would."""
+    """Become one rank: run the script or module in this process, with torchrun's environment."""
     size = str(launch["ranks"])
-    names = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    names = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+    }
     os.environ.update(names | launch["environment"])
+
+    # Only groups of several ranks have an order of calls that NCCL could reject.
     if launch["ranks"] > 1:
         from tests import nccl_rules
 
@@ -131,10 +144,11 @@ def work(launch: dict, rank: int) -> None:
 
 
 def become(command: list[str], *, module: bool) -> NoReturn:
-    """Run a script or a module with its arguments in this forked process, as if it had just started."""
+    """Run a script or a module in this forked process as if Python had just started it."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.argv = command
+
     try:
         if module:
             runpy.run_module(command[0], run_name="__main__", alter_sys=True)
@@ -142,6 +156,7 @@ def become(command: list[str], *, module: bool) -> NoReturn:
             sys.path.insert(0, os.path.dirname(command[0]))
             runpy.run_path(command[0], run_name="__main__")
         code = 0
+    # The exit code follows Python's own rules for SystemExit.
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
     except BaseException:

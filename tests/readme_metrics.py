@@ -1,4 +1,4 @@
-"""The metrics that the documentation names, and which run of the tests writes which of them."""
+"""Metrics that docs/metrics.md documents, and which test run has to write each of them."""
 
 from __future__ import annotations
 
@@ -24,29 +24,34 @@ WRITTEN_BY = {
     "a run that discards responses": "rollout/discarded",
     "a run that samples ahead": "staleness/m time/idle_",
 }
-"""Run -> the beginnings of the names that it has to write."""
+"""Description of a run -> prefixes of the metrics that it has to write, separated by spaces."""
 
 
 def documented() -> list[str]:
-    """Return the metrics in the page's table as patterns: capitals or a star stand for a word."""
+    """Return the metrics in the page's table as patterns: capitals or a star stand for a word.
+
+    A name with an optional part in brackets becomes two patterns, without and with that part.
+    """
     table = re.search(r"\| metric \| meaning \|\n\|[-|]+\n((?:\|.*\n)+)", PAGE.read_text())
     assert table is not None
     names: list[str] = []
     for row in table[1].splitlines():
         for name in re.findall(r"`([^`]+)`", row.split("|")[1]):
-            whole = name if not name.startswith("/") else names[-1].rpartition("/")[0] + name
-            names += dict.fromkeys((re.sub(r"\[.*\]", "", whole), re.sub(r"[][]", "", whole)))
+            # A name that begins with a slash shares the prefix of the name before it.
+            full_name = name if not name.startswith("/") else names[-1].rpartition("/")[0] + name
+            names += dict.fromkeys((re.sub(r"\[.*\]", "", full_name), re.sub(r"[][]", "", full_name)))
     return names
 
 
 def unwritten(run: str, lines: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the metrics of the page that a run has to write and that none of its lines has."""
-    written = {name for line in lines for name in line}
-    beginnings = tuple(WRITTEN_BY[run].split())
-    wanted = [name for name in documented() if name.startswith(beginnings)]
-    assert wanted, run
+    """Return the patterns of documented metrics that ``run`` has to write and none of its lines contains."""
+    recorded = {name for line in lines for name in line}
+    # Only metrics that this run has to write; others depend on its features.
+    prefixes = tuple(WRITTEN_BY[run].split())
+    expected = [name for name in documented() if name.startswith(prefixes)]
+    assert expected, run
 
     def pattern(name: str) -> str:
         return re.sub(r"[A-Z]+|\*", "[a-z0-9_]+", name)
 
-    return [name for name in wanted if not any(re.fullmatch(pattern(name), other) for other in written)]
+    return [name for name in expected if not any(re.fullmatch(pattern(name), metric) for metric in recorded)]

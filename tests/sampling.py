@@ -1,4 +1,4 @@
-"""Responses from one replica, for tests that have an engine in their hands."""
+"""Sample responses from one replica, for tests that drive an engine directly."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megatron_rl.rollout.types import Sequence, SequenceGroup
 from megatron_rl.types import PromptBatch, Rollouts, SamplingParameters
 
 LastLogits = Callable[[Tensor, Tensor], Tensor]
-"""``logits(tokens [N], lengths [B]) -> [B, V]``: what follows the last token of each ragged row."""
+"""``logits(tokens [N], lengths [B]) -> [B, V]``: logits after the last token of each ragged row."""
 
 
 class RecomputingDecoder:
-    """Compute every prefix anew through a callable that keeps no cache."""
+    """Decoder without a cache: recomputes every prefix through a callable."""
 
     def __init__(self, logits: LastLogits) -> None:
         self._logits = logits
@@ -46,13 +46,13 @@ class RecomputingDecoder:
         return self._logits(tokens, torch.tensor([len(row) for row in self._rows], dtype=torch.int64))
 
 
-def engine_of(logits: LastLogits, **more: Any) -> TorchEngine:
-    """Return an engine that samples from a callable."""
-    return TorchEngine(lambda: RecomputingDecoder(logits), **more)
+def engine_of(logits: LastLogits, **settings: Any) -> TorchEngine:
+    """Return an engine that samples from the logits of a callable."""
+    return TorchEngine(lambda: RecomputingDecoder(logits), **settings)
 
 
 def make_prompts(rows: list[list[int]], *sampling: SamplingParameters) -> PromptBatch:
-    """Return prompts of these tokens and nothing else; ``sampling`` is one for all, or one each."""
+    """Return a prompt batch of these tokens; ``sampling`` is one value for all rows, or one each."""
     count = len(rows)
     return PromptBatch(
         tokens=torch.tensor([token for row in rows for token in row], dtype=torch.int64),
@@ -62,35 +62,43 @@ def make_prompts(rows: list[list[int]], *sampling: SamplingParameters) -> Prompt
         prompts=("",) * count,
         ground_truths=(None,) * count,
         metadata=({},) * count,
+        # One set of parameters stands for all prompts.
         sampling=sampling if len(sampling) == count else sampling[:1] * count,
     )
 
 
-def started(prompts: PromptBatch, samples: int, seed: int, version: int) -> list[SequenceGroup]:
-    """Return groups of so many sequences without a token."""
+def started(
+    prompts: PromptBatch,
+    samples: int,
+    seed: int,
+    version: int,
+) -> list[SequenceGroup]:
+    """Return groups of ``samples`` sequences without a token yet."""
     return start_groups(waiting_groups(prompts), samples, seed, version)
 
 
 def copied(groups: abc.Sequence[SequenceGroup]) -> list[SequenceGroup]:
-    """Return groups that can be extended without a change of these."""
-    return [replace(group, sequences=[one.copy() for one in group.sequences]) for group in groups]
+    """Return copies of the groups, so that extending them leaves the originals unchanged."""
+    return [replace(group, sequences=[sequence.copy() for sequence in group.sequences]) for group in groups]
 
 
 def round_of(groups: abc.Sequence[SequenceGroup], version: int = 0) -> GenerationRound:
-    """Return the round that waits for all of these groups."""
+    """Return a generation round that waits for all of these groups."""
     return GenerationRound(tuple(groups), (True,) * len(groups), len(groups), version)
 
 
 def unfinished(groups: abc.Sequence[SequenceGroup]) -> list[Sequence]:
-    """Return the sequences that are not finished, group after group."""
+    """Return the unfinished sequences, group after group."""
     return [sequence for _, sequence in round_of(groups).unfinished]
 
 
 def take_in(scheduler: ReplicaScheduler, routing: tuple[int, int] | None = None) -> None:
-    """Append what a replica, which is the only one, has sampled to the sequences of its round."""
+    """Append the new tokens of the only replica to the sequences of its round."""
     scheduler.admit_rest()
-    order = sorted(range(len(scheduler.admitted)), key=lambda number: scheduler.admitted[number].position)
-    scheduler.admitted = [scheduler.admitted[number] for number in order]
+    # `append_new_tokens` expects tokens in the order of the round, not in the order of admission.
+    order = sorted(range(len(scheduler.admitted)), key=lambda index: scheduler.admitted[index].position)
+    scheduler.admitted = [scheduler.admitted[index] for index in order]
+
     generation_round = scheduler.queue.round
     sequences = [sequence for _, sequence in generation_round.unfinished]
     append_new_tokens(sequences, scheduler.new_tokens(routing), generation_round.version)
@@ -104,16 +112,17 @@ def generate(
     rows: abc.Sequence[int] | None = None,
     routing: tuple[int, int] | None = None,
 ) -> Rollouts:
-    """Sample one response per prompt; ``rows`` are their positions in the global batch.
+    """Sample one response per prompt; ``rows`` are the prompts' positions in the global batch.
 
     ``routing`` as in `ReplicaScheduler.new_tokens`.
     """
-    # The weights that an engine was built with have no version: here they are the first.
+    # Weights that an engine loaded itself have version -1; they count as the first version here.
     version = max(0, engine.weights_version)  # pyright: ignore[reportAttributeAccessIssue]
     groups = started(prompts, 1, seed, version)
+    # Seeds depend on the position in the global batch, so a part of it samples as the full batch does.
     if rows is not None:
-        for group, own in zip(groups, row_seeds(seed, rows), strict=True):
-            group.sequences[0].seed = own
+        for group, row_seed in zip(groups, row_seeds(seed, rows), strict=True):
+            group.sequences[0].seed = row_seed
     continue_all(engine, groups, None, version, routing)
     return to_rollouts(groups)
 
@@ -125,7 +134,8 @@ def continue_all(
     version: int,
     routing: tuple[int, int] | None = None,
 ) -> None:
-    """Add up to ``tokens`` tokens to every sequence that is not finished."""
+    """Add up to ``tokens`` tokens to every unfinished sequence."""
+    # The queue offers all unfinished sequences to the only replica at once.
     queue = ReplicaQueue(round_of(groups, version), len(unfinished(groups)), engine.max_model_len)
     scheduler = ReplicaScheduler(engine, queue)
     scheduler.run_token_round(tokens)

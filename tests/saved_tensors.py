@@ -1,4 +1,4 @@
-"""Count what autograd keeps of a real forward pass of the package's own layers."""
+"""Measure how much memory autograd saves in a forward pass of the package's own layers."""
 
 from __future__ import annotations
 
@@ -13,42 +13,56 @@ from megatron_rl.megatron.model import ParallelModel, build_model, live_paramete
 from tests.hf_models import config_of
 
 TOKENS = 256
+"""Tokens of the measured batch."""
 
 
 def saved_bytes(model: ParallelModel) -> int:
-    """Return the bytes of all distinct storages, apart from weights, that a forward pass saves."""
+    """Return the bytes of all distinct storages that a forward pass saves for backward, without weights."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in live_parameters(model).values()}
-    kept: dict[int, torch.Tensor] = {}  # the tensors, so that no address is used twice
+    # Values keep the tensors alive, so that no address is used twice.
+    saved: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         address = tensor.untyped_storage().data_ptr()
         if address not in weights:
-            kept.setdefault(address, tensor)
+            saved.setdefault(address, tensor)
         return tensor
 
     tokens = torch.randint(0, 100, (1, TOKENS), generator=torch.Generator().manual_seed(0))
     packing = model.pack([TOKENS // 4] * 4)
+
     chunk: Any = model.chunks[0].train()
     with device.megatron_mode(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         chunk(tokens, None, None, packed_seq_params=packing)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
-def layer_bytes(family: str, groups: ParallelGroups, dtype: torch.dtype, recompute: str) -> tuple[float, Any]:
-    """Return the bytes one layer saves per token, as the difference of two depths, and the model's shape.
+def layer_bytes(
+    family: str,
+    groups: ParallelGroups,
+    dtype: torch.dtype,
+    recompute: str,
+) -> tuple[float, Any]:
+    """Return the bytes that one layer saves per token, and the model's shape.
 
-    Keys are repeated as on the accelerators that are counted for, which the host's attention need not.
+    The bytes are half the difference between a model of four layers and one of two, so embeddings and the
+    output layer cancel out. Key-value heads are repeated as on an accelerator, which the memory model
+    describes; the host's attention would take grouped ones.
     """
     setattr(layers, "_takes_grouped_keys", lambda query: False)
+    # Every layer has to be of the same kind, or the difference would mix dense and expert layers.
     changes: dict[str, Any] = {}
     if family == "qwen3-moe":
         changes["mlp_only_layers"] = []
     if family.startswith("deepseek"):
         changes["first_k_dense_replace"] = 0
-    totals, shape = [], None
+
+    totals = []
+    shape = None
     for depth in (2, 4):
         if family == "gemma3":
             changes["layer_types"] = ["sliding_attention", "full_attention"] * (depth // 2)
+
         config = config_of(family, num_hidden_layers=depth, **changes)
         model = build_model(config, groups, dtype=dtype, recompute=recompute)
         totals.append(saved_bytes(model))

@@ -82,6 +82,7 @@ def read_scenarios(path: str) -> list[dict[str, Any]]:
         data = json.loads(file.read_text())
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not JSON: {error}", where=f"{path}:{error.lineno}") from None
+
     if isinstance(data, Mapping):
         data = [data]
     if not isinstance(data, list) or not all(isinstance(entry, Mapping) for entry in data):
@@ -141,11 +142,13 @@ def _compare_scenarios(entries: Sequence[Mapping[str, Any]], by_id: Mapping[str,
         rules = raw.get("compare") or []
         if isinstance(rules, Mapping):
             rules = [rules]
+
         for rule in rules:
             reference = by_id.get(str(rule["other"]))
             label = f"{rule['key']} against {rule['other']}"
             value = outcome.predicted.get(rule["key"])
             reference_value = None
+
             if reference is not None:
                 reference_value = reference.predicted.get(rule["key"])
 
@@ -200,7 +203,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("file", nargs="?", default=str(Path(__file__).with_name("points.json")))
     parser.add_argument("--json", metavar="FILE", help="write the outcomes as JSON")
-    parser.add_argument("--constants", metavar="FILE", help="constants to lay over the packaged ones")
+
+    parser.add_argument("--constants", metavar="FILE", help="constants that override the packaged ones")
     options = parser.parse_args(command_line)
 
     try:

@@ -51,7 +51,11 @@ class SyncVolume:
 
 
 def volume(
-    model: ModelShape, layout: ParallelLayout, rollout: RolloutLayout, method: str, machine: Machine
+    model: ModelShape,
+    layout: ParallelLayout,
+    rollout: RolloutLayout,
+    method: str,
+    machine: Machine,
 ) -> SyncVolume:
     """Return bytes per GPU of one sync in place (HybridFlow table 2).
 
@@ -62,21 +66,27 @@ def volume(
     total = float(machine.weight_bytes * model.parameters)
     # Ranks that share one copy of the model, in training and in generation.
     train = layout.tensor * layout.pipeline
+
     shard = rollout.tensor * rollout.pipeline
     if method == "strided_reshard":
         received = received_by_peers(total, layout, shard).get("HybridFlow", 0.0)
         return SyncVolume(received, total / shard, 0.0)
+
     if method == "planned_peer_to_peer":
         return SyncVolume(total / shard, total / shard, 0.0)
     return SyncVolume(gathered_bytes(total, layout), total, total / train)
 
 
 def strided_seconds(
-    model: ModelShape, layout: ParallelLayout | None, rollout: RolloutLayout, machine: Machine
+    model: ModelShape,
+    layout: ParallelLayout | None,
+    rollout: RolloutLayout,
+    machine: Machine,
 ) -> float:
     """Return seconds of HybridFlow's sync in place: each rank gathers the slices its shard lacks."""
     if layout is None:
         raise UserError("strided_reshard needs the training layout", where="layout", fix="state layout")
+
     cluster = machine.cluster
     constants = machine.constants
     train = layout.tensor * layout.pipeline
@@ -85,9 +95,11 @@ def strided_seconds(
     # A stage's tensor slices are in one node (consecutive ranks); other stages are on other nodes unless
     # the complete job fits one.
     slices = max(1.0, layout.tensor / rollout.tensor)
+
     stages = 1
     if layout.size <= cluster.domain:
         stages = layout.pipeline
+
     node_bytes = min(received, (slices * stages - 1) / train * machine.weight_bytes * model.parameters)
     seconds = node_bytes / (cluster.gpu.nvlink * constants.efficiency.nvlink)
     seconds += (received - node_bytes) / (cluster.network * constants.weight_sync.strided_network)
@@ -95,7 +107,10 @@ def strided_seconds(
 
 
 def gathered_seconds(
-    model: ModelShape, layout: ParallelLayout | None, rollout: RolloutLayout, machine: Machine
+    model: ModelShape,
+    layout: ParallelLayout | None,
+    rollout: RolloutLayout,
+    machine: Machine,
 ) -> float:
     """Return seconds of gathering every complete tensor, which the engine then loads."""
     cluster = machine.cluster
@@ -103,6 +118,7 @@ def gathered_seconds(
     total = machine.weight_bytes * model.parameters
     # Every tensor costs a collective, and a copy at the rate of the engine's loader.
     seconds = sync.gather_fixed_seconds + model.tensors * sync.gather_seconds_per_tensor
+
     seconds += total / (sync.gather_copy_gigabytes_per_second * GB)
 
     # Ranks that have a copy of the model together.
@@ -117,7 +133,10 @@ def gathered_seconds(
 
 
 def broadcast_seconds(
-    model: ModelShape, layout: ParallelLayout | None, rollout: RolloutLayout, machine: Machine
+    model: ModelShape,
+    layout: ParallelLayout | None,
+    rollout: RolloutLayout,
+    machine: Machine,
 ) -> float:
     """Return seconds of a sync that starts in host memory: pipelined copy and broadcast.
 
@@ -132,7 +151,10 @@ def broadcast_seconds(
 
 
 def planned_sync_seconds(
-    model: ModelShape, layout: ParallelLayout | None, rollout: RolloutLayout, machine: Machine
+    model: ModelShape,
+    layout: ParallelLayout | None,
+    rollout: RolloutLayout,
+    machine: Machine,
 ) -> float:
     """Return seconds of planned copies between disjoint ranks: every rank receives its complete shard.
 
@@ -185,7 +207,12 @@ def sync_of(method: str) -> SyncSeconds:
 
 
 def decode_milliseconds(
-    model: ModelShape, rollout: RolloutLayout, machine: Machine, rows: float, prompt: float, lengths: Lengths
+    model: ModelShape,
+    rollout: RolloutLayout,
+    machine: Machine,
+    rows: float,
+    prompt: float,
+    lengths: Lengths,
 ) -> float:
     """Return the mean milliseconds between tokens when ``rows`` sequences decode together."""
     # Integrate over the response length, weighted by the sequences that are alive.
@@ -193,6 +220,7 @@ def decode_milliseconds(
     width = lengths.longest / POINTS
     total = 0.0
     weight = 0.0
+
     for point in range(POINTS):
         length = (point + 0.5) * width
         alive = rows * lengths.alive(length)
@@ -217,6 +245,7 @@ def serving_tokens_per_second(
     engine = machine.constants.engines[rollout.engine]
     generated = lengths.mean_square() / (2.0 * lengths.mean)
     capacity = cache_tokens(model, rollout, machine)
+
     running = min(concurrent, rollout.max_sequences or engine.max_sequences, capacity / (prompt + generated))
     if running < 1.0:
         return 0.0
@@ -227,7 +256,12 @@ def serving_tokens_per_second(
     return running / seconds_per_token
 
 
-def gathering_seconds(choice: TrainChoice, machine: Machine, work: Work, compute: float) -> float:
+def gathering_seconds(
+    choice: TrainChoice,
+    machine: Machine,
+    work: Work,
+    compute: float,
+) -> float:
     """Return the seconds that gathering fully sharded weights adds to ``compute`` of an optimizer step.
 
     Weights are gathered for the forward and the backward of every micro-batch; most of it overlaps.
@@ -241,7 +275,10 @@ def gathering_seconds(choice: TrainChoice, machine: Machine, work: Work, compute
 
 
 def model_flops_per_token(
-    model: ModelShape, sequence: float, attention: str, recompute_counted: bool
+    model: ModelShape,
+    sequence: float,
+    attention: str,
+    recompute_counted: bool,
 ) -> float:
     """Return training FLOPs per token by a paper's convention.
 

@@ -62,20 +62,27 @@ def _pretraining_batch(scenario: Scenario) -> StepBatch:
     sequence = scenario.sequence
     # Without a global batch, a row for every data-parallel rank.
     replicas = 256
+
     if scenario.layout:
         replicas = scenario.layout.data
+
     rows = int(section.get("global_batch") or replicas)
     lengths = response_lengths(sequence, sequence, "fixed")
     return StepBatch(rows, 1, 1, 0.0, lengths, sequence, bool(section.get("packing", False)))
 
 
 def _train_choice(
-    scenario: Scenario, role: str, batch: StepBatch, gpus: int, offload_allowed: bool = True
+    scenario: Scenario,
+    role: str,
+    batch: StepBatch,
+    gpus: int,
+    offload_allowed: bool = True,
 ) -> TrainChoice:
     """Return the scenario's training layout of a role, or the planner's choice; UserError if none fits."""
     model = scenario.model(role)
     machine = scenario.machine
     recompute = scenario.raw.get("recompute")
+
     micro_batch = scenario.section("batch").get("micro_batch")
     if scenario.layout is not None:
         return TrainChoice(
@@ -91,9 +98,11 @@ def _train_choice(
     attempts: list[tuple[Sequence[str], bool]] = []
     if recompute:
         attempts.append(((recompute,), False))
+
     attempts.append((RECOMPUTE, False))
     if offload_allowed:
         attempts.append((RECOMPUTE, True))
+
     for recomputes, offload in attempts:
         plans = training_front(
             model,
@@ -106,6 +115,7 @@ def _train_choice(
             offload_allowed=offload,
             exchanges_heads=False,
         )
+
         if plans:
             return plans[0].choice
 
@@ -134,6 +144,7 @@ def _rollout_layout(scenario: Scenario, batch: StepBatch) -> RolloutLayout:
         scenario.engine,
         max_sequences=scenario.section("rollout").get("max_sequences"),
     )
+
     if not plans:
         gpu = scenario.machine.gpu.name
         raise UserError(
@@ -154,6 +165,7 @@ def pretrain_throughput(scenario: Scenario) -> Prediction:
     step = optimizer_step(choice, machine, work)
     # Fully sharded training also gathers the weights for every micro-batch.
     seconds = step.total
+
     if scenario.fully_sharded:
         seconds += gathering_seconds(choice, machine, work, step.compute)
 
@@ -162,8 +174,8 @@ def pretrain_throughput(scenario: Scenario) -> Prediction:
     recompute_counted = bool(convention.get("recompute_counted", False)) and choice.recompute == "full"
     attention = str(convention.get("attention", "full"))
     flops_per_token = model_flops_per_token(choice.model, scenario.sequence, attention, recompute_counted)
-
     rate = batch.rows * scenario.sequence / seconds / scenario.gpus
+
     return {
         "tflops_per_gpu": rate * flops_per_token / 1e12,
         "model_flops_utilization": rate * flops_per_token / machine.gpu.peak(machine.precision),
@@ -180,9 +192,11 @@ def training_memory_gigabytes(scenario: Scenario) -> Prediction:
 
     # Without a global batch, enough micro-batches to fill the pipeline.
     rows = scenario.section("batch").get("global_batch")
+
     micro_batches = 4 * layout.pipeline
     if rows:
         micro_batches = rows / layout.data / choice.micro_batch
+
     memory = fullest_training(
         choice,
         choice.micro_batch * scenario.sequence,
@@ -190,6 +204,7 @@ def training_memory_gigabytes(scenario: Scenario) -> Prediction:
         scenario.constants.memory.logits_bytes_per_element,
     ).fullest
     activations = memory.activations + memory.logits
+
     return {
         "gigabytes_weights_and_gradients": (memory.weights + memory.gradients) / GB,
         "gigabytes_optimizer": memory.optimizer / GB,
@@ -203,6 +218,7 @@ def _decode_inputs(scenario: Scenario) -> tuple[RolloutLayout, StepBatch, float]
     batch = scenario.batch
     section = scenario.section("batch")
     rollout = _rollout_layout(scenario, batch)
+
     sequences = section.get("concurrent_sequences")
     if not sequences:
         sequences = batch.rows
@@ -224,6 +240,7 @@ def decode_latency(scenario: Scenario) -> Prediction:
     prefill_tokens = sequences * batch.prompt
     if scenario.engine != "static_batch":
         prefill_tokens = min(prefill_tokens, _PREFILL_TOKENS)
+
     cache = sequences * (batch.prompt + batch.lengths.longest) * model.kv_bytes_per_gpu(rollout.tensor)
     peak = rollout_weight_bytes(model, rollout, machine) + cache
     engine_bytes = scenario.constants.memory.engine_gigabytes * GB
@@ -249,6 +266,7 @@ def serving_throughput(scenario: Scenario) -> Prediction:
     # A full queue: as many sequences as the engine takes.
     if "concurrent_sequences" not in section:
         sequences = float(rollout.max_sequences or constants.engines[rollout.engine].max_sequences)
+
     rate = serving_tokens_per_second(model, rollout, machine, sequences, batch.prompt, batch.lengths)
     return {"tokens_per_second_total": rollout.replicas * rate}
 
@@ -279,6 +297,7 @@ def rl_step_seconds(scenario: Scenario) -> Prediction:
         ahead=scenario.disaggregated,
     )
     rate = batch.tokens / step.total
+
     return {
         "seconds_total": step.total,
         "seconds_train": step.seconds["learn"],
@@ -295,10 +314,12 @@ def weight_sync(scenario: Scenario) -> Prediction:
     rollout = scenario.rollout(scenario.rollout_gpus)
     if rollout is None:
         rollout = scenario.rollout_with(min(8, scenario.rollout_gpus), scenario.rollout_gpus)
+
     layout = scenario.layout
     # These methods depend on the training layout.
     if layout is None and scenario.sync_method in ("strided_reshard", "gather_and_load"):
         layout = _train_choice(scenario, "actor", scenario.batch, scenario.train_gpus).layout
+
     seconds = method_of(scenario.sync_method)(scenario.model(), layout, rollout, scenario.machine)
     return {"seconds_weight_sync": seconds}
 
@@ -309,6 +330,7 @@ def weight_sync_volume(scenario: Scenario) -> Prediction:
     layout = scenario.layout or ParallelLayout((0,))
     # In place: trainer and engine share the GPUs.
     sync = volume(scenario.model(), layout, rollout, scenario.sync_method, scenario.machine)
+
     return {
         "gigabytes_per_gpu": sync.received / GB,
         "gigabytes_parameters_peak": sync.peak / GB,
@@ -322,7 +344,7 @@ def placement_choice(scenario: Scenario) -> Prediction:
     if not candidates:
         raise scenario.error("candidates", "placement name to list of groups of roles", None)
 
-    # The trainer of HybridFlow, not this package's: roles swap, and each has stages of its own.
+    # The trainer of HybridFlow, not this package's: roles are swapped, and each has its own stages.
     rollout = scenario.section("rollout")
     problem = Problem(
         models={role: scenario.model(role) for role in scenario.roles},
@@ -343,9 +365,11 @@ def placement_choice(scenario: Scenario) -> Prediction:
     # Each candidate with the sizes of its groups that make its step shortest.
     planner = Planner(problem)
     plans = {name: best_grouping(name, planner, groups) for name, groups in candidates.items()}
+
     fitting = {name: plan for name, plan in plans.items() if plan is not None}
     if not fitting:
         return {"best": None, "gpus_per_group": None, "seconds_by_candidate": {}}
+
     best = min(fitting, key=lambda name: fitting[name].step.total)
     return {
         "best": best,
@@ -359,6 +383,7 @@ def rollout_tensor_choice(scenario: Scenario) -> Prediction:
     candidates = scenario.section("rollout").get("candidates_tensor") or [1, 2, 4, 8]
     gpus = scenario.rollout_gpus
     batch = scenario.batch
+
     seconds = {}
     for tensor in candidates:
         layout = scenario.rollout_with(int(tensor), gpus)
@@ -368,10 +393,12 @@ def rollout_tensor_choice(scenario: Scenario) -> Prediction:
     fitting = {tensor: value for tensor, value in seconds.items() if isfinite(value)}
     best = None
     ratio = None
+
     if fitting:
         best = min(fitting, key=fitting.__getitem__)
         if 8 in fitting:
             ratio = seconds[8] / seconds[best]
+
     return {
         "best_rollout_tensor": best,
         "seconds_ratio_tensor_8_to_best": ratio,
@@ -394,6 +421,7 @@ def _training_fits(scenario: Scenario, batch: StepBatch, limit: float) -> bool:
     choice = _train_choice(scenario, "actor", batch, gpus)
     if learn_memory(choice, batch).total > limit:
         return False
+
     reference = replace(choice, model=scenario.model("reference"))
     return score_memory(reference, batch).total <= limit
 
@@ -403,6 +431,7 @@ def fits_in_memory(scenario: Scenario) -> Prediction:
     limit = scenario.machine.usable_memory
     rl = scenario.raw.get("algorithm") in ("grpo", "ppo") or bool(scenario.section("rollout"))
     batch = scenario.batch if rl else _pretraining_batch(scenario)
+
     # A scenario of generation alone has neither layout nor optimizer.
     trains = bool(scenario.layout or scenario.raw.get("optimizer") or rl)
     if trains and not _training_fits(scenario, batch, limit):

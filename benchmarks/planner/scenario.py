@@ -90,7 +90,7 @@ class Scenario:
 
     def model(self, role: str = "actor") -> ModelShape:
         """Return a role's model."""
-        # A role without a model of its own has the scenario's.
+        # A role without its own model uses the scenario's.
         reference = self.section("roles").get(role) or self.raw.get("model")
         if reference is None:
             raise self.error("model", "a preset name or an inline configuration", None)
@@ -116,6 +116,7 @@ class Scenario:
 
     def _gpu_count(self, section: Mapping[str, Any]) -> int:
         """Return the GPUs of the cluster; without a count, the GPUs that layout or rollout use."""
+        # A cluster is counted as a whole, or by its two sides.
         count = section.get("num_gpus") or sum(
             section.get(side, 0) for side in ("train_gpus", "rollout_gpus")
         )
@@ -123,6 +124,7 @@ class Scenario:
             return count
         if self.layout:
             return self.layout.size
+
         rollout = self.rollout(1)
         if rollout is None:
             return 1
@@ -135,7 +137,7 @@ class Scenario:
 
     @property
     def disaggregated(self) -> bool:
-        """Return whether training and rollout have GPUs of their own."""
+        """Return whether training and rollout use separate GPUs."""
         cluster = self.section("cluster")
         # A cluster that counts both sides has two.
         default = "colocated"
@@ -148,6 +150,7 @@ class Scenario:
         """Return the number of training GPUs."""
         if not self.disaggregated:
             return self.gpus
+
         section = self.section("cluster")
         if section.get("train_gpus"):
             return int(section["train_gpus"])
@@ -171,9 +174,12 @@ class Scenario:
         section = self.raw.get("layout")
         if not section:
             return None
+
+        # Absent sizes are 1.
         names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
         sizes = {name: int(section.get(name) or 1) for name in names}
         model_ranks = sizes["tensor"] * sizes["pipeline"] * sizes["context"]
+
         data = section.get("data")
         if data is None:
             cluster = self.section("cluster")
@@ -202,8 +208,10 @@ class Scenario:
         pipeline = int(section.get("pipeline") or 1)
         # A number of replicas belongs to the scenario's own tensor size; at another, as many as fit.
         replicas = None
+
         if section.get("tensor") == tensor:
             replicas = section.get("replicas")
+
         limit = section.get("max_sequences")
 
         return RolloutLayout(
@@ -229,7 +237,7 @@ class Scenario:
     def memory_fraction(self) -> float:
         """Return the share of GPU memory that the engine may use."""
         serving = self.kind in ("decode_latency", "serving_throughput")
-        # An engine without a trainer beside it takes nearly all memory.
+        # An engine without a trainer on its GPUs uses nearly all memory.
         default = 0.6
         if self.disaggregated or serving:
             default = 0.9
@@ -275,23 +283,28 @@ class Scenario:
         elif limit is None:
             limit = section.get("response_tokens_mean") or 1024
 
-        # A mean says that lengths vary.
+        # A mean implies that lengths vary.
         default_kind = "variable" if "response_tokens_mean" in section else "fixed"
         kind = section.get("response_lengths", default_kind)
         default_mean = limit
+
         if kind == "variable":
             default_mean = limit / 4
+
         mean = float(section.get("response_tokens_mean") or default_mean)
         lengths = response_lengths(mean, float(limit), "fixed" if kind == "fixed" else "variable")
 
         prompts = int(section.get("prompts") or 1)
         samples = int(section.get("samples_per_prompt") or 1)
+
+        # Scenarios give either the number of updates or the size of one.
         optimizer_steps = section.get("optimizer_steps")
         if optimizer_steps is None:
             global_batch = section.get("global_batch")
             optimizer_steps = 1
             if global_batch:
                 optimizer_steps = max(1, round(prompts * samples / global_batch))
+
         return StepBatch(
             prompts=prompts,
             samples=samples,

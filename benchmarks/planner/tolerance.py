@@ -25,6 +25,7 @@ def ratio(predicted: Any, reference: Any) -> float | None:
         # The nearest value of the band, which may be the prediction itself.
         edge = min(max(predicted, low), high)
         return predicted / edge if edge else None
+
     if not _is_number(reference) or reference == 0:
         return None
     return predicted / reference
@@ -48,14 +49,21 @@ def _within(predicted: Any, reference: Any, low_factor: float, high_factor: floa
             name in predicted and _within(predicted[name], value, low_factor, high_factor)
             for name, value in reference.items()
         )
+
     if not _is_number(predicted):
         return _same(predicted, reference)
+
     # A number is a band of one.
     band = reference if isinstance(reference, list | tuple) else [reference]
     return min(band) * low_factor <= predicted <= max(band) * high_factor
 
 
-def inside(predicted: Any, reference: Any, tolerance: Any, choices: Sequence[Any] | None = None) -> bool:
+def inside(
+    predicted: Any,
+    reference: Any,
+    tolerance: Any,
+    choices: Sequence[Any] | None = None,
+) -> bool:
     """Return whether a prediction is inside its tolerance, which README.md describes.
 
     ``choices`` is the order of the candidates for ``ordering``. Raises UserError for an unknown form.
@@ -81,14 +89,24 @@ def inside(predicted: Any, reference: Any, tolerance: Any, choices: Sequence[Any
             low = tolerance.get("at_least", float("-inf"))
             high = tolerance.get("at_most", float("inf"))
             return isinstance(predicted, int | float) and low <= predicted <= high
+
         if "ordering" in tolerance:
             return _near_in_order(predicted, reference, tolerance["ordering"], list(choices or []))
+
     raise UserError(
-        f"unknown tolerance {tolerance!r}", where="tolerance", expected=_FORMS, got=str(tolerance)
+        f"unknown tolerance {tolerance!r}",
+        where="tolerance",
+        expected=_FORMS,
+        got=str(tolerance),
     )
 
 
-def _near_in_order(predicted: Any, reference: Any, rule: Mapping[str, Any], order: list[Any]) -> bool:
+def _near_in_order(
+    predicted: Any,
+    reference: Any,
+    rule: Mapping[str, Any],
+    order: list[Any],
+) -> bool:
     """Return whether two candidates are at most ``within_steps`` apart in their order."""
     steps = int(rule.get("within_steps", 0))
     if predicted in order and reference in order:

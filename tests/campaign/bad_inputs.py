@@ -1,8 +1,8 @@
-"""Strategies that make inputs a user could get wrong, from the schema and from the quickstart's files.
+"""Hypothesis strategies for invalid inputs, from the configuration's schema and the quickstart's files.
 
-Each makes a mapping of JSON values: ``set``, overrides of the command line; ``names``, the key that an answer
-must be about; ``world``, the number of processes; ``text``, the configuration itself; ``file`` and how it is
-damaged.
+Each generates a mapping of JSON values: ``set``, overrides of the command line; ``names``, the key that an
+error must be about; ``world``, the number of processes; ``text``, the configuration's text; ``file`` and how
+it is damaged.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ evaluation: {every: 100, at_start: false, sets: {held_out: {data: eval.jsonl, ma
 sft: {data: sft.jsonl, steps: 1, rows_per_step: 4}
 """
 _FREE = ("prepare", "job", "run_dir", "base")
-"""Keys whose value is the user's own, or of the command."""
+"""Keys that are not varied: their value is free text, or belongs to the command."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """Hold a plain key of the configuration with its type and what is said about it."""
+    """Key of the configuration with a plain value, its type hint and its setting."""
 
     path: str
     hint: Any
@@ -45,9 +45,10 @@ class Key:
 
 
 def keys(cls: type = RunConfig, prefix: str = "") -> Iterator[Key]:
-    """Yield every key with a plain value."""
+    """Yield every key with a plain value, below the section ``cls``."""
     for item in dataclasses.fields(cls):
-        hint, path = field_hints(cls)[item.name], prefix + item.name
+        hint = field_hints(cls)[item.name]
+        path = prefix + item.name
         section = section_class(hint)
         if section is not None and not is_mapping(hint):
             yield from keys(section, f"{path}.")
@@ -60,82 +61,116 @@ _MAPPINGS = {key.path for key in KEYS if is_mapping(key.hint)}
 
 
 def wrong_values(key: Key) -> st.SearchStrategy[Any]:
-    """Return values that a key cannot have: of another type, outside its bounds, or no choice of it."""
-    taken, said = union_members(key.hint), key.setting
-    number = int in taken or float in taken
+    """Return invalid values of a key: of another type, outside its bounds, or not among its choices."""
+    types = union_members(key.hint)
+    setting = key.setting
+    is_number = int in types or float in types
     values: list[Any] = [3, "x", [1]] if is_mapping(key.hint) else [{"a": {"b": 1}}]
-    if not any(isinstance(option, type) is False for option in taken):  # no list, no mapping
+
+    if not any(isinstance(option, type) is False for option in types):  # neither a list nor a mapping
         values += [[[1], 2], [None, {}]]
     if not accepts_none(key.hint):
         values.append(None)
-    if number or bool in taken:
+    if is_number or bool in types:
         values += ["many", "", "0x", "1,000", "½", "x" * 10_000]
-    if number:
+    if is_number:
         values += [True, float("nan"), float("inf"), -float("inf")]
-        bounds = [(said.at_least, -1), (said.more_than, 0), (said.at_most, 1), (said.less_than, 0)]
+        # Just outside each bound.
+        bounds = [
+            (setting.at_least, -1),
+            (setting.more_than, 0),
+            (setting.at_most, 1),
+            (setting.less_than, 0),
+        ]
         values += [limit + step for limit, step in bounds if limit is not None]
-        values += [10**400] if said.at_most is not None or int in taken else []
-    if bool in taken:
+        # Beyond a double, and beyond any bound.
+        if setting.at_most is not None or int in types:
+            values.append(10**400)
+
+    if bool in types:
         values += [1, 0.0, 2]
-    if str in taken:
-        values += ["\ud800", " ", ""] if not said.choices else ["\ud800", ""]
-        values += [choice[:-1] + "~" for choice in said.choices]
-        values += [1, 1.5, True] if not is_mapping(key.hint) else [1]
+    if str in types:
+        values.append("\ud800")
+        if not setting.choices:
+            values.append(" ")
+        values.append("")
+        values += [choice[:-1] + "~" for choice in setting.choices]
+        values.append(1)
+        if not is_mapping(key.hint):
+            values += [1.5, True]
     return st.sampled_from(values)
 
 
 def small_values(key: Key) -> st.SearchStrategy[Any]:
-    """Return values within the bounds of a key that a tiny run can have."""
-    taken, said = union_members(key.hint), key.setting
-    if said.choices:
-        return st.sampled_from(said.choices)
-    if bool in taken:
+    """Return valid values of a key that a tiny run can have."""
+    types = union_members(key.hint)
+    setting = key.setting
+    if setting.choices:
+        return st.sampled_from(setting.choices)
+    if bool in types:
         return st.booleans()
-    low = said.at_least if said.at_least is not None else said.more_than
-    if int in taken:
-        first = int(low or 0) + (said.more_than is not None)
-        return st.integers(first, first + 4)
-    if float in taken:
-        first = float(low) if low is not None else 0.0
-        last = next((bound for bound in (said.at_most, said.less_than) if bound is not None), first + 2)
-        return st.floats(first, min(last, first + 2), exclude_min=said.more_than is not None).filter(
-            said.contains
+
+    bound = setting.at_least if setting.at_least is not None else setting.more_than
+    if int in types:
+        # Small values, so that a run with them stays tiny.
+        lowest = int(bound or 0) + (setting.more_than is not None)
+        return st.integers(lowest, lowest + 4)
+
+    if float in types:
+        lowest = float(bound) if bound is not None else 0.0
+        highest = next(
+            (bound for bound in (setting.at_most, setting.less_than) if bound is not None), lowest + 2
         )
-    return st.none() if accepts_none(key.hint) else st.nothing()
+        return st.floats(lowest, min(highest, lowest + 2), exclude_min=setting.more_than is not None).filter(
+            setting.contains
+        )
+    if accepts_none(key.hint):
+        return st.none()
+    return st.nothing()
 
 
 def numbers() -> list[Key]:
-    """Return the keys of one number, truth value or choice."""
-    simple = [
+    """Return the keys whose value is a number, a truth value or a choice."""
+    plain_keys = [
         key for key in KEYS if not is_mapping(key.hint) and {int, float, bool} & set(union_members(key.hint))
     ]
-    return simple + [key for key in KEYS if key.setting.choices]
+    return plain_keys + [key for key in KEYS if key.setting.choices]
 
 
 def wrong_field() -> st.SearchStrategy[dict[str, Any]]:
-    """Give one key a value that it cannot have."""
+    """Set one key to an invalid value."""
     pairs = st.sampled_from(KEYS).flatmap(lambda key: st.tuples(st.just(key), wrong_values(key)))
     return pairs.map(lambda pair: {"set": [_override(pair[0].path, pair[1])], "names": pair[0].path})
 
 
 def _typos(path: str) -> st.SearchStrategy[str]:
+    """Return misspellings of a key, and its name at wrong levels of the configuration."""
     name = path.rpartition(".")[2]
-    above = path.removesuffix(name)
-    places = st.integers(0, len(name) - 1)
-    changes = st.sampled_from(["drop", "double", "wrong", "case", "below", "top"])
+    section = path.removesuffix(name)
+    indices = st.integers(0, len(name) - 1)
+    edits = st.sampled_from(["drop", "double", "wrong", "case", "below", "top"])
 
-    def changed(place: int, change: str) -> str:
-        if change in ("below", "top"):
-            # Below a mapping of free names every name is one.
-            return f"{path}.{name}" if change == "below" and path not in _MAPPINGS else f"zz_{name}"
-        kept = {"drop": "", "double": name[place] * 2, "wrong": "q", "case": name[place].upper()}[change]
-        return above + name[:place] + kept + name[place + 1 :]
+    def apply_edit(index: int, edit: str) -> str:
+        if edit in ("below", "top"):
+            # Every name is valid below a mapping with free names.
+            if edit == "below" and path not in _MAPPINGS:
+                return f"{path}.{name}"
+            return f"zz_{name}"
 
-    return st.builds(changed, places, changes).filter(lambda typo: typo not in {key.path for key in KEYS})
+        replacement = {
+            "drop": "",
+            "double": name[index] * 2,
+            "wrong": "q",
+            "case": name[index].upper(),
+        }[edit]
+        return section + name[:index] + replacement + name[index + 1 :]
+
+    return st.builds(apply_edit, indices, edits).filter(lambda typo: typo not in {key.path for key in KEYS})
 
 
 def unknown_name() -> st.SearchStrategy[dict[str, Any]]:
-    """Write a name that the configuration does not have."""
+    """Set a key that the configuration does not have."""
+    # Short names have too many valid neighbours.
     names = st.sampled_from([key.path for key in KEYS if len(key.path.rpartition(".")[2]) > 3]).flatmap(
         _typos
     )
@@ -143,29 +178,36 @@ def unknown_name() -> st.SearchStrategy[dict[str, Any]]:
 
 
 def valid_fields() -> st.SearchStrategy[dict[str, Any]]:
-    """Give one to four keys small values that each may have: together they may contradict."""
+    """Set one to four keys to small valid values, which may contradict each other."""
     pairs = st.sampled_from(numbers()).flatmap(lambda key: st.tuples(st.just(key.path), small_values(key)))
-    several = st.lists(pairs, min_size=1, max_size=4, unique_by=lambda pair: pair[0])
-    return several.map(lambda pairs: {"set": [_override(*pair) for pair in pairs]})
+    entries = st.lists(
+        pairs,
+        min_size=1,
+        max_size=4,
+        unique_by=lambda pair: pair[0],
+    )
+    return entries.map(lambda pairs: {"set": [_override(*pair) for pair in pairs]})
 
 
 def long_names() -> st.SearchStrategy[dict[str, Any]]:
-    """Give what becomes part of a file's name a name that no file system takes."""
-    places = st.sampled_from(["evaluation.sets.{}.data=eval.jsonl", "reward.models.{}.path=model"])
+    """Use a name that becomes part of a file name and is longer than file systems allow."""
+    patterns = st.sampled_from(["evaluation.sets.{}.data=eval.jsonl", "reward.models.{}.path=model"])
+    # 255 bytes is the limit of Linux file systems; suffixes are added to the name.
     sizes = st.sampled_from([65, 255, 300, 5000])
 
-    def stated(place: str, size: int) -> dict[str, Any]:
-        return {"set": [place.format("n" * size)], "names": place.partition(".{}")[0]}
+    def overrides(pattern: str, size: int) -> dict[str, Any]:
+        return {"set": [pattern.format("n" * size)], "names": pattern.partition(".{}")[0]}
 
-    return st.builds(stated, places, sizes)
+    return st.builds(overrides, patterns, sizes)
 
 
 def layouts() -> st.SearchStrategy[dict[str, Any]]:
-    """Cut roles over ranks at random, against a random number of processes."""
+    """Set random layouts of roles, with a random number of processes."""
+    # Mostly degrees that fit, since one that does not hides the errors behind it.
     sizes = st.sampled_from([1, 1, 2, 2, 3, 4, 8, 64, 2**20])
     names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
     roles = st.sampled_from(["actor.layout", "reference.layout", "critic.layout"])
-    cuts = st.dictionaries(st.tuples(roles, st.sampled_from(names)), sizes, max_size=4)
+    layout_degrees = st.dictionaries(st.tuples(roles, st.sampled_from(names)), sizes, max_size=4)
     ranks = st.lists(st.integers(-1, 9), max_size=5)
     rollout = st.fixed_dictionaries(
         {},
@@ -179,15 +221,19 @@ def layouts() -> st.SearchStrategy[dict[str, Any]]:
             "asynchrony.steps_ahead": st.integers(0, 2),
         },
     )
+
     worlds = st.sampled_from([None, 1, 2, 3, 4, 8, 0, -3, 2**40])
 
-    def stated(cut: dict[tuple[str, str], int], more: dict[str, Any], world: int | None) -> dict[str, Any]:
-        values = {".".join(name): value for name, value in cut.items()} | more
+    def overrides(
+        degrees: dict[tuple[str, str], int], rollout_values: dict[str, Any], world: int | None
+    ) -> dict[str, Any]:
+        values = {".".join(name): value for name, value in degrees.items()} | rollout_values
         return {"set": [_override(*pair) for pair in values.items()], "world": world}
 
-    return st.builds(stated, cuts, rollout, worlds)
+    return st.builds(overrides, layout_degrees, rollout, worlds)
 
 
+# Values that break code without complete checks: numbers beyond 64 bits, a lone surrogate, nested values.
 ODD = st.sampled_from(
     [
         None,
@@ -212,17 +258,28 @@ ODD = st.sampled_from(
 
 
 def data_files() -> st.SearchStrategy[dict[str, Any]]:
-    """Damage a line of a data set: a key, a value, the JSON or the bytes."""
+    """Damage a line of a data set: a key, a value, its JSON or its bytes."""
     files = st.sampled_from(["train.jsonl", "eval.jsonl", "sft.jsonl"])
     fields = st.sampled_from(["prompt", "ground_truth", "response", "task"])
     record = st.builds(lambda field, value: {"field": field, "value": value}, fields, ODD)
-    twice = '{"prompt": "1+1=", "prompt": "2+2=", "ground_truth": "4", "response": "4"}'
-    broken = ["{", "[]", "null", "3", "\u2028", '{"prompt": NaN}', "{}", '"', '{"a":' * 9999, twice]
-    text = st.sampled_from(broken)
-    raw = st.sampled_from(["ff", "00", "efbbbf", "fffe", ""])
-    change = st.one_of(record, text.map(lambda line: {"line": line}), raw.map(lambda data: {"bytes": data}))
+    # JSON allows duplicate keys, and Python's parser keeps the last one silently.
+    duplicate_key = '{"prompt": "1+1=", "prompt": "2+2=", "ground_truth": "4", "response": "4"}'
+    lines = ["{", "[]", "null", "3", "\u2028", '{"prompt": NaN}', "{}", '"', '{"a":' * 9999, duplicate_key]
+    line_texts = st.sampled_from(lines)
+
+    byte_texts = st.sampled_from(["ff", "00", "efbbbf", "fffe", ""])
+    change = st.one_of(
+        record, line_texts.map(lambda line: {"line": line}), byte_texts.map(lambda data: {"bytes": data})
+    )
     return st.builds(
-        lambda file, change, row: {"file": file, "row": row, **change}, files, change, st.integers(0, 3)
+        lambda file, change, row: {
+            "file": file,
+            "row": row,
+            **change,
+        },
+        files,
+        change,
+        st.integers(0, 3),
     )
 
 
@@ -236,7 +293,7 @@ def model_folders() -> st.SearchStrategy[dict[str, Any]]:
         "rope_theta", "use_sliding_window", "max_window_layers", "initializer_range", "attention_dropout",
         "text_config", "id2label",
     )  # fmt: skip
-    places = st.one_of(
+    keys = st.one_of(
         st.tuples(st.just("model/config.json"), st.sampled_from(config)),
         st.tuples(st.just("model/generation_config.json"), st.sampled_from(["eos_token_id", "pad_token_id"])),
         st.tuples(
@@ -245,11 +302,22 @@ def model_folders() -> st.SearchStrategy[dict[str, Any]]:
         ),
         st.tuples(st.just("model/tokenizer.json"), st.sampled_from(["model", "added_tokens", "version"])),
     )
-    near = st.one_of(
+
+    # Values that other models have, or that almost fit.
+    plausible_values = st.one_of(
         ODD, st.integers(0, 130), st.sampled_from(["silu", "qwen3", "yarn", ["full_attention"], 2, 64])
     )
-    values = st.builds(lambda place, value: {"file": place[0], "key": place[1], "value": value}, places, near)
-    names = (
+    values = st.builds(
+        lambda key, value: {
+            "file": key[0],
+            "key": key[1],
+            "value": value,
+        },
+        keys,
+        plausible_values,
+    )
+
+    file_names = (
         "config.json",
         "generation_config.json",
         "tokenizer.json",
@@ -257,16 +325,21 @@ def model_folders() -> st.SearchStrategy[dict[str, Any]]:
         "model.safetensors",
     )
     bytes_of = st.builds(
-        lambda name, place, data: {"file": f"model/{name}", "at": place, "bytes": data},
-        st.sampled_from(names),
+        lambda name, offset, data: {
+            "file": f"model/{name}",
+            "at": offset,
+            "bytes": data,
+        },
+        st.sampled_from(file_names),
         st.integers(0, 3000),
         st.sampled_from(["", "00", "ff", "7b", "22", "cut", "gone"]),
     )
+    # Values twice as often as bytes: most damaged bytes only make a file unreadable.
     return st.one_of(values, values, bytes_of)
 
 
 def file_kinds() -> st.SearchStrategy[dict[str, Any]]:
-    """Put a pipe, a folder, a device or a link into the place of a file, or a file into that of a folder."""
+    """Replace a file by a pipe, a folder, a device or a link, or a folder by a file."""
     files = (
         "config.json",
         "generation_config.json",
@@ -274,52 +347,60 @@ def file_kinds() -> st.SearchStrategy[dict[str, Any]]:
         "tokenizer_config.json",
         "model.safetensors",
     )
-    places = (
+    paths = (
         *("train.jsonl", "eval.jsonl", "sft.jsonl", "model"),
         *(f"model/{name}" for name in files),
         *("run", "run/checkpoints", "run/rollouts", "run/stages", "run/config.yaml", "run/metrics.jsonl"),
     )
-    kinds = st.sampled_from(["pipe", "folder", "file", "loop", "nowhere", "/dev/zero", "/dev/full", "/proc"])
-    return st.builds(lambda file, kind: {"file": file, "as": kind}, st.sampled_from(places), kinds)
+    replacements = st.sampled_from(
+        ["pipe", "folder", "file", "loop", "nowhere", "/dev/zero", "/dev/full", "/proc"]
+    )
+    return st.builds(
+        lambda file, replacement: {"file": file, "as": replacement}, st.sampled_from(paths), replacements
+    )
 
 
 def command_lines() -> st.SearchStrategy[dict[str, Any]]:
-    """Write overrides that are none, or that hold odd YAML."""
+    """Write malformed overrides, or overrides with unusual YAML."""
     name = st.one_of(
         st.sampled_from([key.path for key in KEYS]),
         st.text("ab._-=", max_size=6),
         st.sampled_from(["=", ".", "a..b"]),
     )
+
     value = st.one_of(
         st.text("abc:-{}[],&*!|>'\"%@#\n\t 019.~", max_size=12),
         st.sampled_from(["[" * 3000, "{a: " * 900, "&a [*a]", "!!python/object:os.system x", "!!binary x"]),
     )
+
     return st.lists(
         st.builds(lambda name, value: f"{name}={value}", name, value), min_size=1, max_size=2
-    ).map(lambda words: {"set": [word for word in words if not word.startswith("-") and "=" in word]})
+    ).map(
+        lambda overrides: {
+            "set": [override for override in overrides if not override.startswith("-") and "=" in override]
+        }
+    )
 
 
 def texts() -> st.SearchStrategy[dict[str, Any]]:
     """Damage the text of the configuration: a character, a line, or its indentation."""
-    change = st.sampled_from(["drop", "double", "tab", "cut", "insert"])
-    places, characters = (
-        st.integers(0, len(BASE) - 1),
-        st.text(":-{}[]&*!|>'\"%@#\n\t ~\u00e9", min_size=1, max_size=2),
-    )
+    edits = st.sampled_from(["drop", "double", "tab", "cut", "insert"])
+    positions = st.integers(0, len(BASE) - 1)
+    characters = st.text(":-{}[]&*!|>'\"%@#\n\t ~\u00e9", min_size=1, max_size=2)
 
-    def changed(how: str, place: int, text: str) -> dict[str, Any]:
+    def apply_edit(edit: str, position: int, inserted: str) -> dict[str, Any]:
         lines = BASE.splitlines(keepends=True)
-        row = place % len(lines)
+        line_number = position % len(lines)
         result = {
-            "drop": "".join(lines[:row] + lines[row + 1 :]),
-            "double": "".join([*lines[: row + 1], *lines[row:]]),
-            "tab": "".join([*lines[:row], "\t" + lines[row], *lines[row + 1 :]]),
-            "cut": BASE[:place],
-            "insert": BASE[:place] + text + BASE[place:],
-        }[how]
+            "drop": "".join(lines[:line_number] + lines[line_number + 1 :]),
+            "double": "".join([*lines[: line_number + 1], *lines[line_number:]]),
+            "tab": "".join([*lines[:line_number], "\t" + lines[line_number], *lines[line_number + 1 :]]),
+            "cut": BASE[:position],
+            "insert": BASE[:position] + inserted + BASE[position:],
+        }[edit]
         return {"text": result}
 
-    return st.builds(changed, change, places, characters)
+    return st.builds(apply_edit, edits, positions, characters)
 
 
 GROUPS: dict[str, tuple[int, Callable[[], st.SearchStrategy[dict[str, Any]]]]] = {
@@ -334,7 +415,7 @@ GROUPS: dict[str, tuple[int, Callable[[], st.SearchStrategy[dict[str, Any]]]]] =
     "command line": (2, command_lines),
     "text": (2, texts),
 }
-"""Group -> its share of the cases, and what makes one."""
+"""Group -> its share of the cases, and its strategy."""
 
 
 _DRAW = settings(
@@ -347,17 +428,17 @@ _DRAW = settings(
 
 
 def draw(strategy: st.SearchStrategy[dict[str, Any]], number: int) -> dict[str, Any]:
-    """Return what a strategy makes of a number."""
-    drawn: list[dict[str, Any]] = []
+    """Return the value that a strategy generates for a seed."""
+    examples: list[dict[str, Any]] = []
 
     @seed(number)
     @_DRAW
     @given(strategy)
     def collect(value: dict[str, Any]) -> None:
-        drawn.append(value)
+        examples.append(value)
 
     collect()
-    return drawn[-1]  # the first is the simplest of all
+    return examples[-1]  # the first example is the simplest value, whatever the seed
 
 
 def _override(path: str, value: Any) -> str:

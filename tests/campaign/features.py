@@ -1,4 +1,4 @@
-"""The features that `combinations` draws from, each a change of one tiny run."""
+"""Features that `combinations` draws from, each a change of one tiny run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 from megatron_rl.algorithms.algorithm import ALGORITHMS
 from tests.campaign.judges import ANYWHERE
 
-STEPS, HALF = 4, 2
+STEPS = 4
+"""Training steps of a run."""
+HALF = 2
+"""Step after which runs are interrupted and continued."""
 ENVIRONMENT = '''
 import asyncio
 
@@ -16,13 +19,13 @@ from megatron_rl import Environment, StepEnvironment
 
 
 class Free(Environment):
-    """Takes turns of limited lengths as its seed says, and waits in between."""
+    """Environment whose seed determines the number and lengths of its turns, and its waits."""
 
     async def run(self, episode):
         length = 0
         for turn in range(1 + episode.seed % 3):
-            said = await episode.generate(limit=3 + turn)
-            length += len(said)
+            tokens = await episode.generate(limit=3 + turn)
+            length += len(tokens)
             await asyncio.sleep(0.01 * (episode.seed % 2))
             if turn < episode.seed % 3:
                 episode.observe("2*", "3=")
@@ -30,7 +33,7 @@ class Free(Environment):
 
 
 class Echo(StepEnvironment):
-    """Asks twice more; every third episode fails, where told."""
+    """Environment of three turns; with ``failing`` every third episode fails."""
 
     def __init__(self, failing=False):
         self.failing = failing
@@ -61,11 +64,11 @@ def parts(*, response, ground_truth, metadata, **_):
     return {"reward": len(response) / 8, "other": len(metadata), "third": len(str(ground_truth))}
 
 
-def asks(*, prompt, response, **_):
+def question(*, prompt, response, **_):
     return [{"role": "user", "content": f"{response} to {prompt}?"}]
 
 
-def reads(*, judgement, **_):
+def verdict(*, judgement, **_):
     return float(judgement[-1]) if judgement[-1].isdigit() else None
 
 
@@ -75,18 +78,31 @@ def failing(*, prompt, response, **_):
     return float(len(set(response)))
 """
 
+# Shared parts of the variants below.
 _OPTIMIZER = {"learning_rate": 1e-3}
 _STAGE = {"checkpoint_every": 2, "optimizer": _OPTIMIZER}
 _SFT = {"data": "sft.jsonl", "steps": 3, "rows_per_step": 8, **_STAGE}
 _PAIRS = {"data": "pairs.jsonl", "steps": 3, "pairs_per_step": 4, **_STAGE}
 _PATIENT = {"backoff": 0.01, "retries": 5, "timeout": 60.0}
 _HELD_OUT = {"data": "eval.jsonl", "max_prompts": 6}
-_JUDGE = {"weight": 0.5, "training": {"data": "pairs.jsonl", "steps": 3, "pairs_per_step": 4, **_STAGE}}
+_JUDGE = {
+    "weight": 0.5,
+    "training": {
+        "data": "pairs.jsonl",
+        "steps": 3,
+        "pairs_per_step": 4,
+        **_STAGE,
+    },
+}
 BASE: dict[str, Any] = {
     "steps": STEPS,
     "model": {"dtype": "float32"},
     "data": {"train": "train.jsonl", "max_prompt_tokens": 8},
-    "reward": {"function": "rewards.py:turns", "timeout": 120.0, "max_invalid_fraction": 1.0},
+    "reward": {
+        "function": "rewards.py:turns",
+        "timeout": 120.0,
+        "max_invalid_fraction": 1.0,
+    },
     "batch": {"prompts_per_step": 4, "samples_per_prompt": 2},
     "actor": {"optimizer": _OPTIMIZER},
     "rollout": {"engine": "torch", "max_response_tokens": 8},
@@ -162,7 +178,7 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
             "reward": {
                 "judge": {
                     "url": f"{ANYWHERE}/flaky", "model": "any", "cache": 0, "weight": 0.5, **_PATIENT,
-                    "template": "rewards.py:asks", "parser": "rewards.py:reads", "temperature": 0.5,
+                    "template": "rewards.py:question", "parser": "rewards.py:verdict", "temperature": 0.5,
                 }
             }
         },
@@ -352,4 +368,4 @@ FEATURES: Mapping[str, Sequence[Mapping[str, Any]]] = {
         {"actor": {"freeze_router": True}},
     ],
 }  # fmt: skip
-"""What a case may have, by what it is about; of each at most one."""
+"""Feature -> its variants. A case has at most one variant of each."""

@@ -1,7 +1,7 @@
-"""Processes that are forked where others are executed: torchrun and its ranks then start at once.
+"""Fork processes that would otherwise execute Python: torchrun and its ranks then start at once.
 
-A rank costs a dozen seconds of processor time for its imports alone. Here torchrun is the real one, with its
-agent, restarts and signals, and so are its ranks; only the creation of the processes is another one.
+A rank needs a dozen seconds of processor time for its imports alone. torchrun is the real one, with its
+agent, restarts and signals, and so are its ranks; only their processes are created in another way.
 """
 
 from __future__ import annotations
@@ -23,26 +23,32 @@ from tests import rank_server
 
 
 def preload() -> None:
-    """Import what torchrun and ranks need, before the first `Forked` process of this one."""
+    """Import the libraries of torchrun and ranks; call it before the first `Forked` process."""
     rank_server.preload()
     importlib.import_module("torch.distributed.run")
 
 
 class Forked(subprocess.Popen):
-    """Be what Popen is, for a Python command, without executing Python anew. Use it in one thread.
+    """Popen for Python commands that forks this process instead of executing Python.
 
-    Of Popen's arguments it takes the command, ``env``, ``stdout`` and ``stderr``; the process has a session
-    of its own, and torchrun's own processes are forked, too.
+    Supports the arguments command, ``env``, ``stdout`` and ``stderr``. The process leads a session of its
+    own, and processes that torchrun starts are forked too. Use it in a process with one thread.
     """
 
     def _execute_child(self, args: Sequence[str], *values: Any) -> None:
-        environment, output, errors = values[5], values[12], values[14]
+        """Fork, and run the command in the child; overrides the method of Popen that executes a program."""
+        # Positions of env, stdout and stderr among the arguments of CPython 3.11 and 3.12.
+        environment = values[5]
+        output = values[12]
+        errors = values[14]
         sys.stdout.flush()
         sys.stderr.flush()
+
         self.pid = os.fork()
         self._child_created = True
         if self.pid:
             return
+
         try:
             code = _begin_anew([*args], environment, {1: output, 2: errors})
         except BaseException:
@@ -52,26 +58,32 @@ class Forked(subprocess.Popen):
 
 
 def _begin_anew(command: list[str], environment: Mapping[str, str], streams: Mapping[int, int]) -> int:
-    """Make this process one that has just started, run the command, and return the exit code."""
+    """Reset this forked process to the state of a new one, run the command, and return its exit code."""
     os.setsid()
     for number, descriptor in streams.items():
         if descriptor not in (-1, number):
             os.dup2(descriptor, number)
+
+    # A new process would not inherit descriptors, signal handlers or the environment.
     os.closerange(3, 2**16)
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
+
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
-    tempfile.tempdir = None  # TMPDIR may be another one
+    tempfile.tempdir = None  # it was computed from the parent's TMPDIR
     subprocess_handler.Popen = Forked  # type: ignore[misc]
-    words = [word for word in command[1:] if word != "-u"]
-    module = words[0] == "-m"
+
+    arguments = [argument for argument in command[1:] if argument != "-u"]
+    module = arguments[0] == "-m"
     try:
-        rank_server.become(words[1:] if module else words, module=module)
+        rank_server.become(arguments[1:] if module else arguments, module=module)
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+
+    # os._exit, which follows, skips exit functions and the flushing of streams.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The campaign of `layouts` with Transformer Engine's layers, which a stand-in in torch gives the host."""
+"""The cases of `layouts` with the stand-in of Transformer Engine's layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward function that does to its process, its machine and its caller what the response names."""
+"""Reward function that harms its process, its machine or its caller, as the response names."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from typing import Any
 
 
 def judge(*, prompt: str, response: str, ground_truth: Any, metadata: dict[str, Any]) -> Any:
-    """Do the act that ``response`` names, in the way that the metadata's ``vehicle`` names."""
+    """Perform the act that ``response`` names, in the way that the metadata's ``vehicle`` names."""
     return VEHICLES[metadata["vehicle"]](lambda: ACTS[response](metadata))
 
 
 def threaded(act: Callable[[], Any]) -> float:
+    """Act in a thread and wait for it."""
     thread = threading.Thread(target=act)
     thread.start()
     thread.join()
@@ -32,6 +33,7 @@ def threaded(act: Callable[[], Any]) -> float:
 
 
 def forked(act: Callable[[], Any]) -> float:
+    """Act in a child process and wait for it."""
     child = os.fork()
     if child == 0:
         act()
@@ -41,7 +43,7 @@ def forked(act: Callable[[], Any]) -> float:
 
 
 def abandoned(act: Callable[[], Any]) -> float:
-    """Act in a process of a session of its own, whose parents are gone and which takes no signal."""
+    """Act in an orphaned process with a session of its own that ignores signals."""
     if os.fork() == 0:
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGXCPU):
@@ -50,6 +52,8 @@ def abandoned(act: Callable[[], Any]) -> float:
             act()
             time.sleep(1000)
         os._exit(0)
+
+    # Let the process become an orphan before the call returns.
     time.sleep(0.2)
     return 1.0
 
@@ -63,22 +67,30 @@ VEHICLES: dict[str, Callable[[Callable[[], Any]], Any]] = {
 
 
 class Silent(BaseException):
+    """Exception whose message raises another one."""
+
     def __str__(self) -> str:
-        raise ValueError("no words")
+        raise ValueError("no message")
 
 
 class Number:
+    """Result whose conversion to a number fails."""
+
     def __float__(self) -> float:
         raise ArithmeticError("no number")
 
 
 class Endless:
+    """Result whose conversion to a number does not end."""
+
     def __float__(self) -> float:
         while True:
             pass
 
 
 class Liar(float):
+    """Number that converts to another one."""
+
     def __float__(self) -> float:
         return float("nan")
 
@@ -95,7 +107,8 @@ def deep(_: Any) -> Any:
 
 
 def bomb(_: Any) -> None:
-    for _number in range(400):
+    """Start 400 processes that sleep."""
+    for _ in range(400):
         if os.fork() == 0:
             time.sleep(1000)
     time.sleep(1000)
@@ -111,13 +124,13 @@ def spin_in_c(_: Any) -> Any:
 
 
 def many_threads(_: Any) -> None:
-    for _number in range(5000):
+    for _ in range(5000):
         threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
     time.sleep(1000)
 
 
 def many_files(_: Any) -> Any:
-    return float(len([open("/dev/null") for _number in range(10_000)]))
+    return float(len([open("/dev/null") for _ in range(10_000)]))
 
 
 def write(folder: str) -> Callable[[Any], Any]:
@@ -145,24 +158,28 @@ def connect(metadata: dict[str, Any]) -> float:
 
 def listen(_: Any) -> None:
     server = socket.socket()
+    # Nobody can connect: the call waits until its time is up.
     server.bind(("0.0.0.0", 0))
     server.listen()
     server.accept()
 
 
 def say(_: Any) -> float:
-    for _number in range(50):
+    for _ in range(50):
         os.write(1, b"x" * 2**16)
         os.write(2, b"y" * 2**16)
     return 1.0
 
 
 def close_all(_: Any) -> float:
+    # One of these descriptors is the pipe to the trainer.
     os.closerange(0, 100)
     return 1.0
 
 
 def to_pipes(data: bytes) -> Callable[[Any], float]:
+    """Return an act that writes data to every open descriptor, including the pipe to the trainer."""
+
     def act(_: Any) -> float:
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
@@ -173,11 +190,13 @@ def to_pipes(data: bytes) -> Callable[[Any], float]:
 
 
 def frame(content: Any) -> bytes:
+    """Return content in the format of the pipe to the trainer: its length in 8 bytes, then JSON."""
     data = json.dumps(content).encode()
     return struct.pack("<Q", len(data)) + data
 
 
 def blind(_: Any) -> float:
+    """Ignore every signal that can be ignored, and never return."""
     for number in range(1, 65):
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_IGN)
@@ -196,23 +215,27 @@ def kill_group(_: Any) -> float:
 
 
 def trace_parent(_: Any) -> float:
+    # 16 is PTRACE_ATTACH.
     if ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0:
-        raise AssertionError("took hold of the parent")
+        raise AssertionError("attached to the parent")
     return 1.0
 
 
 def replaced(_: Any) -> float:
+    """Replace the worker by another program."""
     os.execvp("sleep", ["sleep", "1000"])
     return 1.0
 
 
 def remount(_: Any) -> float:
+    # 32 | 4096: a bind mount is mounted again, without its read-only flag.
     if ctypes.CDLL(None).mount(None, b"/", None, 32 | 4096, None) == 0:
         raise AssertionError("made the file system writable")
     return 1.0
 
 
 def sleeper(metadata: dict[str, Any]) -> float:
+    """Start a program in a session of its own, and return."""
     subprocess.Popen(["sleep", "1000"], start_new_session=True)
     return 1.0
 
@@ -276,7 +299,16 @@ ACTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "say": say,
     "close all": close_all,
     "noise": to_pipes(os.urandom(4096)),
-    "forged": to_pipes(frame({"sample": 2, "kind": "scored", "reward": 9.0, "components": {}})),
+    "forged": to_pipes(
+        frame(
+            {
+                "sample": 2,
+                "kind": "scored",
+                "reward": 9.0,
+                "components": {},
+            }
+        )
+    ),
     "endless frame": to_pipes(struct.pack("<Q", 1 << 60)),
     "empty frame": to_pipes(struct.pack("<Q", 0) * 8),
     "deep frame": to_pipes(struct.pack("<Q", 200_000) + b"[" * 200_000),

@@ -1,7 +1,7 @@
-"""Inputs that a user got wrong, generated from the schema: each is READY and can run, or a clear error.
+"""Test `check` on invalid inputs generated from the schema: each is READY and can run, or a clear error.
 
-An error is clear when it names the key or file that is wrong, what was expected, what was found and what to
-do. `bad_inputs` makes them.
+An error is clear if it names the wrong key or file, the expected and the actual value, and a fix.
+`bad_inputs` generates the inputs.
 """
 
 from __future__ import annotations
@@ -24,113 +24,150 @@ from typing import Any
 from megatron_rl.cli.main import main
 from megatron_rl.data import quickstart
 from tests.campaign.bad_inputs import BASE, GROUPS, draw
-from tests.campaign.campaign import HELD, Case, Result, vague
+from tests.campaign.campaign import HELD, Case, Result, incomplete_errors
 
 SECONDS = 5.0
-"""Processor time that a check has; it waits for no other process here."""
+"""Processor seconds that a check may take; it waits for no other process here."""
 HANGS = 120
-TRAINED_EVERY, PROCESS_EVERY = 20, 40
-"""Of the cases of small valid values one in so many takes a step; of all one in so many is a process."""
+"""Seconds after which a check hangs."""
+TRAINED_ROUNDS = 5
+"""In one of this many rounds through the groups, valid values also train a step."""
+PROCESS_EVERY = 40
+"""One of this many cases runs as a process of its own."""
 
 
-def cases(number: int, count: int) -> Iterator[Case]:
+def cases(seed: int, count: int) -> Iterator[Case]:
     """Yield ``count`` cases of a seed."""
+    # A fixed order of groups in proportion to their shares, so that few cases already cover all groups.
     order = [name for name, (share, _) in GROUPS.items() for _ in range(share)]
     random.Random(0).shuffle(order)
     for index in range(count):
         group = order[index % len(order)]
-        made = draw(GROUPS[group][1](), number * 1_000_003 + index)
-        trained = group == "valid values together" and index // len(order) % (TRAINED_EVERY // 4) == 0
+        generated = draw(GROUPS[group][1](), seed * 1_000_003 + index)
+        # Training is slow, so only some of the valid values train.
+        is_trained = group == "valid values together" and index // len(order) % TRAINED_ROUNDS == 0
         yield Case(
-            f"{index:05d} {group}", group, {**made, "train": trained, "process": index % PROCESS_EVERY == 0}
+            f"{index:05d} {group}",
+            group,
+            {
+                **generated,
+                "train": is_trained,
+                "process": index % PROCESS_EVERY == 0,
+            },
         )
 
 
 def try_case(case: Case, work: Path) -> Result:
-    """Check the case's input as the command does, and run some of those that are ready."""
-    made = case.settings
-    folder = _workspace(work, made)
-    words = ["check", "config.yaml", *made.get("set", ())]
-    if made.get("world", 1) is not None:
-        words += ["--world-size", str(made.get("world", 1))]
-    before = Path.cwd()
+    """Check the case's input as the command does, and train some of the inputs that are READY."""
+    generated = case.settings
+    folder = _workspace(work, generated)
+    arguments = ["check", "config.yaml", *generated.get("set", ())]
+
+    if generated.get("world", 1) is not None:
+        arguments += ["--world-size", str(generated.get("world", 1))]
+
+    # Paths of the configuration are relative to the folder.
+    old_folder = Path.cwd()
     os.chdir(folder)
     try:
-        code, shown, seconds = _called([*words, "--json"])
+        code, output, seconds = _run_command([*arguments, "--json"])
         if isinstance(code, str):
             return Result("hang" if "TimeoutError" in code else "unclear", code)
         if seconds > SECONDS:
             return Result("hang", f"{seconds:.1f} s of processor time")
-        problem = _unclear(code, shown, made)
+
+        problem = _problem_of(code, output, generated)
         if problem is not None:
             return problem
-        again = _called(words)
-        if again[0] != code:
-            return Result("unclear", f"{code} for machines, {again[0]} for people")
-        if made["process"]:
-            done = _process(*words)
-            if done.returncode != code or "Traceback" in done.stderr:
-                return Result("unclear", f"exit code {done.returncode} as a process\n{done.stderr[-2000:]}")
-        ready = code == 0
-        if ready and made["train"]:
-            done = _process("train", *words[1:-2])
-            # What only the tokenizer shows, such as prompts that are all too long, `train` says clearly.
-            if done.returncode not in (0, 2) or "Traceback" in done.stderr:
+
+        # Output for people and for machines must agree on the verdict.
+        repeated = _run_command(arguments)
+        if repeated[0] != code:
+            return Result("unclear", f"exit code {code} with --json, {repeated[0]} without")
+        if generated["process"]:
+            process = _run_process(*arguments)
+            if process.returncode != code or "Traceback" in process.stderr:
                 return Result(
-                    "accepted", f"READY, and `train` ended with {done.returncode}\n{done.stderr[-3000:]}"
+                    "unclear", f"exit code {process.returncode} as a process\n{process.stderr[-2000:]}"
                 )
-        counts = {"ready": 1} if ready else {"refused": 1}
-        return Result(HELD, counts=counts | ({"trained": 1} if ready and made["train"] else {}))
+
+        is_ready = code == 0
+        if is_ready and generated["train"]:
+            process = _run_process("train", *arguments[1:-2])
+            # `train` may still refuse what only the tokenizer shows, such as prompts that are all too long.
+            if process.returncode not in (0, 2) or "Traceback" in process.stderr:
+                return Result(
+                    "accepted",
+                    f"READY, and `train` ended with {process.returncode}\n{process.stderr[-3000:]}",
+                )
+
+        counts = {"ready": 1} if is_ready else {"refused": 1}
+        if is_ready and generated["train"]:
+            counts["trained"] = 1
+        return Result(HELD, counts=counts)
     finally:
-        os.chdir(before)
+        os.chdir(old_folder)
 
 
-def _called(words: list[str]) -> tuple[int | str, str, float]:
-    """Return the exit code of a command, or its traceback, with what it printed and its processor time."""
+def _run_command(arguments: list[str]) -> tuple[int | str, str, float]:
+    """Return a command's exit code, or its traceback, with its output and processor seconds."""
     output = io.StringIO()
-    begun = time.process_time()
+    started = time.process_time()
     signal.signal(signal.SIGALRM, _late)
     signal.alarm(HANGS)
+
     try:
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            code: int | str = main(words)
+            code: int | str = main(arguments)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 2
     except BaseException:
         code = traceback.format_exc()
     finally:
         signal.alarm(0)
-    return code, output.getvalue(), time.process_time() - begun
+    return code, output.getvalue(), time.process_time() - started
 
 
 def _late(*_: Any) -> None:
     raise TimeoutError(f"no end within {HANGS} s")
 
 
-def _unclear(code: int, shown: str, made: Any) -> Result | None:
-    """Return what is wrong with the answer of a check, None where nothing is."""
+def _problem_of(code: int, output: str, generated: Any) -> Result | None:
+    """Return the problem of a check's output, or None."""
     if code not in (0, 2):
-        return Result("broken", f"exit code {code}\n{shown[-2000:]}")
+        return Result("broken", f"exit code {code}\n{output[-2000:]}")
+    # An input with a wrong name is never READY.
     if code == 0:
-        return Result("accepted", shown[:300]) if "names" in made else None
-    if not shown.startswith("{"):
-        return None if "usage:" in shown else Result("unclear", shown[-2000:])
-    errors = json.loads(shown)["errors"]
-    if vague(errors) or not errors:
-        return Result("unclear", f"an error without all its parts: {json.dumps(vague(errors))[:2000]}")
-    name = made.get("names")
+        if "names" in generated:
+            return Result("accepted", output[:300])
+        return None
+    if not output.startswith("{"):
+        if "usage:" in output:
+            return None
+        return Result("unclear", output[-2000:])
+
+    errors = json.loads(output)["errors"]
+    if incomplete_errors(errors) or not errors:
+        return Result(
+            "unclear", f"an error without all its parts: {json.dumps(incomplete_errors(errors))[:2000]}"
+        )
+
+    name = generated.get("names")
+    # An error may be about the section instead of the key, for example if two keys contradict.
     section = "" if name is None else name.rpartition(".")[0] or name
     if name is not None and not any(section in error["where"] for error in errors):
         return Result("unclear", f"no error is about {name}: {json.dumps(errors)[:2000]}")
-    file = made.get("file")
+
+    file = generated.get("file")
     if file is not None and not any(Path(file).parts[0] in str(error) for error in errors):
         return Result("unclear", f"no error is about {file}: {json.dumps(errors)[:2000]}")
     return None
 
 
-def _process(*words: str) -> subprocess.CompletedProcess[str]:
+def _run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "megatron_rl", *words],
+        [sys.executable, "-m", "megatron_rl", *arguments],
         capture_output=True,
         encoding="utf-8",
         errors="replace",
@@ -139,57 +176,63 @@ def _process(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _workspace(work: Path, made: Any) -> Path:
-    """Return a folder with a good input in which the case's damage is done."""
-    base, folder = work / "base", work / "case"
+def _workspace(work: Path, generated: Any) -> Path:
+    """Return a folder with a valid input after the case's damage."""
+    base = work / "base"
+    folder = work / "case"
     if not (base / "model/config.json").is_file():
         with contextlib.redirect_stderr(io.StringIO()):
             quickstart.make(base, "tiny")
+
+    # Every case starts from a copy of the same valid input.
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(base, folder)
-    (folder / "config.yaml").write_text(made.get("text", BASE), encoding="utf-8")
-    if "file" in made:
-        _damage(folder / made["file"], made)
+    (folder / "config.yaml").write_text(generated.get("text", BASE), encoding="utf-8")
+
+    if "file" in generated:
+        _damage(folder / generated["file"], generated)
     return folder
 
 
-def _replace(file: Path, kind: str) -> None:
-    """Put what is no file of the run into its place."""
+def _replace(file: Path, replacement: str) -> None:
+    """Replace a file by a pipe, a folder, other text, or a link."""
     if file.is_dir():
         shutil.rmtree(file)
+
     file.parent.mkdir(exist_ok=True)
     file.unlink(missing_ok=True)
-    if kind == "pipe":
+    if replacement == "pipe":
         os.mkfifo(file)
-    elif kind == "folder":
+    elif replacement == "folder":
         file.mkdir()
-    elif kind == "file":
-        file.write_text("no folder, and no JSON")
+    elif replacement == "file":
+        file.write_text("neither a folder nor JSON")
     else:
-        file.symlink_to(file if kind == "loop" else kind)
+        file.symlink_to(file if replacement == "loop" else replacement)
 
 
-def _damage(file: Path, made: Any) -> None:
-    if "as" in made:
-        _replace(file, made["as"])
-    elif "key" in made:
-        file.write_text(json.dumps({**json.loads(file.read_text()), made["key"]: made["value"]}))
-    elif "at" in made:
+def _damage(file: Path, generated: Any) -> None:
+    """Damage a file as the generated input describes."""
+    if "as" in generated:
+        _replace(file, generated["as"])
+    elif "key" in generated:
+        file.write_text(json.dumps({**json.loads(file.read_text()), generated["key"]: generated["value"]}))
+    elif "at" in generated:
         data = file.read_bytes()
-        at = made["at"] % len(data)
-        if made["bytes"] == "gone":
+        offset = generated["at"] % len(data)
+        if generated["bytes"] == "gone":
             file.unlink()
-        elif made["bytes"] == "cut":
-            file.write_bytes(data[:at])
+        elif generated["bytes"] == "cut":
+            file.write_bytes(data[:offset])
         else:
-            file.write_bytes(data[:at] + bytes.fromhex(made["bytes"]) + data[at + 1 :])
+            file.write_bytes(data[:offset] + bytes.fromhex(generated["bytes"]) + data[offset + 1 :])
     else:
         lines = file.read_bytes().splitlines()
-        record = json.loads(lines[made["row"]])
-        if "line" in made:
-            lines[made["row"]] = made["line"].encode()
-        elif "bytes" in made:
-            lines[made["row"]] = bytes.fromhex(made["bytes"]) + lines[made["row"]][3:]
+        record = json.loads(lines[generated["row"]])
+        if "line" in generated:
+            lines[generated["row"]] = generated["line"].encode()
+        elif "bytes" in generated:
+            lines[generated["row"]] = bytes.fromhex(generated["bytes"]) + lines[generated["row"]][3:]
         else:
-            lines[made["row"]] = json.dumps({**record, made["field"]: made["value"]}).encode()
+            lines[generated["row"]] = json.dumps({**record, generated["field"]: generated["value"]}).encode()
         file.write_bytes(b"\n".join(lines) + b"\n")

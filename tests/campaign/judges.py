@@ -1,6 +1,6 @@
-"""A server that judges the responses of a run: as `reward.http` asks, and as `reward.judge` does.
+"""Server that computes rewards, in the protocols of `reward.http` and of `reward.judge`.
 
-What it says depends on nothing but the response, so that a run that asks again learns the same.
+Its answer depends on the response alone, so that a resumed run gets the same rewards.
 """
 
 from __future__ import annotations
@@ -17,47 +17,51 @@ from typing import Any, ClassVar
 from tests.campaign import runs
 
 ANYWHERE = "http://judge"
-"""What the address of a configuration begins with that is of the server which a case starts."""
+"""Prefix of a server's address in a configuration; each case replaces it by its own server's."""
 
 
-class _Answers(BaseHTTPRequestHandler):
+class _Handler(BaseHTTPRequestHandler):
+    """Handler of requests for rewards and for judgements."""
+
     protocol_version = "HTTP/1.1"
-    asked: ClassVar[Counter[bytes]] = Counter()
+    request_counts: ClassVar[Counter[bytes]] = Counter()
 
     def do_POST(self) -> None:
-        text = self.rfile.read(int(self.headers["Content-Length"]))
-        self.asked[text] += 1
-        if "flaky" in self.path and self.asked[text] % 3 == 1:
-            self._say(503, {"error": "busy"})
+        request = self.rfile.read(int(self.headers["Content-Length"]))
+        self.request_counts[request] += 1
+        # The first request for each sample fails, and every third after it.
+        if "flaky" in self.path and self.request_counts[request] % 3 == 1:
+            self._send_json(503, {"error": "busy"})
             return
-        body = json.loads(text)
+
+        body = json.loads(request)
         if "messages" in body:
-            said = judgement(body["messages"][-1]["content"])
-            self._say(200, {"choices": [{"message": {"role": "assistant", "content": said}}]})
+            answer = judgement(body["messages"][-1]["content"])
+            self._send_json(200, {"choices": [{"message": {"role": "assistant", "content": answer}}]})
         else:
-            self._say(200, {"rewards": [reward(sample, self.path) for sample in body["samples"]]})
+            self._send_json(200, {"rewards": [reward(sample, self.path) for sample in body["samples"]]})
 
     def do_HEAD(self) -> None:
-        self._say(404, {})
+        self._send_json(404, {})
 
     def log_message(self, format: str, *values: Any) -> None:
         pass
 
-    def _say(self, code: int, value: Any) -> None:
-        text = json.dumps(value).encode()
+    def _send_json(self, code: int, value: Any) -> None:
+        content = json.dumps(value).encode()
         self.send_response(code)
-        self.send_header("Content-Length", str(len(text)))
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(text)
+        self.wfile.write(content)
 
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a run that has gone without a word."""
+        """Ignore connections that a killed run has closed."""
 
 
 def reward(sample: dict[str, Any], path: str) -> Any:
-    """Return what the server gives a sample: a number, numbers by name, or why there is none."""
+    """Return the server's answer for a sample: a number, named numbers, or an error."""
     response = str(sample["response"])
     if "failing" in path and len(response) % 4 == 1:
         return {"error": "cannot judge this"}
@@ -66,28 +70,34 @@ def reward(sample: dict[str, Any], path: str) -> Any:
     return len(response) / 10
 
 
-def judgement(asked: str) -> str:
-    """Return what the judge writes about a question, now and then without a verdict."""
-    return "I cannot say." if len(asked) % 7 == 0 else f"So it is.\nScore: {len(set(asked)) % 11 / 10}"
+def judgement(question: str) -> str:
+    """Return the judge's text for a question; one in seven has no verdict."""
+    if len(question) % 7 == 0:
+        return "I cannot say."
+    return f"So it is.\nScore: {len(set(question)) % 11 / 10}"
 
 
 @contextmanager
-def served() -> Iterator[str]:
-    """Have a process of this one serve inside the block; gives its address."""
-    server = _Server(("127.0.0.1", 0), _Answers)
+def reward_server() -> Iterator[str]:
+    """Serve in a child process inside the block; yield the server's address."""
+    # The port is bound before the fork, so that the address is known and free.
+    server = _Server(("127.0.0.1", 0), _Handler)
     process = os.fork()
     if not process:
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            # The server would otherwise outlive a campaign that is killed.
             runs.die_with_parent()
             server.serve_forever()
         finally:
             os._exit(1)
-    runs.BESIDE.add(process)
+
+    runs.HELPER_PROCESSES.add(process)
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
         server.server_close()
-        runs.BESIDE.discard(process)
+        runs.HELPER_PROCESSES.discard(process)
+        # The server keeps no state, so it can be killed.
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)

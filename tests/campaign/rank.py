@@ -1,4 +1,4 @@
-"""Run the command line as a rank does and tell a port which phase of which step the rank enters."""
+"""Run the command line as a rank and announce each phase of each step to a local port."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron_rl.metrics import LAST_STEP
 from megatron_rl.trainer.loop import Phases
 
 REPLACEMENT = "replacement"
-"""The phase that is announced between the two renames of a replaced checkpoint."""
+"""Phase that is announced between the two renames of a replaced checkpoint."""
 REPLACEMENT_SECONDS = 2.0
-"""Time that a signal has to come in it."""
+"""Seconds for a signal to arrive in that phase."""
 
 
 def announce_phases() -> None:
-    """Send a datagram at each phase's begin to the port of this host that the environment names."""
+    """Send a datagram at the start of each phase to the local port ``CAMPAIGN_PORT``."""
     sender = socket.socket(type=socket.SOCK_DGRAM)
     listener = "127.0.0.1", int(os.environ["CAMPAIGN_PORT"])
     original = Phases.__call__
@@ -34,18 +34,19 @@ def announce_phases() -> None:
     @contextmanager
     def announced(phases: Phases, name: str) -> Iterator[None]:
         with original(phases, name):
-            with suppress(OSError):  # nobody listens any more
+            with suppress(OSError):  # the campaign has stopped listening
                 message = json.dumps(facts | {"phase": name, "step": phases.step})
                 sender.sendto(message.encode(), listener)
             yield
 
+    # Phases is entered by every stage of a run, so one patch covers them all.
     setattr(Phases, "__call__", announced)
 
 
 def announce_replacements() -> None:
-    """Announce the moment between the two renames of a replaced checkpoint, as a phase, and wait a little.
+    """Announce the moment between the two renames of a replaced checkpoint as a phase, and wait in it.
 
-    It lasts microseconds: a signal that the campaign sends at a random time never comes in it.
+    It lasts microseconds, so a signal at a random time would never arrive in it.
     """
     sender = socket.socket(type=socket.SOCK_DGRAM)
     listener = "127.0.0.1", int(os.environ["CAMPAIGN_PORT"])
@@ -53,7 +54,8 @@ def announce_replacements() -> None:
     facts |= {"launch": int(os.environ["CAMPAIGN_LAUNCH"])}
     facts |= {"restart": int(os.environ["TORCHELASTIC_RESTART_COUNT"])}
 
-    def look(event: str, arguments: tuple[Any, ...]) -> None:
+    def on_audit_event(event: str, arguments: tuple[Any, ...]) -> None:
+        # The first rename moves the old checkpoint aside, the second one moves the new one to its place.
         if event != "os.rename" or not str(arguments[0]).endswith(".partial"):
             return
         if os.path.isdir(f"{arguments[1]}{REPLACED}"):
@@ -62,7 +64,7 @@ def announce_replacements() -> None:
                 sender.sendto(message.encode(), listener)
             time.sleep(REPLACEMENT_SECONDS)
 
-    sys.addaudithook(look)
+    sys.addaudithook(on_audit_event)
 
 
 if __name__ == "__main__":

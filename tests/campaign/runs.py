@@ -1,4 +1,4 @@
-"""The tiny runs that the campaign kills, damages and repeats: settings, launch, and what they leave."""
+"""Tiny runs of the campaign: their configurations, their launch, and the recording of their results."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ ROOT = Path(__file__).resolve().parents[2]
 RANK = Path(__file__).with_name("rank.py")
 LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 INCOMPLETE = (".part", ".partial", ".old", ".removed", ".incomplete")
-"""How names end that only what was cut off has."""
+"""Suffixes of files that an interrupted write leaves."""
 
 DATA = (".jsonl", ".parquet", ".saved")
-"""How the names of data sets end, which lie beside the model."""
-BESIDE: set[int] = set()
-"""Processes of this one that runs only talk to: nothing that they have started."""
+"""Suffixes of data sets, whose paths are relative to the data folder."""
+HELPER_PROCESSES: set[int] = set()
+"""Child processes that do not belong to a run, such as servers."""
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+# linux/prctl.h
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _OPTIMIZER = {"learning_rate": 1e-3, "warmup_steps": 2}
 _STAGE = {"checkpoint_every": 2, "optimizer": _OPTIMIZER}
 _SFT = {"data": "sft.jsonl", "steps": 5, "rows_per_step": 8, **_STAGE}
@@ -50,7 +52,12 @@ _COMMON: dict[str, Any] = {
     "checkpoint": {"every": 2, "keep": 2},
     "sft": _SFT,
 }
-_PARTIAL = {"max_response_tokens": 24, "oversample": 0.75, "round_tokens": 4, "partial": True}
+_PARTIAL = {
+    "max_response_tokens": 24,
+    "oversample": 0.75,
+    "round_tokens": 4,
+    "partial": True,
+}
 _VLLM = {"engine": "vllm", "tensor": 1}
 RUNS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "alone": (1, {"checkpoint": {"every": 1, "keep": 3}}),
@@ -58,7 +65,12 @@ RUNS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
         2,
         {
             "actor": {"layout": {"pipeline": 2}},
-            "checkpoint": {"every": 1, "keep": 1, "optimizer_layout": "same", "asynchronous": True},
+            "checkpoint": {
+                "every": 1,
+                "keep": 1,
+                "optimizer_layout": "same",
+                "asynchronous": True,
+            },
         },
     ),
     "ahead": (
@@ -98,82 +110,104 @@ RUNS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
         },
     ),
 }
-"""Ranks and changes of each run."""
+"""Name of a run -> its ranks and its changes of `_COMMON`."""
 
 
 def material(work: Path) -> Path:
-    """Return the folder of the model and the data that the runs share, made once."""
+    """Return the folder of the runs' model and data; it is created once."""
     folder = work / "material"
     if not (folder / "made").exists():
         for module in ("megatron_rl.data.quickstart", "tests.campaign.forms"):
             command = [sys.executable, "-m", module, str(folder)]
-            subprocess.run(command, cwd=ROOT, env=record.environment(), check=True, capture_output=True)
+            subprocess.run(
+                command,
+                cwd=ROOT,
+                env=record.environment(),
+                check=True,
+                capture_output=True,
+            )
+        # The marker comes last: an interrupted creation is repeated.
         (folder / "made").touch()
     return folder
 
 
 def write(name: str, folder: Path, work: Path, **changes: Any) -> Path:
-    """Write the configuration of a run below ``folder`` and return the file."""
+    """Write the configuration of a run in ``folder`` and return its path."""
     config = merged(merged(_COMMON, RUNS[name][1]), changes)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump({**placed(config, material(work)), "run_dir": str(folder / "run")}))
+    file.write_text(
+        yaml.safe_dump({**with_absolute_paths(config, material(work)), "run_dir": str(folder / "run")})
+    )
     return file
 
 
-def placed(value: Any, data: Path, code: Path = ROOT) -> Any:
-    """Return settings with the places of the model, of data and of Python files, which ``code`` holds."""
+def with_absolute_paths(value: Any, data: Path, code: Path = ROOT) -> Any:
+    """Return settings with absolute paths of the model, data and Python files; the latter are in ``code``."""
     if isinstance(value, Mapping):
-        return {key: placed(inner, data, code) for key, inner in value.items()}
+        return {key: with_absolute_paths(nested_value, data, code) for key, nested_value in value.items()}
     if value == "model" or str(value).endswith(DATA):
         return str(data / value)
-    return str(code / value) if isinstance(value, str) and ".py:" in value else value
+    if isinstance(value, str) and ".py:" in value:
+        return str(code / value)
+    return value
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested mappings with the values of ``changes`` in the place of those of ``base``."""
-    both = {key: (base.get(key), value) for key, value in changes.items()}
-    inner = {
+    """Return ``base`` with the values of ``changes``, merged in nested mappings."""
+    pairs = {key: (base.get(key), value) for key, value in changes.items()}
+    merged_values = {
         key: merged(old, new) if isinstance(old, Mapping) and isinstance(new, Mapping) else new
-        for key, (old, new) in both.items()
+        for key, (old, new) in pairs.items()
     }
-    return {**base, **inner}
+    return {**base, **merged_values}
 
 
 def launch(
     config: Path,
     ranks: int,
-    *words: str,
+    *arguments: str,
     command: str = "train",
     forked: bool = True,
     restarts: int = 100,
     env: Mapping[str, str],
 ) -> subprocess.Popen[bytes]:
-    """Start torchrun on a run, or what ``command`` does with ``words`` behind its configuration.
+    """Start torchrun with ``command`` on a configuration, with further arguments.
 
-    What it says is appended to ``output`` beside the configuration.
+    Its output is appended to ``output`` beside the configuration.
     """
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", str(restarts)]
-    line += ["--nproc-per-node", str(ranks), str(RANK), command, str(config), *words]
+    line += ["--nproc-per-node", str(ranks), str(RANK), command, str(config), *arguments]
     temporary = config.parent / "tmp"
     temporary.mkdir(exist_ok=True)
+    # Temporary files of a run go to a folder of its own, where leftovers are found.
     inherited = {name: value for name, value in record.environment().items() if name not in LAUNCHER_NAMES}
     environment = {**inherited, "TMPDIR": str(temporary), **env}
+
+    # Ranks of a killed torchrun become children of this process.
     adopt_orphans()
     if forked:
         preload()
+
     with (config.parent / "output").open("ab") as output:
         start = Forked if forked else subprocess.Popen
-        return start(line, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        return start(
+            line,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def descendants(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Return what lives of what this process has started beside ``launcher``, directly or not."""
+    """Return the running descendants of this process, without ``launcher`` and `HELPER_PROCESSES`."""
     alive = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, ChildProcessError):
-            if process.pid == launcher.pid or process.pid in BESIDE:
+            if process.pid == launcher.pid or process.pid in HELPER_PROCESSES:
                 continue
+            # Zombies of adopted processes are reaped, since nobody else waits for them.
             if process.status() != psutil.STATUS_ZOMBIE:
                 alive.append(process)
             elif process.ppid() == os.getpid():
@@ -182,18 +216,19 @@ def descendants(launcher: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parents are gone, so that none is lost from sight."""
+    """Become the parent of orphaned descendants, so that they are still found."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def die_with_parent() -> None:
-    """Have this process killed when the one that forked it has ended."""
+    """Ask the kernel to kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def recording(run: Path) -> dict[str, Any]:
-    """Return all that a run left behind that another run of the same seed leaves too, in another process."""
+    """Return the reproducible results of a run, read in a process of its own."""
     file = run.parent / "recording.json"
+    # Readers of Parquet and TensorBoard may start threads, which a process that forks ranks must not have.
     child = os.fork()
     if child == 0:
         code = 1
@@ -202,17 +237,19 @@ def recording(run: Path) -> dict[str, Any]:
             code = 0
         finally:
             os._exit(code)
+
     if os.waitpid(child, 0)[1]:
-        raise RuntimeError(f"what {run} left behind cannot be read")
+        raise RuntimeError(f"the results of {run} cannot be read")
     return json.loads(file.read_text())
 
 
 def _scalars(run: Path) -> dict[str, Any]:
-    """Return what TensorBoard shows of a run, curve by curve, without what is measured on the machine."""
+    """Return a run's TensorBoard curves, without metrics that are measured on the machine."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     curves = {}
     for folder in sorted(path for path in (run / "tensorboard").iterdir() if path.is_dir()):
+        # Size 0 reads every point.
         reader = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
         reader.Reload()
         for tag in reader.Tags()["scalars"]:
@@ -224,8 +261,8 @@ def _scalars(run: Path) -> dict[str, Any]:
 
 @cache
 def code_digest() -> str:
-    """Return a digest of the package: numbers of another state of it are not compared."""
-    state = hashlib.sha256()
+    """Return a digest of the package's code, since results of different code are not compared."""
+    digest = hashlib.sha256()
     for file in sorted((ROOT / "megatron_rl").rglob("*.py")):
-        state.update(file.read_bytes())
-    return state.hexdigest()[:12]
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]

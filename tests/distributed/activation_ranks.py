@@ -1,4 +1,4 @@
-"""Compare what a tensor-parallel rank keeps of a forward pass with the memory model. Run with torchrun."""
+"""Compare a tensor-parallel rank's saved activations with the memory model. Run with torchrun."""
 
 from __future__ import annotations
 
@@ -16,8 +16,24 @@ CASES = [
     ("qwen2", ParallelLayout((0, 1), tensor=2, sequence_parallel=True)),
     ("qwen2", ParallelLayout((0, 1), tensor=2)),
     ("mixtral", ParallelLayout((0, 1), tensor=2, expert=2, sequence_parallel=True)),
-    ("mixtral", ParallelLayout((0, 1), tensor=2, expert_tensor=2, sequence_parallel=True)),
-    ("deepseek-v3", ParallelLayout((0, 1), tensor=2, expert=2, sequence_parallel=True)),
+    (
+        "mixtral",
+        ParallelLayout(
+            (0, 1),
+            tensor=2,
+            expert_tensor=2,
+            sequence_parallel=True,
+        ),
+    ),
+    (
+        "deepseek-v3",
+        ParallelLayout(
+            (0, 1),
+            tensor=2,
+            expert=2,
+            sequence_parallel=True,
+        ),
+    ),
 ]
 
 
@@ -28,13 +44,16 @@ def main() -> None:
         for recompute in ("none", "selective", "full"):
             saved, shape = layer_bytes(family, groups, torch.float32, recompute)
             total = torch.tensor([saved])
-            dist.all_reduce(total)  # routed tokens differ between ranks; their mean is what is counted
+            # Ranks get different numbers of routed tokens; the memory model predicts their mean.
+            dist.all_reduce(total)
             mean = float(total) / layout.size
-            kind = LayerKind(linear=False, experts=shape.experts > 0)
-            counted = saved_activation_bytes(
-                shape, kind, 2, layout.expert_tensor, layout.token_shards, recompute, 4, fused=False
+
+            layer_kind = LayerKind(linear=False, experts=shape.experts > 0)
+            predicted = saved_activation_bytes(
+                shape, layer_kind, 2, layout.expert_tensor, layout.token_shards, recompute, 4, fused=False
             )
-            assert abs(counted / mean - 1) < 0.1, (family, layout, recompute, counted, mean)
+            assert abs(predicted / mean - 1) < 0.1, (family, layout, recompute, predicted, mean)
+
     if device.rank() == 0:
         print("all cases")
 

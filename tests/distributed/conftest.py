@@ -1,4 +1,4 @@
-"""What the tests of whole runs share."""
+"""Fixtures of the tests of complete runs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ TORCHRUN = Path(__file__).parent / "workers/forked_torchrun.py"
 
 @pytest.fixture(scope="session")
 def material(tmp_path_factory) -> Path:
-    """Make the quickstart's model and data once."""
+    """Create the quickstart's model and data once per session."""
     return quickstart.make(tmp_path_factory.mktemp("material"))
 
 
 @pytest.fixture
 def forked_torchrun(fork: Callable[..., Launch], tmp_path: Path) -> Callable[..., tuple[int, str]]:
-    """Run a module on two ranks of torchrun and return its exit code and what was said.
+    """Run a module on two ranks of torchrun; return its exit code and its output.
 
-    torchrun and its ranks are forked, which spares the imports; its process id lies in ``tmp_path/torchrun``.
+    torchrun and its ranks are forked, which saves the imports; its process ID goes to ``tmp_path/torchrun``.
     """
 
-    def run(*words: object, timeout: float = 300.0) -> tuple[int, str]:
-        how = ("--standalone", "--nproc-per-node", 2, "-m")
-        output = fork(TORCHRUN, 1, tmp_path / "torchrun", *how, *words, timeout=timeout).output
+    def run(*arguments: object, timeout: float = 300.0) -> tuple[int, str]:
+        options = ("--standalone", "--nproc-per-node", 2, "-m")
+        output = fork(TORCHRUN, 1, tmp_path / "torchrun", *options, *arguments, timeout=timeout).output
         code = re.search(r"exit code of torchrun: (-?\d+)", output)
         assert code, output
         return int(code[1]), output

@@ -1,4 +1,4 @@
-"""What the ranks of test_examples.py run: a step of each example, one after another."""
+"""Ranks of test_examples.py: one step of each example, one after another."""
 
 from __future__ import annotations
 
@@ -21,31 +21,42 @@ SHORT_WARM_UP = (
 )  # fmt: skip
 
 
-def train(folder: Path, name: str, data: Path, *words: str, warm_up: bool = True) -> None:
-    """Take a step of an example on the data and the model at ``data``; the exit code must be 0."""
-    given = [
+def train(folder: Path, name: str, data: Path, *extra_settings: str, warm_up: bool = True) -> None:
+    """Train one step of an example with the model and data in ``data``; raise unless the exit code is 0."""
+    # The data of the example, and as few steps as exercise every stage.
+    settings = [
         f"run_dir={folder / name}", f"data.train={data / 'train.jsonl'}",
         f"evaluation.sets.held_out.data={data / 'eval.jsonl'}", *SHORT,
     ]  # fmt: skip
+
     if warm_up:
-        given += [f"sft.data={data / 'sft.jsonl'}", "sft.held_out=null", *SHORT_WARM_UP]
-    code = main(["train", str(EXAMPLES / name / "run.yaml"), *given, *words])
+        settings += [f"sft.data={data / 'sft.jsonl'}", "sft.held_out=null", *SHORT_WARM_UP]
+
+    code = main(["train", str(EXAMPLES / name / "run.yaml"), *settings, *extra_settings])
     assert code == 0, f"{name}: exit code {code}"
     if device.rank() == 0:
         print("example", name, "ok", flush=True)
 
 
 if __name__ == "__main__":
-    # The runs share one process here: its communicators stay for the next.
+    # All runs share this process, so the process group of the first has to survive for the next ones.
     setattr(dist, "destroy_process_group", lambda *_: None)
-    made, runs = Path(sys.argv[1]), Path(sys.argv[2])
-    model, saved = f"model.path={made / 'quickstart/model'}", runs / "saved"
-    train(runs, "own_reward", made / "quickstart", model, f"checkpoint.megatron={saved}")
-    train(runs, "own_loss", made / "quickstart", model)
-    train(runs, "moe", made / "quickstart", f"model.path={made / 'moe'}")
-    train(runs, "own_data", made / "own_data", model)
-    train(runs, "tools", made / "tools", model)
-    places = {"path": runs / "model", "megatron": saved, "hf_path": made / "quickstart/model"}
-    words = [f"model.{name}={place}" for name, place in places.items()]
-    words.append(f"checkpoint.megatron={runs / 'out'}")
-    train(runs, "megatron_lm", made / "quickstart", *words, warm_up=False)
+
+    prepared = Path(sys.argv[1])
+    runs = Path(sys.argv[2])
+    model = f"model.path={prepared / 'quickstart/model'}"
+    saved = runs / "saved"
+    train(runs, "own_reward", prepared / "quickstart", model, f"checkpoint.megatron={saved}")
+    train(runs, "own_loss", prepared / "quickstart", model)
+    train(runs, "moe", prepared / "quickstart", f"model.path={prepared / 'moe'}")
+    train(runs, "own_data", prepared / "own_data", model)
+    train(runs, "tools", prepared / "tools", model)
+    # This example starts from the Megatron checkpoint that the first one has saved.
+    settings = {
+        "path": runs / "model",
+        "megatron": saved,
+        "hf_path": prepared / "quickstart/model",
+    }
+    overrides = [f"model.{name}={value}" for name, value in settings.items()]
+    overrides.append(f"checkpoint.megatron={runs / 'out'}")
+    train(runs, "megatron_lm", prepared / "quickstart", *overrides, warm_up=False)

@@ -1,4 +1,4 @@
-"""What the ranks of test_family_commands.py run: the user's commands on each family, one after another."""
+"""Ranks of test_family_commands.py: the user's commands on each family, one after another."""
 
 from __future__ import annotations
 
@@ -12,39 +12,45 @@ from megatron_rl.cli.main import main
 from megatron_rl.distributed import device
 
 
-def command(*words: str | Path) -> None:
-    """Run a command as one process of the job; its exit code must be 0."""
-    code = main([str(word) for word in words])
-    assert code == 0, f"{' '.join(map(str, words))}: exit code {code}"
+def command(*arguments: str | Path) -> None:
+    """Run a command as one process of the job; raise unless its exit code is 0."""
+    code = main([str(argument) for argument in arguments])
+    assert code == 0, f"{' '.join(map(str, arguments))}: exit code {code}"
 
 
 def journey(folder: Path, experts: bool, adapters: bool) -> None:
-    """Check, train with vLLM, resume on another layout, export, and check the export.
-
-    Mixtures repeat the engine's experts, and then those of their own scoring pass. Adapters go to vLLM's slot
-    for them, and then into the weights; they are exported by themselves too, and a run starts from them.
-    """
-    config, out = folder / "config.yaml", folder / "out"
-    before, after = ("expert" if experts else "tensor"), ("tensor" if experts else "pipeline")
+    """Run check, train, resume on another layout, export, and check of the export."""
+    config = folder / "config.yaml"
+    out = folder / "out"
+    first_axis = "expert" if experts else "tensor"
+    second_axis = "tensor" if experts else "pipeline"
     if adapters:
-        before, after = after, before  # so that adapters have a way to go
-    first, second = f"actor.layout.{before}=2", f"actor.layout.{after}=2"
+        # A pipeline-parallel actor sends its adapters to engine ranks that do not hold the same layers.
+        first_axis, second_axis = second_axis, first_axis
+
+    first = f"actor.layout.{first_axis}=2"
+    second = f"actor.layout.{second_axis}=2"
     command("check", config, first, "--world-size", "2")
+
+    # One routing replay each for the first run and for the one that resumes.
     replays = [f"actor.routing_replay={name}" for name in ("rollout", "update") if experts]
-    apart = ["actor.lora.sync=adapter"] if adapters and not experts else []
-    command("train", config, first, *replays[:1], *apart)
+    separate_sync = ["actor.lora.sync=adapter"] if adapters and not experts else []
+
+    command("train", config, first, *replays[:1], *separate_sync)
     command("train", config, second, "steps=3", *replays[1:])
     command("export", folder / "run/checkpoints/step_3", "--out", out)
     command("check", config, second, f"model.path={out}", f"run_dir={folder / 'again'}", "--world-size", "2")
+
     if adapters:
         command("export", folder / "run/checkpoints/step_3", "--out", folder / "peft", "--format", "peft")
+        # Another run starts from the exported adapters, on the base that they were trained on.
         base = f"model.path={folder / 'run/stages/sft/hf'}"
-        words = (base, f"actor.lora.path={folder / 'peft'}", f"run_dir={folder / 'next'}", "sft=null")
-        command("train", config, first, *words, *apart, "steps=1")
+        overrides = (base, f"actor.lora.path={folder / 'peft'}", f"run_dir={folder / 'next'}", "sft=null")
+        command("train", config, first, *overrides, *separate_sync, "steps=1")
 
 
 if __name__ == "__main__":
-    # The commands share one process here: its communicators stay for the next.
+    # All commands share this process, so the process group of the first has to survive for the next ones.
     setattr(dist, "destroy_process_group", lambda *_: None)
     for family in sys.argv[2:]:
         adapters = family.endswith("-lora")

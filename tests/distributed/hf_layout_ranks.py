@@ -1,4 +1,4 @@
-"""What the ranks of test_hf_layouts.py run: load, score and export every family in many layouts."""
+"""Ranks of test_hf_layouts.py: load, score and export every family in many layouts."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from megatron_rl.types import split_rows
 from megatron_rl.weights.boxes import view_of
 from tests.hf_models import make_model
 
+# Family, sizes of the layout, overrides of Megatron's settings. Every family and every axis occurs.
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen2", {"tensor": 2, "pipeline": 2}, {}),
     ("qwen2-tied", {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, {}),
@@ -40,34 +41,75 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("mixtral", {"tensor": 2, "pipeline": 2, "expert_tensor": 2}, {}),
     ("qwen3-moe", {"expert": 4}, {}),
-    ("mixtral", {"tensor": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True}, {}),
+    (
+        "mixtral",
+        {
+            "tensor": 2,
+            "expert": 2,
+            "expert_tensor": 2,
+            "sequence_parallel": True,
+        },
+        {},
+    ),
     ("phi3", {"tensor": 4}, {}),
     ("gemma2", {"tensor": 2, "pipeline": 2}, {}),
-    ("glm4-moe", {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}, {}),
+    (
+        "glm4-moe",
+        {
+            "tensor": 2,
+            "pipeline": 2,
+            "expert": 2,
+            "sequence_parallel": True,
+        },
+        {},
+    ),
     ("qwen3-moe", {"context": 2, "expert": 2}, {}),
     ("deepseek-v3", {"context": 2, "pipeline": 2}, {}),
     ("gemma3", {"context": 4}, {}),
     ("deepseek-v2", {"pipeline": 4}, {}),
-    ("deepseek-v3", {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}, {}),
-    ("qwen3-moe", {"tensor": 2, "expert": 2, "pipeline": 2, "sequence_parallel": True}, {}),
+    (
+        "deepseek-v3",
+        {
+            "tensor": 2,
+            "pipeline": 2,
+            "expert": 2,
+            "sequence_parallel": True,
+        },
+        {},
+    ),
+    (
+        "qwen3-moe",
+        {
+            "tensor": 2,
+            "expert": 2,
+            "pipeline": 2,
+            "sequence_parallel": True,
+        },
+        {},
+    ),
 ]
 
 
 @dataclass(frozen=True)
 class Rows:
+    """Ragged rows of a scoring pass: tokens [N], lengths [B] and temperatures [B]."""
+
     tokens: torch.Tensor
     lengths: torch.Tensor
     temperature: torch.Tensor
 
 
 def make_rows() -> Rows:
+    """Return eight rows of different lengths, equal on all ranks."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.tensor([37, 5, 21, 12, 2, 30, 16, 9])
     tokens = torch.randint(0, 131, (int(lengths.sum()),), generator=generator)
+    # One temperature for all rows, which the reference applies by hand.
     return Rows(tokens, lengths, torch.full((len(lengths),), 0.7))
 
 
 def reference_log_probs(model: Any, rows: Rows) -> list[torch.Tensor]:
+    """Return transformers' log-probs of each row, with a zero for its first token."""
     result = []
     for row in split_rows(rows.tokens, rows.lengths):
         with torch.no_grad():
@@ -78,69 +120,87 @@ def reference_log_probs(model: Any, rows: Rows) -> list[torch.Tensor]:
 
 
 def check_scores(model: Any, family: str) -> None:
-    """Log-probs of every row equal transformers'."""
+    """Check that the log-probs of every row equal transformers'."""
     rows = make_rows()
     expected = reference_log_probs(make_model(family), rows)
     scores = forward_only(model, rows, 64, torch.ones(len(rows.tokens), dtype=torch.bool))
     if device.rank() in model.groups.layout.outputs():
-        assert any(found.rows for found in scores)
-    for found in scores:
+        assert any(micro_batch.rows for micro_batch in scores)
+
+    for micro_batch in scores:
         for row, values in zip(
-            found.rows, found.outputs[0].split(rows.lengths[list(found.rows)].tolist()), strict=True
+            micro_batch.rows,
+            micro_batch.outputs[0].split(rows.lengths[list(micro_batch.rows)].tolist()),
+            strict=True,
         ):
             torch.testing.assert_close(values, expected[row], atol=1e-4, rtol=0)
 
 
 def check_loading(model: Any, folder: Path) -> None:
-    """The ranks that hold a parameter alike read each byte of it once together; all have it bit for bit.
+    """Check that replicas of a parameter read each byte of it once together, and all get its exact bits.
 
-    Each reads as much as the others of its group, but for a dense and an expert parameter.
+    Each rank reads as much as the others of its group, up to one dense and one expert parameter.
     """
-    read, taken = CheckpointFiles.read, [0]
+    read = CheckpointFiles.read
+    bytes_read = [0]
 
     def counted(files: CheckpointFiles, *box: Any) -> torch.Tensor:
         values = read(files, *box)
-        taken[0] += values.nbytes
+        bytes_read[0] += values.nbytes
         return values
 
-    parameters, files = live_parameters(model), CheckpointFiles(folder)
+    parameters = live_parameters(model)
+    files = CheckpointFiles(folder)
+    # A parameter that loading leaves out stays NaN.
     for parameter in parameters.values():
         parameter.fill_(torch.nan)
+
     setattr(CheckpointFiles, "read", counted)
     load_weights(model, folder)
     setattr(CheckpointFiles, "read", read)
-    owed = 0.0
+
+    expected_bytes = 0.0
     for box in source_boxes(model):
         values = files.read(box.name, box.start, box.size)
         group = model.groups.expert_data if ".experts." in box.storage else model.groups.data_context
-        owed += values.nbytes / group.size()
+        expected_bytes += values.nbytes / group.size()
         assert torch.equal(view_of(parameters[box.storage], box), values), box
-    assert taken[0] <= owed + 2 * max(parameter.nbytes for parameter in parameters.values()), (taken, owed)
-    totals = torch.tensor([taken[0], owed], dtype=torch.float64)
+
+    assert bytes_read[0] <= expected_bytes + 2 * max(parameter.nbytes for parameter in parameters.values()), (
+        bytes_read,
+        expected_bytes,
+    )
+    # Over all ranks the bytes are exact: nothing is read twice.
+    totals = torch.tensor([bytes_read[0], expected_bytes], dtype=torch.float64)
     dist.all_reduce(totals)
     assert round(totals[0].item()) == round(totals[1].item()), totals
 
 
 def check_round_trip(model: Any, first: Path, second: Path) -> None:
-    """The exported checkpoint holds the bits of the loaded one, and transformers loads it."""
+    """Check that an exported checkpoint has the loaded one's bits, and that transformers loads it."""
+    # Small files and pieces, so that tensors are split over several of both.
     export(model, second, first, file_bytes=60_000, piece_bytes=9_000)
     if device.rank() == 0:
-        before, after = CheckpointFiles(first), CheckpointFiles(second)
+        before = CheckpointFiles(first)
+        after = CheckpointFiles(second)
         assert before.names() == after.names(), before.names() ^ after.names()
+
         for name in before.names():
             shape = before.shape(name)
             start = [0] * len(shape)
             assert torch.equal(before.read(name, start, shape), after.read(name, start, shape)), name
-        again = AutoModelForCausalLM.from_pretrained(second).state_dict()
+
+        reloaded = AutoModelForCausalLM.from_pretrained(second).state_dict()
         for name, value in AutoModelForCausalLM.from_pretrained(first).state_dict().items():
-            assert torch.equal(again[name], value), name
+            assert torch.equal(reloaded[name], value), name
     dist.barrier()
 
 
 def check_padding(model: Any) -> None:
-    """Rows that pad the vocabulary are zero."""
+    """Check that the rows that pad the vocabulary are zero."""
     if model.spec.gpt_kwargs["vocab_size"] == model.spec.model.shape.vocab:
         return
+    # Padding is at the end of the vocabulary, so it belongs to the last tensor-parallel rank.
     if model.groups.coordinates.tensor == model.groups.layout.tensor - 1:
         for chunk in model.chunks:
             if chunk.pre_process:
@@ -148,7 +208,7 @@ def check_padding(model: Any) -> None:
 
 
 def check_refusals(root: Path) -> None:
-    """Export onto an existing directory, and one rank's unreadable file, fail on every rank alike."""
+    """Check that every rank fails if the export's folder exists or one rank cannot read its file."""
     config = make_model("qwen2").config
     model = build_model(config, ParallelGroups(ParallelLayout((0, 1, 2, 3), tensor=2)), dtype=torch.float32)
     try:
@@ -157,6 +217,8 @@ def check_refusals(root: Path) -> None:
         assert "no safetensors" in str(error) and "nowhere" in str(error), error
     else:
         raise AssertionError("weights that one rank could not read were loaded")
+
+    # The failed load has left the groups usable.
     load_weights(model, root / "qwen2")
     try:
         export(model, root / "qwen2")
@@ -168,19 +230,24 @@ def check_refusals(root: Path) -> None:
 
 def main(root: Path) -> None:
     device.initialize(timeout=120)
-    chosen = [int(argument) for argument in sys.argv[2:]]
+    # Without further arguments all cases run.
+
+    selected = [int(argument) for argument in sys.argv[2:]]
     for number, (family, sizes, overrides) in enumerate(CASES):
-        if chosen and number not in chosen:
+        if selected and number not in selected:
             continue
+
         layout = ParallelLayout(tuple(range(4)), **sizes)
         config = make_model(family).config
         model = build_model(config, ParallelGroups(layout), dtype=torch.float32, overrides=overrides)
         check_loading(model, root / family)
         check_padding(model)
+
         check_round_trip(model, root / family, root / f"again{number}")
         check_scores(model, family)
         if device.rank() == 0:
             print("case", family, sizes, "ok", flush=True)
+
     check_refusals(root)
     if device.rank() == 0:
         print("all cases", len(CASES), flush=True)

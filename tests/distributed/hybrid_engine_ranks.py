@@ -1,4 +1,4 @@
-"""What the ranks of test_hybrid_engine.py run: Megatron weights into vLLM, in many pairs of layouts."""
+"""Ranks of test_hybrid_engine.py: sync Megatron weights into vLLM for many pairs of layouts."""
 
 from __future__ import annotations
 
@@ -38,16 +38,18 @@ from tests.sampling import generate, make_prompts
 
 SHAPE = {"hidden_size": 128, "vocab_size": 301, "max_position_embeddings": 512}
 STAGING = 200_000
-FOUR, EIGHT = (0, 1, 2, 3), tuple(range(8))
+"""Bytes of the staging buffers: so few that large tensors travel in several transfers."""
+FOUR = (0, 1, 2, 3)
+EIGHT = tuple(range(8))
 EXPERTS = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}
-# The only latent attention vLLM has on the host.
+# vLLM's attention on CPUs supports this latent shape alone.
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 UNEVEN = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}
 
 
 @dataclass(frozen=True)
 class Actor:
-    """A trained model's ranks, layout and Megatron settings."""
+    """Trained model of a case."""
 
     ranks: tuple[int, ...]
     sizes: dict[str, Any]
@@ -56,16 +58,14 @@ class Actor:
 
 @dataclass(frozen=True)
 class Case:
-    """One engine and the models that fill it in turn.
-
-    ``generates``: it also answers after each update, as an engine does that loads the exported checkpoint.
-    """
+    """One engine and the trained models that fill it in turn."""
 
     family: str
     ranks: tuple[int, ...]
     tensor: int
     actors: tuple[Actor, ...]
     generates: bool = False
+    """The engine also generates after each update, and is compared with one that loads the export."""
     changes: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -88,13 +88,14 @@ CASES = {
             ),
         ),
         Case(
+            # Ranks in an order of the engine's own.
             "qwen2-tied", (3, 1, 0, 2), 2, generates=True,
             actors=(
                 Actor(FOUR, {"tensor": 2, "pipeline": 2}),
                 Actor(FOUR, {"pipeline": 2, "virtual_pipeline": 2}),
             ),
         ),
-        # The engine's ranks share key-value heads.
+        # Two of the engine's ranks share a key-value head.
         Case("qwen3", FOUR, 4, (Actor(FOUR, {"pipeline": 4}),)),
         Case("llama", (0, 2, 1, 3), 2, (Actor(FOUR, {"tensor": 2, "sequence_parallel": True}),)),
         Case("qwen2", (2, 3), 2, (Actor((0, 1), {"tensor": 2}),)),
@@ -122,13 +123,19 @@ CASES = {
 
 
 def engine_on(
-    path: Path, ranks: tuple[int, ...], tensor: int, load: bool, dtype: str = "float32"
+    path: Path,
+    ranks: tuple[int, ...],
+    tensor: int,
+    load: bool,
+    dtype: str = "float32",
 ) -> VllmEngine | None:
+    """Return the engine of this rank, or None outside of ``ranks``. Collective over all ranks."""
     layout = ParallelLayout(ranks, tensor=tensor)
     if len(ranks) < device.world_size():
         join_groups(layout)
     if device.rank() not in ranks:
         return None
+
     return VllmEngine(
         path,
         RolloutConfig(tensor=tensor, vllm={"kv_cache_memory_bytes": 2**26}),
@@ -141,36 +148,42 @@ def engine_on(
 
 
 def prompts() -> PromptBatch:
-    """Return rows that share a prefix longer than one block of the key-value cache."""
-    shared = torch.arange(150) % 301
-    rows = [torch.cat((shared, torch.tensor([7, number, 3 * number]))).tolist() for number in range(3)]
+    """Return prompts that share a prefix longer than one block of the key-value cache."""
+    prefix = torch.arange(150) % 301
+    rows = [torch.cat((prefix, torch.tensor([7, number, 3 * number]))).tolist() for number in range(3)]
     return make_prompts(rows, SamplingParameters(temperature=0.0, max_response_tokens=12))
 
 
-def change(model: Any, factor: float) -> None:
-    """Stand for a training step: alter every weight, replicas alike."""
+def change_weights(model: Any, factor: float) -> None:
+    """Change every weight, replicas alike, in place of a training step."""
     if model is not None:
         with torch.no_grad():
             for value in live_parameters(model).values():
                 value.mul_(factor)
 
 
-def forget(engine: VllmEngine | None) -> None:
-    """Overwrite what a sleeping engine discards on an accelerator.
+def discard_memory(engine: VllmEngine | None) -> None:
+    """Overwrite the memory that a sleeping engine discards on an accelerator.
 
-    That is its cache, and all that the model holds but for the registered buffers, which vLLM saves.
+    That is its cache, and everything the model holds but the registered buffers, which vLLM saves.
     """
     if engine is None:
         return
-    model, worker = engine._model, engine._llm.llm_engine.model_executor.driver_worker
+
+    model = engine._model
+    worker = engine._llm.llm_engine.model_executor.driver_worker
+    # Registered buffers and the cache survive; every other tensor of the model becomes NaN.
     saved = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
     registers = ("_parameters", "_buffers", "_modules")
     attributes = [
         value for module in model.modules() for name, value in vars(module).items() if name not in registers
     ]
+
     runner = getattr(worker, "worker", worker).model_runner
     for cache in runner.kv_caches:
-        cache.fill_(1e3)  # the host's attention takes what it masks times zero, which NaN would survive
+        # Attention on CPUs multiplies masked values by zero, and NaN times zero is NaN.
+        cache.fill_(1e3)
+
     saved |= {cache.untyped_storage()._cdata for cache in runner.kv_caches}
     discarded = [*engine.parameters().values(), *model.parameters()]
     for tensor in [*discarded, *tensors_in(attributes)]:
@@ -179,21 +192,26 @@ def forget(engine: VllmEngine | None) -> None:
 
 
 def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """Yield tensors in containers and in the attributes of vLLM's own objects."""
+    """Yield the tensors in containers and in attributes of vLLM's own objects, down to ``depth`` levels."""
+
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and not isinstance(value, torch.nn.Module):
-        inner = (
-            value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-        )
+        members: Any = ()
+        if isinstance(value, dict):
+            members = value.values()
+        elif isinstance(value, (list, tuple)):
+            members = value
+
         if type(value).__module__.startswith("vllm.") and hasattr(value, "__dict__"):
-            inner = vars(value).values()
-        for item in inner:
+            members = vars(value).values()
+        for item in members:
             yield from tensors_in(item, depth - 1)
 
 
 def build(case: Case, actor: Actor, root: Path) -> Any:
-    """Return the trained model with the checkpoint's weights, None on ranks outside."""
+    """Return the trained model with the checkpoint's weights, or None on ranks outside its layout."""
+    # All ranks create the groups, which is collective; ranks outside the layout leave after that.
     config = make_model(case.family, **case.shape).config
     groups = ParallelGroups(ParallelLayout(actor.ranks, **actor.sizes))
     if device.rank() not in actor.ranks:
@@ -203,27 +221,41 @@ def build(case: Case, actor: Actor, root: Path) -> Any:
     return model
 
 
-def equal_to_own_load(engine: VllmEngine | None, path: Path, ranks: tuple[int, ...], tensor: int) -> None:
-    """Every parameter and every greedy token equal those of an engine that loads the exported checkpoint."""
-    fresh = engine_on(path, ranks, tensor, load=True)
-    if engine is None or fresh is None:
+def check_against_loaded_engine(
+    engine: VllmEngine | None,
+    path: Path,
+    ranks: tuple[int, ...],
+    tensor: int,
+) -> None:
+    """Check that parameters and greedy tokens equal those of an engine that loads the exported model."""
+    loaded = engine_on(path, ranks, tensor, load=True)
+    if engine is None or loaded is None:
         return
-    expected, got = model_parameters(fresh._model), model_parameters(engine._model)
-    assert expected.keys() == got.keys()
+
+    expected = model_parameters(loaded._model)
+    actual = model_parameters(engine._model)
+    assert expected.keys() == actual.keys()
+
     for name, value in expected.items():
-        assert torch.equal(got[name], value), name
-    ours, theirs = generate(engine, prompts(), seed=1), generate(fresh, prompts(), seed=1)
-    assert torch.equal(ours.tokens, theirs.tokens)
-    # One of them reads the shared prefix from its cache, which rounds differently.
-    torch.testing.assert_close(ours.rollout_log_probs, theirs.rollout_log_probs, atol=1e-5, rtol=0)
-    fresh.close()
+        assert torch.equal(actual[name], value), name
+
+    synced_rollouts = generate(engine, prompts(), seed=1)
+    loaded_rollouts = generate(loaded, prompts(), seed=1)
+    assert torch.equal(synced_rollouts.tokens, loaded_rollouts.tokens)
+
+    # One engine reads the shared prefix from its cache, which rounds differently.
+    torch.testing.assert_close(
+        synced_rollouts.rollout_log_probs, loaded_rollouts.rollout_log_probs, atol=1e-5, rtol=0
+    )
+    loaded.close()
 
 
-def equal_to_files(engine: VllmEngine | None, path: Path) -> None:
-    """Every box of the engine holds the bits of the exported checkpoint."""
+def check_against_files(engine: VllmEngine | None, path: Path) -> None:
+    """Check that every box of the engine holds the exported checkpoint's bits."""
     if engine is None:
         return
-    files, parameters = CheckpointFiles(path), engine.parameters()
+    files = CheckpointFiles(path)
+    parameters = engine.parameters()
     for box in engine.boxes():
         assert torch.equal(
             view_of(parameters[box.storage], box), files.read(box.name, box.start, box.size)
@@ -231,9 +263,10 @@ def equal_to_files(engine: VllmEngine | None, path: Path) -> None:
 
 
 def check_prediction(engine: VllmEngine | None, ranks: tuple[int, ...], tensor: int) -> None:
-    """The layout predicted without vLLM is the one vLLM has."""
+    """Check that the layout predicted without vLLM is vLLM's own."""
     if engine is None:
         return
+
     model = pretrained(AutoConfig.from_pretrained(engine._path))
     predicted = [
         (box.name, box.start, box.size)
@@ -245,118 +278,152 @@ def check_prediction(engine: VllmEngine | None, ranks: tuple[int, ...], tensor: 
 
 
 def check_case(case: Case, root: Path) -> None:
-    """Fill one engine from each of its models, twice."""
-    begin = time.perf_counter()
+    """Sync one engine from each of the case's models, twice."""
+    started = time.perf_counter()
     engine = engine_on(root / case.folder, case.ranks, case.tensor, load=False)
     for number, actor in enumerate(case.actors):
         check_actor(case, actor, engine, root, first=number == 0)
+
     if engine is not None:
         engine.close()
     if device.rank() == 0:
-        print(f"{case.family} on {case.ranks}: {time.perf_counter() - begin:.1f} s", flush=True)
+        print(f"{case.family} on {case.ranks}: {time.perf_counter() - started:.1f} s", flush=True)
     dist.barrier()
 
 
-def check_actor(case: Case, actor: Actor, engine: VllmEngine | None, root: Path, first: bool) -> None:
-    """The engine holds a model's weights bit by bit, also after they changed, with the least traffic."""
+def check_actor(
+    case: Case,
+    actor: Actor,
+    engine: VllmEngine | None,
+    root: Path,
+    first: bool,
+) -> None:
+    """Check that the engine gets a model's exact bits, before and after an update, at the least traffic."""
     model = build(case, actor, root)
     hybrid = HybridEngine(model, engine, staging_bytes=STAGING, verify="full")
-    before, synced = synced_answers(case, hybrid, engine)
+
+    first_rollouts, sync_metrics = sync_and_generate(case, hybrid, engine)
     if first:
         check_prediction(engine, case.ranks, case.tensor)
+
+    # The plan moves the bytes that the memory model predicts, and stages no more than allowed.
     plan = hybrid.plan
     received = {rank: plan.received.get(rank, 0) for rank in plan.needed}
     shape = pretrained(make_model(case.family, **case.shape).config).shape
     layout = ParallelLayout(actor.ranks, **actor.sizes)
-    shared = shared_bytes(shape, layout, case.tensor, 4, settings=actor.overrides)
-    assert shared.traffic(case.ranks).received == received, "sizes alone say what vLLM's own loader needs"
-    assert 0 <= synced.values()["reshard/staging_bytes_max"] <= STAGING
-    forget(engine)
-    change(model, 1.25)
+    predicted = shared_bytes(shape, layout, case.tensor, 4, settings=actor.overrides)
+    assert predicted.traffic(case.ranks).received == received, "prediction from sizes differs from the plan"
+    assert 0 <= sync_metrics.values()["reshard/staging_bytes_max"] <= STAGING
+
+    # An update reaches an engine that has lost its memory.
+    discard_memory(engine)
+    change_weights(model, 1.25)
     hybrid.mark_updated()
-    after, _ = synced_answers(case, hybrid, engine)
-    with hybrid.generation_mode() as synced:
-        assert hybrid.version == 1 and not synced.values(), "nothing had changed"
-    if before is not None and after is not None:
-        assert after.policy_version.tolist() == [1] * 3
-        assert not torch.equal(before.rollout_log_probs, after.rollout_log_probs)
+    second_rollouts, _ = sync_and_generate(case, hybrid, engine)
+
+    with hybrid.generation_mode() as sync_metrics:
+        assert hybrid.version == 1 and not sync_metrics.values(), "nothing had changed"
+
+    if first_rollouts is not None and second_rollouts is not None:
+        assert second_rollouts.policy_version.tolist() == [1] * 3
+        assert not torch.equal(first_rollouts.rollout_log_probs, second_rollouts.rollout_log_probs)
+
+    # The export of the updated model is the reference.
     name = "-".join([case.family, *(f"{kind}{size}" for kind, size in actor.sizes.items())])
     exported = root / f"exported-{name}-on-{len(actor.ranks)}-{case.ranks}"
     if model is not None:
         export(model, exported, root / case.folder)
+
     dist.barrier()
-    equal_to_files(engine, exported)
+    check_against_files(engine, exported)
     if case.generates and first:
-        equal_to_own_load(engine, exported, case.ranks, case.tensor)
+        check_against_loaded_engine(engine, exported, case.ranks, case.tensor)
         if case.family == "qwen2" and engine is not None:
             check_corruption(hybrid, engine)
             check_own_engine(model, engine)
 
 
-def synced_answers(
-    case: Case, hybrid: HybridEngine, engine: VllmEngine | None
+def sync_and_generate(
+    case: Case,
+    hybrid: HybridEngine,
+    engine: VllmEngine | None,
 ) -> tuple[Rollouts | None, Metrics]:
-    """Bring the engine up to date and let it answer where it should; return also what the sync measured."""
-    with hybrid.generation_mode() as synced:
+    """Sync the engine and generate if the case does; return the rollouts and the metrics of the sync."""
+    with hybrid.generation_mode() as sync_metrics:
         if engine is not None and case.generates:
-            return generate(engine, prompts(), seed=1), synced
-    return None, synced
+            return generate(engine, prompts(), seed=1), sync_metrics
+    return None, sync_metrics
 
 
 def check_corruption(hybrid: HybridEngine, engine: VllmEngine) -> None:
-    """A flipped value in one rank's engine, or in all alike, stops every rank and names tensor and ranks."""
+    """Check that a corrupted weight, on one rank or on all, fails every rank, naming the tensor and ranks."""
     name = next(name for name in engine.parameters() if "layers.1.mlp.down_proj" in name)
     ranks = range(dist.get_world_size())
-    for damaged, factor in (([2], 1.0000002), (ranks, -1.0)):
-        if device.rank() in damaged:
+    for corrupted_ranks, factor in (([2], 1.0000002), (ranks, -1.0)):
+        if device.rank() in corrupted_ranks:
             engine.parameters()[name][3, 5] *= factor
+
         try:
             hybrid.verify()
         except WeightMismatchError as error:
             assert "model.layers.1.mlp.down_proj.weight" in str(error), error
-            assert [f"rank {rank} has" in str(error) for rank in ranks] == [rank in damaged for rank in ranks]
+            assert [f"rank {rank} has" in str(error) for rank in ranks] == [
+                rank in corrupted_ranks for rank in ranks
+            ]
         else:
             raise AssertionError("a corrupted weight was not noticed")
+
         hybrid.sync()
         hybrid.verify()
 
 
 def check_own_engine(model: Any, engine: VllmEngine) -> None:
-    """A user's own ``LLM`` is filled too; its requests are kept and end with the new weights."""
+    """Check that a user's own ``LLM`` can be synced; its open request finishes with the new weights."""
     from vllm import SamplingParams
 
     vllm = engine._llm.llm_engine
-    how = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
-    vllm.add_request("kept", {"prompt_token_ids": [5, 6, 7]}, how)
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=12,
+        ignore_eos=True,
+        detokenize=False,
+    )
+    vllm.add_request("open", {"prompt_token_ids": [5, 6, 7]}, sampling)
+
     for _ in range(4):
         vllm.step()
+
     try:
         engine.finish_update(2)
     except RuntimeError as error:
         assert "requests are still running" in str(error), error
     else:
         raise AssertionError("weights changed under a request")
-    change(model, 1.5)
+
+    change_weights(model, 1.5)
     live = LiveWeights.of(engine._llm)
     HybridEngine(model, live, staging_bytes=STAGING).sync()
     assert live.weights_version == 0
-    answers = []
+
+    outputs = []
     while vllm.has_unfinished_requests():
-        answers += vllm.step()
-    assert len(answers[-1].outputs[0].token_ids) == 12
+        outputs += vllm.step()
+    assert len(outputs[-1].outputs[0].token_ids) == 12
 
 
 def check_precision(root: Path) -> None:
-    """Float32 weights arrive in the engine as bfloat16, converted before they travel."""
+    """Check that float32 weights are converted to bfloat16 before they travel."""
     case = CASES[4][0]
     model = build(case, case.actors[0], root)
     engine = engine_on(root / case.folder, case.ranks, case.tensor, load=False, dtype="bfloat16")
     assert engine is not None
+
     hybrid = HybridEngine(model, engine, staging_bytes=STAGING)
     hybrid.sync()
     assert all(region.dtype == torch.bfloat16 for bundle in hybrid.plan.bundles for region in bundle.regions)
+
     export(model, root / "half", root / case.folder, dtype=torch.bfloat16)
-    equal_to_files(engine, root / "half")
+    check_against_files(engine, root / "half")
     engine.close()
 
 
@@ -365,8 +432,10 @@ def main(root: Path) -> None:
     cases = CASES[device.world_size()]
     for number in [int(argument) for argument in sys.argv[2:]] or range(len(cases)):
         check_case(cases[number], root)
+
     if device.world_size() == 4:
         check_precision(root)
+
     dist.barrier()
     if device.rank() == 0:
         print("all cases passed", flush=True)

@@ -1,4 +1,4 @@
-"""Tiny random HF checkpoints and a batch that exercises every term of the loss on them."""
+"""Tiny random HF checkpoints, and a batch on them that exercises every term of the loss."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from megatron_rl.types import TrainBatch, split_rows
 
-# 67 tokens do not divide by two, so a vocabulary shard is padded.
+# 67 is odd, so vocabulary shards are padded.
 _SHAPE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 67, "max_position_embeddings": 64, "initializer_range": 0.2,
@@ -19,23 +19,31 @@ CONFIGS = {
     "llama": lambda: LlamaConfig(**_SHAPE, tie_word_embeddings=False),
     "qwen3": lambda: Qwen3Config(**_SHAPE, head_dim=8, tie_word_embeddings=False),
     "qwen3-moe": lambda: Qwen3MoeConfig(
-        **_SHAPE, head_dim=8, tie_word_embeddings=False, num_experts=4, num_experts_per_tok=2,
-        moe_intermediate_size=24, norm_topk_prob=True,
+        **_SHAPE,
+        head_dim=8,
+        tie_word_embeddings=False,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
     ),
-}  # fmt: skip
+}
 
 
 def write_model(folder: Path, family: str, seed: int = 0, **changes: object) -> Path:
-    """Save a random model of ``family`` as HF checkpoint with a ``batch.pt`` beside it; return its folder."""
+    """Save a random model of ``family`` as HF checkpoint with a ``batch.pt`` in it; return its folder."""
     torch.manual_seed(seed)
     config = CONFIGS[family]()
     for name, value in changes.items():
         setattr(config, name, value)
+
     model = AutoModelForCausalLM.from_config(config).to(torch.float32).eval()
+    # Norm weights and biases start at 1 and 0, which would hide a mistake in their loading.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("norm.weight", "bias")):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+
     path = folder / family
     model.save_pretrained(path)
     torch.save(make_batch(model, truncated=family == "llama"), path / "batch.pt")
@@ -44,22 +52,28 @@ def write_model(folder: Path, family: str, seed: int = 0, **changes: object) -> 
 
 @torch.no_grad()
 def make_batch(model: torch.nn.Module, rows: int = 12, truncated: bool = False) -> TrainBatch:
-    """Return rows of 4 to 23 tokens; old log-probs lie near the model's, so that some tokens are clipped.
+    """Return a batch of rows with 4 to 23 tokens.
 
-    ``truncated`` gives two of three response tokens a support: themselves and some others.
+    Old log-probs are close to the model's own, so that some tokens are clipped and some are not.
+    ``truncated`` gives two of three response tokens a support: the sampled token and random others.
     """
     lengths = torch.randint(4, 24, (rows,))
     count = int(lengths.sum())
     tokens = torch.randint(0, 67, (count,))
     prompts = (lengths.float() * torch.rand(rows) * 0.6).long().clamp(min=1)
     mask = torch.cat([torch.arange(n) >= p for n, p in zip(lengths.tolist(), prompts.tolist(), strict=True)])
+
+    # A temperature other than 1 shows whether it is applied.
     temperature = torch.full((rows,), 0.8)
     sizes = support = None
     if truncated:
-        left = torch.rand(count, 67) < torch.rand(count, 1)
-        left[torch.arange(count), tokens] = True
-        left[~mask | (torch.arange(count) % 3 == 0)] = False
-        sizes, support = left.sum(1).int(), left.nonzero()[:, 1].int()
+        allowed = torch.rand(count, 67) < torch.rand(count, 1)
+        allowed[torch.arange(count), tokens] = True
+        allowed[~mask | (torch.arange(count) % 3 == 0)] = False
+        sizes = allowed.sum(1).int()
+        support = allowed.nonzero()[:, 1].int()
+
+    # Random differences from the exact log-probs give ratios on both sides of the clip range.
     exact = reference_log_probs(model, tokens, lengths, temperature, sizes, support)
     return TrainBatch(
         tokens=tokens,
@@ -85,17 +99,18 @@ def reference_log_probs(
     sizes: torch.Tensor | None = None,
     support: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return transformers' log-probs [N] in float32, one row at a time; 0 on each first token."""
-    parts = []
-    words = model.config.vocab_size
-    left = torch.ones(len(tokens), words, dtype=torch.bool)
+    """Return transformers' log-probs [N] in float32, computed row by row; 0 for each first token."""
+    rows = []
+    vocabulary = model.config.vocab_size
+    supports = torch.ones(len(tokens), vocabulary, dtype=torch.bool)
     if sizes is not None and support is not None:
-        left = (sizes == 0)[:, None].repeat(1, words)
-        left[torch.repeat_interleave(torch.arange(len(tokens)), sizes), support.long()] = True
+        supports = (sizes == 0)[:, None].repeat(1, vocabulary)
+        supports[torch.repeat_interleave(torch.arange(len(tokens)), sizes), support.long()] = True
+
     for row, heat, allowed in zip(
-        split_rows(tokens, lengths), temperature.tolist(), split_rows(left, lengths), strict=True
+        split_rows(tokens, lengths), temperature.tolist(), split_rows(supports, lengths), strict=True
     ):
         logits = model(row[None]).logits[0, :-1].float() / heat
         log_p = torch.log_softmax(logits.masked_fill(~allowed[1:], -torch.inf), -1)
-        parts.append(torch.cat((torch.zeros(1), log_p.gather(1, row[1:, None])[:, 0])))
-    return torch.cat(parts)
+        rows.append(torch.cat((torch.zeros(1), log_p.gather(1, row[1:, None])[:, 0])))
+    return torch.cat(rows)

@@ -1,4 +1,4 @@
-"""What the ranks of test_routing.py run: vLLM with routers a trifle off, and the trainer that follows."""
+"""Ranks of test_routing.py: vLLM with slightly changed routers, and a trainer that replays its routing."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ import training
 
 RECORDS = (2, 2)  # layers, experts per token
 BUDGET = 80
+# The first layout is the reference of the others. Recomputation repeats the forward pass, and so the routing.
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"expert": 2},
     {"tensor": 2, "sequence_parallel": True, "recompute": "full"},
@@ -31,22 +32,23 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 
 
 def rollouts_of(path: Path) -> Rollouts:
-    """Sample with vLLM, whose routers' weights are changed by a millionth."""
+    """Sample with vLLM after a change of its routers' weights by a millionth, which reroutes some tokens."""
     engine = build(path, 2, records=RECORDS)
     write(engine, path)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in engine.parameters().items():
         if ".mlp.gate." in name:
             parameter.mul_(1 + 1e-6 * torch.randn(parameter.shape, generator=generator))
+
     engine.finish_update(1)
-    rows = [*random_rows(6, seed=3), list(range(60))]
-    rollouts = generate(engine, make_prompts(rows, SAMPLED), seed=5, routing=RECORDS)
+    prompts = [*random_rows(6, seed=3), list(range(60))]
+    rollouts = generate(engine, make_prompts(prompts, SAMPLED), seed=5, routing=RECORDS)
     engine.close()
     return rollouts
 
 
 def batch_of(rollouts: Rollouts, experts: torch.Tensor | None) -> TrainBatch:
-    """Return a batch whose tokens go to ``experts``, with advantages that have both signs."""
+    """Return a batch that routes tokens to ``experts`` (None: freely), with advantages of both signs."""
     generator = torch.Generator().manual_seed(2)
     return TrainBatch(
         tokens=rollouts.tokens,
@@ -64,64 +66,100 @@ def batch_of(rollouts: Rollouts, experts: torch.Tensor | None) -> TrainBatch:
 
 
 def recorded(model: ParallelModel, batch: TrainBatch) -> torch.Tensor:
-    """Return the experts of a scoring pass's tokens, row by row."""
-    mine = forward_only(model, batch, BUDGET, batch.response_mask, record=True)
-    rows: dict[int, torch.Tensor] = {}
-    for some in gather_objects(mine):
-        for micro in some:
-            lengths = [int(batch.lengths[row]) for row in micro.rows]
-            rows |= dict(zip(micro.rows, micro.experts.split(lengths), strict=True))
-    return torch.cat([rows[row] for row in range(len(batch))])
+    """Return the experts that a scoring pass selected for each token, row by row."""
+    local = forward_only(model, batch, BUDGET, batch.response_mask, record=True)
+    # Ranks return the rows of their data-parallel shard; together they are the batch.
+    experts: dict[int, torch.Tensor] = {}
+    for micro_batches in gather_objects(local):
+        for micro_batch in micro_batches:
+            lengths = [int(batch.lengths[row]) for row in micro_batch.rows]
+            experts |= dict(zip(micro_batch.rows, micro_batch.experts.split(lengths), strict=True))
+    return torch.cat([experts[row] for row in range(len(batch))])
 
 
 def check(path: Path) -> None:
-    """Each layout repeats the engine's experts, in its scores and, computed again, in its gradient."""
+    """Check that scores and gradients of each layout use the engine's experts."""
     rollouts = rollouts_of(path)
-    mask, engine = rollouts.response_mask, rollouts.rollout_log_probs
-    given = rollouts.experts
-    assert given is not None
-    last = rollouts.lengths.cumsum(0) - 1
-    unknown = (given < 0).any(dim=-1).any(dim=-1)
-    assert unknown.nonzero()[:, 0].tolist() == last.tolist()  # nothing was sampled after a row's last token
+    mask = rollouts.response_mask
+    engine = rollouts.rollout_log_probs
+    engine_experts = rollouts.experts
+    assert engine_experts is not None
+
+    last_tokens = rollouts.lengths.cumsum(0) - 1
+    lacks_experts = (engine_experts < 0).any(dim=-1).any(dim=-1)
+    assert (
+        lacks_experts.nonzero()[:, 0].tolist() == last_tokens.tolist()
+    )  # no forward pass has read a row's last token
+
     results = []
     for case in LAYOUTS:
         model = training.build(path, case)
         model.watch_routing()
         if "frozen" in case:
             model.freeze_routers()
-        plain = {"epsilon": 1e3, "learning_rate": 1e5, "warmup_steps": 0, "weight_decay": 0.0}
-        optimizer = training.optimizer_of(model, **plain, clip_grad=0.0)
-        free, replayed = batch_of(rollouts, None), batch_of(rollouts, given)
-        apart = [
+
+        # So large an epsilon makes Adam's step proportional to the gradient.
+        settings = {
+            "epsilon": 1e3,
+            "learning_rate": 1e5,
+            "warmup_steps": 0,
+            "weight_decay": 0.0,
+        }
+        optimizer = training.optimizer_of(model, **settings, clip_grad=0.0)
+
+        without_replay = batch_of(rollouts, None)
+        with_replay = batch_of(rollouts, engine_experts)
+        differences = [
             (training.scores(model, batch, BUDGET)[0] - engine)[mask].abs().max().item()
-            for batch in (free, replayed)
+            for batch in (without_replay, with_replay)
         ]
-        assert apart[0] > 1e-2, (case, apart)
-        assert apart[1] < 1e-5, (case, apart)
-        # What a scoring pass tells is what was given, or else what a learn pass then repeats.
-        known = ~unknown
-        own, repeated = recorded(model, free), recorded(model, replayed)
-        assert torch.equal(repeated[known].sort(dim=-1).values, given[known].sort(dim=-1).values)
-        alike = [training.scores(model, replace(free, experts=ids), BUDGET)[0][mask] for ids in (None, own)]
-        torch.testing.assert_close(*alike)
+        assert differences[0] > 1e-2, (case, differences)
+        assert differences[1] < 1e-5, (case, differences)
+
+        # A scoring pass records the experts it replays or else selects, which a training step can replay.
+        has_experts = ~lacks_experts
+        recorded_experts = recorded(model, without_replay)
+        replayed_experts = recorded(model, with_replay)
+        assert torch.equal(
+            replayed_experts[has_experts].sort(dim=-1).values, engine_experts[has_experts].sort(dim=-1).values
+        )
+
+        log_probs = [
+            training.scores(model, replace(without_replay, experts=ids), BUDGET)[0][mask]
+            for ids in (None, recorded_experts)
+        ]
+        torch.testing.assert_close(*log_probs)
+
         before = training.gathered_weights(model)
-        result = training.train_step(model, optimizer, replayed, BUDGET)
+        result = training.train_step(model, optimizer, with_replay, BUDGET)
         after = training.gathered_weights(model)
+
         assert 0.5 < result["router/agreement"] < 1, result
         assert {f"router/load_max/layer_{layer}" for layer in range(RECORDS[0])} <= result.keys()
         assert result["policy/kl"] < 1e-5, result
+
         results.append((result["router/agreement"], {name: after[name] - before[name] for name in before}))
         barrier()
-    (agreement, steps), *others = results
+
+    (agreement, steps), *other_results = results
     assert steps["model.layers.0.mlp.gate.weight"].abs().max() > 0  # gradients reach the router
-    for case, (other, different) in zip(LAYOUTS[1:], others, strict=True):
-        assert abs(other - agreement) < 0.02, (case, other, agreement)  # exact ties, broken by rounding
+    # Layouts round differently, which decides exact ties between experts.
+    for case, (other_agreement, other_steps) in zip(LAYOUTS[1:], other_results, strict=True):
+        assert abs(other_agreement - agreement) < 0.02, (case, other_agreement, agreement)
         for name, step in steps.items():
             if "frozen" in case and ".mlp.gate." in name:
-                assert not different[name].any()
+                assert not other_steps[name].any()
                 continue
+
             scale = float(step.abs().max())
-            torch.testing.assert_close(different[name], step, rtol=0, atol=1e-4 * scale, msg=f"{case} {name}")
+            torch.testing.assert_close(
+                other_steps[name],
+                step,
+                rtol=0,
+                atol=1e-4 * scale,
+                msg=f"{case} {name}",
+            )
+
     if device.rank() == 0:
         print("all checks passed", flush=True)
 

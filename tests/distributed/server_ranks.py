@@ -1,10 +1,10 @@
-"""A run whose engine is two of vLLM's API servers, of which one is killed while it samples, and comes back.
+"""Train with two vLLM API servers; one is killed while it samples, and restarted.
 
     server_ranks.py CONFIG
 
-The process that answers is killed, and that of the engine, which it started, has to end by itself. Servers
-are started with the words of the command that `check` shows, in processes that are forked here, which saves
-importing vLLM. The run is ended once the server that came back has its weights.
+The serving process is killed; its engine process has to exit by itself. Servers start with the arguments of
+the command that `check` prints, in processes forked here, which saves importing vLLM again. The run ends
+once the restarted server has received the weights.
 """
 
 from __future__ import annotations
@@ -44,95 +44,109 @@ from tests.conftest import free_port
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PATIENCE = 400.0
-MOST = 6
-"""Of the 8 requests that each of two servers has in a step."""
+"""Seconds to wait for any event of the run."""
+BUSY_REQUESTS = 6
+"""Running requests from which on a server counts as busy; each of the two gets 8 per step."""
 
 
 class Servers:
-    """Start servers from a process that is forked before there are threads, and ends with this one."""
+    """Servers started by a helper process, forked before this one has threads, that ends with this one."""
 
     def __init__(self, config: RunConfig) -> None:
         *lines, _, host = server_commands(config)
         command = " ".join(line.removesuffix("\\") for line in lines)
-        self._words = [*shlex.split(f"{command} {host}")[4:], "--kv-cache-memory-bytes", str(2**26)]
-        self._words += ["--host", "127.0.0.1"]
-        self._pipe, far = Pipe()
+        self._command = [*shlex.split(f"{command} {host}")[4:], "--kv-cache-memory-bytes", str(2**26)]
+        self._command += ["--host", "127.0.0.1"]
+        self._pipe, child_end = Pipe()
         if not os.fork():
             self._pipe.close()
-            nurse(far, list(config.rollout.server.urls), Path(config.run_dir))
+            serve_commands(child_end, list(config.rollout.server.urls), Path(config.run_dir))
 
     def start(self, url: str, workers: int = 1) -> int:
-        """Return the process of a server at ``url``, which leads a session of its own."""
+        """Start a server at ``url`` with ``workers`` tensor-parallel workers; return its process ID.
+
+        The server leads a session of its own, so that it can be killed with its workers.
+        """
         executor = "uni" if workers == 1 else "mp"
-        many = ["--tensor-parallel-size", str(workers), "--distributed-executor-backend", executor]
-        self._pipe.send([*self._words, *many, "--port", str(urlsplit(url).port)])
+        worker_options = ["--tensor-parallel-size", str(workers), "--distributed-executor-backend", executor]
+        self._pipe.send([*self._command, *worker_options, "--port", str(urlsplit(url).port)])
         return self._pipe.recv()
 
 
-def nurse(pipe: Connection, urls: list[str], folder: Path) -> NoReturn:
-    """Fork servers as long as anyone asks, note whether another run could have them then, and end them."""
+def serve_commands(pipe: Connection, urls: list[str], folder: Path) -> NoReturn:
+    """Fork a server for each command from the pipe; when it closes, claim all servers once and kill them.
+
+    The claims' results go to ``holders_after``: another run must be able to claim the servers then.
+    """
+    # A server must not take itself for a rank of the training job.
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
+
+    # The kernel reaps servers that were killed, so that they do not stay as zombies.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     processes = []
     with suppress(EOFError):
-        while words := pipe.recv():
+        while arguments := pipe.recv():
             processes.append(os.fork())
             if not processes[-1]:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 os.setsid()
                 pipe.close()
-                sys.argv = ["api_server", *words]
+                sys.argv = ["api_server", *arguments]
                 serve()
                 os._exit(0)
             pipe.send(processes[-1])
+
+    # The file appears complete, since a rename is atomic.
     with suppress(ServerError, OSError):
-        note = folder / "holders_after.part"
-        note.write_text(str([VllmServer(url).claim("another run", 1.0) for url in urls]))
-        note.rename(folder / "holders_after")
+        report = folder / "holders_after.part"
+        report.write_text(str([VllmServer(url).claim("another run", 1.0) for url in urls]))
+        report.rename(folder / "holders_after")
+
     for process in processes:
         with suppress(ProcessLookupError):
             os.killpg(process, signal.SIGKILL)
     os._exit(0)
 
 
-def asked(url: str) -> str | None:
-    """Return what is answered at ``url``, None where nothing is."""
+def read_url(url: str) -> str | None:
+    """Return the body at ``url``, or None if there is no server."""
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return answer.read().decode()
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return response.read().decode()
     except OSError:
         return None
 
 
-def wait_for(condition, what: str) -> None:
-    """Wait until a condition holds."""
-    until = time.monotonic() + PATIENCE
+def wait_for(condition, event: str) -> None:
+    """Wait until a condition holds; raise TimeoutError after `PATIENCE` seconds."""
+    deadline = time.monotonic() + PATIENCE
     while not condition():
-        if time.monotonic() > until:
-            raise TimeoutError(f"no {what} within {PATIENCE} s")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no {event} within {PATIENCE} s")
         time.sleep(0.02)
 
 
-def is_there(process: psutil.Process) -> bool:
-    """Say whether a process has not ended."""
+def is_running(process: psutil.Process) -> bool:
+    """Return whether a process is running."""
     with suppress(psutil.NoSuchProcess):
         return process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def is_busy(url: str) -> bool:
-    """Say whether a server works on most of its share of a step: it will not have ended all in a moment."""
-    lines = (asked(f"{url}/metrics") or "").splitlines()
+    """Return whether a server has most of its share of a step open, so that a signal interrupts requests."""
+    lines = (read_url(f"{url}/metrics") or "").splitlines()
+    # Prometheus metrics: one line per model.
     running = [line.split()[-1] for line in lines if line.startswith("vllm:num_requests_running")]
-    return any(float(count) >= MOST for count in running)
+    return any(float(count) >= BUSY_REQUESTS for count in running)
 
 
 def accident(servers: Servers, processes: list[int], urls: list[str], metrics: Path) -> None:
-    """Kill the second server while it samples, start it again, and end the run once it samples again.
+    """Kill the second server while it samples, restart it, and end the run once it samples again.
 
-    On a busy host the requests may have ended when the signal comes: then it is killed once more. Before, say
-    whom the first server tells another run that it works for.
+    On a busy host the requests may have ended before the signal arrives; then the server is killed once more.
+    Before that, another run claims the first server, and ``holder`` records who holds it.
     """
 
     def servers_of_last_step() -> float:
@@ -143,26 +157,26 @@ def accident(servers: Servers, processes: list[int], urls: list[str], metrics: P
         wait_for(lambda: servers_of_last_step() == 2, "step with two servers")
         (metrics.parent / "holder").write_text(str(VllmServer(urls[0]).claim("another run", 1.0)))
         while not any(line["rollout/sampled_again"] for line in read_metrics(metrics)):
-            started = psutil.Process(processes[1]).children(recursive=True)
-            assert started, "a server without an engine process"
+            children = psutil.Process(processes[1]).children(recursive=True)
+            assert children, "a server without an engine process"
             wait_for(lambda: is_busy(urls[1]), "request")
             os.kill(processes[1], signal.SIGKILL)
-            wait_for(lambda there=started: not any(map(is_there, there)), f"end of {started}")
+            wait_for(lambda children=children: not any(map(is_running, children)), f"end of {children}")
             wait_for(lambda: servers_of_last_step() == 1, "step with one server")
             processes[1] = servers.start(urls[1])
-            wait_for(lambda: servers_of_last_step() == 2, "step with the server that came back")
+            wait_for(lambda: servers_of_last_step() == 2, "step with the restarted server")
     finally:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train(*words: str) -> int:
-    """Train on a port that is free now: the launch's was, a minute before the servers stood."""
+def train(*arguments: str) -> int:
+    """Train with a free master port; the launch's may be taken a minute later, when the servers are ready."""
     os.environ["MASTER_PORT"] = str(free_port())
-    return main(["train", *words])
+    return main(["train", *arguments])
 
 
 def train_before(path: str, run_dir: str) -> None:
-    """Have another run of one step use the servers, which find the traces of it where they are used again."""
+    """Train another run for one step on the same servers, which must be reusable after it."""
     process = os.fork()
     if not process:
         os._exit(train(path, "steps=1", f"run_dir={run_dir}"))
@@ -170,12 +184,16 @@ def train_before(path: str, run_dir: str) -> None:
 
 
 def run(path: str) -> None:
-    """Start the servers, of two workers and of one, and train."""
+    """Start the servers, with two workers and with one, and train."""
     config = load_and_check(parse(["train", path]), 1, job="train", training=True).config
-    servers, urls = Servers(config), list(config.rollout.server.urls)
+    # The helper process is forked before the threads of training exist.
+    servers = Servers(config)
+    urls = list(config.rollout.server.urls)
+
     processes = [servers.start(url, workers) for url, workers in zip(urls, (2, 1), strict=True)]
     for url in urls:
-        wait_for(lambda url=url: asked(f"{url}/health") is not None, f"server at {url}")
+        wait_for(lambda url=url: read_url(f"{url}/health") is not None, f"server at {url}")
+
     train_before(path, f"{config.run_dir}_before")
     values = (servers, processes, urls, Path(config.run_dir) / "metrics.jsonl")
     threading.Thread(target=accident, args=values, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Measure the phases of a step of one rank, ``real``, ``simulated``, or of the ``shipped`` configuration."""
+"""Measure the phases of one rank's step: ``real``, ``simulated``, or of the ``shipped`` configuration."""
 
 from __future__ import annotations
 
@@ -34,12 +34,16 @@ SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
 
 
 def phases(simulated: bool) -> dict[str, Any]:
+    """Return begin and peak bytes of each phase, with real memory or in a simulation."""
     if simulated:
         device.simulate()
-    # The host's attention takes grouped keys; what is simulated is an accelerator, where they are repeated.
+
+    # The host's attention takes grouped key-value heads; the simulated accelerator repeats them.
     setattr(layers, "_takes_grouped_keys", lambda query: False)
     device.initialize()
-    simulation, rows = Simulation(), batch(rows=8, length=256)
+    simulation = Simulation()
+    rows = batch(rows=8, length=256)
+
     groups = ParallelGroups(ParallelLayout((0,)))
     with simulation.measured():
         with simulation.phase("build"):
@@ -47,8 +51,10 @@ def phases(simulated: bool) -> dict[str, Any]:
             wrap(model, True, {"overlap_grad_reduce": False})
             optimizer = Optimizer(model, OptimizerConfig(minimum_learning_rate=0.0), 10)
             optimizer.step()
+
         with simulation.phase("score"):
             forward_only(model, rows, 512, rows.response_mask)
+
         with simulation.phase("learn"):
             objective = partial(policy_objective, get_algorithm("grpo"))
             forward_backward(model, rows, 512, rows.response_mask, objective)
@@ -56,23 +62,41 @@ def phases(simulated: bool) -> dict[str, Any]:
 
 
 def batch(rows: int, length: int) -> TrainBatch:
-    ones = torch.ones(rows * length)
+    """Return a batch of equal rows; the values do not influence memory."""
+    values = torch.ones(rows * length)
     return TrainBatch(
-        tokens=ones.long(), lengths=torch.full((rows,), length), response_mask=ones.bool(), loss_weights=ones,
-        temperature=torch.ones(rows), advantages=ones, old_log_probs=ones, rollout_log_probs=ones,
-        ref_log_probs=ones,
-    )  # fmt: skip
+        tokens=values.long(),
+        lengths=torch.full((rows,), length),
+        response_mask=values.bool(),
+        loss_weights=values,
+        temperature=torch.ones(rows),
+        advantages=values,
+        old_log_probs=values,
+        rollout_log_probs=values,
+        ref_log_probs=values,
+    )
 
 
 def shipped() -> dict[str, Any]:
-    """Simulate the first rank of the 7B configuration."""
+    """Simulate the first rank of the shipped 7B configuration; return its differences from the prediction."""
     loaded = load(CONFIGS / "qwen2.5-7b-8gpu.yaml")
-    report = check_config(loaded, 8, without_files=True, shipped_models=CONFIGS / "models", patience=0)
+    report = check_config(
+        loaded,
+        8,
+        without_files=True,
+        shipped_models=CONFIGS / "models",
+        patience=0,
+    )
+    # Without files: the shipped configurations contain only the model's config.json.
     config, estimate = simulation_plan(report, 0)
     assert report.batch is not None
     rank = Simulated(simulate(config, report.models, report.batch, 0, 8), estimate)
     differences = {phase: rank.difference(phase) for phase in ("generate", "score", "learn")}
-    return {"differences": differences, "groups": rank.rank.groups, "connections": rank.rank.connections}
+    return {
+        "differences": differences,
+        "groups": rank.rank.groups,
+        "connections": rank.rank.connections,
+    }
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def test_promises_hold_in_cases_that_a_seed_chooses(fork, tmp_path, kind, count,
 
 
 class Dice:
-    """Cases of which every second is lost, and that are counted."""
+    """Cases that fail every second time, with a count of their trials."""
 
     def __init__(self) -> None:
         self.tried: list[str] = []

@@ -1,4 +1,4 @@
-"""A resumed run goes on as if it had not been interrupted; bit for bit on the same layout."""
+"""A resumed run equals an uninterrupted one, bit for bit on the same layout."""
 
 from __future__ import annotations
 

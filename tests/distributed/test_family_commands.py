@@ -1,4 +1,4 @@
-"""Every family through the user's commands, from what transformers saves to what it loads again."""
+"""Every family through the user's commands, from a checkpoint of transformers to an export for it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def prepare(folder: Path, name: str, material: Path) -> None:
 
 
 def check(folder: Path, name: str) -> None:
-    """Hold what a family's journey left against what it must be."""
+    """Check the results of a family's commands."""
     if name == "qwen3-moe-lora":
         check_judge(folder / name)
     if name.endswith("-lora"):

@@ -65,7 +65,7 @@ def case(family: str, **sizes: Any) -> dict[str, Any]:
 
 
 def sparse(family: str) -> bool:
-    """Say whether a tiny model has experts."""
+    """Return whether a tiny model has experts."""
     return any(
         name in config_of(family).to_dict()
         for name in ("num_experts", "n_routed_experts", "num_local_experts")
@@ -123,10 +123,7 @@ def test_the_step_of_every_tensor_is_that_of_one_rank_in_every_layout(folder: Pa
 
 
 def differences(folder: Path, entry: Mapping[str, Any], fused: bool = False) -> list[str]:
-    """Return what a case's numbers differ in from those of one rank by more than rounding.
-
-    ``fused`` says that its layers are to be Transformer Engine's.
-    """
+    """Describe the numbers of a case that differ from one rank's by more than rounding."""
     cut = torch.load(folder / f"{entry['name']}.pt", weights_only=False)
     if cut["fused"] != fused:
         return [f"{entry['name']}: its layers are {'plain' if fused else 'fused'} ones"]
@@ -195,6 +192,6 @@ def test_overlapped_communication_gives_the_same_weights(folder: Path, fork: Any
 
 
 def test_stages_know_the_shapes_that_come(fork: Any) -> None:
-    """They are those that Megatron would send ahead of every tensor."""
+    """Computed shapes equal the shapes that Megatron would send ahead of every tensor."""
     out = fork(Path(__file__).parent / "workers/pipeline_worker.py", RANKS).stdout
     assert int(out.rpartition("compared ")[2]) > 50

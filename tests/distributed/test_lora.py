@@ -49,7 +49,7 @@ def described(path: Path, rank: int) -> AdaptedModel:
 
 
 def write_adapter(path: Path, target: Path, rank: int, full: bool = False) -> dict[str, torch.Tensor]:
-    """Write adapters in PEFT's format: random ones, or those of ``full`` rank that begin as nothing."""
+    """Write adapters in PEFT's format: random ones, or of ``full`` rank with a zero difference."""
     torch.manual_seed(5)
     tensors = {}
     for name, shape in described(path, rank).tensor_shapes().items():

@@ -41,10 +41,7 @@ def test_a_plain_step_goes_through_few_files(fork, material, tmp_path, engine):
 
 
 def test_one_update_per_batch_needs_no_scoring_pass(fork, material, tmp_path):
-    """The learn pass says what the scoring pass would: every number of the run is the same, KL and all.
-
-    Metrics travel once a step.
-    """
+    """Without the scoring pass every number of the run stays the same, including the KL."""
     lines = []
     kl = {"name": "loss", "coef": 0.05, "controller": "adaptive", "horizon": 100.0}
     changes = {
@@ -56,7 +53,7 @@ def test_one_update_per_batch_needs_no_scoring_pass(fork, material, tmp_path):
     for name in ("0", "1"):
         file = grpo(tmp_path / name, material, "torch", **changes)
         run = fork(SCORED, 2, "train", file, env={"SCORING_PASS": name})
-        assert run.stdout.count("metrics travelled 3 times") == 2, run.stdout
+        assert run.stdout.count("metrics exchanged 3 times") == 2, run.stdout
         lines.append(metrics(tmp_path / name))
     for learned, scored in zip(*lines, strict=True):
         same = [name for name in learned if not name.startswith(("time/", "throughput/", "memory/"))]
@@ -71,7 +68,7 @@ def test_a_mismatch_stops_a_run_before_the_weights_move(fork, material, tmp_path
     file = grpo(tmp_path / "run", material, "torch", batch=batch, mismatch={"warn": 1e-30, "stop": 1e-29})
     result = fork(SCORED, 1, "train", file, check=False)
     assert "MismatchError: log-probs of trainer and rollout engine differ by" in result.output
-    assert "weights that moved: []" in (tmp_path / "run/run/rank_logs/rank_0.log").read_text()
+    assert "changed weights: []" in (tmp_path / "run/run/rank_logs/rank_0.log").read_text()
 
 
 def test_every_failed_reward_of_every_call_is_counted(fork, material, tmp_path):

@@ -1,4 +1,4 @@
-"""The bytes that `check` prints are those that `plan-reshard` prints and those that a run receives."""
+"""`check`, `plan-reshard` and the metrics of a run agree on the bytes of a weight sync."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of which the third, or the only one, does not come to the sum: it works, hangs, or is stopped."""
+"""Ranks of a sum to which the third, or the only one, is late: it works, hangs, or is stopped."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from megatron_rl.distributed import watch
 from megatron_rl.progress import count_progress
 
 LIMIT = 4.0
+"""Seconds without progress after which the hang detector ends the job."""
 
 
 def works() -> None:
-    """Sample responses for three times the limit, waiting for each at the same place."""
+    """Sample responses for three times the limit, waiting in the same line for each."""
     end = time.monotonic() + 3 * LIMIT
     while time.monotonic() < end:
         wait(LIMIT / 16)
@@ -26,23 +27,26 @@ def works() -> None:
 
 
 def hangs() -> None:
-    """Wait for something else than the other ranks."""
+    """Wait in another call than the other ranks."""
     wait(100 * LIMIT)
 
 
 def is_stopped() -> None:
-    """Be stopped as a whole, and its threads with it."""
+    """Stop the process with all its threads."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def wait(seconds: float) -> None:
+    """Sleep, in a function of its own, so that the hang detector's stack shows where the rank waits."""
     time.sleep(seconds)
 
 
 if __name__ == "__main__":
-    rank, state = int(os.environ["RANK"]), {"phase": "build"}
+    rank = int(os.environ["RANK"])
+    state = {"phase": "build"}
     records = Path(sys.argv[2]) if len(sys.argv) > 2 else None
     watch.join(LIMIT, lambda: f"rank {rank} (none) in phase '{state['phase']}'", records=records)
+    # All ranks have to be connected before one of them is late.
     dist.all_reduce(torch.ones(1))
     state["phase"] = "generate"
     if rank == min(2, dist.get_world_size() - 1):

@@ -1,4 +1,4 @@
-"""The rewards of the golden runs: they differ within groups also where a model knows little."""
+"""Rewards of the golden runs, which differ within groups even if the model is untrained."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ from typing import Any
 
 
 def score(*, response: str, ground_truth: Any, **_: Any) -> dict[str, float]:
-    """Return the share of right digits less a little for each character too many or too few."""
+    """Return the fraction of correct digits, less 0.05 for each missing or superfluous character."""
     truth = str(ground_truth)
-    digits = sum(mine == right for mine, right in zip(response, truth, strict=False)) / len(truth)
+    digits = sum(character == expected for character, expected in zip(response, truth, strict=False)) / len(
+        truth
+    )
+    # The length matters too, so that responses without a correct digit still differ.
     length = abs(len(response) - len(truth))
-    return {"reward": digits - 0.05 * length, "digits": digits, "length": float(length)}
+    return {
+        "reward": digits - 0.05 * length,
+        "digits": digits,
+        "length": float(length),
+    }
 
 
 def thirds(*, response: str, **_: Any) -> float:
-    """Return 1.0 for a third of all lengths, so that some groups are all equal, whatever the model knows."""
+    """Return 1.0 for a third of all lengths, so that some groups have equal rewards with any model."""
     return float(len(response) % 3 == 0)

@@ -1,7 +1,4 @@
-"""The server of the made-up engine `letters`: a plain torch model behind HTTP, whose weights a job brings.
-
-letter_server.py MODEL PORT MAX_MODEL_LEN
-"""
+"""Server of the made-up engine `letters`: a plain torch model behind HTTP, with weights from the trainer."""
 
 from __future__ import annotations
 
@@ -18,27 +15,31 @@ from megatron_rl.rollout.types import GenerationRequest
 from megatron_rl.types import SamplingParameters
 
 MOST_REQUESTS = 8
+"""Requests that the server accepts at a time."""
 
 
 class LetterOffice:
-    """Answers to letters, one at a time: each method is that of a path."""
+    """Handlers of the server's paths: one method each, called one at a time."""
 
     def __init__(self, model: str, max_model_len: int) -> None:
         self._engine_of = lambda rank: TorchEngine.from_hf(model, rank=rank, max_model_len=max_model_len)
         self._engine = self._engine_of(0)
-        self._name, self._holder = "none", None
+        self._name = "none"
+        self._holder = None
         self._transfer: HybridEngine | None = None
         self._group: Any = None
 
     def generate(self, sampling: dict[str, Any], **letter: Any) -> dict[str, Any]:
+        """Generate one response."""
         sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
         with self._engine.sampling():
             self._engine.submit(GenerationRequest(sampling=SamplingParameters(**sampling), **letter))
-            (answer,) = self._engine.step()
+            (completion,) = self._engine.step()
+
         return {
-            "tokens": list(answer.tokens),
-            "log_probs": list(answer.log_probs),
-            "finish_reason": answer.finish_reason,
+            "tokens": list(completion.tokens),
+            "log_probs": list(completion.log_probs),
+            "finish_reason": completion.finish_reason,
             "weights": self._name,
         }
 
@@ -49,6 +50,7 @@ class LetterOffice:
         return self._name
 
     def claim(self, run: str, seconds: float) -> str | None:
+        # A server works for one run at a time; zero seconds release it.
         if self._holder not in (None, run):
             return self._holder
         self._holder = run if seconds else None
@@ -60,13 +62,26 @@ class LetterOffice:
         self._transfer = self._group = None
 
     def join(
-        self, address: str, port: int, trainers: int, workers: int, staging_bytes: int, verify: str
+        self,
+        address: str,
+        port: int,
+        trainers: int,
+        workers: int,
+        staging_bytes: int,
+        verify: str,
     ) -> None:
+        """Join the group of trainers and workers, and plan the weight sync. Collective over both."""
+        # The server's ranks follow the trainers' in the shared group.
         self._engine = self._engine_of(trainers)
         self._group = join_span(address, port, trainers, trainers + workers)
         self._transfer = HybridEngine(
-            None, self._engine, staging_bytes=staging_bytes, verify=verify, group=self._group
+            None,
+            self._engine,
+            staging_bytes=staging_bytes,
+            verify=verify,
+            group=self._group,
         )
+        # The plan is collective: all trainers and workers compute it now, before the first transfer.
         _ = self._transfer.plan
 
     def receive(self, version: int) -> None:
@@ -79,7 +94,8 @@ class LetterOffice:
 
 
 def serve(office: LetterOffice, port: int) -> None:
-    """Answer letters until the process is ended."""
+    """Serve requests until the process ends."""
+    # The engine is not thread-safe, while the HTTP server has a thread per request.
     lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -87,6 +103,7 @@ def serve(office: LetterOffice, port: int) -> None:
             letter = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with lock:
                 answer = getattr(office, self.path.strip("/"))(**letter)
+
             body = json.dumps({"answer": answer}).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
@@ -95,7 +112,7 @@ def serve(office: LetterOffice, port: int) -> None:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Be silent."""
+            """Write no access log."""
 
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 

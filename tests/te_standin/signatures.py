@@ -1,4 +1,4 @@
-"""Read the signatures that the stand-in shares with Transformer Engine out of sources, which are not run.
+"""Extract the signatures that the stand-in shares with Transformer Engine from its sources, unexecuted.
 
 pip download --no-deps transformer_engine==2.20.2 && unzip transformer_engine-2.20.2-*.whl -d wheel
 python tests/te_standin/signatures.py wheel > tests/te_standin/signatures.json
@@ -33,15 +33,15 @@ NAMES = {
     "pytorch/optimizers/fused_sgd.py": ("FusedSGD.__init__",),
     "pytorch/optimizers/multi_tensor_apply.py": ("MultiTensorApply.__init__", "MultiTensorApply.__call__"),
 }
-"""Files of the package, and what of them is compared."""
+"""File of the package -> functions whose signatures are compared."""
 
 
 def signatures(folder: Path) -> dict[str, str]:
     """Return the arguments and defaults, without types, of `NAMES` in a folder with the package."""
-    found = {}
-    for file, names in NAMES.items():
+    signatures_by_name = {}
+    for file, functions in NAMES.items():
         tree = ast.parse((folder / "transformer_engine" / file).read_text())
-        for name in names:
+        for name in functions:
             owner, _, method = name.rpartition(".")
             body = tree.body
             if owner:
@@ -54,8 +54,8 @@ def signatures(folder: Path) -> dict[str, str]:
             for argument in (*listed, arguments.vararg, arguments.kwarg):
                 if argument is not None:
                     argument.annotation = None
-            found[f"{file}:{name}"] = ast.unparse(arguments)
-    return found
+            signatures_by_name[f"{file}:{name}"] = ast.unparse(arguments)
+    return signatures_by_name
 
 
 if __name__ == "__main__":

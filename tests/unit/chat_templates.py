@@ -1,7 +1,7 @@
-"""Chat templates of the forms that published models have, in our own words, with their special tokens.
+"""Chat templates with the features of published models, in our own words, with their special tokens.
 
-Each has what is particular to its family: where spaces, newlines and ends stand, how tools are offered and
-called, and whether the thoughts of earlier turns are kept.
+Each has the peculiarities of its family: positions of spaces, newlines and end tokens, how tools are offered
+and called, and whether the reasoning of earlier turns remains.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 @dataclass(frozen=True)
 class ChatForm:
-    """A template with its special tokens; ``ends`` are those that the model's files name as ends."""
+    """Chat template with its special tokens; ``ends`` are the end tokens that the model's files name."""
 
     template: str
     special: tuple[str, ...]
@@ -23,6 +23,7 @@ class ChatForm:
     tools: bool = False
 
 
+# Puts the date into the system turn and tools into the first user turn, and trims contents.
 LLAMA_3 = ChatForm(
     "{{- bos_token }}{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}"
     "{%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}"
@@ -44,6 +45,7 @@ LLAMA_3 = ChatForm(
     bos="<|begin_of_text|>",
     tools=True,
 )
+# Has a default system message; consecutive tool responses share one user turn.
 QWEN_2 = ChatForm(
     "{%- if tools %}{{- '<|im_start|>system\\n' }}{%- if messages[0].role == 'system' %}"
     "{{- messages[0].content }}{%- else %}{{- 'Be helpful.' }}{%- endif %}{{- '\\n\\n# Tools\\n<tools>' }}"
@@ -66,6 +68,7 @@ QWEN_2 = ChatForm(
     ("<|im_end|>", "<|endoftext|>"),
     tools=True,
 )
+# Keeps the reasoning after the last user message only.
 QWEN_3 = ChatForm(
     "{%- set state = namespace(last=0) %}{%- for m in messages %}{%- if m.role == 'user' %}"
     "{%- set state.last = loop.index0 %}{%- endif %}{%- endfor %}"
@@ -80,6 +83,7 @@ QWEN_3 = ChatForm(
     ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     ("<|im_end|>", "<|endoftext|>"),
 )
+# No generation prompt; every user turn begins with the start token.
 LLAMA_2 = ChatForm(
     "{% for m in messages %}{% if m.role == 'user' %}"
     "{{ bos_token + '[INST] ' + m.content | trim + ' [/INST]' }}"
@@ -88,6 +92,7 @@ LLAMA_2 = ChatForm(
     ("</s>",),
     bos="<s>",
 )
+# Refuses roles that do not alternate.
 MISTRAL_1 = ChatForm(
     "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
@@ -97,6 +102,7 @@ MISTRAL_1 = ChatForm(
     ("</s>",),
     bos="<s>",
 )
+# Offers tools before the last user message, so earlier text changes with each turn.
 MISTRAL_3 = ChatForm(
     "{{- bos_token }}{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}"
     "{%- for m in messages %}{%- if m.role == 'user' %}{%- if tools and m == users[-1] %}"
@@ -112,6 +118,7 @@ MISTRAL_3 = ChatForm(
     bos="<s>",
     tools=True,
 )  # fmt: skip
+# The next turn's role token ends a turn.
 GLM_4 = ChatForm(
     "[gMASK]<sop>{% if tools %}<|system|>\n{{ tools | tojson }}{% endif %}{% for m in messages %}"
     "{% if m.tool_calls %}<|assistant|>{{ m.tool_calls[0].function.name }}\n"
@@ -122,6 +129,7 @@ GLM_4 = ChatForm(
     ("<|endoftext|>", "<|user|>", "<|observation|>"),
     tools=True,
 )
+# Calls the assistant "model"; ``<end_of_turn>`` ends every turn, also the user's.
 GEMMA = ChatForm(
     "{{ bos_token }}{% for m in messages %}<start_of_turn>"
     "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
@@ -130,6 +138,7 @@ GEMMA = ChatForm(
     ("<eos>", "<end_of_turn>"),
     bos="<bos>",
 )
+# Marks generated text with ``{% generation %}``.
 SMOLLM_3 = ChatForm(
     "<|im_start|>system\n## Metadata\n\nToday Date: {{ strftime_now('%d %B %Y') }}\n"
     "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}<|im_end|>\n"
@@ -161,6 +170,7 @@ DEEPSEEK_3 = ChatForm(
     ("<｜end▁of▁sentence｜>",),
     bos="<｜begin▁of▁sentence｜>",
 )
+# Removes reasoning from all turns, and opens it in the generation prompt.
 DEEPSEEK_R1 = ChatForm(
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}"
     "{% else %}{{ '<｜Assistant｜>' + m.content.split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}{% endif %}"
@@ -176,44 +186,61 @@ ZEPHYR = ChatForm(
     ("</s>",),
     bos="<s>",
 )
+# All templates of this module by their lower-case names.
 FORMS: dict[str, ChatForm] = {
     name.lower(): form for name, form in globals().copy().items() if isinstance(form, ChatForm)
 }
 TOOL: dict[str, Any] = {
     "type": "function",
-    "function": {"name": "add", "description": "Add ä & <b>", "parameters": {"type": "object"}},
+    "function": {
+        "name": "add",
+        "description": "Add ä & <b>",
+        "parameters": {"type": "object"},
+    },
 }
 
 
 def tokenizer_of(
-    form: ChatForm, *, prefix: tuple[str, ...] = (), suffix: tuple[str, ...] = (), spaces: bool = False
+    form: ChatForm,
+    *,
+    prefix: tuple[str, ...] = (),
+    suffix: tuple[str, ...] = (),
+    spaces: bool = False,
 ) -> Any:
-    """Return a tokenizer of bytes with a form's special tokens and template.
+    """Return a byte-level tokenizer with a form's special tokens and template.
 
-    ``prefix`` and ``suffix`` are the special tokens that it puts around a text. With ``spaces`` it is one of
-    characters that puts a space before each piece of text, and merges spaces with words, as Llama 2's does.
+    ``prefix`` and ``suffix`` are special tokens that it adds around a text. With ``spaces`` it is a
+    character-level tokenizer that puts a space before each piece of text and merges spaces with words, as
+    Llama 2's does.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+    # The merges join a space with the text after it, as SentencePiece models do.
     if spaces:
         merges = [("▁", "4"), ("▁", "▁"), ("▁", "I"), ("▁I", "t"), ("[", "I"), ("▁", "[I"), ("T", "]")]
-        texts = [*map(chr, range(33, 127)), "▁", "\n", *(left + right for left, right in merges)]
+        texts = [*map(chr, range(33, 127)), "▁", "\n", *(first + second for first, second in merges)]
         vocabulary = {text: number for number, text in enumerate(texts)}
-        made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        made.decoder = decoders.Replace("▁", " ")
+        model = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+        model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        model.decoder = decoders.Replace("▁", " ")
     else:
         vocabulary = {text: number for number, text in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-        made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in form.special])
+        model = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.decoder = decoders.ByteLevel()
+
+    model.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in form.special])
     if prefix or suffix:
-        around = " ".join([*prefix, "$A", *suffix])
-        ids = [(text, made.token_to_id(text)) for text in {*prefix, *suffix}]
-        made.post_processor = processors.TemplateProcessing(single=around, special_tokens=ids)
+        pattern = " ".join([*prefix, "$A", *suffix])
+        ids = [(text, model.token_to_id(text)) for text in {*prefix, *suffix}]
+        model.post_processor = processors.TemplateProcessing(single=pattern, special_tokens=ids)
+
+    # The template reads the names of special tokens from the tokenizer.
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token=form.bos, eos_token=form.ends[0], pad_token=form.ends[-1]
+        tokenizer_object=model,
+        bos_token=form.bos,
+        eos_token=form.ends[0],
+        pad_token=form.ends[-1],
     )
     tokenizer.chat_template = form.template
     return tokenizer

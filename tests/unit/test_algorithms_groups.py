@@ -35,7 +35,7 @@ def rows_of(estimator, rewards, groups, valid, **fields) -> torch.Tensor:
 
 
 def spread(values: list[float]) -> float:
-    """Return the unbiased standard deviation, 0 where it is not defined or all are equal."""
+    """Return the unbiased standard deviation; 0 if it is undefined or all values are equal."""
     return 0.0 if len(values) < 2 or len(set(values)) == 1 else stdev(values)
 
 
@@ -198,7 +198,7 @@ def test_published_example_of_gdpo():
 @quick
 @given(batches())
 def test_failed_samples_change_nothing_for_the_others(batch):
-    """Every estimator gives the valid rows what it gives them with the failed rows taken out."""
+    """Every estimator returns the same for valid rows with the failed rows removed."""
     rewards, groups, valid = batch.tensors
     lengths = torch.tensor([sum(mask) for mask in batch.masks], dtype=torch.long)
     kept = valid.nonzero().squeeze(-1)

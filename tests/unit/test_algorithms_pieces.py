@@ -46,7 +46,7 @@ LOSS_NUMBERS = {
 
 
 def chosen(name: str, table: dict, numbers: dict) -> dict:
-    """Return a piece as a configuration states it: its name, and those of the numbers that it has."""
+    """Return a component as in a configuration: its name and its own settings."""
     known = {item.name for item in fields(table[name])}
     return {"name": name, **{key: value for key, value in numbers.items() if key in known}}
 

@@ -31,7 +31,7 @@ LOW, HIGH, DUAL = 0.2, 0.28, 1.5
 
 @dataclass
 class Case:
-    """Hold the inputs of a policy loss as tensors [N] and, by row, as lists."""
+    """Inputs of a policy loss, as tensors [N] and as lists by row."""
 
     batch: Batch
     new_rows: list[list[float]]
@@ -208,7 +208,7 @@ def sequence_ratio(new, old, mask):
 @quick
 @given(batches())
 def test_gspo_is_the_sequence_objective(batch):
-    """Under seq-mean-token-mean, value and gradient are those of sum_i max(-A_i s_i, -A_i clip(s_i))."""
+    """With seq-mean-token-mean, value and gradient equal sum_i max(-A_i s_i, -A_i clip(s_i))."""
     it = case(batch)
     it.advantage_rows = [[row[0] if row else 0.0] * len(row) for row in it.advantage_rows]
     it.advantages = flat(it.advantage_rows)

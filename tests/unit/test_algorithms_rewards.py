@@ -1,4 +1,4 @@
-"""Reward shaping and what is carried from step to step, against loops written from the equations."""
+"""Reward shaping and its state between steps, compared with loops from the equations."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_device_words_are_in_the_device_module_alone() -> None:
 
 
 def test_nothing_compares_the_name_of_an_engine() -> None:
-    """What an engine can do is in the table of `config.engines`, so that a new one is a line there."""
+    """Capabilities of engines are in the table of `config.engines`, so that a new engine is one line."""
     wrong = []
     for path in python_files("megatron_rl"):
         for node in ast.walk(syntax(path)):

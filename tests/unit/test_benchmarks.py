@@ -1,4 +1,4 @@
-"""What the benchmarks compute apart from measuring: records, ratios, phases, and the work they give."""
+"""Computations of the benchmarks other than measuring: records, ratios, phases and workloads."""
 
 from __future__ import annotations
 

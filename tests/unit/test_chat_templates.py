@@ -1,4 +1,4 @@
-"""What is learned is what chat templates write, over the forms that published models have."""
+"""Rows train on the text that chat templates generate, for the forms of published models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model_of(form: ChatForm, folder: Path, tokenizer: Any) -> Path:
 
 
 def row_of(form: ChatForm, folder: Path, values: dict[str, Any], **data: Any) -> tuple[list[int], list[int]]:
-    """Return the tokens of the row of a record, and those that are learned."""
+    """Return the tokens of a record's row, and the tokens with a loss."""
     tokenizer = tokenizer_of(form, spaces=data.pop("spaces", False))
     ends = end_token_ids(tokenizer, model_of(form, folder, tokenizer))
     settings = DataConfig("train", prompt_field=data.pop("prompt_field", "messages"), **data)
@@ -49,7 +49,7 @@ def row_of(form: ChatForm, folder: Path, values: dict[str, Any], **data: Any) ->
 
 
 def learned(form: ChatForm, folder: Path, values: dict[str, Any], **data: Any) -> tuple[str, str]:
-    """Return the text of the row of a record, and what of it is learned."""
+    """Return the text of a record's row, and the part of it with a loss."""
     tokenizer = tokenizer_of(form, spaces=data.get("spaces", False))
     row, said = row_of(form, folder, values, **data)
     return tokenizer.decode(row), tokenizer.decode(said)

@@ -9,7 +9,7 @@ from megatron_rl.check.files import Files
 from megatron_rl.check.rewards import check_enforced, check_limits
 from megatron_rl.config.sections.bounds import LimitsConfig
 from megatron_rl.contained import confinement
-from tests.campaign.attackers import as_user, without_namespaces
+from tests.campaign.attackers import run_as_user, without_namespaces
 
 WHERE = "reward.limits"
 
@@ -32,7 +32,7 @@ def test_what_a_kernel_does_not_enforce_is_named_once() -> None:
     def warnings() -> list[str]:
         return [str(warning) for warning in check_enforced(sections)]
 
-    (warning,) = as_user(os.getuid(), without_namespaces(warnings))
+    (warning,) = run_as_user(os.getuid(), without_namespaces(warnings))
     assert confinement.CHILDREN_SEARCHED in warning and "docs/limits.md" in warning
 
 

@@ -1,4 +1,4 @@
-"""Values that pass through to Megatron-Core and vLLM are compared with what is installed, and tried."""
+"""Values for Megatron-Core and vLLM are compared with the installed versions, and tried."""
 
 from __future__ import annotations
 

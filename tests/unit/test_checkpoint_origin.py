@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def put(folder: Path, content: bytes, **described: Any) -> None:
-    """Have the directory say that ``content`` is the value; ``described`` are further attributes of it."""
+    """Set the directory's value to ``content``; ``described`` are further attributes."""
     directory = pickle.loads((folder / ".metadata").read_bytes())
     name = next(
         n for n, entry in directory.state_dict_metadata.items() if type(entry) is BytesStorageMetadata

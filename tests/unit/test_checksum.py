@@ -83,7 +83,7 @@ def test_any_number_of_dimensions(shape):
 
 @pytest.fixture
 def alone() -> None:
-    """Be the only rank of a job."""
+    """Run as the only rank of a job."""
     device.initialize()
 
 

@@ -1,4 +1,4 @@
-"""The commands as a user runs them: output, exit codes, and what they import."""
+"""The commands as a user runs them: output, exit codes and imports."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ SHAPE = ModelShape("Qwen2ForCausalLM", 128, 8, 8, 4, 32, 384, 21, 1 << 20, qkv_b
 
 @pytest.fixture(scope="module", autouse=True)
 def inside() -> Iterator[None]:
-    """Stand in a workspace; a plain context, since hypothesis runs many examples per test."""
+    """Run in a workspace; a context manager, since hypothesis runs many examples per test."""
     patch = pytest.MonkeyPatch()
     with tempfile.TemporaryDirectory() as root:
         write_workspace(Path(root))

@@ -1,4 +1,4 @@
-"""A table of bad configurations, each with what the user is told."""
+"""A table of invalid configurations with their error messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_rl.shapes.pretrained import read_pretrained
 
 @dataclass(frozen=True)
 class Bad:
-    """Give overrides of the good configuration and what the one resulting error says."""
+    """Overrides of the valid configuration, and the content of the resulting error."""
 
     overrides: tuple[str, ...]
     message: str
@@ -146,7 +146,7 @@ def bomb(twice: str) -> str:
 
 
 def chain(levels: int) -> str:
-    """Return text whose last value has as many levels as lines, of which none is deep itself."""
+    """Return text with one level of nesting per line, whose last value has all of them."""
     return "a0: &a0 1\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}]\n" for n in range(levels))
 
 

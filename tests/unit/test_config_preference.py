@@ -1,4 +1,4 @@
-"""The section `preference`: what it derives, and what is wrong with it."""
+"""The section `preference`: derived values and errors."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def sections(cls: type = RunConfig) -> Iterator[type]:
 
 
 def keys() -> Iterator[tuple[str, Any, Setting, Any]]:
-    """Yield name, type, what is said and default of every key of every section class."""
+    """Yield name, type, description and default of every key of every section class."""
     for cls in dict.fromkeys(sections()):
         for item in dataclasses.fields(cls):
             yield f"{cls.__name__}.{item.name}", field_hints(cls)[item.name], setting_of(item), item.default

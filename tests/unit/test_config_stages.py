@@ -1,4 +1,4 @@
-"""Stages and jobs of one stage: what they need, what they derive, and what is wrong."""
+"""Stages and jobs of one stage: requirements, derived values and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks on what is around contained code: refused, or named among what this kernel does not allow."""
+"""Attacks on the surroundings of contained code are refused, or announced as not enforced here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.contained import confinement
-from tests.campaign.attackers import NAMED, NOBODY, as_user, attack, unnamed, without_namespaces
+from tests.campaign.attackers import NAMED, NOBODY, attack, run_as_user, unannounced, without_namespaces
 from tests.campaign.attacks import ATTACKS
 
 USERS = [os.getuid(), NOBODY] if os.getuid() == 0 else [os.getuid()]
@@ -27,18 +27,18 @@ def work() -> Iterator[Path]:
 
 @pytest.mark.parametrize("user", USERS)
 def test_no_attack_gets_through_what_is_not_named_as_missing(user: int, work: Path) -> None:
-    answer = as_user(user, lambda: attack(list(ATTACKS), work))
+    answer = run_as_user(user, lambda: attack(list(ATTACKS), work))
     assert answer["user"] == user
-    assert unnamed(answer) == [], answer["ended"]
+    assert unannounced(answer) == [], answer["ended"]
 
 
 @pytest.mark.parametrize("user", USERS)
 def test_without_namespaces_what_gets_through_is_named(user: int, work: Path) -> None:
-    answer = as_user(user, without_namespaces(lambda: attack(list(ATTACKS), work)))
+    answer = run_as_user(user, without_namespaces(lambda: attack(list(ATTACKS), work)))
     missing = " ".join(answer["missing"])
     assert confinement.CHILDREN_SEARCHED in missing
     if confinement.FILES_READABLE in missing:  # neither has this kernel Landlock
         return
     assert set(answer["through"]) == set(NAMED), answer["ended"]
-    assert unnamed(answer) == []
+    assert unannounced(answer) == []
     assert ("it runs as the user of the run, root" in missing) == (user == 0)

@@ -1,4 +1,4 @@
-"""The documentation: it builds, and what it names, shows and commands is there."""
+"""The documentation builds, and its names, outputs and commands are correct."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ELSEWHERE = {"sbatch", "kubectl", "tensorboard"}
 
 
 class Block(NamedTuple):
-    """Hold a fenced block: its language, its title and its text."""
+    """Fenced block: its language, title and text."""
 
     language: str
     title: str
@@ -176,7 +176,7 @@ NO_NAME = re.compile(r"not a known name|is called `")
 
 @cache
 def key_error(key: str, config: str = "configs/minimal.yaml") -> str:
-    """Return what is wrong with the name of a key in a configuration, nothing for a good one."""
+    """Return the problem with the name of a key in a configuration, or None."""
     loaded = load(ROOT / config, [f"{key}=1"])
     errors = loaded.errors
     if key.startswith("algorithm."):  # the names below a piece are known once it is made

@@ -1,4 +1,4 @@
-"""What a machine brings is held against the GPU stack before anything is installed."""
+"""A machine's own packages are compared with the GPU stack before anything is installed."""
 
 from __future__ import annotations
 

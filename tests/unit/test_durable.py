@@ -1,4 +1,4 @@
-"""Every damage of a folder is told from what was written, and named."""
+"""Every damage of a folder is detected from its checksums, and named."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def _function(function: Any) -> Any:
 
 
 def test_a_change_of_the_state_raises_its_format() -> None:
-    """Methods that say what a checkpoint holds, however they are laid out, and the fields of its values."""
+    """Methods that define a checkpoint's content, whatever their layout, and the fields of its values."""
     saved_by = (
         AlgorithmState,
         ShuffledOrder,

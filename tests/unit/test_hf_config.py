@@ -1,4 +1,4 @@
-"""Settings derived from transformers configs, and what is refused with a reason."""
+"""Settings derived from transformers configs, and configs that are refused with a reason."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_scalings_that_depend_on_the_length_are_refused():
 
 
 class Model:
-    """What a checkpoint is compared with."""
+    """Reference that a checkpoint is compared with."""
 
     def __init__(self, config):
         self.hf_config = config

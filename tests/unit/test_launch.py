@@ -1,4 +1,4 @@
-"""The launch scripts parse, say what is wrong with their arguments, and name files that exist."""
+"""The launch scripts parse, report wrong arguments, and name existing files."""
 
 from __future__ import annotations
 

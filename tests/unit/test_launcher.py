@@ -1,4 +1,4 @@
-"""What a launcher says, and what it cannot mean."""
+"""Environment of launchers, contradictions in it, and requests to stop."""
 
 from __future__ import annotations
 

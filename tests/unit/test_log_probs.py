@@ -46,7 +46,7 @@ def test_values_and_gradients_equal_the_dense_softmax(chunk, cap):
 
 
 def _truncated():
-    """Return the case, the supports of its rows (one row over all), and what they leave out, [n, V] bool."""
+    """Return the case, supports of its rows (one has all tokens), and the excluded tokens, [n, V] bool."""
     case = _case()
     targets, vocabulary = case[2], case[4]
     generator = torch.Generator().manual_seed(1)

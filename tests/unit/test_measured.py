@@ -29,7 +29,7 @@ NUMBER = re.compile(r"(?<![\w.])\d+\.\d+(?:e-?\d+)?(?![\w.]*\.\d|\w)")
 
 
 def lines_of(page: str) -> list[str]:
-    """Return what a page has to say, with the values in place."""
+    """Return the required lines of a page, with the values inserted."""
     return [
         line.format(**entry["values"]) for entry in MEASURED.values() for line in entry["pages"].get(page, ())
     ]

@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM: read as what they are, refused with a reason, and written as it reads them."""
+"""Checkpoints of Megatron-LM are read, refused with a reason, and written in its format."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def opened(folder: Path, hf_path: Path, run_dir: Path, /, **more: object):
 
 
 def says(error: object, words: str) -> bool:
-    """Say whether an error has these words, ``.*`` between them, in this order."""
+    """Return whether an error contains these texts in this order, separated by ``.*``."""
     text, position = str(error).replace("\n", " "), 0
     for word in words.split(".*"):
         position = text.find(word, position)

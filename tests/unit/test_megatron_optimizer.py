@@ -1,4 +1,4 @@
-"""Adam goes on from checkpoints of Megatron-LM, in each format that its optimizers save."""
+"""Adam resumes from checkpoints of Megatron-LM, in each format of its optimizers."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_moments_that_cannot_be_read_are_refused_at_once(arguments, words, tmp_p
 
 
 def resumed_from(folder: Path, hf: Path, run_dir: Path) -> str:
-    """Return the model's folder of a run that goes on with the optimizer of a checkpoint."""
+    """Return the model folder of a run that resumes the optimizer of a checkpoint."""
     model = {"megatron": str(folder), "dtype": "float32", "resume_optimizer": True, "hf_path": str(hf)}
     config, errors = opened(folder, hf, run_dir, model=model)
     assert not errors

@@ -1,4 +1,4 @@
-"""What a server leaves behind: processes as vLLM starts and names them, one inside another, without vLLM."""
+"""Processes that a server leaves behind, started, named and nested as vLLM's, without vLLM."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Packed rows in Transformer Engine's form (THD) go through Megatron's own code to the same logits.
-
-A user's own attention among Transformer Engine's layers is given them so. A plain attention stands for it: it
-insists on what the documentation of ``DotProductAttention`` demands of its inputs and computes what it
-promises; all else, the packing, Megatron's rotary embedding of packed rows and its handling of the format,
-is the real code.
-"""
+"""Packed rows in Transformer Engine's form (THD) give the same logits through Megatron's own code."""
 
 from __future__ import annotations
 
@@ -73,7 +67,7 @@ def build(family: str, tmp_path: Any, **more: Any) -> Any:
 
 
 def with_attention_of_ones_own(model: Any) -> None:
-    """Give the model what a provider may build where Transformer Engine is installed."""
+    """Replace a model's attention by the one that a provider may build with Transformer Engine."""
     config, arguments = model.transformer_config, model.spec.gpt_kwargs
     model.uses_transformer_engine, model.takes_rows = True, False
     for chunk in model.chunks:

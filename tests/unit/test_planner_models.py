@@ -1,4 +1,4 @@
-"""Model shapes: parameter totals of published checkpoints, and what is read from a config.json."""
+"""Model shapes: parameter totals of published checkpoints, and reading of a config.json."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a proof of machines concludes from what it measured; the jobs themselves run in tests/distributed."""
+"""Conclusions of a proof of machines from its measurements; its jobs are tested in tests/distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's own model code in one process: what it must be, and what is said of code that is not."""
+"""A user's own model code in one process: requirements and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records in the forms of other projects: what is read into one form, what is refused, and what is said."""
+"""Records in the forms of other projects: conversion, errors and remarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is odd about rendered texts, ends of turns and special tokens, as `check` and the job say it."""
+"""Warnings about rendered texts, ends of turns and special tokens, from `check` and from the job."""
 
 from __future__ import annotations
 

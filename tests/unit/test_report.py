@@ -1,4 +1,4 @@
-"""The report of a run: what the table says, and files that can be opened."""
+"""The report of a run: its table, its pages and its files."""
 
 from __future__ import annotations
 

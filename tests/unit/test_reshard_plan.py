@@ -27,7 +27,7 @@ def cut(size, parts):
 
 @st.composite
 def layouts(draw, shapes, ranks, complete):
-    """Give each rank one cell of each tensor's grid, replicas included, in one storage per cell."""
+    """Assign each rank one cell of each tensor's grid, replicas included, with one storage per cell."""
     by_rank = {rank: [] for rank in ranks}
     for index, shape in enumerate(shapes):
         dim = draw(st.integers(0, len(shape) - 1))

@@ -1,4 +1,4 @@
-"""A role that offloads moves what it is used for, and nothing else."""
+"""A role that offloads moves the tensors of its current use, and no others."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def first_output(rows: TrainBatch, output: torch.Tensor, *_: torch.Tensor) -> tu
 
 
 def learned(role: ModelRole) -> dict[str, torch.Tensor]:
-    """Return what a role says of a batch before and after a step on it, and what it has learned."""
+    """Return a role's log-probs of a batch before and after a step on it, and the trained weights."""
     tokens = torch.randint(0, 131, (35,), generator=torch.Generator().manual_seed(2))
     mask = torch.ones(len(tokens), dtype=torch.bool)
     lengths = torch.tensor([7, 9, 2, 12, 5])

@@ -25,7 +25,7 @@ def groups_of(*rows: list[int], samples: int = 2, version: int = 4) -> list[Sequ
 
 
 def sampled(tokens: list[int], observed: abc.Sequence[int] = (), reason: int = UNFINISHED) -> Sequence:
-    """Return a sequence with these tokens, of which those at the positions ``observed`` are no policy's."""
+    """Return a sequence with these tokens; the policy did not sample those at the positions ``observed``."""
     sequence = Sequence(array("q"), SamplingParameters(), seed=0, policy_version=0, finish_reason=reason)
     for position, token in enumerate(tokens):
         is_observed = position in observed
@@ -185,7 +185,7 @@ def run_token_rounds(
     tokens: int,
     version: int,
 ) -> None:
-    """Let every response grow in token rounds to its own length, until enough groups are finished."""
+    """Extend every response in token rounds to its own length, until enough groups are finished."""
     number = 0
     goals = {
         id(sequence): goal

@@ -66,7 +66,7 @@ def test_a_server_that_does_not_say_how_it_is_set_up_is_told_from_one_of_another
             self.wfile.write(b'{"version": "0.32.0"}')
 
         def log_message(self, *_: object) -> None:
-            """Be silent."""
+            """Write no access log."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
@@ -106,7 +106,7 @@ def test_two_addresses_of_one_server_are_told_apart_from_a_server_of_another_run
     holders: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
-        """Say whose the server is, as its worker does."""
+        """Return the holder of the server, as its worker does."""
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -117,7 +117,7 @@ def test_two_addresses_of_one_server_are_told_apart_from_a_server_of_another_run
             self.wfile.write(json.dumps({"results": [other]}).encode())
 
         def log_message(self, *_: object) -> None:
-            """Be silent."""
+            """Write no access log."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as one:
         threading.Thread(target=one.serve_forever, daemon=True).start()

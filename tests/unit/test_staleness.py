@@ -116,7 +116,7 @@ def test_what_a_smaller_bound_makes_too_old_is_sampled_anew():
         return groups
 
     def resumed(ahead: int, bound: int) -> tuple[list[list[int]], ...]:
-        """Return the prompts that go on, those of the queue and those that come again, at version 5."""
+        """Return the prompts in flight, in the queue and repeated, at version 5."""
         config = load_text(CONFIG).valid()
         config = replace(
             config,

@@ -1,4 +1,4 @@
-"""Boxes recorded from a loader's copies reproduce what the loader does."""
+"""Boxes recorded from a loader's copies reproduce the loader."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Experiment trackers: what they are told, over a restart too, and that none can stop a run."""
+"""Experiment trackers: their input, also after a restart, and their failures, which cannot stop a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a hybrid engine asks of those whose weights it writes."""
+"""Requirements of a hybrid engine on the stores whose weights it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole steps for the tests of the algorithms: rollouts, scores, a policy, and ways to cut a mini-batch."""
+"""Complete steps for the tests of algorithms: rollouts, scores, a policy, and splits into micro-batches."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, Rollouts, Scores
 
 
 def step(batch: Batch) -> tuple[Rollouts, Scores]:
-    """Return a whole step's rollouts and scores, everything any algorithm asks for."""
-    rows, count = len(batch.masks), batch.tokens
+    """Return the rollouts and scores of a step, with every input that any algorithm needs."""
+    rows = len(batch.masks)
+    count = batch.tokens
     rewards, group, valid = batch.tensors
+    # Log-probs are zero on tokens that were not sampled, as in a real batch.
     rollout = flat(batch.noise("rollout", -3, -0.1)).float() * batch.mask
     source = random.Random(batch.seed)
     finish = torch.tensor([source.choice([FINISH_STOP, FINISH_STOP, FINISH_LENGTH]) for _ in range(rows)])
@@ -32,6 +34,7 @@ def step(batch: Batch) -> tuple[Rollouts, Scores]:
         policy_version=torch.zeros(rows, dtype=torch.long),
         temperature=torch.ones(rows),
     )
+
     scores = Scores(
         rewards=rewards.float(),
         valid=valid,
@@ -46,37 +49,48 @@ def step(batch: Batch) -> tuple[Rollouts, Scores]:
 
 
 def algorithm_of(name: str, **pieces):
+    """Return an algorithm with changed components."""
     return get_algorithm(name, pieces, max_response_tokens=6)
 
 
 def policy(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return new log-probs and entropies of every token of the whole step (by token id), float64."""
+    """Return the policy's log-probs and entropies [N] of all tokens, float64, indexed by token id."""
     base = flat(batch.noise("rollout", -3, -0.1)) + flat(batch.noise("new", -0.4, 0.4))
+
     return base.requires_grad_(), flat(batch.noise("entropy", 0, 2)).requires_grad_()
 
 
-def run(batch: Batch, algorithm, parts) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict]:
-    """Sum loss, gradients (with respect to log-probs and entropy) and metrics over micro-batches."""
+def run(batch: Batch, algorithm, micro_batches) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict]:
+    """Sum loss, gradients with respect to log-probs and entropy, and metrics over micro-batches."""
     log_probs, entropy = policy(batch)
-    total, metrics = torch.zeros((), dtype=torch.float64), Metrics()
-    for micro in parts:
-        loss, found = policy_objective(algorithm, micro, log_probs[micro.tokens], entropy[micro.tokens])
+    total = torch.zeros((), dtype=torch.float64)
+    metrics = Metrics()
+
+    for micro_batch in micro_batches:
+        loss, new_metrics = policy_objective(
+            algorithm, micro_batch, log_probs[micro_batch.tokens], entropy[micro_batch.tokens]
+        )
         total = total + loss
-        metrics += found
-    if parts:
+        metrics += new_metrics
+
+    if micro_batches:
         total.backward()
+
+    # No gradient and a zero gradient are equal here.
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in (log_probs, entropy)]
     return total.detach(), *gradients, metrics.values()
 
 
 def split(minibatch, seed: int):
-    """Cut a mini-batch into micro-batches of whole rows, in random order and sizes."""
+    """Split a mini-batch into micro-batches of whole rows, with random order and sizes."""
     source = random.Random(seed)
+    # Losses and gradients must not depend on how a mini-batch is split.
     rows = list(range(len(minibatch)))
     source.shuffle(rows)
-    parts = []
+
+    micro_batches = []
     while rows:
         size = source.randint(1, 3)
-        parts.append(minibatch.rows(rows[:size]))
+        micro_batches.append(minibatch.rows(rows[:size]))
         rows = rows[size:]
-    return parts
+    return micro_batches

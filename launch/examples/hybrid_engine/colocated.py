@@ -23,9 +23,16 @@ from megatron_rl.hf.weights import load_weights
 from megatron_rl.hybrid_engine import weight_transfer
 
 TINY = Qwen3Config(
-    hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=32, vocab_size=307, max_position_embeddings=512, tie_word_embeddings=False,
-)  # fmt: skip
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    vocab_size=307,
+    max_position_embeddings=512,
+    tie_word_embeddings=False,
+)
 
 
 def megatron_model(config: Any) -> Any:
@@ -115,7 +122,7 @@ def main(checkpoint: Path) -> None:
             for parameter in model.chunks[0].parameters():
                 parameter.mul_(1.0 + 0.5 * step)
 
-        # vLLM's own calls; cached keys and values are of the old weights.
+        # vLLM's own calls. Cached keys and values belong to the old weights.
         llm.start_weight_update()
         llm.update_weights({"update_info": {"version": step}})
         llm.finish_weight_update(str(step))

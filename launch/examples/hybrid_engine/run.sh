@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Keep vLLM equal to your own Megatron model, without this project's trainer: in one job, then in two.
+# Sync the weights of your own Megatron model into vLLM without this project's trainer: in one job, then in two.
 #
 #   launch/examples/hybrid_engine/run.sh [CHECKPOINT]      a Hugging Face directory of a Qwen3 model
 set -euo pipefail

@@ -2,12 +2,11 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 3 launch/examples/hybrid_engine/separate.py
 
-Ranks 0 and 1 train with tensor parallelism 2 in a world of their own; the last rank stands for a vLLM server,
-which knows nothing of that world. Here it answers over a pipe; for a real one start
-``vllm serve MODEL --worker-extension-cls megatron_rl.hybrid_engine.worker_extension.HybridWorker
---weight-transfer-config '{"backend": "megatron_rl"}'`` and let ``client`` be vLLM's own
-``HTTPVLLMWeightSyncClient``. A request is in flight during the second update: it is paused, kept, and
-finished with the new weights.
+Ranks 0 and 1 train with tensor parallelism 2 in a separate world; the last rank represents a vLLM server,
+which is not part of that world. Here it is called over a pipe; for a real one start ``vllm serve MODEL
+--worker-extension-cls megatron_rl.hybrid_engine.worker_extension.HybridWorker --weight-transfer-config
+'{"backend": "megatron_rl"}'`` and let ``client`` be vLLM's own ``HTTPVLLMWeightSyncClient``. A request is in
+flight during the second update: it is paused, kept, and finished with the new weights.
 """
 
 from __future__ import annotations
@@ -82,7 +81,12 @@ def train(rank: int, checkpoint: Path, pipe: str) -> None:
     load_weights(model, checkpoint)
 
     # Every trainer joins the rendezvous, and the first one calls the server.
-    rendezvous = {"address": "127.0.0.1", "port": free_port(), "trainers": TRAINERS, "workers": 1}
+    rendezvous = {
+        "address": "127.0.0.1",
+        "port": free_port(),
+        "trainers": TRAINERS,
+        "workers": 1,
+    }
     client = PipeClient(pipe) if rank == 0 else None
     sender = WeightTransferTrainerFactory.trainer_init(
         TrainerMeeting(model, rank=rank, **rendezvous),
@@ -152,8 +156,12 @@ class InFlight:
         if not self._started:
             from vllm import SamplingParams
 
-            sampling = SamplingParams(temperature=0.0, max_tokens=12, detokenize=False)
-            self._llm.llm_engine.add_request("kept", {"prompt_token_ids": [5, 6, 7]}, sampling)
+            sampling = SamplingParams(
+                temperature=0.0,
+                max_tokens=12,
+                detokenize=False,
+            )
+            self._llm.llm_engine.add_request("open", {"prompt_token_ids": [5, 6, 7]}, sampling)
             for _ in range(4):
                 self._llm.llm_engine.step()
             self._started = True

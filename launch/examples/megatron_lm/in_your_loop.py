@@ -6,7 +6,7 @@ torchrun --nproc-per-node 8 launch/examples/megatron_lm/in_your_loop.py --calcul
 from functools import partial
 
 import torch
-from gpt_builders import gpt_builder  # yours may stand here
+from gpt_builders import gpt_builder  # or your own
 from megatron.core.enums import ModelType
 from megatron.training import get_args, get_timers, initialize_megatron, print_rank_0
 from megatron.training.checkpointing import save_checkpoint

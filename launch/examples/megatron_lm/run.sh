@@ -10,10 +10,10 @@ if [ ! -f runs/quickstart-data/train.jsonl ]; then
 fi
 here=runs/examples/megatron_lm
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-if [ ! -d "$here/pretrained" ]; then # stands for what pretrain_gpt.py saved: the quickstart's warm-up, on one process
+if [ ! -d "$here/pretrained" ]; then # in place of a checkpoint of pretrain_gpt.py: the quickstart's warm-up on one process
     .venv/bin/python -m megatron_rl train configs/quickstart.yaml world_size=1 actor.layout.tensor=1 \
         actor.layout.pipeline=1 rollout.tensor=1 steps=1 actor.optimizer.warmup_steps=1 \
         "run_dir=$here/warm" "checkpoint.megatron=$here/pretrained"
 fi
 NPROC=2 bash launch/local.sh launch/examples/megatron_lm/run.yaml "$@"
-echo "pretrain_gpt.py --load $here/trained --use-checkpoint-args --finetune goes on from here"
+echo "continue with pretrain_gpt.py --load $here/trained --use-checkpoint-args --finetune"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on records of your own with other field names and a sampling profile per task, on 2 processes.
+# Train on your own records, with other field names and a sampling profile per task, on 2 processes.
 #
 #   launch/examples/own_data/run.sh [key=value …]      overrides of run.yaml
 set -euo pipefail

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train with a policy loss of your own that has settings, on 2 processes.
+# Train with your own policy loss and its settings, on 2 processes.
 #
 #   launch/examples/own_loss/run.sh [key=value …]      overrides of run.yaml
 set -euo pipefail

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 
-def score(*, response: str, ground_truth: str, brevity: float = 0.05, **_: Any) -> dict[str, float]:
+def score(
+    *,
+    response: str,
+    ground_truth: str,
+    brevity: float = 0.05,
+    **_: Any,
+) -> dict[str, float]:
     """Return 1 for the right sum, half for one digit of two, less ``brevity`` per character too many.
 
     It names the arguments that it reads; ``prompt`` and ``metadata`` are in ``_``.

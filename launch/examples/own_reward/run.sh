@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on a reward function of your own, with components, on 2 processes.
+# Train with your own reward function and its components, on 2 processes.
 #
 #   launch/examples/own_reward/run.sh [key=value …]      overrides of run.yaml
 set -euo pipefail

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PPO with critic, reference and a reward model that the run trains first, on 4 processes.
+# Train a reward model, then PPO with critic and reference against it, on 4 processes.
 #
 #   launch/examples/ppo_reward_model/run.sh [key=value …]      overrides of run.yaml
 set -euo pipefail

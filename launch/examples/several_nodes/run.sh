@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two nodes, played by two torchruns on this machine that meet at a port; 2 processes each.
+# Simulate two nodes of 2 processes with two torchruns on this machine, which rendezvous at a port.
 #
 #   launch/examples/several_nodes/run.sh [key=value …]      overrides of run.yaml
 #
@@ -12,7 +12,7 @@ if [ ! -f runs/quickstart-data/train.jsonl ]; then
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 port="${PORT:-29577}"
-node() { # its number among the two
+node() { # rank of the node, overrides
     .venv/bin/python -m torch.distributed.run --nnodes 2 --node-rank "$1" --nproc-per-node 2 \
         --rdzv-backend c10d --rdzv-id several_nodes --rdzv-endpoint "127.0.0.1:$port" \
         -m megatron_rl train launch/examples/several_nodes/run.yaml "${@:2}"

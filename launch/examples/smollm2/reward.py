@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def score(*, prompt: Any, response: str, ground_truth: Any, metadata: Mapping[str, Any]) -> float:
+def score(
+    *,
+    prompt: Any,
+    response: str,
+    ground_truth: Any,
+    metadata: Mapping[str, Any],
+) -> float:
     """Return 1 for an answer whose last number is ``ground_truth``, else 0."""
     numbers = re.findall(r"\d+", response)
     return float(bool(numbers) and numbers[-1] == str(ground_truth))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train SmolLM2-135M-Instruct by GRPO on two CPU cores, after the three engines' log-probs were compared.
+# Compare the log-probs of three engines on SmolLM2-135M-Instruct, then train it with GRPO, on two CPU cores.
 #
 #   launch/examples/smollm2/run.sh [key=value …]      overrides of grpo.yaml
 set -euo pipefail

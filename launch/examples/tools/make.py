@@ -35,7 +35,14 @@ if __name__ == "__main__":
     generator = random.Random(0)
     pairs = [(a, b) for a in range(10, 50) for b in range(2, 10)]
     generator.shuffle(pairs)
-    problems = [{"prompt": f"{a}*{b}=", "ground_truth": str(a * b), "task": "product"} for a, b in pairs]
+    problems = [
+        {
+            "prompt": f"{a}*{b}=",
+            "ground_truth": str(a * b),
+            "task": "product",
+        }
+        for a, b in pairs
+    ]
 
     # No held-out problem is demonstrated.
     turns = []

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train a policy that calls a tool and reads the answer, on 2 processes.
+# Train a policy that calls a tool and reads its result, on 2 processes.
 #
 #   launch/examples/tools/run.sh [key=value …]      overrides of run.yaml
 set -euo pipefail

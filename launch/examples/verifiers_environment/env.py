@@ -30,7 +30,13 @@ class Verifiers(AgentEnvironment):
             data = self.environment.get_eval_dataset()
 
         # A retry would generate a second response for the same turn.
-        client = OpenAIChatCompletionsClient(AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0))
+        client = OpenAIChatCompletionsClient(
+            AsyncOpenAI(
+                base_url=base_url,
+                api_key=api_key,
+                max_retries=0,
+            )
+        )
         output = await self.environment.run_rollout(data[episode.metadata["row"]], client, "policy", {})
         # verifiers returns an error; raised, it makes the sample invalid and not a reward of 0.
         if output.get("error"):

@@ -10,7 +10,7 @@ folder=runs/examples/verifiers
 bash launch/examples/smollm2/model.sh
 if [ ! -f "$folder/train.jsonl" ]; then
     mkdir -p "$folder"
-    # Beside .venv, which stays what the lock file says.
+    # Outside of .venv, which must agree with its lock file.
     "$python" -m pip install -q --target "$folder/packages" verifiers==0.1.14 reasoning-gym==0.1.25
     "$python" launch/examples/verifiers_environment/make.py "$folder" Sums
 fi

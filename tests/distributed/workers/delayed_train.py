@@ -1,4 +1,4 @@
-"""Run the command line with an engine that stops for random times, other ones on every rank."""
+"""Run the command line with an engine that sleeps for random times, different on every rank."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from megatron_rl.cli.main import main
 from megatron_rl.rollout.engines.torch.engine import TorchEngine
 
 LONGEST = 0.05
+"""Longest sleep in seconds."""
 
 
 def delay_steps() -> None:
     """Sleep up to ``LONGEST`` seconds before each step of the engine."""
+    # Replicas then finish in orders that change from run to run, which results must not depend on.
     source = random.Random(int(os.environ["RANK"]))
     step = TorchEngine.step
 
-    def late(*values: Any, **named: Any) -> Any:
+    def late(*values: Any, **keywords: Any) -> Any:
         time.sleep(source.uniform(0, LONGEST))
-        return step(*values, **named)
+        return step(*values, **keywords)
 
     setattr(TorchEngine, "step", late)
 

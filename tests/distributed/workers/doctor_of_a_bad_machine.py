@@ -1,4 +1,4 @@
-"""Run ``doctor`` where the machine of the second rank has no place for temporary files."""
+"""Run ``doctor`` on a job whose second rank has no folder for temporary files."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""torchrun with these arguments, forked as its ranks are; the first names a file for its process id."""
+"""Run torchrun in a forked process: the first argument is the file for its process ID, the rest its own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tests.campaign.runs import LAUNCHER_NAMES
 
 if __name__ == "__main__":
     preload()
+    # torchrun's ranks must not inherit the variables of this rank.
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_NAMES}
     torchrun = Forked([sys.executable, "-m", "torch.distributed.run", *sys.argv[2:]], env=environment)
     Path(sys.argv[1]).write_text(str(torchrun.pid))

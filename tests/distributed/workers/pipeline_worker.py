@@ -1,4 +1,4 @@
-"""Compare the shapes that pipeline stages expect with those that Megatron's own exchange tells them."""
+"""Compare the shapes that pipeline stages compute with those that Megatron's stages exchange."""
 
 from __future__ import annotations
 
@@ -26,30 +26,31 @@ LAYOUTS = (
     {"pipeline": 2, "virtual_pipeline": 4, "tensor": 2, "sequence_parallel": True},
 )
 ROWS = (1, 16)
+"""One row leaves stages idle; 16 rows fill the pipeline."""
 compared = 0
 
 
 class Compared(PipelineExchange):
-    """Ask Megatron, too."""
+    """Exchange that also runs Megatron's own and compares the shapes."""
 
     def _communicate_shapes(self, *tensors: Any) -> tuple[Any, Any]:
+
         global compared
-        expected, told = (
-            super()._communicate_shapes(*tensors),
-            P2PCommunicator._communicate_shapes(self, *tensors),
-        )
-        for one, other in zip(expected, told, strict=True):
-            if one is not None:
-                assert list(one) == list(other), (expected, told)
+        expected = super()._communicate_shapes(*tensors)
+        exchanged = P2PCommunicator._communicate_shapes(self, *tensors)
+        for computed, received in zip(expected, exchanged, strict=True):
+            if computed is not None:
+                assert list(computed) == list(received), (expected, exchanged)
                 compared += 1
         return expected
 
 
 def batch_of(rows: int) -> TrainBatch:
-    """Return rows of random lengths, the same on every rank."""
+    """Return rows of random lengths, equal on every rank."""
     generator = torch.Generator().manual_seed(rows)
     lengths = torch.randint(2, 40, (rows,), generator=generator)
     count = int(lengths.sum())
+
     return TrainBatch(
         tokens=torch.randint(0, 131, (count,), generator=generator),
         lengths=lengths,
@@ -62,20 +63,26 @@ def batch_of(rows: int) -> TrainBatch:
 def main() -> None:
     device.initialize(timeout=60)
     setattr(schedule, "PipelineExchange", Compared)
+    # Eight layers give every stage of the virtual pipeline one.
     config = config_of("qwen2")
     config.num_hidden_layers = 8
+
     for sizes in LAYOUTS:
         layout = ParallelLayout(tuple(range(dist.get_world_size())), **sizes)
         groups = ParallelGroups(layout)
-        dist.barrier(groups.pipeline)  # NCCL wants all of a group in its first call
+        dist.barrier(groups.pipeline)  # NCCL requires all members in a group's first call
         model = build_model(config, groups, dtype=torch.float32)
+        # Gradients need Megatron's data-parallel wrapper.
         wrap(model, True, None)
+
         for rows in ROWS:
             batch = batch_of(rows)
             schedule.forward_only(model, batch, 48, batch.response_mask)
             schedule.forward_backward(
                 model, batch, 48, batch.response_mask, lambda _, log_probs, __: (log_probs.sum(), Metrics())
             )
+
+    # Every rank has to have compared shapes, or the check would be empty on it.
     counts = torch.tensor([compared])
     dist.all_reduce(counts, dist.ReduceOp.MIN)
     if dist.get_rank() == 0:

@@ -1,8 +1,8 @@
-"""Run the command line, and hold a step against what it says of the actor's scoring pass.
+"""Run the command line, observing training steps and the exchange of metrics.
 
-``SCORING_PASS`` set to 1 lets the actor score each batch before it learns from it, whatever the settings say.
-A step that stops at a mismatch first writes which of the actor's weights have moved. At the end a rank says
-how often metrics travelled between the ranks.
+``SCORING_PASS=1`` lets the actor score each batch before it trains on it, whatever the configuration says.
+A step that stops at a mismatch prints which of the actor's weights have changed. At the end each rank
+prints how often metrics were exchanged.
 """
 
 from __future__ import annotations
@@ -19,32 +19,34 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.trainer import run
 from megatron_rl.trainer.loop import MismatchError
 
-train_step, all_gather_object = run.train_step, dist.all_gather_object
-travelled: list[Metrics] = []
+train_step = run.train_step
+all_gather_object = dist.all_gather_object
+exchanged: list[Metrics] = []
 
 
-def observed(source: Any, roles: Any, *rest: Any) -> Any:
-    """Take a step as `train_step` does."""
+def observed(source: Any, roles: Any, *arguments: Any) -> Any:
+    """Run `train_step` with the scoring pass of the environment; report changed weights on a mismatch."""
     roles.scoring_pass = roles.scoring_pass or os.environ.get("SCORING_PASS") == "1"
-    before = {name: value.clone() for name, value in live_parameters(roles.actor.model).items()}
+    weights_before = {name: value.clone() for name, value in live_parameters(roles.actor.model).items()}
     try:
-        return train_step(source, roles, *rest)
+        return train_step(source, roles, *arguments)
     except MismatchError:
-        after = live_parameters(roles.actor.model)
-        moved = [name for name, value in before.items() if not value.equal(after[name])]
-        print(f"weights that moved: {moved}", flush=True)
+        weights_after = live_parameters(roles.actor.model)
+        changed = [name for name, value in weights_before.items() if not value.equal(weights_after[name])]
+        print(f"changed weights: {changed}", flush=True)
         raise
 
 
 def counted(values: list[Any], value: Any, group: Any = None) -> None:
-    """Gather as torch does, and keep what is of metrics."""
+    """Gather objects as torch does, and count the metrics among them."""
     if isinstance(value, Metrics):
-        travelled.append(value)
+        exchanged.append(value)
     all_gather_object(values, value, group=group)
 
 
 if __name__ == "__main__":
-    run.train_step, dist.all_gather_object = observed, counted
+    run.train_step = observed
+    dist.all_gather_object = counted
     code = main()
-    print(f"metrics travelled {len(travelled)} times", flush=True)
+    print(f"metrics exchanged {len(exchanged)} times", flush=True)
     sys.exit(code)

@@ -1,6 +1,6 @@
-"""Run the command line and write down which files of the package the second step of its run executed.
+"""Run the command line and record which files of the package the run's second step executes.
 
-``TRACED_FILES`` names the file to write: one line for each, relative to the package.
+``TRACED_FILES`` names the output file: one path per line, relative to the package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PACKAGE = Path(str(megatron_rl.__file__)).parent
 
 
 def traced(step: Any) -> Any:
-    """Return ``step`` with its second call observed: by then everything that is made once is there."""
+    """Return ``step`` with its second call traced; objects that are created once exist by then."""
     files: set[str] = set()
     calls = 0
 
@@ -28,26 +28,28 @@ def traced(step: Any) -> Any:
         if event == "call":
             files.add(frame.f_code.co_filename)
 
-    def observed(*values: Any, **named: Any) -> Any:
+    def observed(*values: Any, **keywords: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls != 2:
-            return step(*values, **named)
+            return step(*values, **keywords)
+
+        # Threads that the step starts are traced too, and this thread separately.
         threading.setprofile(observe)
         sys.setprofile(observe)
         try:
-            return step(*values, **named)
+            return step(*values, **keywords)
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
-            own = {Path(file).relative_to(PACKAGE).as_posix() for file in files if inside(file)}
-            Path(os.environ["TRACED_FILES"]).write_text("\n".join(sorted(own)))
+            package_files = {Path(file).relative_to(PACKAGE).as_posix() for file in files if inside(file)}
+            Path(os.environ["TRACED_FILES"]).write_text("\n".join(sorted(package_files)))
 
     return observed
 
 
 def inside(file: str) -> bool:
-    """Say whether a file is one of the package's own."""
+    """Return whether a file belongs to the package."""
     return Path(file).is_relative_to(PACKAGE)
 
 

@@ -1,4 +1,4 @@
-"""What the workers of these tests share: one tiny training step in any layout, its results gathered."""
+"""Shared code of the workers: one training step of a tiny model in any layout, with results gathered."""
 
 from __future__ import annotations
 
@@ -35,25 +35,33 @@ ALGORITHM = get_algorithm(
         "policy_loss": {"entropy_coef": 0.01, "clip_low": 0.1, "clip_high": 0.1},
     },
 )
-# A large epsilon makes Adam's first step a smooth function of the gradient: with a small one it is the
-# gradient's sign, which is rounding noise where the gradient is zero.
+# Adam's first step with a small epsilon is the gradient's sign, which is rounding noise near zero.
+# A large epsilon makes it a smooth function of the gradient.
 OPTIMIZER = OptimizerConfig(
-    learning_rate=1e-2, epsilon=1e-3, weight_decay=0.1, clip_grad=0.05, warmup_steps=3, decay="linear"
+    learning_rate=1e-2,
+    epsilon=1e-3,
+    weight_decay=0.1,
+    clip_grad=0.05,
+    warmup_steps=3,
+    decay="linear",
 )
 
 
 def provider_of(path: str | Path, case: dict[str, Any]) -> Provider | None:
-    """Return the user's code of a case that has some, with the names of its parameters."""
+    """Return the case's user-defined model code and its parameter names, or None."""
     if "provider" not in case:
         return None
-    place = "tests.model_providers:"
-    return load_provider(place + case["provider"], place + "NAMES", checkpoint_arguments(path)[0])
+    module = "tests.model_providers:"
+    return load_provider(module + case["provider"], module + "NAMES", checkpoint_arguments(path)[0])
 
 
 def build(
-    path: str | Path, case: dict[str, Any], dtype: torch.dtype = torch.float32, trainable: bool = True
+    path: str | Path,
+    case: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    trainable: bool = True,
 ) -> ParallelModel:
-    """Return the model of ``case`` over all ranks, with the weights of the HF checkpoint at ``path``."""
+    """Build the case's model over all ranks, with the weights of the HF checkpoint at ``path``."""
     names = {field.name for field in fields(ParallelLayout)}
     sizes = {name: size for name, size in case.items() if name in names}
     layout = ParallelLayout(tuple(range(dist.get_world_size())), **sizes)
@@ -67,77 +75,97 @@ def build(
         provider=provider_of(path, case),
     )
     load_weights(model, path)
+
+    # Adapters come after loading: the checkpoint has none.
     if "lora" in case:
         add_adapters(model, LoraConfig(**case["lora"]), seed=1, trainable=trainable)
     return model
 
 
 def optimizer_of(model: ParallelModel, ddp: dict[str, Any] | None = None, **changes: Any) -> Optimizer:
-    """Wrap the model for training and return its optimizer."""
+    """Wrap the model for training and return its optimizer, with ``changes`` of `OPTIMIZER`."""
     config = replace(OPTIMIZER, **changes)
     wrap(model, config.distributed, ddp)
     return Optimizer(model, config, steps=20)
 
 
 def scores(model: ParallelModel, batch: TrainBatch, budget: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probs and entropy [N] of the response tokens, equal on all ranks."""
+    """Return log-probs and entropy [N] of the response tokens. Collective over all ranks."""
     selected = batch.response_mask
-    mine = forward_only(model, batch, budget, selected)
+    local = forward_only(model, batch, budget, selected)
     layout = model.groups.layout
+    # Ranks other than the output ranks hold no results, or copies.
     if dist.get_rank() not in layout.outputs():
-        mine = []
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+        local = []
+
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, local)
     starts = torch.cat((torch.zeros(1, dtype=torch.long), batch.lengths.cumsum(0)))
     log_probs = torch.full((len(batch.tokens),), torch.nan)
     entropy = log_probs.clone()
-    for micro in (micro for part in found for micro in part):
-        lengths = [int(batch.lengths[row]) for row in micro.rows]
-        for row, one, other in zip(
-            micro.rows, *(output.split(lengths) for output in micro.outputs), strict=True
+    for micro_batch in (micro_batch for outputs in gathered for micro_batch in outputs):
+        lengths = [int(batch.lengths[row]) for row in micro_batch.rows]
+        for row, row_log_probs, row_entropy in zip(
+            micro_batch.rows, *(output.split(lengths) for output in micro_batch.outputs), strict=True
         ):
-            log_probs[starts[row] : starts[row + 1]] = one
-            entropy[starts[row] : starts[row + 1]] = other
+            log_probs[starts[row] : starts[row + 1]] = row_log_probs
+            entropy[starts[row] : starts[row + 1]] = row_entropy
     return log_probs, entropy
 
 
 def train_step(
-    model: ParallelModel, optimizer: Optimizer, batch: TrainBatch, budget: int
+    model: ParallelModel,
+    optimizer: Optimizer,
+    batch: TrainBatch,
+    budget: int,
 ) -> dict[str, float]:
-    """Take one optimizer step; return loss, metrics, gradient norm and learning rate, equal on all ranks."""
+    """Run one optimizer step and return its metrics, loss, gradient norm and learning rate.
+
+    Collective over all ranks; results are equal.
+    """
     batch = with_loss_weights(batch, ALGORITHM)
     optimizer.zero_grad()
 
     def objective(
-        rows: TrainBatch, log_probs: torch.Tensor, entropy: torch.Tensor
+        rows: TrainBatch,
+        log_probs: torch.Tensor,
+        entropy: torch.Tensor,
     ) -> tuple[torch.Tensor, Metrics]:
+        # Only the sum of the losses is read below; the weight just has to be positive.
         loss, metrics = policy_objective(ALGORITHM, rows, log_probs, entropy)
         return loss, metrics + Metrics.mean("loss", float(loss.detach()), 1e-30)
 
     _, metrics = forward_backward(model, batch, budget, batch.response_mask, objective)
-    stepped = optimizer.step().values()
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, metrics if dist.get_rank() in model.groups.layout.outputs() else Metrics())
-    total = merge(found)
+    optimizer_values = optimizer.step().values()
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(
+        gathered, metrics if dist.get_rank() in model.groups.layout.outputs() else Metrics()
+    )
+    total = merge(gathered)
+    # Padding depends on the layout, and layouts are compared.
     values = {name: value for name, value in total.values().items() if not name.startswith("padding/")}
     values["loss"] = total.sums["loss"][0]
-    return {**values, **stepped}
+    return {**values, **optimizer_values}
 
 
 def gathered_weights(model: ParallelModel) -> dict[str, torch.Tensor]:
-    """Return the whole model's weights, and its adapters, under their HF names, on every rank."""
-    parameters, boxes = policy_weights(model) | adapter_parameters(model), source_boxes(model)
+    """Return the full weights of model and adapters under their HF names. Collective over all ranks."""
+    parameters = policy_weights(model) | adapter_parameters(model)
+    boxes = source_boxes(model)
     boxes += adapter_boxes(model) if model.adapters else []
-    mine = [(box, view_of(parameters[box.storage], box).clone()) for box in boxes]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    boxes = [item for part in found for item in part]
+    local = [(box, view_of(parameters[box.storage], box).clone()) for box in boxes]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, local)
+
+    boxes = [item for region in gathered for item in region]
+    # The ends of all boxes give the shapes; a region that no box covers stays NaN.
     shapes: dict[str, list[int]] = {}
     for box, _ in boxes:
         ends = [start + size for start, size in zip(box.start, box.size, strict=True)]
         shapes[box.name] = [max(pair) for pair in zip(ends, shapes.get(box.name, ends), strict=True)]
+
     weights = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
     for box, value in boxes:
-        part = tuple(slice(start, start + size) for start, size in zip(box.start, box.size, strict=True))
-        weights[box.name][part] = value.float()
+        region = tuple(slice(start, start + size) for start, size in zip(box.start, box.size, strict=True))
+        weights[box.name][region] = value.float()
     return weights

@@ -1,4 +1,4 @@
-"""The client of a server that answers letters: one JSON object in, one JSON object out, at one path each."""
+"""Client of a server with one JSON object as request and one as response, on one path per call."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from megatron_rl.rollout.engines.servers import ServerError
 from megatron_rl.rollout.types import Completion, GenerationRequest
 
 SECONDS = 20.0
+"""Seconds for a request other than generation."""
 
 
 def make_server(url: str) -> LetterServer:
-    """Return the server at ``url``."""
+    """Return the client of the server at ``url``."""
     return LetterServer(url)
 
 
 class LetterServer:
-    """See `rollout.engines.servers.Server`."""
+    """Implementation of `rollout.engines.servers.Server`."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -39,6 +40,7 @@ class LetterServer:
     async def generate(
         self, session: aiohttp.ClientSession, request: GenerationRequest, weights: str, seconds: float
     ) -> Completion:
+        # The protocol is this engine's own; only the method names are prescribed.
         letter = {
             "number": request.number,
             "tokens": list(request.tokens),
@@ -47,12 +49,15 @@ class LetterServer:
             "seed": request.seed,
             "done": request.done,
         }
+
         limit = aiohttp.ClientTimeout(total=seconds)
         try:
             async with session.post(f"{self.url}/generate", json=letter, timeout=limit) as reply:
                 answer = (await reply.json())["answer"]
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise ServerError(f"{self.url}: {error}") from error
+
+        # A server that was restarted may have lost its weights since the last check.
         if answer["weights"] != weights:
             raise ServerError(f"{self.url}: weights {answer['weights']} instead of {weights}")
         return Completion(request.number, answer["tokens"], answer["log_probs"], answer["finish_reason"])

@@ -1,8 +1,8 @@
-"""Stand where Transformer Engine lies on a GPU machine: the classes that Megatron-Core builds on, in torch.
+"""Stand-in of Transformer Engine: the classes that Megatron-Core's layers derive from, in torch.
 
-Found through the module path alone: put ``tests/te_standin`` on PYTHONPATH. What is here has the signatures
-of the real package (``signatures.json``) and computes what it documents, on the host and in plain torch.
-What is not here (8-bit formats, fused optional kernels, graphs) raises or cannot be imported.
+It is found through the module path alone: put ``tests/te_standin`` on PYTHONPATH. Its classes have the
+signatures of the real package (``signatures.json``) and compute what it documents, on the host in torch.
+Missing parts (8-bit formats, fused optional kernels, graphs) raise an error or cannot be imported.
 """
 
 from transformer_engine import common, pytorch

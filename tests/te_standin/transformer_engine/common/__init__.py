@@ -1,4 +1,4 @@
-"""Hold what frameworks share."""
+"""Parts shared between frameworks."""
 
 from transformer_engine.common import recipe
 

@@ -1,5 +1,5 @@
-"""Name the recipes of 8-bit training, which the host does not do."""
+"""Recipes of 8-bit training, by name only: the host does not support it."""
 
 
 class DelayedScaling:
-    """Be a base class for Megatron-Core's own."""
+    """Base class of a class of Megatron-Core's."""

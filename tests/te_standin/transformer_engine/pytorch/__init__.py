@@ -1,4 +1,4 @@
-"""Give the modules of Transformer Engine that Megatron-Core's layers derive from."""
+"""The modules that Megatron-Core's layers derive from."""
 
 from transformer_engine.pytorch import distributed, fp8, ops, optimizers, router
 from transformer_engine.pytorch.attention import DotProductAttention

@@ -1,4 +1,4 @@
-"""Exchange activations between tensor-parallel ranks, forward and backward, with plain collectives."""
+"""Exchange of activations between tensor-parallel ranks, forward and backward, with plain collectives."""
 
 from contextlib import nullcontext
 
@@ -7,30 +7,30 @@ import torch.distributed as dist
 
 
 class CudaRNGStatesTracker:
-    """Be a base class for Megatron-Core's own, which this package's models do not take."""
+    """Base class of a class of Megatron-Core's that this package's models do not use."""
 
 
 def activation_recompute_forward(activation_recompute=False, recompute_phase=False):
-    """Mark a forward pass that is repeated; only 8-bit scaling asks."""
+    """Return a context for a recomputed forward pass; it would matter to 8-bit scaling alone."""
     return nullcontext()
 
 
 def gathered(tensor, group):
-    """Return the group's parts one after another along the first dimension."""
+    """Return the shards of all ranks concatenated along the first dimension. Collective over the group."""
     out = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
     dist.all_gather_into_tensor(out, tensor.contiguous(), group=group)
     return out
 
 
 def scattered(tensor, group):
-    """Return this rank's part, along the first dimension, of the sum over the group."""
+    """Return this rank's shard, along the first dimension, of the sum. Collective over the group."""
     out = tensor.new_empty((tensor.shape[0] // group.size(), *tensor.shape[1:]))
     dist.reduce_scatter_tensor(out, tensor.contiguous(), group=group)
     return out
 
 
 def summed(tensor, group):
-    """Return the sum over the group."""
+    """Return the sum over ranks. Collective over the group."""
     out = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group)
     return out
@@ -55,10 +55,10 @@ class _Exchange(torch.autograd.Function):
 
 
 def into_column(tensor, group, sequence_parallel):
-    """Give a column-parallel product its input: whole, its gradient summed over the group."""
+    """Return the complete input of a column-parallel product; its gradient is summed over the group."""
     return _Exchange.apply(tensor, gathered if sequence_parallel else _same, group)
 
 
 def out_of_row(tensor, group, sequence_parallel):
-    """Sum up what a row-parallel product gives; under sequence parallelism each rank keeps its part."""
+    """Return the sum of row-parallel products, or with sequence parallelism this rank's shard of it."""
     return _Exchange.apply(tensor, scattered if sequence_parallel else summed, group)

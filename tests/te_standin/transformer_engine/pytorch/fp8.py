@@ -1,10 +1,10 @@
-"""Answer that nothing is computed in 8 bits."""
+"""State of 8-bit computation, which is always off."""
 
 from contextlib import nullcontext
 
 
 class FP8GlobalStateManager:
-    """Say what the process's 8-bit state is: off."""
+    """State of 8-bit computation in this process: off."""
 
     @staticmethod
     def is_fp8_enabled():
@@ -13,14 +13,14 @@ class FP8GlobalStateManager:
 
 
 def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=None, _graph=False):
-    """Enter a context without 8-bit formats, the only one of the host."""
+    """Return a context without 8-bit formats, the only kind on the host."""
     if enabled or calibrating:
         raise NotImplementedError("the stand-in of Transformer Engine computes in no 8-bit format")
     return nullcontext()
 
 
 def fp8_model_init(enabled=True, recipe=None, preserve_high_precision_init_val=False):
-    """Return a context in which modules are built with weights of the full precision, as outside of it."""
+    """Return a context in which modules have weights of full precision, as outside of it."""
     if enabled:
         raise NotImplementedError("the stand-in of Transformer Engine computes in no 8-bit format")
     return nullcontext()

@@ -1,12 +1,12 @@
-"""Name the operations of the fuser that Megatron-Core's annotations name."""
+"""Operations that Megatron-Core's type annotations name."""
 
 
 class FusibleOperation:
-    """Cannot be built here."""
+    """Operation that the stand-in does not have."""
 
     def __init__(self):
         raise NotImplementedError("the stand-in of Transformer Engine has no operation fuser")
 
 
 class Sequential(FusibleOperation):
-    """Cannot be built here."""
+    """Operation that the stand-in does not have."""

@@ -1,4 +1,4 @@
-"""Name the fused router's functions, which Megatron-Core imports and calls where a user asks for them."""
+"""The fused router's functions, which Megatron-Core imports, and calls only if a user enables them."""
 
 
 def _fused(*_, **__):

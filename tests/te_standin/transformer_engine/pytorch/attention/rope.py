@@ -1,4 +1,4 @@
-"""Rotary embedding, with the angles of every place given."""
+"""Rotary position embedding with given angles."""
 
 import torch
 
@@ -7,7 +7,7 @@ def apply_rotary_pos_emb(
     t, freqs, tensor_format="sbhd", start_positions=None, interleaved=False, fused=False,
     cu_seqlens=None, cp_size=1, cp_rank=0,
 ):  # fmt: skip
-    """Return ``t`` [s, b, h, d] turned by ``freqs`` [s, 1, 1, d2] of its first d2 numbers."""
+    """Return ``t`` [s, b, h, d] with its first d2 numbers rotated by ``freqs`` [s, 1, 1, d2]."""
     if (tensor_format, start_positions, cu_seqlens, cp_size) != ("sbhd", None, None, 1):
         raise NotImplementedError("the stand-in of Transformer Engine turns places whose angles are given")
     assert fused, "Megatron-Core has its own where it is not"

@@ -1,4 +1,4 @@
-"""Give the modules with weights."""
+"""The modules with weights."""
 
 from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
 from transformer_engine.pytorch.module.layernorm import LayerNorm

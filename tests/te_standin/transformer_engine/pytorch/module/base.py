@@ -1,11 +1,11 @@
-"""What modules with weights share: parameters, the 8-bit state that stays empty, tensor parallelism."""
+"""Common parts of modules with weights: parameters, the empty 8-bit state, tensor parallelism."""
 
 import torch
 import torch.nn.functional as functional
 
 
 class TransformerEngineBaseModule(torch.nn.Module):
-    """Hold parameters that are initialised as Transformer Engine initialises them."""
+    """Module whose parameters are initialised as in Transformer Engine."""
 
     def __init__(self, name=None):
         super().__init__()
@@ -15,16 +15,16 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.tp_group, self.tp_size = None, 1
 
     def set_tensor_parallel_group(self, tp_group):
-        """Take the group over which weights are cut."""
+        """Set the group over which weights are sharded."""
         self.tp_group = tp_group
 
     def join(self, tp_group, tp_size):
-        """Take the group and its size; without a group the size is what the caller says."""
+        """Set the group and its size; without a group the size is ``tp_size``."""
         self.tp_size = tp_size if tp_group is None else tp_group.size()
         self.set_tensor_parallel_group(tp_group)
 
     def add(self, name, shape, init, dtype, device, tracker=None):
-        """Register a parameter; ``init`` fills it, under the ``tracker``'s generator where there is one."""
+        """Register a parameter and fill it with ``init``, under the generator of a given ``tracker``."""
         value = torch.empty(shape, dtype=dtype, device=device)
         if tracker is None:
             init(value)
@@ -35,31 +35,31 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.register_parameter(name, torch.nn.Parameter(value))
 
     def init_fp8_metadata(self, num_gemms=1):
-        """Prepare nothing: there is no 8-bit format."""
+        """Do nothing: there is no 8-bit format."""
 
     def get_extra_state(self):
-        """Return the state of 8-bit scaling: no bytes."""
+        """Return the state of 8-bit scaling, which is empty."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state):
-        """Take the state of 8-bit scaling, which must be none."""
+        """Accept the state of 8-bit scaling, which must be empty."""
         if state is not None and state.numel():
             raise NotImplementedError("the stand-in of Transformer Engine takes no 8-bit state")
 
     def backward_dw(self):
-        """Refuse: weight gradients are not delayed."""
+        """Raise NotImplementedError: weight gradients are not delayed."""
         raise NotImplementedError("the stand-in of Transformer Engine delays no weight gradients")
 
 
 def refuse(**settings):
-    """Raise where a setting asks for what the stand-in does not have."""
+    """Raise NotImplementedError if any setting requests a feature that the stand-in lacks."""
     asked = sorted(name for name, value in settings.items() if value)
     if asked:
         raise NotImplementedError(f"the stand-in of Transformer Engine has no {', '.join(asked)}")
 
 
 def default_init(weight):
-    """Fill as Transformer Engine does where it is told nothing."""
+    """Fill a tensor with Transformer Engine's default initialisation."""
     torch.nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
@@ -69,13 +69,13 @@ def constant(value):
 
 
 def cut(parameter, dim):
-    """Mark along which dimension a parameter is cut, as Megatron-Core's optimizer asks for it."""
+    """Mark the dimension along which a parameter is sharded, as Megatron-Core's optimizer expects."""
     for name, value in (("tensor_model_parallel", True), ("partition_dim", dim), ("partition_stride", 1)):
         setattr(parameter, name, value)
 
 
 def normalise(hidden, weight, bias, eps, kind, zero_centered):
-    """Return the LayerNorm or RMSNorm of ``hidden``, summed up in float32, in its dtype."""
+    """Return the LayerNorm or RMSNorm of ``hidden``, computed in float32, in its dtype."""
     scale = weight.float() + 1.0 if zero_centered else weight.float()
     if kind == "RMSNorm":
         return functional.rms_norm(hidden.float(), scale.shape, scale, eps).to(hidden.dtype)
@@ -83,7 +83,7 @@ def normalise(hidden, weight, bias, eps, kind, zero_centered):
 
 
 class Norm(TransformerEngineBaseModule):
-    """What `LayerNorm` and `RMSNorm` share, whose arguments are compared file by file with the real ones."""
+    """Common part of `LayerNorm` and `RMSNorm`, whose signatures are compared with the real ones by file."""
 
     def _prepare(
         self, normalized_shape, hidden_size, eps, sequence_parallel, params_dtype, zero_centered_gamma, more

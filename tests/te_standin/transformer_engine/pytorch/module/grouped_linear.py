@@ -1,4 +1,4 @@
-"""The linear layers of all experts of a rank, in one module."""
+"""Linear layers of all experts of a rank, in one module."""
 
 import torch
 import torch.nn.functional as functional
@@ -13,7 +13,7 @@ from transformer_engine.pytorch.module.base import (
 
 
 class GroupedLinear(TransformerEngineBaseModule):
-    """Apply a linear transformation of its own to each part of the rows; others exchange the rows."""
+    """Linear layer of each expert on its own split of the rows; rows are exchanged elsewhere."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class GroupedLinear(TransformerEngineBaseModule):
                 setattr(self, f"bias{index}", torch.empty(0, dtype=params_dtype, device=device))
 
     def forward(self, inp, m_splits, is_first_microbatch=None, out=None, dgrad_out=None):
-        """Return [rows, out_features]; ``m_splits`` says how many rows each transformation takes."""
+        """Return [rows, out_features]; ``m_splits`` contains each expert's number of rows."""
         refuse(out=out is not None, dgrad_out=dgrad_out is not None)
         splits = [int(size) for size in m_splits]
         assert len(splits) == self.num_gemms

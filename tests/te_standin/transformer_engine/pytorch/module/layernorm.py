@@ -4,7 +4,7 @@ from transformer_engine.pytorch.module.base import Norm
 
 
 class LayerNorm(Norm):
-    """Normalise the last dimension."""
+    """LayerNorm over the last dimension."""
 
     kind = "LayerNorm"
 

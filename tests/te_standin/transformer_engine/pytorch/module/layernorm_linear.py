@@ -1,11 +1,11 @@
-"""A norm and the linear layer behind it, in one module."""
+"""Norm followed by a linear layer, in one module."""
 
 from transformer_engine.pytorch.module.base import constant, normalise, refuse
 from transformer_engine.pytorch.module.linear import CutLinear
 
 
 class LayerNormLinear(CutLinear):
-    """Apply a norm, then a linear transformation."""
+    """Norm followed by a linear layer."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class LayerNormLinear(CutLinear):
         self._weights(init_method, params_dtype, device, get_rng_state_tracker)
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
-        """Return the product of the normalised input, and the bias where it is not added here."""
+        """Return the product of the normalised input, and the bias if it is not added here."""
         refuse(fp8_output=fp8_output, fp8_grad=fp8_grad)
         return self._product(
             normalise(

@@ -1,4 +1,4 @@
-"""A linear layer whose weight may be cut by columns or rows."""
+"""Linear layer whose weight may be sharded by columns or rows."""
 
 import torch
 import torch.nn.functional as functional
@@ -14,7 +14,7 @@ from transformer_engine.pytorch.module.base import (
 
 
 class CutLinear(TransformerEngineBaseModule):
-    """What `Linear` and `LayerNormLinear` share: a weight, a bias, and the product."""
+    """Common part of `Linear` and `LayerNormLinear`: weight, bias and product."""
 
     def _prepare(self, in_features, out_features, bias, return_bias, mode, sequence_parallel):
         self.parallel_mode = mode
@@ -53,7 +53,7 @@ class CutLinear(TransformerEngineBaseModule):
 
 
 class Linear(CutLinear):
-    """Apply a linear transformation."""
+    """Linear layer."""
 
     def __init__(
         self,
@@ -97,6 +97,6 @@ class Linear(CutLinear):
         self._weights(init_method, params_dtype, device, get_rng_state_tracker)
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
-        """Return the product [.., out_features], and the bias where it is not added here."""
+        """Return the product [.., out_features], and the bias if it is not added here."""
         refuse(fp8_output=fp8_output, fp8_grad=fp8_grad)
         return self._product(inp)

@@ -4,7 +4,7 @@ from transformer_engine.pytorch.module.base import Norm
 
 
 class RMSNorm(Norm):
-    """Normalise the last dimension."""
+    """RMSNorm over the last dimension."""
 
     kind = "RMSNorm"
 

@@ -1,4 +1,4 @@
-"""Give the fused optimizers and the functions over lists of tensors."""
+"""The fused optimizers and the functions on lists of tensors."""
 
 import torch
 
@@ -13,13 +13,13 @@ __all__ = [
 
 
 def multi_tensor_l2norm(chunk_size, noop_flag, tensor_lists, per_tensor=False):
-    """Return the norm [1] of all tensors together, and the norm of each where asked for, in float32."""
+    """Return the norm [1] over all tensors, and each tensor's norm if requested, in float32."""
     norms = torch.stack([tensor.float().norm() for tensor in tensor_lists[0]])
     return norms.norm().view(1), norms if per_tensor else norms.new_empty(0)
 
 
 def multi_tensor_scale(chunk_size, noop_flag, tensor_lists, scale):
-    """Write ``scale`` times the first list into the second; the flag says that a number was not finite."""
+    """Write ``scale`` times the first list into the second; the flag is set if a number is not finite."""
     for source, target in zip(*tensor_lists, strict=True):
         if not torch.isfinite(source).all():
             noop_flag.fill_(1)

@@ -1,4 +1,4 @@
-"""Adam whose step count is the parameter group's."""
+"""Adam with one step count per parameter group."""
 
 import torch
 
@@ -6,7 +6,7 @@ from transformer_engine.pytorch.module.base import refuse
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Step weights as Adam or AdamW does; state in float32, the number of steps in each group, an integer."""
+    """Adam or AdamW with float32 state and an integer step count in each group."""
 
     def __init__(
         self,
@@ -39,10 +39,10 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None, grad_scaler=None):
-        """Step every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None if closure is None else closure()
         for group in self.param_groups:
-            # A group that is empty on this rank counts too: others share its state.
+            # The count also advances for a group that is empty on this rank: other ranks share its state.
             group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
                 if parameter.grad is not None:

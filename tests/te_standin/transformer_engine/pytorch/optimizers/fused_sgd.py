@@ -8,7 +8,7 @@ required = object()
 
 
 class FusedSGD(torch.optim.SGD):
-    """Step weights as torch's SGD does."""
+    """Stochastic gradient descent as in torch."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Call a function over lists of tensors."""
+"""Application of a function to lists of tensors."""
 
 
 class MultiTensorApply:
-    """Call a function with a chunk's size; tensors without elements are left out."""
+    """Callable that passes its chunk size to a function, and leaves out tensors without elements."""
 
     def __init__(self, chunk_size):
         self.chunk_size = chunk_size

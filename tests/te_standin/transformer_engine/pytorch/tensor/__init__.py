@@ -1,7 +1,7 @@
-"""Name the tensors of 8-bit formats, of which there are none."""
+"""Tensors of 8-bit formats, by name only."""
 
 import torch
 
 
 class QuantizedTensor(torch.Tensor):
-    """Be what no tensor is."""
+    """Type of no tensor."""

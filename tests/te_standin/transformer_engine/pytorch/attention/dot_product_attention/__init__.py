@@ -1,4 +1,4 @@
-"""Give the attention module."""
+"""The attention module."""
 
 from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import (
     DotProductAttention,

@@ -1,4 +1,4 @@
-"""Causal attention inside the rows of a packed sequence, with what the real module insists on."""
+"""Causal attention within the rows of a packed sequence, with the real module's checks."""
 
 import math
 from itertools import pairwise
@@ -8,7 +8,7 @@ import torch
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, refuse
 
 _attention_backends = {}
-"""What the real module has chosen last; the host has no kernels to choose from."""
+"""Backend that the real module chose last; the host has no kernels to choose from."""
 
 
 def _forgive(module, incompatible):
@@ -17,7 +17,7 @@ def _forgive(module, incompatible):
 
 
 class DotProductAttention(TransformerEngineBaseModule):
-    """Attend in THD format, where rows lie one after another and ``cu_seqlens`` says where each begins."""
+    """Attention in THD format: rows are concatenated, and ``cu_seqlens`` contains their boundaries."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         assert self.window_size[0] >= -1 and self.window_size[1] == 0, "for a causal mask"
         self.softmax_scale = 1.0 / math.sqrt(sizes[0]) if softmax_scale is None else softmax_scale
         self.cp_comm_type = cp_comm_type
-        # A checkpoint without the module's 8-bit state is not said to lack it, as Megatron-Core's are.
+        # As in Megatron-Core, a checkpoint may lack the state of 8-bit scaling.
         self.register_load_state_dict_post_hook(_forgive)
 
     def forward(
