@@ -35,7 +35,7 @@ if [ -z "$device" ]; then
     if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then device=gpu; fi
 fi
 
-venv="$root/.venv"
+venv="${VENV:-$root/.venv}"
 python="$venv/bin/python"
 say() { echo "setup: $*" >&2; }
 fail() { # what is wrong / expected / got / fix, one line each
