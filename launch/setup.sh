@@ -169,19 +169,77 @@ install_cuda_12() { # lock
         pip_install --no-deps "transformer_engine_cu12==$te"
 }
 
-# Transformer Engine's torch part comes as source and has to be compiled against the installed torch
-# (`--no-build-isolation`; isolated, pip would compile against the newest torch, whose ABI is another). The
-# headers are those of NVIDIA's wheels, so that no CUDA toolkit has to be installed.
-install_transformer_engine() { # lock
-    local wanted
-    if "$python" -c 'import transformer_engine.pytorch' >/dev/null 2>&1; then return; fi
-    wanted="transformer_engine_torch==$(sed -n 's/^transformer-engine==//p' "$1")"
-    say "compiling $wanted against the installed torch (10 to 30 minutes, once)"
-    NVTE_BUILD_USE_NVIDIA_WHEELS=1 MAX_JOBS="${MAX_JOBS:-$(nproc)}" \
-        pip_install --no-deps --no-build-isolation "$wanted" || fail "could not compile $wanted" \
-        "expected: a C++17 compiler (g++), and the headers of NVIDIA's wheels in .venv" \
+has_transformer_engine() {
+    "$python" -c 'import sys; from megatron_rl.config.derive import has_transformer_engine as has; sys.exit(not has())'
+}
+
+# Looked for before anything is downloaded: what compiles Transformer Engine.
+check_compiler() {
+    local header
+    if has_transformer_engine; then return; fi
+    header="$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h"
+    if ! command -v g++ >/dev/null || [ ! -f "$header" ]; then
+        fail "Transformer Engine cannot be compiled here; nothing was downloaded" \
+            "expected: a C++17 compiler (g++) on PATH, and $header" \
+            "got: $(command -v g++ || echo 'no g++'); $(ls "$header" 2>/dev/null || echo "no Python.h")" \
+            "fix: apt-get install g++ python3-dev (that of $("$python" --version)), or use an image with Transformer Engine (launch/Dockerfile)"
+    fi
+}
+
+# Print the folders with CUDA's headers, separated by colons: those of NVIDIA's wheels in .venv and among the
+# system's packages (Transformer Engine's own search takes one of the two), then those of a toolkit.
+cuda_headers() {
+    "$python" - "$venv/headers" "${CUDA_HOME:-/usr/local/cuda}" <<'EOF'
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+wheels = find_spec("nvidia")
+installed = (wheels and wheels.submodule_search_locations) or ()
+roots = [Path(sys.argv[1]) / "nvidia", *map(Path, installed)]
+folders = [folder for root in roots for folder in sorted(root.glob("*/include"))]
+toolkit = Path(sys.argv[2]) / "include"
+print(":".join(map(str, [*folders, *([toolkit] if toolkit.is_dir() else [])])))
+EOF
+}
+
+compiles_with() { # folders
+    printf '#include <%s>\n' cuda_runtime.h cuda_bf16.h cublasLt.h cudnn.h cusolverDn.h cusparse.h nccl.h nvrtc.h |
+        CPLUS_INCLUDE_PATH="$1" g++ -std=c++17 -fsyntax-only -x c++ -
+}
+
+# A container's torch comes without the headers of CUDA's compiler (crt, nv/target), which other headers include.
+fetch_cuda_headers() {
+    local release wheels="nvidia-cuda-crt nvidia-cuda-cccl"
+    release="$("$python" -c 'import torch; print(torch.version.cuda)')"
+    case "$release" in 12.*) wheels="nvidia-cuda-nvcc-cu12 nvidia-cuda-cccl-cu12" ;; esac
+    say "fetching headers of CUDA $release"
+    # shellcheck disable=SC2086
+    pip_install --no-deps --target "$venv/headers" $(printf "%s==$release.* " $wheels)
+    compiles_with "$(cuda_headers)" || fail "headers of CUDA are missing" \
+        "expected: those of CUDA $release, cuDNN and NCCL, in NVIDIA's wheels or in a toolkit at CUDA_HOME" \
         "got: the compiler's message above" \
-        "fix: install g++ (apt-get install g++) and run launch/setup.sh again, or start from an image that has it (launch/Dockerfile)"
+        "fix: install a CUDA $release toolkit with cuDNN and NCCL, set CUDA_HOME, and run launch/setup.sh --gpu again"
+}
+
+# Transformer Engine's torch part comes as source and has to be compiled against the installed torch
+# (`--no-build-isolation`; isolated, pip would compile against the newest torch, whose ABI is another).
+install_transformer_engine() { # lock
+    local wanted headers wheels=0
+    if has_transformer_engine && "$python" -c 'import transformer_engine.pytorch' 2>/dev/null; then return; fi
+    wanted="transformer_engine_torch==$(sed -n 's/^transformer-engine==//p' "$1")"
+    compiles_with "$(cuda_headers)" 2>/dev/null || fetch_cuda_headers
+    headers="$(cuda_headers)"
+    # Its build stops where it is told to use NVIDIA's wheels and there are none.
+    case "$headers" in */nvidia/*) wheels=1 ;; esac
+
+    say "compiling $wanted against the installed torch (10 to 30 minutes, once)"
+    CPLUS_INCLUDE_PATH="$headers" NVTE_BUILD_USE_NVIDIA_WHEELS="$wheels" MAX_JOBS="${MAX_JOBS:-$(nproc)}" \
+        pip_install --no-deps --no-build-isolation "$wanted" || fail "could not compile $wanted" \
+        "expected: an extension for torch $("$python" -c 'import torch; print(torch.__version__)')" \
+        "got: the compiler's message above" \
+        "fix: mend what it names and run launch/setup.sh --gpu again, or use an image with Transformer Engine (launch/Dockerfile)"
+    rm -rf "$venv/headers"
 }
 
 self_test_gpu() {
@@ -221,6 +279,7 @@ install_gpu() {
         "expected: a driver for CUDA $cuda; none of torch, vllm, Transformer Engine and Apex, or builds that fit" \
         "got: the lines above" "fix: as said above"
 
+    check_compiler
     say "installing the GPU stack of $lock for CUDA $cuda (about 8 GB)"
     pip_install --no-deps -r "$wanted" || fail "could not install the packages of $lock" \
         "expected: every package of it on the configured index, at that version" \
