@@ -28,7 +28,8 @@ OLDEST_DRIVER = {13: 580, 12: 525}
 
 BUILD_VLLM = (
     f"build vLLM against this torch: git clone --branch v{VLLM} https://github.com/vllm-project/vllm; "
-    "cd vllm; python use_existing_torch.py; pip install --no-build-isolation -e ."
+    "cd vllm; python tools/use_existing_torch.py; pip install -r requirements/build/cuda.txt; "
+    "pip install --no-build-isolation -e ."
 )
 
 COMPILED_HERE = "transformer-engine-torch"

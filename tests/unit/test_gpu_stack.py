@@ -84,7 +84,7 @@ def test_a_vendors_build_of_the_release_is_tried(image: str):
     findings = unfit_packages(TRIED_AFTERWARDS[image])
     assert [finding.level for finding in findings] == ["warning"]
     assert findings[0].fix is not None
-    assert "use_existing_torch.py" in findings[0].fix
+    assert "tools/use_existing_torch.py" in findings[0].fix
 
 
 @pytest.mark.parametrize("image", REFUSED)
@@ -98,7 +98,7 @@ def test_a_newer_torch_names_what_would_have_to_be_built():
     (finding,) = unfit_packages({"torch": "2.14.0", "flash-attn": "2.8.3"})
     assert "flash-attn of this machine cannot load with" in finding.text
     assert finding.fix is not None
-    assert "use_existing_torch.py" in finding.fix
+    assert "tools/use_existing_torch.py" in finding.fix
 
 
 def test_the_indexs_apex_is_named_as_what_it_is():
