@@ -6,8 +6,9 @@
 #   --dev         also the tools of launch/test.sh and launch/lint.sh
 #   --cpu, --gpu  overrule the detection (a GPU machine is one where nvidia-smi lists a GPU)
 #   --cuda 12     the GPU stack for drivers 525 to 579, which cannot run CUDA 13
-#   PYTHON=…      the interpreter that .venv is made with (default: the first of python3.11, python3.12,
+#   PYTHON=…      the interpreter that .venv is made with (default: the first of python3.12, python3.11,
 #                 python3 that is 3.11 or newer and can make environments)
+#   VENV=…        the environment's folder instead of .venv
 #
 # Python 3.12 gets Megatron-Core 0.19, Python 3.11 the last version that supports it, 0.16.1.
 set -euo pipefail
@@ -54,20 +55,20 @@ usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3,
 
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-python3.11 python3.12 python3}; do
+    for candidate in ${PYTHON:-python3.12 python3.11 python3}; do
         if command -v "$candidate" >/dev/null && usable "$candidate"; then echo "$candidate"; return; fi
     done
     fail "no usable Python" \
         "expected: Python 3.11 or newer with the venv and ensurepip modules" \
         "got: ${PYTHON:-$(python3 --version 2>/dev/null || echo 'no python3')} on PATH" \
-        "fix: install Python 3.11 (and python3.11-venv on Debian or Ubuntu), or set PYTHON=/path/to/python3.11"
+        "fix: install Python 3.12 (and python3.12-venv on Debian or Ubuntu), or set PYTHON=/path/to/python3.12"
 }
 
 make_venv() {
     local interpreter
     if [ -e "$venv" ] && usable "$python" && "$python" -m pip --version >/dev/null 2>&1; then return; fi
     interpreter="$(find_python)"
-    if [ -e "$venv" ]; then say "replacing .venv: its Python does not run or is too old"; fi
+    if [ -e "$venv" ]; then say "replacing $venv: its Python does not run or is too old"; fi
     # On a GPU machine the environment sees the system's packages, so that a container's own builds of
     # torch, Transformer Engine and Apex are used.
     if [ "$device" = gpu ]; then
@@ -75,7 +76,7 @@ make_venv() {
     else
         "$interpreter" -m venv --clear "$venv"
     fi
-    say "made .venv with $("$python" --version)"
+    say "made $venv with $("$python" --version)"
 }
 
 # Compiling every module of these packages costs a minute of processor time; most of them are never imported.
@@ -140,7 +141,7 @@ EOF
 check_cpu() {
     OMP_NUM_THREADS=1 "$python" -W ignore - <<'EOF' || fail "the installed stack does not import" \
         "expected: torch, megatron.core, transformers and vllm" \
-        "got: the message above" "fix: rm -rf .venv, then run launch/setup.sh again"
+        "got: the message above" "fix: rm -rf $venv, then run launch/setup.sh again"
 import megatron.core.models.gpt
 import transformers
 from vllm import LLM
@@ -153,7 +154,7 @@ gpu_lock() {
     lock="launch/$("$python" -c 'import sys; print("constraints-gpu-py%d%d.txt" % sys.version_info[:2])')"
     if [ ! -f "$lock" ]; then
         fail "there is no lock of the GPU stack for $("$python" --version)" \
-            "expected: $lock" "got: no such file" "fix: set PYTHON to Python 3.12 or 3.11, and remove .venv"
+            "expected: $lock" "got: no such file" "fix: set PYTHON to Python 3.12 or 3.11, and remove $venv"
     fi
     echo "$lock"
 }
@@ -293,11 +294,11 @@ install_gpu() {
     install_transformer_engine "$lock"
     pip_install --no-deps --no-build-isolation -e . || fail "could not install megatron_rl itself" \
         "expected: an editable install of $root" "got: pip's message above" \
-        "fix: rm -rf .venv, then run launch/setup.sh again"
+        "fix: rm -rf $venv, then run launch/setup.sh again"
 
     "$python" -m megatron_rl doctor --quick >&2 || fail "the installed stack does not fit together" \
         "expected: no FAIL in what doctor says" "got: the lines above" \
-        "fix: rm -rf .venv, mend what is said, then run launch/setup.sh again"
+        "fix: rm -rf $venv, mend what is said, then run launch/setup.sh again"
     self_test_gpu || fail "the installed stack does not run" \
         "expected: a layer of Transformer Engine on a GPU" "got: the message above" \
         "fix: launch/setup.sh says what is installed; docs/install.md has the usual causes"
@@ -325,7 +326,7 @@ else
         # The project itself, in place; the lock file brings the setuptools that builds it.
         pip_install --no-deps --no-build-isolation -e . || fail "could not install megatron_rl itself" \
             "expected: an editable install of $root" "got: pip's message above" \
-            "fix: rm -rf .venv, then run launch/setup.sh again"
+            "fix: rm -rf $venv, then run launch/setup.sh again"
         echo "$now" >"$venv/.installed-cpu"
         say "done: $venv"
     fi
