@@ -6,8 +6,9 @@
 #   --dev         also the tools of launch/test.sh and launch/lint.sh
 #   --cpu, --gpu  overrule the detection (a GPU machine is one where nvidia-smi lists a GPU)
 #   --cuda 12     the GPU stack for drivers 525 to 579, which cannot run CUDA 13
-#   PYTHON=…      the interpreter that .venv is made with (default: the first of python3.11, python3.12,
+#   PYTHON=…      the interpreter that .venv is made with (default: the first of python3.12, python3.11,
 #                 python3 that is 3.11 or newer and can make environments)
+#   VENV=…        the environment's folder instead of .venv
 #
 # Python 3.12 gets Megatron-Core 0.19, Python 3.11 the last version that supports it, 0.16.1.
 set -euo pipefail
@@ -35,7 +36,7 @@ if [ -z "$device" ]; then
     if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then device=gpu; fi
 fi
 
-venv="$root/.venv"
+venv="${VENV:-$root/.venv}"
 python="$venv/bin/python"
 say() { echo "setup: $*" >&2; }
 fail() { # what is wrong / expected / got / fix, one line each
@@ -54,20 +55,20 @@ usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3,
 
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-python3.11 python3.12 python3}; do
+    for candidate in ${PYTHON:-python3.12 python3.11 python3}; do
         if command -v "$candidate" >/dev/null && usable "$candidate"; then echo "$candidate"; return; fi
     done
     fail "no usable Python" \
         "expected: Python 3.11 or newer with the venv and ensurepip modules" \
         "got: ${PYTHON:-$(python3 --version 2>/dev/null || echo 'no python3')} on PATH" \
-        "fix: install Python 3.11 (and python3.11-venv on Debian or Ubuntu), or set PYTHON=/path/to/python3.11"
+        "fix: install Python 3.12 (and python3.12-venv on Debian or Ubuntu), or set PYTHON=/path/to/python3.12"
 }
 
 make_venv() {
     local interpreter
     if [ -e "$venv" ] && usable "$python" && "$python" -m pip --version >/dev/null 2>&1; then return; fi
     interpreter="$(find_python)"
-    if [ -e "$venv" ]; then say "replacing .venv: its Python does not run or is too old"; fi
+    if [ -e "$venv" ]; then say "replacing $venv: its Python does not run or is too old"; fi
     # On a GPU machine the environment sees the system's packages, so that a container's own builds of
     # torch, Transformer Engine and Apex are used.
     if [ "$device" = gpu ]; then
@@ -75,7 +76,7 @@ make_venv() {
     else
         "$interpreter" -m venv --clear "$venv"
     fi
-    say "made .venv with $("$python" --version)"
+    say "made $venv with $("$python" --version)"
 }
 
 # Compiling every module of these packages costs a minute of processor time; most of them are never imported.
@@ -140,7 +141,7 @@ EOF
 check_cpu() {
     OMP_NUM_THREADS=1 "$python" -W ignore - <<'EOF' || fail "the installed stack does not import" \
         "expected: torch, megatron.core, transformers and vllm" \
-        "got: the message above" "fix: rm -rf .venv, then run launch/setup.sh again"
+        "got: the message above" "fix: rm -rf $venv, then run launch/setup.sh again"
 import megatron.core.models.gpt
 import transformers
 from vllm import LLM
@@ -153,7 +154,7 @@ gpu_lock() {
     lock="launch/$("$python" -c 'import sys; print("constraints-gpu-py%d%d.txt" % sys.version_info[:2])')"
     if [ ! -f "$lock" ]; then
         fail "there is no lock of the GPU stack for $("$python" --version)" \
-            "expected: $lock" "got: no such file" "fix: set PYTHON to Python 3.12 or 3.11, and remove .venv"
+            "expected: $lock" "got: no such file" "fix: set PYTHON to Python 3.12 or 3.11, and remove $venv"
     fi
     echo "$lock"
 }
@@ -169,19 +170,77 @@ install_cuda_12() { # lock
         pip_install --no-deps "transformer_engine_cu12==$te"
 }
 
-# Transformer Engine's torch part comes as source and has to be compiled against the installed torch
-# (`--no-build-isolation`; isolated, pip would compile against the newest torch, whose ABI is another). The
-# headers are those of NVIDIA's wheels, so that no CUDA toolkit has to be installed.
-install_transformer_engine() { # lock
-    local wanted
-    if "$python" -c 'import transformer_engine.pytorch' >/dev/null 2>&1; then return; fi
-    wanted="transformer_engine_torch==$(sed -n 's/^transformer-engine==//p' "$1")"
-    say "compiling $wanted against the installed torch (10 to 30 minutes, once)"
-    NVTE_BUILD_USE_NVIDIA_WHEELS=1 MAX_JOBS="${MAX_JOBS:-$(nproc)}" \
-        pip_install --no-deps --no-build-isolation "$wanted" || fail "could not compile $wanted" \
-        "expected: a C++17 compiler (g++), and the headers of NVIDIA's wheels in .venv" \
+has_transformer_engine() {
+    "$python" -c 'import sys; from megatron_rl.config.derive import has_transformer_engine as has; sys.exit(not has())'
+}
+
+# Looked for before anything is downloaded: what compiles Transformer Engine.
+check_compiler() {
+    local header
+    if has_transformer_engine; then return; fi
+    header="$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h"
+    if ! command -v g++ >/dev/null || [ ! -f "$header" ]; then
+        fail "Transformer Engine cannot be compiled here; nothing was downloaded" \
+            "expected: a C++17 compiler (g++) on PATH, and $header" \
+            "got: $(command -v g++ || echo 'no g++'); $(ls "$header" 2>/dev/null || echo "no Python.h")" \
+            "fix: apt-get install g++ python3-dev (that of $("$python" --version)), or use an image with Transformer Engine (launch/Dockerfile)"
+    fi
+}
+
+# Print the folders with CUDA's headers, separated by colons: those of NVIDIA's wheels in .venv and among the
+# system's packages (Transformer Engine's own search takes one of the two), then those of a toolkit.
+cuda_headers() {
+    "$python" - "$venv/headers" "${CUDA_HOME:-/usr/local/cuda}" <<'EOF'
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+wheels = find_spec("nvidia")
+installed = (wheels and wheels.submodule_search_locations) or ()
+roots = [Path(sys.argv[1]) / "nvidia", *map(Path, installed)]
+folders = [folder for root in roots for folder in sorted(root.glob("*/include"))]
+toolkit = Path(sys.argv[2]) / "include"
+print(":".join(map(str, [*folders, *([toolkit] if toolkit.is_dir() else [])])))
+EOF
+}
+
+compiles_with() { # folders
+    printf '#include <%s>\n' cuda_runtime.h cuda_bf16.h cublasLt.h cudnn.h cusolverDn.h cusparse.h nccl.h nvrtc.h |
+        CPLUS_INCLUDE_PATH="$1" g++ -std=c++17 -fsyntax-only -x c++ -
+}
+
+# A container's torch comes without the headers of CUDA's compiler (crt, nv/target), which other headers include.
+fetch_cuda_headers() {
+    local release wheels="nvidia-cuda-crt nvidia-cuda-cccl"
+    release="$("$python" -c 'import torch; print(torch.version.cuda)')"
+    case "$release" in 12.*) wheels="nvidia-cuda-nvcc-cu12 nvidia-cuda-cccl-cu12" ;; esac
+    say "fetching headers of CUDA $release"
+    # shellcheck disable=SC2086
+    pip_install --no-deps --target "$venv/headers" $(printf "%s==$release.* " $wheels)
+    compiles_with "$(cuda_headers)" || fail "headers of CUDA are missing" \
+        "expected: those of CUDA $release, cuDNN and NCCL, in NVIDIA's wheels or in a toolkit at CUDA_HOME" \
         "got: the compiler's message above" \
-        "fix: install g++ (apt-get install g++) and run launch/setup.sh again, or start from an image that has it (launch/Dockerfile)"
+        "fix: install a CUDA $release toolkit with cuDNN and NCCL, set CUDA_HOME, and run launch/setup.sh --gpu again"
+}
+
+# Transformer Engine's torch part comes as source and has to be compiled against the installed torch
+# (`--no-build-isolation`; isolated, pip would compile against the newest torch, whose ABI is another).
+install_transformer_engine() { # lock
+    local wanted headers wheels=0
+    if has_transformer_engine && "$python" -c 'import transformer_engine.pytorch' 2>/dev/null; then return; fi
+    wanted="transformer_engine_torch==$(sed -n 's/^transformer-engine==//p' "$1")"
+    compiles_with "$(cuda_headers)" 2>/dev/null || fetch_cuda_headers
+    headers="$(cuda_headers)"
+    # Its build stops where it is told to use NVIDIA's wheels and there are none.
+    case "$headers" in */nvidia/*) wheels=1 ;; esac
+
+    say "compiling $wanted against the installed torch (10 to 30 minutes, once)"
+    CPLUS_INCLUDE_PATH="$headers" NVTE_BUILD_USE_NVIDIA_WHEELS="$wheels" MAX_JOBS="${MAX_JOBS:-$(nproc)}" \
+        pip_install --no-deps --no-build-isolation "$wanted" || fail "could not compile $wanted" \
+        "expected: an extension for torch $("$python" -c 'import torch; print(torch.__version__)')" \
+        "got: the compiler's message above" \
+        "fix: mend what it names and run launch/setup.sh --gpu again, or use an image with Transformer Engine (launch/Dockerfile)"
+    rm -rf "$venv/headers"
 }
 
 self_test_gpu() {
@@ -221,6 +280,7 @@ install_gpu() {
         "expected: a driver for CUDA $cuda; none of torch, vllm, Transformer Engine and Apex, or builds that fit" \
         "got: the lines above" "fix: as said above"
 
+    check_compiler
     say "installing the GPU stack of $lock for CUDA $cuda (about 8 GB)"
     pip_install --no-deps -r "$wanted" || fail "could not install the packages of $lock" \
         "expected: every package of it on the configured index, at that version" \
@@ -234,11 +294,11 @@ install_gpu() {
     install_transformer_engine "$lock"
     pip_install --no-deps --no-build-isolation -e . || fail "could not install megatron_rl itself" \
         "expected: an editable install of $root" "got: pip's message above" \
-        "fix: rm -rf .venv, then run launch/setup.sh again"
+        "fix: rm -rf $venv, then run launch/setup.sh again"
 
     "$python" -m megatron_rl doctor --quick >&2 || fail "the installed stack does not fit together" \
         "expected: no FAIL in what doctor says" "got: the lines above" \
-        "fix: rm -rf .venv, mend what is said, then run launch/setup.sh again"
+        "fix: rm -rf $venv, mend what is said, then run launch/setup.sh again"
     self_test_gpu || fail "the installed stack does not run" \
         "expected: a layer of Transformer Engine on a GPU" "got: the message above" \
         "fix: launch/setup.sh says what is installed; docs/install.md has the usual causes"
@@ -266,7 +326,7 @@ else
         # The project itself, in place; the lock file brings the setuptools that builds it.
         pip_install --no-deps --no-build-isolation -e . || fail "could not install megatron_rl itself" \
             "expected: an editable install of $root" "got: pip's message above" \
-            "fix: rm -rf .venv, then run launch/setup.sh again"
+            "fix: rm -rf $venv, then run launch/setup.sh again"
         echo "$now" >"$venv/.installed-cpu"
         say "done: $venv"
     fi

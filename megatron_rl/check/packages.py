@@ -58,9 +58,9 @@ def check_attention(config: RunConfig) -> Iterator[UserError]:
         yield UserError(
             "Transformer Engine is not installed on this machine, or not its extension of PyTorch",
             where="model.attention",
-            expected="the package transformer_engine[pytorch] where the run is started",
+            expected="Transformer Engine with its extension, where the run is started",
             got="transformer_engine",
-            fix="install it (pip install transformer_engine[pytorch]), or set model.attention=torch, "
+            fix="launch/setup.sh --gpu, which compiles it for the installed torch; or model.attention=torch, "
             "whose activations take more memory",
         )
 

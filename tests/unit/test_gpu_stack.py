@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.planning.gpu_stack import (
+    TOOLKIT,
     TORCH,
     TRANSFORMER_ENGINE,
     VLLM,
@@ -83,7 +84,7 @@ def test_a_vendors_build_of_the_release_is_tried(image: str):
     findings = unfit_packages(TRIED_AFTERWARDS[image])
     assert [finding.level for finding in findings] == ["warning"]
     assert findings[0].fix is not None
-    assert "use_existing_torch.py" in findings[0].fix
+    assert "tools/use_existing_torch.py" in findings[0].fix
 
 
 @pytest.mark.parametrize("image", REFUSED)
@@ -97,7 +98,7 @@ def test_a_newer_torch_names_what_would_have_to_be_built():
     (finding,) = unfit_packages({"torch": "2.14.0", "flash-attn": "2.8.3"})
     assert "flash-attn of this machine cannot load with" in finding.text
     assert finding.fix is not None
-    assert "use_existing_torch.py" in finding.fix
+    assert "tools/use_existing_torch.py" in finding.fix
 
 
 def test_the_indexs_apex_is_named_as_what_it_is():
@@ -147,6 +148,18 @@ def test_a_container_keeps_its_torch_and_cuda_libraries(lock: Path):
     assert not names & {"torch", "triton", "numpy", "transformer-engine", "nvidia-cudnn-cu13"}
     assert "transformer-engine-cu13" not in names  # a part of another version beside the container's own
     assert {"vllm", "megatron-core", "transformers"} <= names
+    # Needed by vLLM and Transformer Engine, and no part of CUDA.
+    assert {"nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvidia-ml-py"} <= names
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.stem)
+def test_cudas_compiler_is_of_the_release_of_its_headers(lock: Path):
+    lines = lock.read_text(encoding="utf-8").splitlines()
+    versions = dict(line.split("==") for line in lines if "==" in line)
+    # Headers refuse a compiler of another release, and kernels that are compiled on demand need both.
+    parts = ("runtime", "nvcc", "crt", "cccl", "nvrtc")
+    assert {release(versions[f"nvidia-cuda-{part}"]) for part in parts} == {(TOOLKIT, 0)}
+    assert release(versions["nvidia-nvvm"]) == (TOOLKIT, 0)
 
 
 def test_a_driver_of_cuda_12_gets_torch_and_vllm_from_their_own_indexes():

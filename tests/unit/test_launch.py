@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from importlib.metadata import distributions, requires
 from pathlib import Path
 
@@ -40,6 +42,27 @@ def test_wrong_arguments_exit_with_2(command: list[str], message: str) -> None:
     result = subprocess.run(["bash", *command], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2
     assert message in result.stderr
+
+
+def test_setup_compares_the_driver_before_it_downloads(tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    driver = tools / "nvidia-smi"
+    driver.write_text('#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0" || echo "H100, 81559, 575.57.08, Default"\n')
+    driver.chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "VENV": str(tmp_path / "environment"),
+        "PYTHON": sys.executable,
+        "PIP_NO_INDEX": "1",
+    }
+    result = subprocess.run(
+        ["bash", "launch/setup.sh"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    assert "575.57.08 does not run CUDA 13" in result.stderr
+    assert "launch/setup.sh --gpu --cuda 12" in result.stderr
+    assert "nothing was downloaded" in result.stderr
 
 
 def test_lock_files_pin_every_package_once_and_hold_no_cuda_build() -> None:

@@ -216,8 +216,8 @@ class OptimizerConfig:
         choices=("adam", "sgd"),
         spelled={"adamw": "adam"},
         refused={
-            "muon": "Megatron-Core 0.16 makes it of emerging_optimizers, which no index has, and checkpoints "
-            "do not know its state"
+            "muon": "Megatron-Core makes it of the package emerging_optimizers, and checkpoints do not know "
+            "its state"
         },
         also_called={"Megatron-LM": "optimizer", "TRL": "optim", "common": "optimizer_type, optimizer_name"},
     )
