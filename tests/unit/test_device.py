@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import socket
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import pytest
@@ -97,3 +99,12 @@ def test_a_peak_leaves_out_what_a_sleeping_engine_gave_back(monkeypatch: pytest.
     assert device.peak_memory(reset=True) == 35
     device.set_unbacked(0)
     assert device.peak_memory(reset=True) == 40
+
+
+def test_torch_has_what_splitting_groups_takes() -> None:
+    """Hosts cannot split; the call is that of `groups._split_world`."""
+    inspect.signature(dist.split_group).bind(split_ranks=[[0, 1], [2, 3]], timeout=timedelta(seconds=1))
+    group: Any = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    group.bound_device_id = torch.device("cuda", 0)
+    group.bound_device_id = None
+    assert group.bound_device_id is None
