@@ -104,23 +104,35 @@ LARGE = {
 """Model, actor, ranks, ranks of a replica, whether experts are whole there, and layers."""
 
 
+def least_sent(plan):
+    """Return a lower bound of what the busiest rank sends: a set of ranks sends what no other rank holds."""
+    totals = Counter()
+    for bundle in plan.bundles:
+        holders = frozenset(bundle.regions[0].holders)
+        totals[holders] += bundle.bytes * len(holders.symmetric_difference(bundle.senders) - holders)
+    return max(
+        sum(total for inner, total in totals.items() if inner <= outer) / len(outer) for outer in totals
+    )
+
+
 @pytest.mark.parametrize("name", LARGE)
-def test_ranks_of_large_jobs_have_few_peers_and_messages(name):
+def test_ranks_of_large_jobs_have_few_peers_and_messages(name, monkeypatch):
     """Models with experts have 16 layers here: the peers of all layers, and a share of their messages."""
     folder, sizes, ranks, tensor, whole_experts, layers = LARGE[name]
     config = AutoConfig.from_pretrained(MODELS / folder)
+    most_messages = 1000
     if whole_experts:
         config.num_hidden_layers = 16
-    share = config.num_hidden_layers / layers
+        # Each peer may have one message that is not full.
+        most_messages = 1000 * 16 // layers + 64
     actor = ParallelLayout(tuple(range(ranks)), **sizes)
     plan = plan_offline(
         config, actor, actor.ranks, tensor, torch.bfloat16, ranks_per_node=8, whole_experts=whole_experts
     )
     assert max(plan.peers.values()) <= 64
-    assert schedule(plan, int(share * HybridEngineConfig.staging_bytes)).messages_per_rank <= 1000
-
-    # A rank that sends experts to more replicas than others sends more than any rank receives.
-    assert max(plan.sent.values()) <= 1.15 * max(plan.received.values())
+    assert max(plan.sent.values()) <= 1.05 * least_sent(plan)
+    monkeypatch.setattr("megatron_rl.weights.plan.MAX_MESSAGES", most_messages)
+    assert schedule(plan, HybridEngineConfig.staging_bytes).messages_per_rank <= most_messages
 
     shape = pretrained(config).shape
     stages = end_settings(shape.layers, actor.pipeline, actor.virtual_pipeline)
