@@ -18,7 +18,9 @@ core_resharding         Megatron-Core's own resharding, Megatron to Megatron
 gather_all, per_tensor and bucketed are implementations of these algorithms in reshard_peers.py, not the
 projects' code. Metrics: seconds; bytes_received_max, the most that one rank receives over the wire by the
 method's own count; staging_peak_bytes, the most bytes of temporary tensors alive at once on any rank, seen
-by counting allocations in an extra pass that is not timed.
+by counting allocations in an extra pass that is not timed. The hybrid engine's plan has two more:
+messages_max, the most messages that one rank sends or receives, and peers_max, the most ranks that it
+exchanges them with.
 """
 
 from __future__ import annotations
@@ -32,7 +34,13 @@ from common import HERE, ChildFailed, Report, arguments, paired_ratio, say, torc
 
 CASES = ("tp2pp2-tp2x2", "tp4-tp2x2", "tp2pp2-tp4", "pp4-tp2x2", "tp2pp2-megatron-tp2dp2")
 OURS = "hybrid_engine"
-UNITS = {"seconds": "s", "bytes_received_max": "bytes", "staging_peak_bytes": "bytes"}
+UNITS = {
+    "seconds": "s",
+    "bytes_received_max": "bytes",
+    "staging_peak_bytes": "bytes",
+    "messages_max": "messages",
+    "peers_max": "ranks",
+}
 
 
 def measure(case: str, folder: Path, quick: bool, repeats: int, report: Report) -> None:

@@ -31,6 +31,7 @@ from megatron_rl.rollout.engines.vllm.engine import VllmEngine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.traffic import best_rank_order, shared_bytes
 from megatron_rl.types import TensorBox
+from megatron_rl.weights.plan import schedule
 
 RANKS = tuple(range(4))
 STAGING = 32 * 2**20
@@ -169,6 +170,10 @@ def main(case: str, repeats: int, quick: bool, result: Path) -> None:
         metrics[name] = {"seconds": [], "staging_peak_bytes": [maximum_over_ranks(live.peak)]}
         if name not in ("core_resharding", "mbridge"):
             metrics[name]["bytes_received_max"] = [maximum_over_ranks(received)]
+        if name.startswith("hybrid"):
+            transfers = schedule(hybrid.plan, STAGING)
+            metrics[name]["messages_max"] = [transfers.messages_per_rank]
+            metrics[name]["peers_max"] = [max(hybrid.plan.peers.values(), default=0)]
 
     # The collector must not run in the middle of a measurement.
     gc.freeze()

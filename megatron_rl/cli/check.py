@@ -16,6 +16,7 @@ from megatron_rl.cli.check_text import report_text
 from megatron_rl.cli.common import add_config_arguments, load_and_check
 from megatron_rl.config.budget import PHASES
 from megatron_rl.config.load import flatten, to_plain
+from megatron_rl.config.placement import process_group_counts
 from megatron_rl.config.schema import JOBS
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError, UserErrors
 from megatron_rl.launcher import current_launch, process_rank
@@ -141,6 +142,7 @@ def report_json(report: CheckReport) -> dict[str, Any]:
         "batch": batch,
         "scoring_pass": scoring_pass,
         "roles": roles,
+        "process_groups": process_group_counts(report.layouts or {}, report.world_size)._asdict(),
         "model": model,
         "memory": memory,
         "weight_sync": weight_sync,

@@ -15,6 +15,7 @@ from megatron_rl.config.checkpoint_meta import SAME
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import flatten, to_plain
+from megatron_rl.config.placement import process_group_counts
 from megatron_rl.config.roles import ACTOR, ROLLOUT, learner_sections, role_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import KEEP, OPEN
@@ -391,6 +392,9 @@ def _roles(report: CheckReport) -> list[str]:
     block = min(report.config.gpus_per_node, _RANKS_IN_A_ROW)
     role_width = max(len(role) for role in layouts)
     lines = [f"{role:<{role_width}} {layout_text(role, layout)}" for role, layout in layouts.items()]
+    groups = process_group_counts(layouts, world)
+    if groups.total:
+        lines.append(f"{_count(groups.total, 'process group')}, at most {groups.per_rank} on a rank")
 
     # For a large job, draw the first blocks and the last one.
     starts = list(range(0, world, block))

@@ -161,10 +161,12 @@ def _lines(summary: Summary, peers: Mapping[str, float], layouts: str, seconds: 
         ("copied inside a rank", f"mean {byte_text(summary.local_mean)}"),
         ("inside nodes", f"{byte_text(summary.inside_nodes)} in all"),
         ("across nodes", f"{byte_text(summary.across_nodes)} in all"),
-        ("messages", f"{summary.messages:,} in all"),
+        ("messages per rank", f"most {summary.messages_most:,}; {summary.messages:,} in all"),
+        ("peers per rank", f"most {summary.peers_most}, mean {summary.peers_mean:.1f}"),
         ("staging per rank", f"at most {byte_text(summary.staging_most)}"),
         ("received though held", byte_text(summary.redundant_most)),
         *((f"on {name}", f"{value:.2f} s predicted") for name, value in summary.seconds.items()),
+        ("first sync", f"{summary.connect_seconds:.1f} s more to connect, assumed"),
         *((f"{name}", f"{byte_text(value)} received per rank (formula)") for name, value in peers.items()),
         ("planned in", f"{seconds:.1f} s"),
     ]

@@ -19,7 +19,7 @@ from megatron_rl.config.adapters import (
     shares_actor_base,
 )
 from megatron_rl.config.derive import BatchPlan, even_shares
-from megatron_rl.config.placement import megatron_settings, sleeping_ranks
+from megatron_rl.config.placement import megatron_settings, shared_weights, sleeping_ranks
 from megatron_rl.config.roles import (
     ADAPTED,
     NUMBER,
@@ -36,6 +36,8 @@ from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout, default_stage_layers, stage_layers
 from megatron_rl.shapes.lora import Lora, adapted_parameter_count, adapter_parameter_count
 from megatron_rl.shapes.memory import (
+    NETWORK_PEERS_BYTES,
+    NVLINK_PEER_BYTES,
     RUNTIME_BYTES,
     Layers,
     OptimizerChoice,
@@ -45,6 +47,7 @@ from megatron_rl.shapes.memory import (
     training_memory,
 )
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
+from megatron_rl.shapes.traffic import peers_on_node
 
 # Phases of a step, as the table of `check` prints them.
 PHASES = ("generate", "score", "learn")
@@ -127,6 +130,18 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class SyncMessages:
+    """Messages of one rank in a weight sync."""
+
+    peers: int
+    """Other ranks that it exchanges messages with."""
+    sent: int
+    """Messages that it sends."""
+    received: int
+    """Messages that it receives."""
+
+
+@dataclass(frozen=True)
 class SimulatedRank:
     """Result of the simulation of one rank."""
 
@@ -138,6 +153,8 @@ class SimulatedRank:
     """Bytes of its models that stay on the device while another role works."""
     groups: Sequence[tuple[str, int]]
     """Kind and number of ranks of each group that the rank is in."""
+    sync: SyncMessages | None = None
+    """Its part of a weight sync; None for engines outside the ranks."""
 
     @property
     def connections(self) -> int:
@@ -162,10 +179,16 @@ def memory_plan(
     """
     asleep = sleeping_ranks(layouts) if "rollout" in layouts else frozenset[int]()
 
+    connections: list[MemoryItem] = []
+    if batch is not None and config.gpu_memory_gib is not None and config.rollout.capabilities.in_process:
+        connections.append(_sync_connections(config, layouts, shapes["actor"]))
+
     # A job may have thousands of ranks but has few distinct ones, such as one for each pipeline stage.
     first_rank: dict[tuple[MemoryItem, ...], int] = {}
     for rank in sorted({rank for layout in layouts.values() for rank in layout.ranks}):
-        first_rank.setdefault(rank_memory(config, layouts, shapes, batch, rank, asleep).items, rank)
+        first_rank.setdefault(
+            rank_memory(config, layouts, shapes, batch, rank, asleep, connections).items, rank
+        )
     ranks = [RankMemory(rank, items) for items, rank in first_rank.items()]
     return sorted(ranks, key=lambda memory: -memory.peak)
 
@@ -177,10 +200,12 @@ def rank_memory(
     batch: BatchPlan | None,
     rank: int,
     asleep: frozenset[int] = frozenset(),
+    connections: Sequence[MemoryItem] = (),
 ) -> RankMemory:
     """Return the memory of one rank; arguments as in `memory_plan`.
 
-    The engines on the ranks ``asleep`` release their memory while other roles work.
+    The engines on the ranks ``asleep`` release their memory while other roles work. ``connections`` are the
+    items of the connections of ranks with an engine.
     """
     items: list[MemoryItem] = []
     if batch is None:
@@ -203,6 +228,7 @@ def rank_memory(
         elif config.rollout.capabilities.in_process:
             awake = ("generate",) if rank in asleep else PHASES
             items += _rollout(config, layout, shape, batch, awake)
+            items += connections
         # Other engines run in servers outside the job's ranks.
 
     # Overhead of the runtime, which matters where the estimate is compared with the memory of a GPU.
@@ -494,6 +520,21 @@ def _frozen(
     tokens_per_rank = f"{tokens // layout.context} tokens"
     forward = _forward(role, item_name, memory, ("score",), tokens_per_rank, layout, layers.fused)
     return [weights, *forward]
+
+
+def _sync_connections(
+    config: RunConfig, layouts: Mapping[str, ParallelLayout], shape: ModelShape
+) -> MemoryItem:
+    """Return NCCL's buffers for the messages of a weight sync, which stay once ranks are connected."""
+    layout = layouts["rollout"]
+    actor = layouts["actor"]
+    near = peers_on_node(shared_weights(config, shape), actor, layout.ranks, config.gpus_per_node)
+    size = near * NVLINK_PEER_BYTES
+    detail = f"at most {near} ranks of the node x {NVLINK_PEER_BYTES >> 20} MiB"
+    if max(*layout.ranks, *actor.ranks) >= config.gpus_per_node:
+        size += NETWORK_PEERS_BYTES
+        detail += f", {NETWORK_PEERS_BYTES >> 20} MiB for all others"
+    return MemoryItem("sync connections", size, PHASES, detail)
 
 
 def episodes_in_flight(config: RunConfig, batch: BatchPlan) -> int:

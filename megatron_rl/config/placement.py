@@ -5,12 +5,13 @@ The one idea: a preset assigns ranks only to layouts without explicit ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_rl.config.adapters import separate_lora
-from megatron_rl.config.roles import ROLES, role_of, role_sections, spec_at, with_role_sections
+from megatron_rl.config.roles import ROLES, ROLLOUT, role_of, role_sections, spec_at, with_role_sections
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.models import LayoutConfig
 from megatron_rl.shapes.layout import STAGE_SETTINGS, ParallelLayout
@@ -147,6 +148,32 @@ def sleeping_ranks(layouts: Mapping[str, ParallelLayout]) -> frozenset[int]:
         if model_ranks.intersection(replica):
             sleeping.update(replica)
     return frozenset(sleeping)
+
+
+class GroupCounts(NamedTuple):
+    """Process groups of several ranks: each is a communicator, with buffers on its ranks."""
+
+    total: int
+    """Groups in the job."""
+    per_rank: int
+    """Most groups that one rank belongs to."""
+
+
+def process_group_counts(layouts: Mapping[str, ParallelLayout], world_size: int) -> GroupCounts:
+    """Count the process groups that a training job creates; groups of equal ranks are one.
+
+    An engine over all ranks of a job on accelerators creates groups of its own in addition.
+    """
+    groups = {tuple(range(world_size))}
+    for role, layout in layouts.items():
+        if role == ROLLOUT.name:
+            groups |= {layout.ranks, *layout.groups("tensor")}
+        else:
+            groups |= {ranks for named in layout.process_groups().values() for ranks in named}
+
+    groups = {ranks for ranks in groups if len(ranks) > 1}
+    per_rank = Counter(rank for ranks in groups for rank in ranks)
+    return GroupCounts(len(groups), max(per_rank.values(), default=0))
 
 
 def shared_weights(config: RunConfig, shape: ModelShape) -> SharedBytes:

@@ -112,6 +112,11 @@ def backends() -> str:
     return f"cpu:gloo,cuda:{backend()}"
 
 
+def can_split_groups() -> bool:
+    """Return whether the backend splits process groups from one another: NCCL does, gloo does not."""
+    return not _ON_HOST and not _simulated
+
+
 def synchronize() -> None:
     """Wait for all kernels launched on the device, if it is in use.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import distributed_c10d as c10d
@@ -24,14 +26,56 @@ def communicator(ranks: tuple[int, ...]) -> Any:
     """
     if ranks == tuple(range(dist.get_world_size())):
         return dist.group.WORLD
-
     if ranks not in _communicators:
-        # torch would sort the ranks, but their order is the order of shards.
-        options: dict[str, Any] = {}
-        if list(ranks) != sorted(ranks):
-            options["sort_ranks"] = False
-        _communicators[ranks] = dist.new_group(list(ranks), timeout=device.collective_timeout(), **options)
+        _communicators[ranks] = _new_group(ranks)
     return _communicators[ranks]
+
+
+def create_communicators(rank_groups: Sequence[tuple[int, ...]]) -> None:
+    """Create the missing process groups of ``rank_groups``, which have no rank in common, for `communicator`.
+
+    Collective over the world.
+    """
+    world = tuple(range(dist.get_world_size()))
+    missing = [ranks for ranks in rank_groups if ranks != world and ranks not in _communicators]
+    # NCCL splits all of them from the world's communicator at once, but in ascending order of ranks.
+    if device.can_split_groups() and len(missing) > 1 and all(list(r) == sorted(r) for r in missing):
+        _communicators.update(_split_world(missing))
+    for ranks in missing:
+        communicator(ranks)
+
+
+def _new_group(ranks: tuple[int, ...]) -> Any:
+    """Create one process group, which connects its ranks at its first use. Collective over the world."""
+    # torch would sort the ranks, but their order is the order of shards.
+    options: dict[str, Any] = {}
+    if list(ranks) != sorted(ranks):
+        options["sort_ranks"] = False
+    return dist.new_group(list(ranks), timeout=device.collective_timeout(), **options)
+
+
+def _split_world(rank_groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
+    """Split the world's communicator into disjoint groups; return them by ranks. Collective over the world.
+
+    The groups share the world's bootstrap and its discovery of the topology.
+    """
+    # The communicator to split must exist, and torch must know its device. It knows it only here: with a
+    # device bound for good, ranks outside a new group of another backend would split while its ranks do not.
+    dist.all_reduce(torch.zeros(1, device=device.device()))
+    world: Any = dist.group.WORLD
+    world.bound_device_id = device.device()
+    try:
+        group = dist.split_group(
+            split_ranks=[list(ranks) for ranks in rank_groups],
+            timeout=device.collective_timeout(),
+        )
+    finally:
+        world.bound_device_id = None
+
+    # A rank outside a group needs no object for it.
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    rank = device.rank()
+    return {ranks: group if rank in ranks else outside for ranks in rank_groups}
 
 
 class ParallelGroups:
@@ -46,47 +90,31 @@ class ParallelGroups:
         self.rank = device.rank()
         self.member = self.rank in layout.ranks
 
-        # Creating a group is collective over the world: every rank makes all groups in this order.
-        self.tensor = self._group_of_this_rank("tensor")
-        self.context = self._group_of_this_rank("context")
-        self.data = self._group_of_this_rank("data")
-        self.pipeline = self._group_of_this_rank("pipeline")
-        self.model = self._group_of_this_rank("tensor", "pipeline")
-        self.data_context = self._group_of_this_rank("data", "context")
-        self.tensor_context = self._group_of_this_rank("tensor", "context")
-        self.tensor_data_context = self._group_of_this_rank("tensor", "data", "context")
+        # Creating groups is collective over the world: every rank makes all groups in this order.
+        self._groups = {
+            name: self._group_of_this_rank(rank_groups)
+            for name, rank_groups in layout.process_groups().items()
+        }
+        self.tensor = self._groups["tensor"]
+        self.context = self._groups["context"]
+        self.data = self._groups["data"]
+        self.pipeline = self._groups["pipeline"]
+        self.model = self._groups["model"]
+        self.data_context = self._groups["data_context"]
+        self.tensor_context = self._groups["tensor_context"]
+        self.tensor_data_context = self._groups["tensor_data_context"]
+        self.expert = self._groups["expert"]
+        self.expert_tensor = self._groups["expert_tensor"]
+        self.expert_data = self._groups["expert_data"]
+        self.expert_tensor_and_expert = self._groups["expert_tensor_and_expert"]
+        self.expert_model = self._groups["expert_model"]
+        self.all = self._groups["all"]
+        self.embedding = self._groups["embedding"]
 
-        # Expert layers divide the same ranks by the expert dimensions of the layout.
-        self.expert = self._group_of_this_rank("expert")
-        self.expert_tensor = self._group_of_this_rank("expert_tensor")
-        self.expert_data = self._group_of_this_rank("expert_data")
-        self.expert_tensor_and_expert = self._group_of_this_rank("expert_tensor", "expert")
-        self.expert_model = self._group_of_this_rank("expert_tensor", "expert", "pipeline")
-
-        self.all = communicator(layout.ranks)
-        self.embedding = self._embedding_group()
-
-    def _group_of_this_rank(self, *dimensions: str) -> Any:
-        """Create the groups along ``dimensions``; return this rank's. Collective over the world."""
-        own_group = None
-        for ranks in self.layout.groups(*dimensions):
-            group = communicator(ranks)
-            if self.rank in ranks:
-                own_group = group
-        return own_group
-
-    def _embedding_group(self) -> Any:
-        """Return the group of the first and the last pipeline stage, which share tied embeddings."""
-        own_group = None
-        for ranks in self.layout.groups("pipeline"):
-            # One rank of a pipeline without stages is both ends.
-            end_stages = (ranks[0], ranks[-1])
-            if len(ranks) == 1:
-                end_stages = ranks
-            group = communicator(end_stages)
-            if self.rank in end_stages:
-                own_group = group
-        return own_group
+    def _group_of_this_rank(self, rank_groups: Sequence[tuple[int, ...]]) -> Any:
+        """Create the groups of one name; return this rank's. Collective over the world."""
+        create_communicators(rank_groups)
+        return next((communicator(ranks) for ranks in rank_groups if self.rank in ranks), None)
 
     @cached_property
     def coordinates(self) -> Coordinates:

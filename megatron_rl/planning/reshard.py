@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from megatron_rl.shapes.published import named_config
 from megatron_rl.shapes.traffic import Slice, best_rank_order, engine_experts, engine_slice, shared_bytes
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import BoxGroup
-from megatron_rl.weights.plan import ReshardPlan, build_plan, schedule
+from megatron_rl.weights.plan import ReshardPlan, Schedule, build_plan, schedule
 
 _SIZES = {short: name for name, short in SHORT_NAMES.items()}
 """Short name -> size of a layout, such as tp -> tensor."""
@@ -52,12 +53,20 @@ class Summary:
     """Bytes of all ranks together that leave a node."""
     messages: int
     """Messages of all ranks together."""
+    messages_most: int
+    """Most messages that a rank sends, or receives."""
+    peers_most: int
+    """Most ranks that a rank exchanges messages with: its connections."""
+    peers_mean: float
+    """Mean number of ranks that a rank exchanges messages with."""
     staging_most: int
     """Most bytes of staging buffers."""
     redundant_most: int
     """Most bytes that a rank receives although it already has them."""
     seconds: Mapping[str, float]
-    """Predicted seconds by cluster."""
+    """Predicted seconds by cluster, without those of the connections."""
+    connect_seconds: float
+    """Seconds that the first transfer takes more, to connect a rank with its peers."""
 
 
 def read_layout(text: str, option: str = "--from") -> dict[str, int]:
@@ -120,14 +129,17 @@ def plan_offline(
     ranks_per_node: int,
     whole_experts: bool = False,
     lora: Lora | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> ReshardPlan:
     """Build the plan that the ranks themselves would build, in the rank order that a run would choose.
 
-    With ``whole_experts`` the engine distributes complete experts over the ranks of a replica; with ``lora``
+    ``settings`` are Megatron's for uneven stages; None derives them from the number of layers. With
+    ``whole_experts`` the engine distributes complete experts over the ranks of a replica; with ``lora``
     adapters alone are transferred.
     """
     model = pretrained(hf_config)
-    settings = end_settings(model.shape.layers, actor.pipeline, actor.virtual_pipeline) or {}
+    if settings is None:
+        settings = end_settings(model.shape.layers, actor.pipeline, actor.virtual_pipeline) or {}
     # Megatron validates its settings in constructors, partly by assertions.
     try:
         sources = megatron_layout(hf_config, actor, dtype, settings, lora)
@@ -217,7 +229,7 @@ def summarise(
     seconds = {}
     for name in clusters:
         cluster = constants.cluster(name, len(plan.ranks), gpus_per_node=ranks_per_node)
-        seconds[name] = predict_seconds(plan, Machine(cluster, constants))
+        seconds[name] = predict_seconds(plan, transfers, Machine(cluster, constants))
 
     return Summary(
         model_bytes=sum(region_bytes.values()),
@@ -228,10 +240,14 @@ def summarise(
         local_mean=sum(plan.local.values()) / len(receivers),
         inside_nodes=inside_nodes,
         across_nodes=across_nodes,
-        messages=sum(-(-count // transfers.slot) for count in plan.pairs.values()),
+        messages=sum(transfers.messages.values()),
+        messages_most=transfers.messages_per_rank,
+        peers_most=max(plan.peers.values(), default=0),
+        peers_mean=sum(plan.peers.values()) / len(plan.ranks),
         staging_most=transfers.staging,
         redundant_most=max(_redundant_bytes(plan).values(), default=0),
         seconds=seconds,
+        connect_seconds=max(plan.peers.values(), default=0) * constants.weight_sync.connection_seconds,
     )
 
 
@@ -247,16 +263,26 @@ def _redundant_bytes(plan: ReshardPlan) -> dict[int, int]:
     return redundant
 
 
-def predict_seconds(plan: ReshardPlan, machine: Machine) -> float:
-    """Return predicted seconds on a machine, until the slowest rank has sent or received its bytes."""
+def predict_seconds(plan: ReshardPlan, transfers: Schedule, machine: Machine) -> float:
+    """Return predicted seconds on a machine, until the slowest rank has exchanged its messages.
+
+    The connections are those of earlier transfers.
+    """
     domain = machine.cluster.domain
     # (rank, direction) -> bytes across and within domains. Directions are separate: links are full duplex.
     traffic: dict[tuple[int, str], list[float]] = {}
+    messages: Counter[tuple[int, str]] = Counter()
     for (sender, receiver), count in plan.pairs.items():
         same_domain = sender // domain == receiver // domain
         for end in ((sender, "out"), (receiver, "in")):
             traffic.setdefault(end, [0.0, 0.0])[same_domain] += count
-    seconds = (copy_seconds(machine, *directions) for directions in traffic.values())
+            messages[end] += transfers.messages[sender, receiver]
+
+    message_seconds = machine.constants.weight_sync.message_seconds
+    seconds = (
+        copy_seconds(machine, *directions) + messages[end] * message_seconds
+        for end, directions in traffic.items()
+    )
     return max(seconds, default=copy_seconds(machine, 0.0))
 
 

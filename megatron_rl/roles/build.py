@@ -56,7 +56,7 @@ from megatron_rl.config.stage_plan import (
 )
 from megatron_rl.data.chat_format import ChatFormats
 from megatron_rl.distributed import device
-from megatron_rl.distributed.groups import ParallelGroups, communicator
+from megatron_rl.distributed.groups import ParallelGroups, create_communicators
 from megatron_rl.hf.peft import add_adapters, note_base
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.hybrid_engine.servers import ServedWeights, make_generator
@@ -529,8 +529,8 @@ def _build_rollout(
     layout = layouts["rollout"].checked()
 
     # Creating a communicator is collective over the world, so all ranks do it here.
-    for ranks in (layout.ranks, *layout.groups("tensor")):
-        communicator(ranks)
+    create_communicators([layout.ranks])
+    create_communicators(layout.groups("tensor"))
 
     environment = config.rollout.environment
     chat = None

@@ -29,6 +29,23 @@ SHORT_NAMES = {
     "expert": "ep", "expert_tensor": "etp", "data": "dp",
 }  # fmt: skip
 """Size of a layout -> its usual abbreviation."""
+_PROCESS_GROUPS = {
+    "tensor": ("tensor",),
+    "context": ("context",),
+    "data": ("data",),
+    "pipeline": ("pipeline",),
+    "model": ("tensor", "pipeline"),
+    "data_context": ("data", "context"),
+    "tensor_context": ("tensor", "context"),
+    "tensor_data_context": ("tensor", "data", "context"),
+    # Expert layers divide the same ranks by the expert dimensions.
+    "expert": ("expert",),
+    "expert_tensor": ("expert_tensor",),
+    "expert_data": ("expert_data",),
+    "expert_tensor_and_expert": ("expert_tensor", "expert"),
+    "expert_model": ("expert_tensor", "expert", "pipeline"),
+}
+"""Name of the process groups of a model -> dimensions that they span."""
 LISTED_RANKS = 8
 """Ranks that an error lists before it abbreviates."""
 
@@ -138,6 +155,21 @@ class ParallelLayout:
         if {name for name, _ in sparse} & set(dimensions):
             grid = sparse
         return _slices(self.ranks, [*grid, ("pipeline", self.pipeline)], dimensions)
+
+    def process_groups(self) -> dict[str, list[tuple[int, ...]]]:
+        """Return the rank groups that a trained or scoring model communicates in, by name.
+
+        The groups of one name have no rank in common. Different names may have equal groups, which share one
+        communicator.
+        """
+        groups = {name: self.groups(*dimensions) for name, dimensions in _PROCESS_GROUPS.items()}
+        groups["all"] = [self.ranks]
+
+        # The first and the last stage of a pipeline share tied embeddings; without stages they are one rank.
+        groups["embedding"] = [
+            (ranks[0], ranks[-1]) if len(ranks) > 1 else ranks for ranks in groups["pipeline"]
+        ]
+        return groups
 
     def outputs(self) -> tuple[int, ...]:
         """Return for each data-parallel replica the one rank that holds the model's outputs."""

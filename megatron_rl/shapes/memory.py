@@ -18,6 +18,16 @@ from megatron_rl.shapes.model import LayerKind, ModelShape
 
 RUNTIME_BYTES = 5 * 2**30
 """Bytes of a GPU that CUDA, NCCL and allocator fragmentation occupy."""
+NVLINK_PEER_BYTES = 450 * 2**20
+"""Bytes of NCCL's buffers for messages with one more rank of a node.
+
+On 8 H100s an all-to-all took 3.3 GB for 7 peers: 32 channels with 10 and 2 MiB each (NVIDIA/nccl issue 1685).
+"""
+NETWORK_PEERS_BYTES = 128 * 2**20
+"""Bytes of NCCL's buffers for messages with all ranks of other nodes together.
+
+These peers share a pool for each direction: 32 channels of 16 steps of 128 KiB (NCCL, src/transport/net.cc).
+"""
 LOGITS_ELEMENTS = 2**25
 """Logits of a vocabulary shard in one chunk: 128 MiB in float32, whatever the vocabulary."""
 ROUTED_COPIES = 5

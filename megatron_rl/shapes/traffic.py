@@ -163,6 +163,41 @@ class SharedBytes:
         )
 
 
+def peers_on_node(
+    shared: SharedBytes, actor: ParallelLayout, ranks: Sequence[int], gpus_per_node: int
+) -> int:
+    """Return the most ranks of its own node that a rank exchanges weights with, as an upper bound.
+
+    ``ranks`` are the engine's, whose replicas are consecutive. A rank of the node counts as a sender if it
+    has layers of another pipeline stage, or a shard that differs from the receiver's and has needed bytes
+    beyond those that every rank of its stage has.
+    """
+    # By stage, the bytes that all of its ranks hold for each rank of a replica, such as norms.
+    common: dict[int, list[int]] = {}
+    stage_of: dict[int, int] = {}
+    for stage, stage_ranks in enumerate(actor.groups("tensor", "context", "data")):
+        held = [shared.held[rank] for rank in stage_ranks]
+        common[stage] = [min(sizes) for sizes in zip(*held, strict=True)]
+        stage_of |= dict.fromkeys(stage_ranks, stage)
+
+    peers: dict[int, set[int]] = {}
+    for position, receiver in enumerate(ranks):
+        index = position % len(shared.needed)
+        if not shared.lacking(receiver, index):
+            continue
+        node = receiver // gpus_per_node
+        for sender in range(node * gpus_per_node, (node + 1) * gpus_per_node):
+            stage = stage_of.get(sender)
+            if stage is None or shared.held[sender] == shared.held.get(receiver):
+                continue
+            # Of its own stage, a receiver holds the common bytes.
+            held_already = common[stage][index] if stage == stage_of.get(receiver) else 0
+            if shared.held[sender][index] > held_already:
+                peers.setdefault(sender, set()).add(receiver)
+                peers.setdefault(receiver, set()).add(sender)
+    return max((len(others) for others in peers.values()), default=0)
+
+
 @dataclass(frozen=True)
 class WeightTraffic:
     """Bytes of one weight sync."""

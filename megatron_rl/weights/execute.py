@@ -126,6 +126,7 @@ class Execution:
                 {peer: views for peer, views in receives.items() if phases.phase[peer, rank] == phase},
                 phases.slot,
                 self._group,
+                phases.own_message_bytes,
             )
             for phase in sorted(send_phases | receive_phases)
         ]

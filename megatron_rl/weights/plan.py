@@ -6,12 +6,19 @@ to distribute it.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import bisect
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from megatron_rl.weights.boxes import BoxGroup, BoxIndex, Region, needed_bytes, regions
-from megatron_rl.weights.transfer import slot_bytes
+from megatron_rl.weights.senders import Share, choose_senders
+from megatron_rl.weights.transfer import OWN_MESSAGE_BYTES, slot_bytes
+
+MAX_MESSAGES = 1000
+"""Messages that a rank should at most send, or receive, in one transfer: each costs a launch and a wait."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,15 @@ class ReshardPlan:
     def ranks(self) -> tuple[int, ...]:
         """Return every rank that holds or needs weights, sorted."""
         return tuple(sorted({rank for group in (*self.sources, *self.destinations) for rank in group.ranks}))
+
+    @cached_property
+    def peers(self) -> dict[int, int]:
+        """Return the number of other ranks that each rank exchanges messages with; each is a connection."""
+        peers: dict[int, set[int]] = defaultdict(set)
+        for sender, receiver in self.pairs:
+            peers[sender].add(receiver)
+            peers[receiver].add(sender)
+        return {rank: len(others) for rank, others in peers.items()}
 
     def bytes_between(self, node_of: Mapping[int, int]) -> tuple[int, int]:
         """Return the bytes over the wire inside nodes and across nodes."""
@@ -100,6 +116,10 @@ class Schedule:
     """Bytes of the largest message."""
     streams: int
     """Most pairs that one rank belongs to in one phase."""
+    own_message_bytes: int
+    """Bytes from which a region has messages of its own; smaller ones are packed."""
+    messages: Mapping[tuple[int, int], int] = field(repr=False)
+    """Messages by (sender, receiver)."""
 
     @property
     def staging(self) -> int:
@@ -107,34 +127,103 @@ class Schedule:
         # Each stream has two buffers: one message is in transit while the other is unpacked.
         return 2 * self.slot * self.streams
 
+    @property
+    def messages_per_rank(self) -> int:
+        """Return the most messages that any rank sends, or receives."""
+        counts: dict[tuple[int, bool], int] = defaultdict(int)
+        for (sender, receiver), count in self.messages.items():
+            counts[sender, True] += count
+            counts[receiver, False] += count
+        return max(counts.values(), default=0)
+
 
 def schedule(
     plan: ReshardPlan,
     staging_bytes: int,
     message_bytes: int = 4 * 2**20,
 ) -> Schedule:
-    """Assign the pairs of a plan to phases by the distance between their ranks.
+    """Assign the pairs of a plan to phases, and divide the staging memory between the pairs of a phase.
 
-    Each rank has one receiver and one sender at each distance, so a phase of ``w`` distances has at most
-    2 ``w`` streams per rank. There are as few phases as messages of ``message_bytes`` allow.
+    As many pairs share a phase as messages of ``message_bytes`` allow, and large regions travel without
+    staging. If a rank then has more than `MAX_MESSAGES`, more regions are packed, then phases are narrower,
+    until it has not, or messages are as large as the staging memory allows.
     """
-    position = {rank: index for index, rank in enumerate(plan.ranks)}
-    count = len(position)
+    rounds = _rounds(plan.pairs)
+    sizes = [Counter(region.bytes for region in bundle.regions) for bundle in plan.bundles]
 
-    # Two streams per distance, with two buffers each.
-    width = max(1, staging_bytes // (4 * message_bytes))
-    phase = {
-        (sender, receiver): ((position[receiver] - position[sender]) % count - 1) // width
-        for sender, receiver in plan.pairs
-    }
+    # A round has two streams per rank, with two buffers each.
+    widest = max(1, staging_bytes // (4 * message_bytes))
+    most_bytes = max([*plan.sent.values(), *plan.received.values()], default=0)
+    for width in _halvings(widest):
+        phase = {pair: number // width for pair, number in rounds.items()}
+        streams = _most_streams(phase)
+        slot = slot_bytes(staging_bytes, streams)
+        # Not even full messages would do: only the narrowest phases remain.
+        if width > 1 and most_bytes > MAX_MESSAGES * slot:
+            continue
 
-    # Count the pairs of each rank in each phase: they share the staging memory.
+        own_bytes = min(OWN_MESSAGE_BYTES, slot)
+        while True:
+            messages = _count_messages(plan, sizes, slot, own_bytes)
+            candidate = Schedule(phase, slot, streams, own_bytes, messages)
+            if candidate.messages_per_rank <= MAX_MESSAGES:
+                return candidate
+            if own_bytes == slot:
+                break
+            own_bytes = min(2 * own_bytes, slot)
+    return candidate
+
+
+def _halvings(number: int) -> Iterator[int]:
+    """Yield a number, its half, and so on, down to 1."""
+    while number:
+        yield number
+        number //= 2
+
+
+def _rounds(pairs: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], int]:
+    """Return a round for each pair, such that a rank sends to one other in a round, and receives from one.
+
+    This colours the edges of a bipartite graph. Large pairs choose first, so that the pairs of a round are
+    of similar size and no rank waits long for its partner.
+    """
+    # Bit n of a rank's mask: it already sends, or receives, in round n.
+    sends: dict[int, int] = defaultdict(int)
+    receives: dict[int, int] = defaultdict(int)
+    result: dict[tuple[int, int], int] = {}
+    for sender, receiver in sorted(pairs, key=lambda pair: (-pairs[pair], pair)):
+        occupied = sends[sender] | receives[receiver]
+        # The lowest bit that is not set.
+        first_free = ~occupied & (occupied + 1)
+        sends[sender] |= first_free
+        receives[receiver] |= first_free
+        result[sender, receiver] = first_free.bit_length() - 1
+    return result
+
+
+def _most_streams(phase: Mapping[tuple[int, int], int]) -> int:
+    """Return the most pairs that one rank belongs to in one phase: they share the staging memory."""
     streams: dict[tuple[int, int], int] = defaultdict(int)
     for pair, number in phase.items():
         for rank in pair:
             streams[rank, number] += 1
-    max_streams = max(streams.values(), default=1)
-    return Schedule(phase, slot_bytes(staging_bytes, max_streams), max_streams)
+    return max(streams.values(), default=1)
+
+
+def _count_messages(
+    plan: ReshardPlan, sizes: Sequence[Mapping[int, int]], slot: int, own_bytes: int
+) -> dict[tuple[int, int], int]:
+    """Return the messages of each pair; ``sizes`` counts the regions of each bundle by their bytes."""
+    own_messages: dict[tuple[int, int], int] = defaultdict(int)
+    packed_bytes: dict[tuple[int, int], int] = defaultdict(int)
+    for bundle, regions_by_size in zip(plan.bundles, sizes, strict=True):
+        own = sum(-(-size // slot) * count for size, count in regions_by_size.items() if size >= own_bytes)
+        packed = sum(size * count for size, count in regions_by_size.items() if size < own_bytes)
+        for receiver, sender in bundle.senders.items():
+            if sender != receiver:
+                own_messages[sender, receiver] += own
+                packed_bytes[sender, receiver] += packed
+    return {pair: own_messages[pair] + -(-packed_bytes[pair] // slot) for pair in plan.pairs}
 
 
 class PlanError(RuntimeError):
@@ -148,40 +237,40 @@ def build_plan(
 ) -> ReshardPlan:
     """Plan the transfer from the ranks that hold weights to the ranks that need them.
 
-    A receiver that holds a region copies it locally. Otherwise the least loaded holder sends it, one on the
-    receiver's node (``node_of``: rank to node) if there is any. Raises UncoveredError if no rank holds a
-    needed region, PlanError if a rank would receive more than it needs and lacks.
+    A receiver that holds a region copies it locally. Otherwise a holder on its node (``node_of``: rank to
+    node) sends it if there is any, else one that `choose_senders` finds.
+
+    Raises UncoveredError if no rank holds a needed region, PlanError if a rank would receive more than it
+    needs and lacks.
     """
-    nodes = node_of or {}
-    sent_bytes: dict[int, int] = defaultdict(int)
+    groups = _group_by_ranks(regions(sources, destinations))
+    constraints = [
+        (group[0].holders, group[0].receivers, sum(region.bytes for region in group)) for group in groups
+    ]
+    chosen = choose_senders(constraints, node_of or {})
+    bundles = [
+        bundle for group, shares in zip(groups, chosen, strict=True) for bundle in _bundles(group, shares)
+    ]
+
+    sent: dict[int, int] = defaultdict(int)
     received: dict[int, int] = defaultdict(int)
     local: dict[int, int] = defaultdict(int)
     pairs: dict[tuple[int, int], int] = defaultdict(int)
-
-    # Regions whose senders are fixed come first, so that free choices balance the load.
-    bundles = []
-    for group in _group_by_ranks(regions(sources, destinations)):
-        selector = _SenderSelector(group[0].holders, nodes)
-        for bundle_regions in _split_group(group):
-            num_bytes = sum(region.bytes for region in bundle_regions)
-            senders = {}
-            for receiver in bundle_regions[0].receivers:
-                sender = selector.select(receiver, sent_bytes)
-                senders[receiver] = sender
-                if sender == receiver:
-                    local[receiver] += num_bytes
-                else:
-                    sent_bytes[sender] += num_bytes
-                    received[receiver] += num_bytes
-                    pairs[sender, receiver] += num_bytes
-            bundles.append(Bundle(tuple(bundle_regions), senders, num_bytes))
+    for bundle in bundles:
+        for receiver, sender in bundle.senders.items():
+            if sender == receiver:
+                local[receiver] += bundle.bytes
+            else:
+                sent[sender] += bundle.bytes
+                received[receiver] += bundle.bytes
+                pairs[sender, receiver] += bundle.bytes
 
     plan = ReshardPlan(
         sources=tuple(sources),
         destinations=tuple(destinations),
         bundles=tuple(bundles),
         received=dict(received),
-        sent=dict(sent_bytes),
+        sent=dict(sent),
         local=dict(local),
         needed=needed_bytes(destinations),
         pairs=dict(pairs),
@@ -219,55 +308,53 @@ def check_plan(plan: ReshardPlan) -> None:
 def _group_by_ranks(all_regions: Sequence[Region]) -> list[list[Region]]:
     """Group regions with equal holders and receivers; groups with the fewest holders come first.
 
-    Their senders cannot be chosen freely, so the others balance the load after them.
+    Their senders cannot be chosen freely, so the others balance the load after them. Of equally many holders,
+    large groups come first: small ones then follow the connections that large ones need.
     """
     groups: dict[tuple[int, int], list[Region]] = {}
     for region in all_regions:
         # Equal tuples of ranks are one object: see `regions`.
         groups.setdefault((id(region.holders), id(region.receivers)), []).append(region)
-    return sorted(groups.values(), key=lambda group: len(group[0].holders))
+    return sorted(
+        groups.values(), key=lambda group: (len(group[0].holders), -sum(region.bytes for region in group))
+    )
 
 
-def _split_group(group: list[Region], min_bytes: int = 2**20) -> Iterator[list[Region]]:
-    """Split a group into lists of regions, so that several holders can share the sending."""
-    total = sum(region.bytes for region in group)
+def _bundles(group: Sequence[Region], shares: Mapping[int, Sequence[Share]]) -> Iterator[Bundle]:
+    """Yield a group in bundles, cut where the sender of any receiver changes.
 
-    # Four lists per holder balance the load without many small messages.
-    target = max(min_bytes, total // (4 * len(group[0].holders)))
-    chunk: list[Region] = []
-    chunk_bytes = 0
-    for region in group:
-        if chunk and chunk_bytes + region.bytes > target:
-            yield chunk
-            chunk = []
-            chunk_bytes = 0
-        chunk.append(region)
-        chunk_bytes += region.bytes
-    yield chunk
+    ``shares``: receiver to its senders, each with its part of the group's bytes. Regions are not cut, so a
+    sender's part ends at the region's end nearest to it.
+    """
+    region_bytes = [region.bytes for region in group]
+    ends = list(itertools.accumulate(region_bytes))
+
+    # Receiver -> (index of the first region, sender) of each of its parts.
+    starts: dict[int, list[tuple[int, int]]] = {}
+    for receiver, parts in shares.items():
+        offset = 0
+        starts[receiver] = []
+        for sender, num_bytes in parts:
+            index = _nearest_boundary(ends, offset)
+            if starts[receiver] and starts[receiver][-1][0] == index:
+                starts[receiver].pop()
+            if index < len(group):
+                starts[receiver].append((index, sender))
+            offset += num_bytes
+
+    cuts = sorted({index for parts in starts.values() for index, _ in parts})
+    for first, end in itertools.pairwise([*cuts, len(group)]):
+        senders = {
+            receiver: next(sender for index, sender in reversed(parts) if index <= first)
+            for receiver, parts in starts.items()
+        }
+        yield Bundle(tuple(group[first:end]), senders, sum(region_bytes[first:end]))
 
 
-class _SenderSelector:
-    """Selector of senders: a receiver that is a holder, else the least loaded holder, near ones first."""
-
-    def __init__(
-        self,
-        holders: Sequence[int],
-        nodes: Mapping[int, int],
-    ) -> None:
-        self._holders = holders
-        self._holder_set = set(holders)
-        self._nodes = nodes
-        self._holders_by_node: dict[int | None, list[int]] = defaultdict(list)
-        for rank in holders:
-            self._holders_by_node[nodes.get(rank)].append(rank)
-
-    def select(self, receiver: int, sent_bytes: Mapping[int, int]) -> int:
-        """Return the sender for ``receiver``; ``sent_bytes`` has the bytes that each rank already sends."""
-        if receiver in self._holder_set:
-            return receiver
-
-        candidates = self._holders_by_node.get(self._nodes.get(receiver)) or self._holders
-        if len(candidates) == 1:
-            return candidates[0]
-        # Equal loads go to the lowest rank, so that all ranks compute the same plan.
-        return min(candidates, key=lambda rank: (sent_bytes.get(rank, 0), rank))
+def _nearest_boundary(ends: Sequence[int], offset: int) -> int:
+    """Return the number of the regions before the boundary that is nearest to a byte; ``ends`` are sorted."""
+    if offset == 0:
+        return 0
+    index = bisect.bisect_left(ends, offset)
+    before = ends[index - 1] if index else 0
+    return index + 1 if ends[index] - offset <= offset - before else index

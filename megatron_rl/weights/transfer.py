@@ -27,7 +27,7 @@ Views = tuple[Tensor, ...]
 ALIGNMENT = 16
 """Bytes at whose multiples segments of a message begin, so that a view of any dtype is aligned."""
 OWN_MESSAGE_BYTES = 2**20
-"""Regions of at least this many bytes get messages of their own, and if dense need no staging."""
+"""Default bytes from which a region gets messages of its own, and if dense needs no staging."""
 
 
 @dataclass
@@ -61,6 +61,8 @@ class _Stream:
 
     slot: int
     """Bytes of the largest message."""
+    own_message_bytes: int = OWN_MESSAGE_BYTES
+    """Bytes from which a piece gets messages of its own."""
     messages: list[list[_Segment]] = field(default_factory=list)
     """Segments of each message."""
     lengths: list[int] = field(default_factory=list)
@@ -83,7 +85,7 @@ class _Stream:
 
     def needs_own_message(self, views: Views, dtype: torch.dtype) -> bool:
         """Return whether views are large enough for messages of their own."""
-        return views[0].numel() * dtype.itemsize >= min(OWN_MESSAGE_BYTES, self.slot)
+        return views[0].numel() * dtype.itemsize >= min(self.own_message_bytes, self.slot)
 
     def in_place(self) -> list[Tensor | None]:
         """Return for each message the storage that replaces its staging buffer, or None."""
@@ -129,6 +131,7 @@ class Exchange:
     ``sends``: peer to (view, dtype on the wire), in the order that both sides use.
     ``receives``: peer to (views to write, dtype on the wire), in the same order as the peer's sends.
     ``slot``: bytes that bound each of the two buffers of each stream, equal on all ranks.
+    ``own_message_bytes``: bytes from which a region gets messages of its own, equal on all ranks.
     ``group``: process group, None for the world; peers are global ranks.
     """
 
@@ -138,11 +141,12 @@ class Exchange:
         receives: Mapping[int, Sequence[tuple[Views, torch.dtype]]],
         slot: int,
         group: Any = None,
+        own_message_bytes: int = OWN_MESSAGE_BYTES,
     ) -> None:
         self._group = group
 
-        self._sends = {peer: _Stream(slot) for peer in sends}
-        self._receives = {peer: _Stream(slot) for peer in receives}
+        self._sends = {peer: _Stream(slot, own_message_bytes) for peer in sends}
+        self._receives = {peer: _Stream(slot, own_message_bytes) for peer in receives}
         for peer, views in sends.items():
             self._sends[peer].fill([((view,), dtype) for view, dtype in views])
         for peer, targets in receives.items():

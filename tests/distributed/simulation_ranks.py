@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from megatron_rl.algorithms import policy_objective
 from megatron_rl.algorithms.lookup import get_algorithm
 from megatron_rl.check.configuration import check_config
 from megatron_rl.config.load import load
+from megatron_rl.config.placement import process_group_counts
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
@@ -92,11 +94,12 @@ def shipped() -> dict[str, Any]:
     assert report.batch is not None
     rank = Simulated(simulate(config, report.models, report.batch, 0, 8), estimate)
     differences = {phase: rank.difference(phase) for phase in ("generate", "score", "learn")}
+    assert report.layouts is not None
     return {
-        "differences": differences,
-        "groups": rank.rank.groups,
-        "connections": rank.rank.connections,
-    }
+        "differences": differences, "groups": rank.rank.groups, "connections": rank.rank.connections,
+        "expected_groups": process_group_counts(report.layouts, 8).per_rank,
+        "sync": asdict(rank.rank.sync) if rank.rank.sync is not None else None,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

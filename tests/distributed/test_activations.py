@@ -33,3 +33,7 @@ def test_the_estimate_of_a_shipped_configuration_agrees_with_its_simulation(fork
     assert abs(differences["generate"]) < 0.001  # weights, gradients and optimizer states are counted exactly
     assert found["groups"][0] == ["the job", 8] and ["data", 4] in found["groups"], found
     assert found["connections"] == 10, found
+    # Groups of equal ranks are one, so that the rank created as many as are counted without it.
+    several = [size for _, size in found["groups"] if size > 1]
+    assert len(several) == found["expected_groups"] == 3, found
+    assert found["sync"] == {"peers": 0, "sent": 0, "received": 0}, found

@@ -148,6 +148,26 @@ def test_shipped_configurations_pass(
     assert main(["check", str(path.relative_to(ROOT))]) == 0, capsys.readouterr().out
 
 
+PROCESS_GROUPS = {
+    "configs/qwen2.5-7b-8gpu.yaml": (7, 3),
+    "configs/bench/llama3.1-405b-512gpu.yaml": (310, 9),
+    "configs/bench/qwen3-235b-a22b-256gpu.yaml": (356, 12),
+    "configs/bench/deepseek-v3-1024gpu.yaml": (178, 6),
+}
+"""Shipped configuration -> process groups of several ranks in the job, and most on a rank."""
+
+
+@pytest.mark.parametrize("name", PROCESS_GROUPS)
+def test_process_groups_are_counted(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["check", name, "--json"]) == 0
+    total, per_rank = PROCESS_GROUPS[name]
+    found = json.loads(capsys.readouterr().out)
+    assert found["process_groups"] == {"total": total, "per_rank": per_rank}
+
+
 def test_servers_are_planned_before_the_model_is_here(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,7 +156,7 @@ def test_memory_names_every_contributor() -> None:
     names = {item.name for item in worst.items}
     assert {
         "actor weights", "gradients", "optimizer", "activations", "logits chunk", "reference weights",
-        "rollout weights", "key-value cache", "sync staging", "runtime",
+        "rollout weights", "key-value cache", "sync staging", "sync connections", "runtime",
     } <= names  # fmt: skip
     assert worst.peak == max(worst.total(phase) for phase in PHASES) > 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import socket
@@ -10,6 +11,7 @@ import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import pytest
@@ -131,3 +133,12 @@ print(json.dumps([dict(os.environ), algorithms, settings["deterministic_mode"]])
     variables, algorithms, megatron = json.loads(output.stdout.splitlines()[-1])
     assert (variables["NVTE_ALLOW_NONDETERMINISTIC_ALGO"], variables["NCCL_ALGO"]) == ("0", "Ring")
     assert algorithms and megatron
+
+
+def test_torch_has_what_splitting_groups_takes() -> None:
+    """Hosts cannot split; the call is that of `groups._split_world`."""
+    inspect.signature(dist.split_group).bind(split_ranks=[[0, 1], [2, 3]], timeout=timedelta(seconds=1))
+    group: Any = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    group.bound_device_id = torch.device("cuda", 0)
+    group.bound_device_id = None
+    assert group.bound_device_id is None

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
+from megatron_rl.config.sections.rollout import HybridEngineConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.megatron.model import build_model, live_parameters
 from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.megatron.parameter_mapping import global_name
-from megatron_rl.planning.reshard import dense_shapes, engine_layout, expert_shapes, megatron_layout
-from megatron_rl.shapes.layout import FIRST, ParallelLayout, stage_layers
+from megatron_rl.planning.reshard import (
+    dense_shapes,
+    engine_layout,
+    expert_shapes,
+    megatron_layout,
+    plan_offline,
+)
+from megatron_rl.shapes.layout import FIRST, ParallelLayout, end_settings, stage_layers
 from megatron_rl.shapes.lora import Lora, adapted, default_targets
-from megatron_rl.shapes.traffic import shared_bytes
-from megatron_rl.weights.plan import build_plan
+from megatron_rl.shapes.traffic import best_rank_order, peers_on_node, shared_bytes
+from megatron_rl.weights.plan import build_plan, schedule
 from tests.hf_models import FAMILIES, config_of
 
 
@@ -33,6 +44,7 @@ def test_predicted_parameters_are_those_of_the_built_model(family):
     assert built == predicted
 
 
+MODELS = Path(__file__).parents[2] / "configs/models"
 SIZES = st.fixed_dictionaries(
     {
         "tensor": st.sampled_from([1, 2, 4]),
@@ -84,3 +96,50 @@ def test_expert_layouts_plan_onto_tensor_parallel_engines(family):
     for tensor, whole_experts in ((2, False), (4, False), (2, True)):
         plan = build_plan(sources, engine_layout(model, range(8), tensor, torch.bfloat16, whole_experts))
         assert sum(plan.received.values()) == sum(plan.sent.values()) > 0
+
+
+LARGE = {
+    "70b": ("Llama-3.1-70B-Instruct", {"tensor": 4, "pipeline": 4, "virtual_pipeline": 4}, 128, 8, False, 80),
+    "405b": ("Llama-3.1-405B-Instruct", {"tensor": 8, "pipeline": 16}, 512, 16, False, 126),
+    "235b": ("Qwen3-235B-A22B", {"tensor": 4, "pipeline": 8, "expert": 16}, 256, 8, True, 94),
+    "v3": ("DeepSeek-V3", {"pipeline": 16, "expert": 64}, 1024, 32, True, 61),
+}
+"""Model, actor, ranks, ranks of a replica, whether experts are whole there, and layers."""
+
+
+def least_sent(plan):
+    """Return a lower bound of what the busiest rank sends: a set of ranks sends what no other rank holds."""
+    totals = Counter()
+    for bundle in plan.bundles:
+        holders = frozenset(bundle.regions[0].holders)
+        totals[holders] += bundle.bytes * len(holders.symmetric_difference(bundle.senders) - holders)
+    return max(
+        sum(total for inner, total in totals.items() if inner <= outer) / len(outer) for outer in totals
+    )
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_ranks_of_large_jobs_have_few_peers_and_messages(name, monkeypatch):
+    """Models with experts have 16 layers here: the peers of all layers, and a share of their messages."""
+    folder, sizes, ranks, tensor, whole_experts, layers = LARGE[name]
+    config = AutoConfig.from_pretrained(MODELS / folder)
+    most_messages = 1000
+    if whole_experts:
+        config.num_hidden_layers = 16
+        # Each peer may have one message that is not full.
+        most_messages = 1000 * 16 // layers + 64
+    actor = ParallelLayout(tuple(range(ranks)), **sizes)
+    plan = plan_offline(
+        config, actor, actor.ranks, tensor, torch.bfloat16, ranks_per_node=8, whole_experts=whole_experts
+    )
+    assert max(plan.peers.values()) <= 64
+    assert max(plan.sent.values()) <= 1.05 * least_sent(plan)
+    monkeypatch.setattr("megatron_rl.weights.plan.MAX_MESSAGES", most_messages)
+    assert schedule(plan, HybridEngineConfig.staging_bytes).messages_per_rank <= most_messages
+
+    shape = pretrained(config).shape
+    stages = end_settings(shape.layers, actor.pipeline, actor.virtual_pipeline)
+    shared = shared_bytes(shape, actor, tensor, 2, settings=stages, whole_experts=whole_experts)
+    order = best_rank_order(shared, actor.ranks, 8)
+    near = Counter(rank for pair in plan.pairs for rank in pair if pair[0] // 8 == pair[1] // 8)
+    assert max(near.values(), default=0) <= 2 * peers_on_node(shared, actor, order, 8)

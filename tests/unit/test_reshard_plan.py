@@ -223,3 +223,57 @@ def test_groups_describe_equal_ranks_once():
     boxes = [box("t", [0], [8], (0,))]
     (group,) = grouped({0: boxes, 3: boxes})
     assert isinstance(group, BoxGroup) and group.ranks == (0, 3)
+
+
+def test_receivers_of_replicas_have_one_sender_each_and_loads_are_even():
+    boxes = [box(f"t{i}", [0], [2**20], (0,)) for i in range(8)]
+    sources = {rank: boxes for rank in range(4)}
+    plan = build_plan(grouped(sources), grouped({rank: boxes for rank in range(4, 12)}))
+    assert set(plan.sent.values()) == {2 * 8 * 2**22}
+    assert all(plan.peers[receiver] == 1 for receiver in range(4, 12))
+    assert all(plan.peers[sender] == 2 for sender in range(4))
+
+
+def test_small_regions_come_from_the_holders_of_large_ones():
+    """Every rank holds the norm, but a receiver has a connection to the holder of its matrix."""
+    matrices = {rank: box(f"m{rank}", [0], [2**20], (0,)) for rank in range(4)}
+    norm = box("norm", [0], [64], (0,))
+    sources = {rank: [matrix, norm] for rank, matrix in matrices.items()}
+    destinations = {4 + rank: [matrix, norm] for rank, matrix in matrices.items()}
+    plan = build_plan(grouped(sources), grouped(destinations))
+    assert set(plan.pairs) == {(rank, 4 + rank) for rank in range(4)}
+
+
+def test_holders_on_the_same_rail_come_before_others():
+    boxes = [box("t", [0], [2**20], (0,))]
+    sources = {rank: boxes for rank in range(4)}
+    nodes = {rank: rank // 4 for rank in range(8)}
+    plan = build_plan(grouped(sources), grouped({rank: boxes for rank in range(4, 8)}), nodes)
+    assert set(plan.pairs) == {(rank, 4 + rank) for rank in range(4)}
+
+
+def test_rounds_are_matchings_and_the_planned_messages_are_those_of_the_streams():
+    boxes = [box(f"t{i}", [0, 0], [64, 1024 + i], (1, 0)) for i in range(40)]
+    sources = {rank: boxes[rank::4] for rank in range(4)}
+    plan = build_plan(grouped(sources), grouped({rank: boxes for rank in range(4, 8)}))
+    transfers = schedule(plan, 2**22)
+    ends = Counter(
+        (rank, direction, phase)
+        for pair, phase in transfers.phase.items()
+        for direction, rank in enumerate(pair)
+    )
+    assert max(ends.values()) == 1 and len(set(transfers.phase.values())) == 4
+    for sender in range(4):
+        for receiver, regions in plan.to_send(sender).items():
+            stream = _Stream(transfers.slot, transfers.own_message_bytes)
+            stream.fill([((torch.empty(r.size, device="meta"),), r.dtype) for r in regions])
+            assert len(stream.messages) == transfers.messages[sender, receiver]
+
+
+def test_regions_are_packed_where_messages_are_too_many(monkeypatch):
+    boxes = [box(f"t{i}", [0], [2**18], (0,)) for i in range(64)]
+    plan = build_plan(grouped({0: boxes}), grouped({1: boxes}))
+    assert schedule(plan, 2**26).messages_per_rank == 64
+    monkeypatch.setattr("megatron_rl.weights.plan.MAX_MESSAGES", 10)
+    packed = schedule(plan, 2**26)
+    assert packed.messages_per_rank == 2 and packed.staging <= 2**26

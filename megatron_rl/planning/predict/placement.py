@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from megatron_rl.config.roles import ACTOR, CRITIC, INITIAL, REFERENCE, REWARD_MODELS, spec_of
+from megatron_rl.config.sections.rollout import HybridEngineConfig
 from megatron_rl.errors import UserError
 from megatron_rl.planning.predict.batch import StepBatch
 from megatron_rl.planning.predict.generate import RolloutLayout
@@ -38,7 +39,7 @@ from megatron_rl.planning.predict.step import RoleSeconds, Step, compose_step, p
 from megatron_rl.shapes.hardware import GB, Machine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora
-from megatron_rl.shapes.memory import RUNTIME_BYTES, OptimizerChoice
+from megatron_rl.shapes.memory import NETWORK_PEERS_BYTES, RUNTIME_BYTES, OptimizerChoice
 from megatron_rl.shapes.model import ModelShape
 
 SYNCHRONOUS = "split"
@@ -368,7 +369,9 @@ class Planner:
         options = []
         for option, resident in ((staying, resting), (leaving, after_offload)):
             # The trainer's CUDA context and communicators stay on the GPU during generation.
-            rollout = self.rollout(group.gpus, resident + merged + RUNTIME_BYTES)
+            # So do the connections of the weight sync, and while weights move its staging buffers.
+            sync = HybridEngineConfig.staging_bytes + NETWORK_PEERS_BYTES
+            rollout = self.rollout(group.gpus, resident + merged + RUNTIME_BYTES + sync)
             if rollout is not None:
                 options.append(replace(option, rollout=rollout))
         return min(options, key=lambda option: option.busy, default=None)

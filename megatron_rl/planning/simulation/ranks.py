@@ -134,6 +134,11 @@ def simulation_lines(simulated: list[Simulated]) -> list[str]:
             f"rank {rank.rank}: at most {rank.connections:,} connections of the host's backend, in "
             f"{len(rank.groups)} groups of {groups}"
         )
+        if rank.sync is not None:
+            lines.append(
+                f"  weight sync: {rank.sync.peers} peers, {rank.sync.sent:,} messages sent, "
+                f"{rank.sync.received:,} received"
+            )
         lines += [f"  {phase}: {_usage_text(rank.phases[phase])}" for phase in ("score", "learn", "step")]
     return lines
 

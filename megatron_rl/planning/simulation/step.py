@@ -13,19 +13,24 @@ import torch
 
 from megatron_rl.algorithms import policy_objective, value_objective
 from megatron_rl.algorithms.lookup import algorithm_of
-from megatron_rl.config.budget import SimulatedRank
+from megatron_rl.config.adapters import separate_lora
+from megatron_rl.config.budget import SimulatedRank, SyncMessages
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.roles import ACTOR, CRITIC, role_of, with_role_sections
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import ActorConfig
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups, memberships
+from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.megatron.residency import Use
+from megatron_rl.planning.reshard import find_config, plan_offline
 from megatron_rl.planning.simulation.device import Simulation
 from megatron_rl.roles.build import build_actor, build_reward_model, build_scorers
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.lora import Lora
 from megatron_rl.types import TrainBatch
+from megatron_rl.weights.plan import schedule
 
 
 def simulate(
@@ -83,7 +88,35 @@ def simulate(
 
     job, *groups = memberships()
     sizes = [("the job", len(job)), *((simulation.kind(ranks), len(ranks)) for ranks in groups)]
-    return SimulatedRank(rank, simulation.phases, resting, sizes)
+    sync = None
+    if config.rollout.capabilities.in_process:
+        sync = _sync_messages(config, models[ACTOR.name], actor.layout, rank)
+    return SimulatedRank(rank, simulation.phases, resting, sizes, sync)
+
+
+def _sync_messages(config: RunConfig, model: Path, layout: ParallelLayout, rank: int) -> SyncMessages:
+    """Return a rank's messages in a weight sync from an actor of this layout."""
+    hf_config = find_config(str(model))
+    lora = separate_lora(config)
+    ranks = config.rollout.ranks
+    assert ranks is not None
+    plan = plan_offline(
+        hf_config,
+        layout,
+        ranks,
+        config.rollout.tensor,
+        getattr(torch, config.model.dtype),
+        ranks_per_node=config.gpus_per_node,
+        whole_experts=bool(config.rollout.vllm.get("enable_expert_parallel")),
+        lora=None if lora is None else Lora.of(pretrained(hf_config).shape, lora.rank, lora.targets),
+        settings=config.actor.megatron,
+    )
+    messages = schedule(plan, config.hybrid_engine.staging_bytes).messages
+    return SyncMessages(
+        peers=plan.peers.get(rank, 0),
+        sent=sum(count for (sender, _), count in messages.items() if sender == rank),
+        received=sum(count for (_, receiver), count in messages.items() if receiver == rank),
+    )
 
 
 def _with_model_folders(config: RunConfig, models: Mapping[str, Path]) -> RunConfig:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.distributed import device
-from megatron_rl.distributed.groups import communicator
+from megatron_rl.distributed.groups import communicator, create_communicators
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 
@@ -332,11 +332,9 @@ def join_groups(layout: ParallelLayout) -> None:
     """
     # vLLM's world, its tensor-parallel groups, and groups of one rank for every other kind of parallelism.
     # The order is equal on every rank.
-    communicator(layout.ranks)
-    for ranks in layout.groups("tensor"):
-        communicator(ranks)
-    for rank in layout.ranks:
-        communicator((rank,))
+    create_communicators([layout.ranks])
+    create_communicators(layout.groups("tensor"))
+    create_communicators([(rank,) for rank in layout.ranks])
 
 
 @contextmanager

@@ -1,0 +1,100 @@
+"""Plans of weight syncs of large jobs: peers, messages and bytes of the busiest rank, without machines.
+
+    python benchmarks/sync_plans.py [CASE ...] [--json FILE]
+
+Counts are exact and the same every time. cpu_seconds is the time that a rank takes to build the plan and its
+schedule once it knows the layouts of all ranks. The predicted seconds come from the planner's constants.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from common import HERE, Report, say
+
+from megatron_rl.config.sections.rollout import HybridEngineConfig
+from megatron_rl.planning.reshard import (
+    actor_layout,
+    find_config,
+    plan_offline,
+    read_layout,
+    summarise,
+)
+from megatron_rl.shapes.hardware import load_constants
+from megatron_rl.weights.plan import build_plan, schedule
+
+MODELS = HERE.parent / "configs/models"
+RANKS_PER_NODE = 8
+STAGING = HybridEngineConfig.staging_bytes
+CLUSTER = "H100-80GB"
+
+
+class Case(NamedTuple):
+    """One plan: a model, the layout of its actor, and that of the engine on the same ranks."""
+
+    model: str
+    actor: str
+    tensor: int
+    whole_experts: bool = False
+
+
+CASES = {
+    "7b": Case("Qwen2.5-7B-Instruct", "tp2pp2dp2", 4),
+    "70b": Case("Llama-3.1-70B-Instruct", "tp4pp4vpp4dp8", 8),
+    "405b": Case("Llama-3.1-405B-Instruct", "tp8pp16dp4", 16),
+    "235b": Case("Qwen3-235B-A22B", "tp4pp8ep16dp8", 8, True),
+    "v3": Case("DeepSeek-V3", "pp16ep64dp64", 32, True),
+}
+
+
+def measure(name: str, case: Case, report: Report) -> None:
+    """Plan one case and add its numbers."""
+    say("sync_plans", name)
+    actor = actor_layout(read_layout(case.actor))
+    plan = plan_offline(
+        find_config(str(MODELS / case.model)), actor, actor.ranks, case.tensor, torch.bfloat16,
+        ranks_per_node=RANKS_PER_NODE, whole_experts=case.whole_experts,
+    )  # fmt: skip
+
+    # Once more with the clock, without the layouts: in a run each rank computes only its own.
+    nodes = {rank: rank // RANKS_PER_NODE for rank in actor.ranks}
+    start = time.process_time()
+    schedule(build_plan(plan.sources, plan.destinations, nodes), STAGING)
+    cpu_seconds = time.process_time() - start
+
+    summary = summarise(plan, RANKS_PER_NODE, STAGING, load_constants(), [CLUSTER])
+    values = {
+        "peers_max": (summary.peers_most, "ranks"),
+        "messages_max": (summary.messages_most, "messages"),
+        "bytes_received_max": (summary.received_most, "bytes"),
+        "bytes_sent_max": (summary.sent_most, "bytes"),
+        "bytes_across_nodes": (summary.across_nodes, "bytes"),
+        "predicted_seconds": (summary.seconds[CLUSTER], "s"),
+        "cpu_seconds": (cpu_seconds, "s"),
+    }
+    for metric, (value, unit) in values.items():
+        report.add(name, "hybrid_engine", metric, unit, [float(value)], None)
+
+
+def main() -> int:
+    """Plan the cases and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+
+    report = Report("sync_plans")
+    for name in options.cases:
+        measure(name, CASES[name], report)
+    return report.finish(options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
