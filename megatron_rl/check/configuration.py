@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.check.data import DatasetStats
@@ -241,7 +241,8 @@ def check_config(
         check.errors.extend(errors)
         check.invalid.add(key)
     check.refuse(check_values(config))
-    trial_keys = _check_megatron_settings(check)
+    elsewhere = config.gpu is not None and not training
+    trial_keys = _check_megatron_settings(check, elsewhere)
 
     # Pass-through settings, paths, and the user's code in training processes.
     if check.is_valid("rollout.vllm"):
@@ -271,25 +272,31 @@ def _user_pieces(check: _Check) -> dict[str, str]:
     return pieces
 
 
-def _check_megatron_settings(check: _Check) -> list[str]:
-    """Check Megatron's settings of every role; return the keys that Megatron itself is to validate."""
+def _check_megatron_settings(check: _Check, elsewhere: bool) -> list[str]:
+    """Check Megatron's settings of every role; return the keys that Megatron itself is to validate.
+
+    ``elsewhere`` if the run will be on other machines than this one.
+    """
     config = check.config
 
     # Model settings of each role.
     sections = dict(megatron_sections(config))
     for key, settings in sections.items():
         if settings and check.is_valid(key):
-            check.refuse(check_model_settings(settings, key))
+            check.refuse(check_model_settings(settings, key, elsewhere=elsewhere))
 
     # Optimizers of learners and of stages.
     for key, section in learner_sections(config).items():
         if check.is_valid(f"{key}.optimizer", f"{key}.ddp"):
-            check.refuse(check_optimizer(section.optimizer, f"{key}.optimizer", section.ddp))
+            check.refuse(
+                check_optimizer(section.optimizer, f"{key}.optimizer", section.ddp, elsewhere=elsewhere)
+            )
             sections[f"{key}.optimizer.megatron"] = section.optimizer.megatron
+            sections[f"{key}.ddp"] = section.ddp
     for plan in stage_plans(config):
         key = f"{plan.where}.optimizer"
         if check.is_valid(key):
-            check.refuse(check_optimizer(plan.settings.optimizer, key, {}))
+            check.refuse(check_optimizer(plan.settings.optimizer, key, {}, elsewhere=elsewhere))
 
     # Megatron would report a wrong name a second time.
     if not check.is_valid(*sections):
@@ -332,7 +339,9 @@ def _check_with_inputs(
     if config.job == TRAIN and "rollout" in layouts:
         check.add(host_engine_errors(config, inputs.shape, for_this_machine=training))
     if not check.errors:  # Megatron would report them a second time
-        trial_errors, check.untried = trial.result(_trial_roles(inputs, layouts), config.model.dtype)
+        trial_errors, check.untried = trial.result(
+            _trial_roles(inputs, layouts), config.model.dtype, training
+        )
         check.errors.extend(trial_errors)
         check.warnings.extend(check.untried)
 
@@ -484,9 +493,11 @@ def _trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[
         learner = learner_sections(config).get(section_of(role))
         recompute = "none"
         optimizer = None
+        ddp: Mapping[str, Any] = {}
         if learner is not None:
             recompute = learner.recompute
             optimizer = learner.optimizer
+            ddp = learner.ddp
         shape = inputs.shapes.get(role, inputs.shape)
         has_plain_layers = shape is not None and shape.plain_layers
         settings_key, settings = megatron_settings(config, layout)
@@ -501,6 +512,7 @@ def _trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[
                 settings_key=settings_key,
                 settings=settings,
                 optimizer=optimizer,
+                ddp=ddp,
             )
         )
     return roles
