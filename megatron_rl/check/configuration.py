@@ -23,6 +23,12 @@ from megatron_rl.check.engine.arguments import (
 from megatron_rl.check.engine.sampling_order import check_asynchrony
 from megatron_rl.check.files import Files
 from megatron_rl.check.inputs import Inputs, check_inputs, check_paths
+from megatron_rl.check.model.accelerator import (
+    AppliedDefault,
+    accelerated_roles,
+    applied_defaults,
+    plain_experts,
+)
 from megatron_rl.check.model.adapters import check_adapted_model, check_lora, idle_adapters
 from megatron_rl.check.model.megatron_lm import with_megatron_models
 from megatron_rl.check.model.megatron_settings import (
@@ -108,6 +114,7 @@ class CheckReport:
         files_missing: Whether some files do not exist yet but are not errors: a preparation command makes
             them, or the check allows missing files.
         untried: Whether Megatron's own validation of its settings was skipped, failed or timed out.
+        accelerator: Defaults that the run has because it is on accelerators; empty for hosts.
     """
 
     config: RunConfig
@@ -127,6 +134,7 @@ class CheckReport:
     algorithm: Algorithm | None = None
     files_missing: bool = False
     untried: bool = False
+    accelerator: tuple[AppliedDefault, ...] = ()
 
     def valid(self) -> RunConfig:
         """Return the filled-in configuration, or raise UserErrors with every error."""
@@ -147,6 +155,7 @@ class _Check:
         untried: Warnings that Megatron did not validate its settings.
         invalid: Keys whose value has an error.
         tree: The configuration as it was written.
+        accelerator: Defaults that the run has because it is on accelerators.
     """
 
     config: RunConfig
@@ -156,6 +165,7 @@ class _Check:
     untried: list[UserError] = field(default_factory=list)
     invalid: set[str] = field(default_factory=set)
     tree: Section = field(default_factory=Section)
+    accelerator: tuple[AppliedDefault, ...] = ()
 
     def add(self, errors: Iterable[UserError]) -> None:
         """Record errors, except about values at or below an invalid key."""
@@ -336,6 +346,12 @@ def _check_with_inputs(
 
     # Rules that need the shapes of the models.
     _check_against_models(check, inputs, layouts)
+    shapes = dict(inputs.shapes)
+    if inputs.shape is not None:
+        shapes = {"actor": inputs.shape, **shapes}
+    roles = accelerated_roles(config, layouts, shapes, training)
+    check.add(plain_experts(roles))
+    check.accelerator = applied_defaults(config, roles)
     if config.job == TRAIN and "rollout" in layouts:
         check.add(host_engine_errors(config, inputs.shape, for_this_machine=training))
     if not check.errors:  # Megatron would report them a second time
@@ -548,6 +564,7 @@ def _report(
         algorithm=algorithm,
         looked=tuple(inputs.tokens.stats) if inputs.tokens else (),
         untried=bool(check.untried),
+        accelerator=check.accelerator,
         files_missing=bool(inputs.files.missing or inputs.files.to_be_made),
     )
 
