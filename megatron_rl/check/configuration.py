@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.check.data import DatasetStats
@@ -23,6 +23,12 @@ from megatron_rl.check.engine.arguments import (
 from megatron_rl.check.engine.sampling_order import check_asynchrony
 from megatron_rl.check.files import Files
 from megatron_rl.check.inputs import Inputs, check_inputs, check_paths
+from megatron_rl.check.model.accelerator import (
+    AppliedDefault,
+    accelerated_roles,
+    applied_defaults,
+    plain_experts,
+)
 from megatron_rl.check.model.adapters import check_adapted_model, check_lora, idle_adapters
 from megatron_rl.check.model.megatron_lm import with_megatron_models
 from megatron_rl.check.model.megatron_settings import (
@@ -106,6 +112,7 @@ class CheckReport:
         files_missing: Whether some files do not exist yet but are not errors: a preparation command makes
             them, or the check allows missing files.
         untried: Whether Megatron's own validation of its settings was skipped, failed or timed out.
+        accelerator: Defaults that the run has because it is on accelerators; empty for hosts.
     """
 
     config: RunConfig
@@ -125,6 +132,7 @@ class CheckReport:
     algorithm: Algorithm | None = None
     files_missing: bool = False
     untried: bool = False
+    accelerator: tuple[AppliedDefault, ...] = ()
 
     def valid(self) -> RunConfig:
         """Return the filled-in configuration, or raise UserErrors with every error."""
@@ -145,6 +153,7 @@ class _Check:
         untried: Warnings that Megatron did not validate its settings.
         invalid: Keys whose value has an error.
         tree: The configuration as it was written.
+        accelerator: Defaults that the run has because it is on accelerators.
     """
 
     config: RunConfig
@@ -154,6 +163,7 @@ class _Check:
     untried: list[UserError] = field(default_factory=list)
     invalid: set[str] = field(default_factory=set)
     tree: Section = field(default_factory=Section)
+    accelerator: tuple[AppliedDefault, ...] = ()
 
     def add(self, errors: Iterable[UserError]) -> None:
         """Record errors, except about values at or below an invalid key."""
@@ -239,7 +249,8 @@ def check_config(
         check.errors.extend(errors)
         check.invalid.add(key)
     check.refuse(check_values(config))
-    trial_keys = _check_megatron_settings(check)
+    elsewhere = config.gpu is not None and not training
+    trial_keys = _check_megatron_settings(check, elsewhere)
 
     # Pass-through settings, paths, and the user's code in training processes.
     if check.is_valid("rollout.vllm"):
@@ -269,25 +280,31 @@ def _user_pieces(check: _Check) -> dict[str, str]:
     return pieces
 
 
-def _check_megatron_settings(check: _Check) -> list[str]:
-    """Check Megatron's settings of every role; return the keys that Megatron itself is to validate."""
+def _check_megatron_settings(check: _Check, elsewhere: bool) -> list[str]:
+    """Check Megatron's settings of every role; return the keys that Megatron itself is to validate.
+
+    ``elsewhere`` if the run will be on other machines than this one.
+    """
     config = check.config
 
     # Model settings of each role.
     sections = dict(megatron_sections(config))
     for key, settings in sections.items():
         if settings and check.is_valid(key):
-            check.refuse(check_model_settings(settings, key))
+            check.refuse(check_model_settings(settings, key, elsewhere=elsewhere))
 
     # Optimizers of learners and of stages.
     for key, section in learner_sections(config).items():
         if check.is_valid(f"{key}.optimizer", f"{key}.ddp"):
-            check.refuse(check_optimizer(section.optimizer, f"{key}.optimizer", section.ddp))
+            check.refuse(
+                check_optimizer(section.optimizer, f"{key}.optimizer", section.ddp, elsewhere=elsewhere)
+            )
             sections[f"{key}.optimizer.megatron"] = section.optimizer.megatron
+            sections[f"{key}.ddp"] = section.ddp
     for plan in stage_plans(config):
         key = f"{plan.where}.optimizer"
         if check.is_valid(key):
-            check.refuse(check_optimizer(plan.settings.optimizer, key, {}))
+            check.refuse(check_optimizer(plan.settings.optimizer, key, {}, elsewhere=elsewhere))
 
     # Megatron would report a wrong name a second time.
     if not check.is_valid(*sections):
@@ -327,10 +344,18 @@ def _check_with_inputs(
 
     # Rules that need the shapes of the models.
     _check_against_models(check, inputs, layouts)
+    shapes = dict(inputs.shapes)
+    if inputs.shape is not None:
+        shapes = {"actor": inputs.shape, **shapes}
+    roles = accelerated_roles(config, layouts, shapes, training)
+    check.add(plain_experts(roles))
+    check.accelerator = applied_defaults(config, roles)
     if config.job == TRAIN and "rollout" in layouts:
         check.add(host_engine_errors(config, inputs.shape, for_this_machine=training))
     if not check.errors:  # Megatron would report them a second time
-        trial_errors, check.untried = trial.result(_trial_roles(inputs, layouts), config.model.dtype)
+        trial_errors, check.untried = trial.result(
+            _trial_roles(inputs, layouts), config.model.dtype, training
+        )
         check.errors.extend(trial_errors)
         check.warnings.extend(check.untried)
 
@@ -474,9 +499,11 @@ def _trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[
         learner = learner_sections(config).get(section_of(role))
         recompute = "none"
         optimizer = None
+        ddp: Mapping[str, Any] = {}
         if learner is not None:
             recompute = learner.recompute
             optimizer = learner.optimizer
+            ddp = learner.ddp
         shape = inputs.shapes.get(role, inputs.shape)
         has_plain_layers = shape is not None and shape.plain_layers
         settings_key, settings = megatron_settings(config, layout)
@@ -491,6 +518,7 @@ def _trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[
                 settings_key=settings_key,
                 settings=settings,
                 optimizer=optimizer,
+                ddp=ddp,
             )
         )
     return roles
@@ -526,6 +554,7 @@ def _report(
         algorithm=algorithm,
         looked=tuple(inputs.tokens.stats) if inputs.tokens else (),
         untried=bool(check.untried),
+        accelerator=check.accelerator,
         files_missing=bool(inputs.files.missing or inputs.files.to_be_made),
     )
 

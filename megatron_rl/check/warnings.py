@@ -8,7 +8,7 @@ from typing import Any
 from megatron_rl.algorithms.advantages import Vapo
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
-from megatron_rl.check.model.megatron_settings import is_off
+from megatron_rl.check.model.megatron_settings import is_off, unmet_needs
 from megatron_rl.check.stages import unused_settings
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.field_types import format_ranges
@@ -359,7 +359,7 @@ def _unneeded_role_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator
 
 
 def untried_settings(config: RunConfig) -> Iterator[UserError]:
-    """Yield a warning for each section with pass-through fields that no test or campaign has covered.
+    """Yield a warning for each section with pass-through fields that were not tried: here, or by any run.
 
     A section such as ``actor.megatron`` accepts every field of the installed version that the run does not
     set and that has an effect. Most of these fields are not covered by any run of this project.
@@ -374,10 +374,22 @@ def untried_settings(config: RunConfig) -> Iterator[UserError]:
     sections["rollout.vllm"] = "rollout.vllm", config.rollout.vllm
 
     for path, (kind, settings) in sections.items():
+        # Fields that need what this machine lacks: Megatron's own trial leaves them out.
+        unmet = {} if kind == "rollout.vllm" else unmet_needs(settings or {})
+        for need in dict.fromkeys(unmet.values()):
+            names = [name for name in unmet if unmet[name] == need]
+            yield UserError(
+                f"{', '.join(names)} of `{path}`: untried here, needs {need}",
+                where=f"{path}.{names[0]}",
+                expected=f"{need} where the run will be; `train` tries it there before its first step",
+                got=f"a machine without {need}",
+                fix="check again on a machine of the run",
+            )
+
         untried = {
             name: value
             for name, value in (settings or {}).items()
-            if name not in TRIED[kind] and not is_off(value)
+            if name not in TRIED[kind] and name not in unmet and not is_off(value)
         }
         if not untried:
             continue

@@ -135,6 +135,16 @@ def report_json(report: CheckReport) -> dict[str, Any]:
     return {
         "valid": not report.errors,
         "untried": report.untried,
+        "accelerator": [
+            {
+                "roles": list(default.roles),
+                "section": default.row.section,
+                "key": default.row.key,
+                "value": default.row.value,
+                "reason": default.row.reason,
+            }
+            for default in report.accelerator
+        ],
         "world_size": report.world_size,
         "errors": [error.to_json() for error in report.errors],
         "warnings": [warning.to_json() for warning in report.warnings],

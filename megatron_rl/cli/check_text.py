@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.check.configuration import CheckReport
+from megatron_rl.check.model.accelerator import AppliedDefault
 from megatron_rl.config.adapters import separate_lora
 from megatron_rl.config.budget import PHASES, RankMemory, episodes_in_flight, saved_bytes
 from megatron_rl.config.checkpoint_meta import SAME
@@ -50,6 +51,9 @@ def report_text(report: CheckReport, name: str, simulated: list[Simulated] | Non
         blocks.append(summary(report))
     if report.looked:
         blocks.append(_data_section(report))
+    if report.accelerator:
+        note = "defaults of this run because it is on GPUs; a value of yours wins"
+        blocks.append(_section("ACCELERATOR", note, _accelerator(report.accelerator)))
     if report.memory:
         note = "estimate; phases of one step"
         if report.batch is None:
@@ -455,7 +459,23 @@ def cell_label(role: str, layout: ParallelLayout, rank: int) -> str:
     return label or "all"
 
 
-# ---------------------------------------------------------------- memory, servers and weight sync
+# ---------------------------------------------------------------- accelerator, memory, servers, weight sync
+
+
+def _accelerator(applied: tuple[AppliedDefault, ...]) -> list[str]:
+    """Return each default of an accelerator with the roles that have it and its reason."""
+    all_roles = {role for default in applied for role in default.roles}
+    rows: list[tuple[str, str]] = []
+    for default in applied:
+        value = str(default.row.value).lower() if isinstance(default.row.value, bool) else default.row.value
+        # Environment variables, and settings of all roles, need no list of roles.
+        owner = ""
+        if default.roles and set(default.roles) != all_roles:
+            owner = f"{', '.join(default.roles)}: "
+        rows.append((f"{default.row.key}={value}", owner + default.row.reason))
+
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:<{width}}  {text}" for name, text in rows]
 
 
 def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:

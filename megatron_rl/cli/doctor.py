@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.error_forms import requires
 from megatron_rl.launcher import current_launch, process_rank
@@ -27,6 +28,7 @@ from megatron_rl.planning.machine import (
     limits,
     optional_packages,
     packages,
+    runtime_compiler,
     shared_memory,
     system_packages,
 )
@@ -218,7 +220,15 @@ def _imports() -> list[Finding]:
             # Without vLLM plain torch can generate.
             level = "warning" if name == "vLLM" else "error"
             findings.append(Finding(level, name, text, fix))
-    return findings
+    return [*findings, *_attention_compiler()]
+
+
+def _attention_compiler() -> list[Finding]:
+    """Check what cuDNN compiles attention kernels with, where torch has a GPU; after the import of torch."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return []
+    return [runtime_compiler(int(torch.version.cuda.partition(".")[0]))]
 
 
 def _import_torch() -> str:

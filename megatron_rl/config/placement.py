@@ -14,6 +14,7 @@ from megatron_rl.config.adapters import separate_lora
 from megatron_rl.config.roles import ROLES, ROLLOUT, role_of, role_sections, spec_at, with_role_sections
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.models import LayoutConfig
+from megatron_rl.shapes.accelerator import AcceleratedJob
 from megatron_rl.shapes.layout import STAGE_SETTINGS, ParallelLayout
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
@@ -131,6 +132,23 @@ def role_layouts(config: RunConfig, world_size: int) -> dict[str, ParallelLayout
         assert rollout.ranks is not None
         layouts["rollout"] = ParallelLayout(rollout.ranks, tensor=rollout.tensor, path="rollout")
     return layouts
+
+
+def accelerated_job(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> AcceleratedJob:
+    """Describe a job on accelerators, as far as its environment variables depend on it."""
+    rollout = config.rollout
+    arguments = rollout.vllm
+    # vLLM's own all-reduce shares buffers of CUDA graphs by handles that memory of expandable segments has
+    # not (0.32): the engine would exit while it captures them.
+    captures_all_reduce = (
+        config.job == TRAIN
+        and rollout.engine == "vllm"
+        and rollout.tensor > 1
+        and not arguments.get("disable_custom_all_reduce")
+        and not arguments.get("enforce_eager")
+    )
+    models = {role: layout for role, layout in layouts.items() if role != "rollout"}
+    return AcceleratedJob(models, captures_all_reduce)
 
 
 def sleeping_ranks(layouts: Mapping[str, ParallelLayout]) -> frozenset[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -22,9 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_rl.distributed.rendezvous import open_store, rendezvous_error
 from megatron_rl.launcher import current_launch
+from megatron_rl.shapes.accelerator import HOPPER
 
-# Megatron's overlap of tensor parallelism needs it. CUDA reads it once, when the device is initialized.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 # Otherwise each gloo group connects every pair of its ranks at once: thousands of sockets per rank.
 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
@@ -96,6 +95,38 @@ def host() -> torch.device:
 def on_host() -> bool:
     """Return whether this rank computes on the host; False for a simulated rank."""
     return _ON_HOST and not _simulated
+
+
+def on_accelerator() -> bool:
+    """Return whether this rank computes on an accelerator; False for a simulated rank."""
+    return not _ON_HOST
+
+
+def capability() -> int:
+    """Return the device's compute capability x 10, 90 for an H100 and wherever there is no accelerator."""
+    if _ON_HOST:
+        return HOPPER
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def needs_deterministic_attention() -> bool:
+    """Return whether Transformer Engine is restricted to kernels with the same bits in every run."""
+    return os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Set environment variables of an accelerator that the user has not set; must precede `initialize`.
+
+    CUDA and PyTorch's allocator read them once, when the device is initialized. Without effect on hosts.
+    """
+    if _ON_HOST:
+        return
+    for name, value in variables.items():
+        # The older name of PyTorch's variable wins over the newer one.
+        if name == "PYTORCH_ALLOC_CONF" and "PYTORCH_CUDA_ALLOC_CONF" in os.environ:
+            continue
+        os.environ.setdefault(name, value)
 
 
 def backend() -> str:

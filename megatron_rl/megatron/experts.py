@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,6 +150,8 @@ class _RouterReplay:
 class Routing:
     """Routers of one model on this rank: records the experts of tokens, replays them, and counts loads.
 
+    Of fused routers, which choose inside their kernel, loads alone are counted.
+
     ``chunks`` are the model's; ``layers`` and ``experts`` are the numbers in the whole model.
     """
 
@@ -170,6 +173,9 @@ class Routing:
         routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
         for router in routers:
             assert router.layer_number is not None
+            if router.config.moe_router_fusion:
+                router.register_forward_hook(partial(self._count_map, router.layer_number - 1))
+                continue
             replay: Any = _RouterReplay(router.layer_number - 1, self)
             router.router_replay = replay
             self._routers.append(replay)
@@ -211,6 +217,18 @@ class Routing:
 
         routed = routed.flatten()
         self._loads[layer].index_add_(0, routed, torch.ones_like(routed))
+
+    def _count_map(
+        self,
+        layer: int,
+        router: Any,
+        inputs: Any,
+        output: Any,
+    ) -> None:
+        """Count the loads of a fused router, whose second output is the map [T, experts] of its choices."""
+        # Without a micro-batch this is the recomputation of a layer that was counted.
+        if self.tokens is not None and self.trains:
+            self._loads[layer] += output[1][: self.tokens.real].sum(dim=0)
 
     def metrics(self, group: Any) -> Metrics:
         """Return the counts of a training pass over all ranks of the ``group``. Collective over it.

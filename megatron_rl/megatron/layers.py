@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from functools import cache, partial
 from typing import Any
@@ -25,6 +27,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer import attention as megatron_attention
@@ -72,6 +75,36 @@ def warn_of_unfused_attention() -> None:
         "flash-attn, or a cuDNN that it takes",
         stacklevel=2,
     )
+
+
+def decided_attention() -> dict[str, str]:
+    """Return the ``attention_backend`` that another model of this process has, empty if none has.
+
+    Megatron writes its choice into environment variables of Transformer Engine, and refuses another one. A
+    training script's own model has ``auto``, unless the script says otherwise.
+    """
+    if all(os.environ.get(f"NVTE_{kernel}_ATTN") == "1" for kernel in ("FLASH", "FUSED", "UNFUSED")):
+        return {"attention_backend": "auto"}
+    return {}
+
+
+@contextmanager
+def _unfused_attention_refused() -> Iterator[None]:
+    """Turn Transformer Engine's error without an attention kernel into a UserError with its reasons."""
+    try:
+        yield
+    except ValueError as error:
+        if "No dot product attention backend" not in str(error):
+            raise
+        backends = getattr(sys.modules.get(_ATTENTION), "_attention_backends", {})
+        raise UserError(
+            "Transformer Engine has no fused attention kernel for these rows",
+            where="actor.megatron.attention_backend",
+            expected="a kernel of the kind that attention_backend names: by default `fused`, cuDNN's",
+            got=f"none; its reasons: {_refusals(backends)}",
+            fix="run `python -m megatron_rl doctor`, which opens what cuDNN needs; or set "
+            "actor.megatron.attention_backend=flash with flash-attn, or model.attention=torch",
+        ) from error
 
 
 def _refusals(backends: Mapping[str, Any]) -> str:
@@ -165,15 +198,21 @@ class PackedRotaryEmbedding(nn.Module):
 
 
 class RowAttention:
-    """Marker of attention modules that take `PackedRows`."""
+    """Attention module that takes `PackedRows`."""
+
+    @property
+    def takes_boundaries(self) -> bool:
+        """Return whether it attends between row boundaries, and needs no rows gathered by length."""
+        return True
 
 
 class PackedAttention(nn.Module, RowAttention):
     """Causal attention inside each row of a packed sequence, with PyTorch's fused kernels.
 
-    A ``window_size`` of the config limits how far a token looks back. Under context parallelism an
-    all-to-all exchanges all heads of a shard of the tokens for all tokens of a shard of the heads, and back
-    (Jacobs et al. 2023, DeepSpeed-Ulysses), so that every rank attends within complete rows.
+    On an accelerator in half precision these take the boundaries of rows (`varlen_attn`), otherwise rows
+    gathered by length. A ``window_size`` of the config limits how far a token looks back. Under context
+    parallelism an all-to-all exchanges all heads of a shard of the tokens for all tokens of a shard of the
+    heads, and back (Jacobs et al. 2023, DeepSpeed-Ulysses), so that every rank attends within complete rows.
     """
 
     def __init__(
@@ -190,6 +229,11 @@ class PackedAttention(nn.Module, RowAttention):
     ) -> None:
         super().__init__()
         self.scale = softmax_scale
+        self.half_precision = config.params_dtype in (torch.bfloat16, torch.float16)
+        sizes: Any = config
+        self.head_sizes: tuple[int, int] = (sizes.kv_channels, sizes.kv_channels)
+        if config.multi_latent_attention:
+            self.head_sizes = (sizes.qk_head_dim + sizes.qk_pos_emb_head_dim, sizes.v_head_dim)
         self.cap: float | None = None
         """Bound of the scores: cap * tanh(score / cap) (Gemma Team 2024, arXiv 2408.00118)."""
         self.context = pg_collection.cp
@@ -203,6 +247,12 @@ class PackedAttention(nn.Module, RowAttention):
             else:
                 has_window = layer_number % (frequency or 1e9)
             self.window = config.window_size[0] if has_window else None
+
+    @property
+    def takes_boundaries(self) -> bool:
+        """Return whether PyTorch's kernel for rows of any length takes these heads on this device."""
+        has_kernel = max(self.head_sizes) <= 256 and not any(size % 8 for size in self.head_sizes)
+        return device.on_accelerator() and self.half_precision and self.cap is None and has_kernel
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
@@ -220,7 +270,12 @@ class PackedAttention(nn.Module, RowAttention):
             key, value = _ungrouped(query, key, value)
         query, key, value = (_exchange_for_rows(self.context, heads) for heads in (query, key, value))
 
-        output = self._attend(query, key, value, packed_seq_params)
+        if self.takes_boundaries and packed_seq_params.boundaries is not None:
+            output = _attend_between_boundaries(
+                query, key, value, packed_seq_params.boundaries, self.scale, self.window
+            )
+        else:
+            output = self._attend(query, key, value, packed_seq_params)
         return _exchange_for_heads(self.context, output).flatten(1).unsqueeze(1)
 
     def _attend(
@@ -268,6 +323,41 @@ class PackedAttention(nn.Module, RowAttention):
             *rows, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
         )
         return out.transpose(1, 2).flatten(0, 1)
+
+
+def _attend_between_boundaries(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Any,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """Return the attention output [T, heads, value size] of rows between ``boundaries``.
+
+    Grouped keys and values are not repeated. Values that are narrower than keys are padded with zeros: the
+    kernel has one head size.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    size = value.shape[-1]
+    padding = key.shape[-1] - size
+    if padding:
+        value = functional.pad(value, (0, padding))
+    output: Any = varlen_attn(
+        query,
+        key,
+        value,
+        boundaries.cu_seqlens_q,
+        boundaries.cu_seqlens_kv,
+        boundaries.max_seqlen_q,
+        boundaries.max_seqlen_kv,
+        scale=scale,
+        # Tokens before and after a token that it attends to; -1 is no limit.
+        window_size=(-1 if window is None else window, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output[..., :size]
 
 
 def _capped_attention(
@@ -369,25 +459,52 @@ def transformer_engine_attention() -> type:
                 key, value = _ungrouped(query, key, value)
             query, key, value = (_exchange_for_rows(self.context, heads) for heads in (query, key, value))
 
-            output = super().forward(
-                query, key, value, attention_mask, attn_mask_type, attention_bias=attention_bias,
-                packed_seq_params=packed_seq_params.boundaries, num_splits=num_splits,
-            )  # fmt: skip
+            with _unfused_attention_refused():
+                output = super().forward(
+                    query, key, value, attention_mask, attn_mask_type, attention_bias=attention_bias,
+                    packed_seq_params=packed_seq_params.boundaries, num_splits=num_splits,
+                )  # fmt: skip
             output = output.view(len(query), query.shape[1], -1)
             return _exchange_for_heads(self.context, output).flatten(1).unsqueeze(1)
 
     return WholeRowAttention
 
 
+@contextmanager
+def output_layer_without_accumulation(fused: bool) -> Iterator[None]:
+    """Let Megatron build its output layer inside the block where weight gradients accumulate in products.
+
+    Without effect unless the layers are Transformer Engine's (``fused``).
+
+    Megatron's plain linear layer refuses ``gradient_accumulation_fusion`` without Apex (seen in 0.16.1 and
+    0.19.2). The only one among Transformer Engine's layers, which need no Apex, is the output layer; its own
+    product is never computed, since `ParallelModel.token_outputs` projects the hidden states.
+    """
+    available = megatron_layers._grad_accum_fusion_available
+    setattr(megatron_layers, "_grad_accum_fusion_available", fused or available)
+    try:
+        yield
+    finally:
+        setattr(megatron_layers, "_grad_accum_fusion_available", available)
+
+
 def block_spec(
-    config: TransformerConfig, use_transformer_engine: bool, vp_stage: int | None, pp_rank: int
+    config: TransformerConfig,
+    use_transformer_engine: bool,
+    vp_stage: int | None,
+    pp_rank: int,
+    core_attention: str | None = None,
 ) -> TransformerBlockSubmodules:
-    """Return one pipeline stage's layers: Transformer Engine's, or Megatron's with our norm and attention."""
+    """Return one pipeline stage's layers: Transformer Engine's, or Megatron's with our norm and attention.
+
+    Transformer Engine's have `PackedAttention` between the linear layers if ``core_attention`` is "torch".
+    """
     if use_transformer_engine:
         block = _fused_block(config, vp_stage, pp_rank)
+        attention = PackedAttention if core_attention == "torch" else transformer_engine_attention()
         layers: Any = block.layer_specs
         for layer in layers:
-            layer.submodules.self_attention.submodules.core_attention = transformer_engine_attention()
+            layer.submodules.self_attention.submodules.core_attention = attention
         return block
 
     offset = get_transformer_layer_offset(config, vp_stage, pp_rank)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -23,14 +24,18 @@ from megatron_rl.megatron.layers import (
     PackedRotaryEmbedding,
     RowAttention,
     block_spec,
+    decided_attention,
     fit_latent_spec,
+    output_layer_without_accumulation,
     require_transformer_engine,
 )
 from megatron_rl.megatron.log_probs import Support, VocabularyShard, vocab_parallel_log_probs
-from megatron_rl.megatron.model_spec import ModelSpec, model_spec, with_scalar_head
+from megatron_rl.megatron.model_spec import ModelSpec, model_spec, pretrained, with_scalar_head
 from megatron_rl.megatron.packing import pack_for_transformer_engine, pack_rows, pack_whole_rows
 from megatron_rl.megatron.provider import Provider
 from megatron_rl.megatron.transformer_settings import role_settings
+from megatron_rl.shapes.accelerator import LAYERS, MEGATRON, AcceleratedRole, accelerator_defaults
+from megatron_rl.shapes.layout import plain_experts_error
 from megatron_rl.shapes.lora import ADAPTER, AdaptedModel
 from megatron_rl.shapes.memory import LOGITS_ELEMENTS
 
@@ -71,8 +76,9 @@ class ParallelModel:
     ``wrapped`` are the chunks as the schedule runs them: Megatron's DDP wrappers where the model trains,
     else the chunks themselves. ``routing`` is None if expert routing is neither recorded nor replayed,
     ``adapters`` if no layer has an adapter. ``takes_rows`` is False if a user's own attention is among
-    Transformer Engine's layers: it gets Megatron's row boundaries (THD) instead of `PackedRows`. Raises
-    UserError if context parallelism would cut the rows of such attention.
+    Transformer Engine's layers: it gets Megatron's row boundaries (THD) instead of `PackedRows`.
+    ``takes_boundaries`` if no attention needs rows gathered by length. Raises UserError if context
+    parallelism would cut the rows of attention of the user's own.
     """
 
     chunks: list[GPTModel]
@@ -84,6 +90,7 @@ class ParallelModel:
     adapters: AdaptedModel | None = None
     provider: Provider | None = None
     takes_rows: bool = field(init=False)
+    takes_boundaries: bool = field(init=False)
 
     def __post_init__(self) -> None:
         cores: list[Any] = []
@@ -92,6 +99,10 @@ class ParallelModel:
                 if name.endswith(".core_attention"):
                     cores.append(module)
         foreign = [core for core in cores if not isinstance(core, RowAttention)]
+        own = [core for core in cores if isinstance(core, RowAttention)]
+        self.takes_boundaries = all(core.takes_boundaries for core in own)
+        if not self.uses_transformer_engine and (foreign or not own):
+            self.takes_boundaries = False
 
         # Context parallelism exchanges rows in `RowAttention` alone.
         self.takes_rows = not (self.uses_transformer_engine and foreign)
@@ -137,12 +148,14 @@ class ParallelModel:
             chunk.requires_grad_(False)
 
     def watch_routing(self) -> None:
-        """Record and replay expert routing from now on, if the model has experts whose routers allow it."""
+        """Record and replay expert routing from now on, if the model has experts whose routers allow it.
+
+        Fused routers choose inside their kernel: of them only the loads are counted.
+        """
         config = self.transformer_config
 
-        # Fused routers choose inside their kernel, and Sinkhorn's by other scores: neither calls the replay.
-        calls_replay = not config.moe_router_fusion and config.moe_router_load_balancing_type != "sinkhorn"
-        if config.num_moe_experts and calls_replay:
+        # Sinkhorn's routers choose by other scores, and do not call the replay.
+        if config.num_moe_experts and config.moe_router_load_balancing_type != "sinkhorn":
             self.routing = Routing(
                 self.chunks, config.num_layers, config.num_moe_experts, config.moe_router_topk
             )
@@ -189,7 +202,7 @@ class ParallelModel:
         """Return the row boundaries in the form that this model's attention takes."""
         if not self.takes_rows:
             return pack_for_transformer_engine(lengths, device.device())
-        pack = pack_whole_rows if self.uses_transformer_engine else pack_rows
+        pack = pack_whole_rows if self.takes_boundaries else pack_rows
         return pack(lengths, device.device(), self.groups.coordinates.context, self.groups.layout.context)
 
     def token_outputs(
@@ -253,23 +266,47 @@ def build_model(
     trainable: bool = True,
     seed: int = 1,
     provider: Provider | None = None,
+    replays_routing: bool = True,
+    adapted: bool = False,
 ) -> ParallelModel:
     """Build this rank's chunks of the model that ``hf_config`` describes, with random weights.
 
     ``attention`` is ``transformer_engine``, ``torch`` or None for the first that is installed. ``head`` is
     ``lm``, or ``value`` for a scalar head in place of the output layer. A ``provider`` builds the chunks
-    itself, and their TransformerConfig becomes the model's. Call on the ranks of ``groups`` alone.
+    itself, and their TransformerConfig becomes the model's. ``replays_routing`` if its routers may be given
+    recorded choices, ``adapted`` if it gets low-rank adapters: on an accelerator other defaults depend on
+    both. Call on the ranks of ``groups`` alone.
     """
     layout = groups.layout
     if head == "value":
         hf_config = with_scalar_head(hf_config)
+    shape = pretrained(hf_config).shape
     fused = attention == "transformer_engine" or (attention is None and has_transformer_engine())
+    fused = fused and not shape.plain_layers
+    role = AcceleratedRole(
+        shape,
+        layout,
+        fused=fused,
+        half_precision=dtype in (torch.bfloat16, torch.float16),
+        capability=device.capability(),
+        deterministic=device.needs_deterministic_attention(),
+        has_flash_attention=find_spec("flash_attn") is not None,
+        replays_routing=replays_routing,
+        adapted=adapted,
+    )
+    core_attention = None
+    if not device.on_host():
+        explicit = {**decided_attention(), **(overrides or {})}
+        if provider is not None:
+            # The user's code may have plain linear layers, which would need Apex.
+            explicit.setdefault("gradient_accumulation_fusion", False)
+        overrides = accelerator_defaults(role, MEGATRON, explicit)
+        core_attention = accelerator_defaults(role, LAYERS).get("core_attention")
+    if shape.experts and not fused and device.on_accelerator():
+        raise plain_experts_error(shape.name)
     spec = model_spec(hf_config, layout, dtype, role_settings(layout, recompute, overrides), fused)
     if device.on_host():
         spec.transformer_config.gradient_accumulation_fusion = False
-    fused = fused and not spec.model.shape.plain_layers
-    if fused and not device.on_host() and not spec.model.shape.mla:
-        spec.transformer_config.apply_rope_fusion = (overrides or {}).get("apply_rope_fusion", True)
     if fused:
         require_transformer_engine()
     if provider is not None:
@@ -277,11 +314,11 @@ def build_model(
     provider_config = copy(spec.transformer_config)
 
     chunks = []
-    with device.megatron_mode():
+    with device.megatron_mode(), output_layer_without_accumulation(fused and provider is None):
         device.seed_tensor_parallel(seed, groups.coordinates.tensor)
         for stage in range(layout.virtual_pipeline):
             if provider is None:
-                chunk = _build_chunk(spec, groups, stage, fused)
+                chunk = _build_chunk(spec, groups, stage, fused, core_attention)
             else:
                 chunk = provider.build(spec, groups, stage, provider_config)
             finish_chunk(chunk, spec, seed)
@@ -325,12 +362,13 @@ def _build_chunk(
     groups: ParallelGroups,
     stage: int,
     fused: bool,
+    core_attention: str | None,
 ) -> GPTModel:
     layout = groups.layout
     config = spec.transformer_config
     vp_stage = stage if layout.virtual_pipeline > 1 else None
     is_last_chunk = stage == layout.virtual_pipeline - 1
-    layers: Any = block_spec(config, fused, vp_stage, groups.coordinates.pipeline)
+    layers: Any = block_spec(config, fused, vp_stage, groups.coordinates.pipeline, core_attention)
     if config.multi_latent_attention:
         for layer in layers.layer_specs:
             fit_latent_spec(layer, groups.tensor)

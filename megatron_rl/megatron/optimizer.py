@@ -25,6 +25,7 @@ from megatron_rl.distributed import device
 from megatron_rl.megatron.model import ParallelModel, is_expert_parameter
 from megatron_rl.megatron.transformer_settings import optimizer_settings
 from megatron_rl.metrics import Metrics
+from megatron_rl.shapes.accelerator import DDP, AcceleratedRole, accelerator_defaults
 
 
 def wrap(
@@ -35,11 +36,22 @@ def wrap(
     """Put the model's chunks into Megatron's DDP, in place: gradients accumulate in float32 buffers.
 
     With ``distributed`` the parameters move into buffers of the distributed optimizer, so views of
-    parameters taken earlier go stale. ``ddp`` are the user's settings of Megatron's DDP: without them an
-    accelerator reduces gradients while it computes others. Collective over the model's ranks.
+    parameters taken earlier go stale. ``ddp`` are the user's settings of Megatron's DDP, after which those of
+    an accelerator come (`shapes.accelerator`). Collective over the model's ranks.
     """
-    values = {"grad_reduce_in_fp32": True, "overlap_grad_reduce": not device.on_host(), **(ddp or {})}
-    values.setdefault("overlap_param_gather", distributed and values["overlap_grad_reduce"])
+    values: dict[str, Any] = {"grad_reduce_in_fp32": True, **(ddp or {})}
+    # Weights are gathered in the forward pass only where gradients are reduced in the backward pass.
+    overlaps_gather = distributed and values.get("overlap_grad_reduce", not device.on_host())
+    if not device.on_host():
+        role = AcceleratedRole(
+            model.spec.model.shape,
+            model.groups.layout,
+            fused=model.uses_transformer_engine,
+            half_precision=model.transformer_config.params_dtype != torch.float32,
+            distributed=overlaps_gather,
+        )
+        values = accelerator_defaults(role, DDP, values)
+    values.setdefault("overlap_param_gather", overlaps_gather)
     settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed, **values)
 
     for chunk in model.chunks:

@@ -18,6 +18,8 @@ from torch import Tensor
 SEARCHED = 64
 """Largest number of rows for which a tighter packing is searched. With more rows, one micro-batch too many is
 a small fraction of the work."""
+LENGTH_MULTIPLE = 8
+"""Divisor of the longest row's bound that attention kernels are given."""
 STEPS = 20_000
 """Largest number of placements that a search tries, a few hundredths of a second."""
 
@@ -205,7 +207,7 @@ def _search(
 class PackedRows(PackedSeqParams):
     """Row boundaries of one packed sequence of T tokens, for attention and rotary embedding.
 
-    `PackedAttention` uses ``buckets`` and ``restore``, Transformer Engine's attention ``boundaries``. The
+    `PackedAttention` uses ``buckets`` and ``restore`` on hosts, all others ``boundaries``. The
     ``qkv_format`` "rows" is not one of Megatron's, whose own treatment of packed sequences ("thd") is thus
     skipped.
 
@@ -338,7 +340,7 @@ def pack_whole_rows(
     context_rank: int = 0,
     context: int = 1,
 ) -> PackedRows:
-    """Return the boundaries of consecutive rows in the form of Transformer Engine's attention, unpadded."""
+    """Return the boundaries of consecutive rows in the form of attention between boundaries, unpadded."""
     return PackedRows(
         qkv_format="rows",
         positions=_positions(lengths, context_rank, context).to(target),
@@ -352,15 +354,16 @@ def _positions(lengths: Sequence[int], context_rank: int, context: int) -> Tenso
 
 
 def pack_for_transformer_engine(lengths: Sequence[int], target: torch.device) -> PackedSeqParams:
-    """Return the row boundaries in the form of Transformer Engine's variable-length attention (THD).
+    """Return the row boundaries in the form of variable-length attention (THD).
 
-    Its ``DotProductAttention`` takes cumulative lengths [rows + 1] int32 of consecutive rows, and the length
-    of the longest row, which it would otherwise read from the device. Padding at the end is a row of its own.
-    Without gaps between rows no padded boundaries (``cu_seqlens_*_padded``) are needed, and every backend of
-    it applies.
+    Kernels take cumulative lengths [rows + 1] int32 of consecutive rows, and an upper bound of the longest
+    row, which Transformer Engine would otherwise read from the device. The bound is a multiple of
+    8: at others even the fused softmax of Transformer Engine's unfused attention is off. Padding at the end
+    is a row of its own. Without gaps between rows no padded boundaries (``cu_seqlens_*_padded``) are needed,
+    and every backend applies.
     """
     boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(target)
-    max_length = max(lengths)
+    max_length = -(-max(lengths) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=boundaries,

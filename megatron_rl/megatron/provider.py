@@ -28,6 +28,7 @@ from megatron_rl.megatron.layers import (
     transformer_engine_attention,
 )
 from megatron_rl.megatron.model_spec import ModelSpec
+from megatron_rl.shapes.accelerator import CHANGED_FIELDS
 from megatron_rl.user_code import load_path
 
 GROUPS = {
@@ -76,7 +77,7 @@ _COMPARED = frozenset(ABSENT) | {
     "moe_router_group_topk", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_expert_capacity_factor",
 }  # fmt: skip
 """Fields of a provider's TransformerConfig that must have the expected value, besides the run's own."""
-_WITHOUT_EFFECT = {
+_WITHOUT_EFFECT = CHANGED_FIELDS | {
     "init_method_std", "bias_activation_fusion", "bias_dropout_fusion", "moe_grouped_gemm",
     "moe_token_dispatcher_type",
 }  # fmt: skip

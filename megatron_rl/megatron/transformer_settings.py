@@ -1,6 +1,7 @@
 """Fields of Megatron's TransformerConfig for a pretrained model, a layout and a role.
 
-This module imports torch and nothing of Megatron: `megatron.trial`, which has little time, imports it too.
+This module imports torch and, at its start, nothing of Megatron: `megatron.trial`, which has little time,
+imports it too.
 """
 
 from __future__ import annotations
@@ -146,6 +147,12 @@ def role_settings(
     if recompute == "selective":
         settings["recompute_granularity"] = "selective"
     settings |= overrides or {}
+    backend = settings.get("attention_backend")
+    if isinstance(backend, str):
+        # Megatron compares members of its enum, and takes a string for none of them.
+        from megatron.core.transformer.enums import AttnBackend
+
+        settings["attention_backend"] = AttnBackend[backend]
 
     if layout.pipeline > 1:
         # Packed micro-batches differ in length.

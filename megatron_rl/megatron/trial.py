@@ -1,9 +1,9 @@
 """Trial of Megatron's settings of every role, without a model: ``python -m megatron_rl.megatron.trial``.
 
 Standard input is a JSON list of roles, each with ``role``, ``model`` (the path of a config.json), ``layout``,
-``scalar_head``, ``dtype``, ``recompute``, ``fused``, ``overrides`` and ``optimizer`` (a section or null).
-Standard output is a JSON object with the reason for each configuration that Megatron refuses: under the role
-for its TransformerConfig, under the role and `` optimizer`` for its OptimizerConfig.
+``scalar_head``, ``dtype``, ``recompute``, ``fused``, ``overrides``, ``optimizer`` (a section or null) and
+``ddp``. Standard output is a JSON object with the reason for each configuration that Megatron refuses: under
+the role for its TransformerConfig, under the role and `` optimizer`` or `` ddp`` for the other two.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from megatron_rl.megatron.transformer_settings import (
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import describe, read_json
 
-_PACKAGES = ("", ".transformer", ".fusions", ".quantization", ".dist_checkpointing", ".optimizer")
+_PACKAGES = (
+    "", ".transformer", ".fusions", ".quantization", ".dist_checkpointing", ".optimizer", ".distributed",
+)  # fmt: skip
 """Packages of megatron.core whose modules are imported without the package's own ``__init__``."""
 _UNUSED_MODULES = ("torch.distributed._tensor", "torch.distributed._symmetric_memory")
 """Modules that Megatron imports if they exist, and that no configuration needs."""
@@ -36,7 +38,7 @@ _UNUSED_MODULES = ("torch.distributed._tensor", "torch.distributed._symmetric_me
 
 def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
     """Return Megatron's reason for each configuration that it refuses."""
-    transformer_config, latent_config, optimizer_config = _config_classes()
+    transformer_config, latent_config, optimizer_config, ddp_config = _config_classes()
     reasons: dict[str, str] = {}
     for role in roles:
         try:
@@ -59,14 +61,18 @@ def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
         if role["optimizer"] is None:
             continue
         try:
+            ddp_config(**role["ddp"])
+        except Exception as error:
+            reasons[f"{role['role']} ddp"] = f"{type(error).__name__}: {error}".strip()
+        try:
             optimizer_config(**optimizer_settings(OptimizerConfig(**role["optimizer"])))
         except Exception as error:
             reasons[f"{role['role']} optimizer"] = f"{type(error).__name__}: {error}".strip()
     return reasons
 
 
-def _config_classes() -> tuple[Any, Any, Any]:
-    """Return Megatron's classes TransformerConfig, MLATransformerConfig and OptimizerConfig.
+def _config_classes() -> tuple[Any, Any, Any, Any]:
+    """Return Megatron's TransformerConfig, MLATransformerConfig, OptimizerConfig and its DDP's configuration.
 
     Their modules are imported without the packages around them, which takes a quarter of the time.
     """
@@ -87,10 +93,11 @@ def _config_classes() -> tuple[Any, Any, Any]:
 
     # Megatron's modules have circular imports, which work if this one is imported first.
     import megatron.core.parallel_state  # noqa: F401
+    from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
     from megatron.core.optimizer.optimizer_config import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    return TransformerConfig, MLATransformerConfig, MegatronOptimizerConfig
+    return TransformerConfig, MLATransformerConfig, MegatronOptimizerConfig, DistributedDataParallelConfig
 
 
 if __name__ == "__main__":

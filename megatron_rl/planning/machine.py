@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -254,6 +256,42 @@ def accelerators() -> list[Finding]:
     else:
         findings.append(Finding("note", "NCCL library", "no package; torch may carry its own"))
     return findings
+
+
+def runtime_compiler(toolkit: int, packages: Path | None = None) -> Finding:
+    """Open the libraries that cuDNN compiles attention kernels with, in the process that imported torch.
+
+    cuDNN opens them by name, and without them has no fused attention: Transformer Engine then refuses
+    ``attention_backend: fused``. ``toolkit`` is the major version of torch's CUDA, ``packages`` the folder of
+    NVIDIA's wheels.
+    """
+    names = (f"libnvrtc.so.{toolkit}", "libcuda.so.1")
+    missing: dict[str, str] = {}
+    for name in names:
+        try:
+            ctypes.CDLL(name)
+        except OSError as error:
+            missing[name] = str(error)
+    label = "runtime compiler"
+    if not missing:
+        return Finding("ok", label, f"cuDNN's opens {' and '.join(names)}")
+
+    steps = []
+    if names[0] in missing:
+        if packages is None:
+            packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+        files = sorted(packages.glob(f"*/lib/{names[0]}"))
+        wheel = "nvidia-cuda-nvrtc" if toolkit >= 13 else f"nvidia-cuda-nvrtc-cu{toolkit}"
+        step = f"pip install {wheel}, in the version that torch requires"
+        if files:
+            step = f"export LD_LIBRARY_PATH={files[0].parent}:$LD_LIBRARY_PATH before Python starts"
+        steps.append(step)
+    if names[1] in missing:
+        steps.append(
+            "libcuda.so.1 is the driver's: start the container with --gpus all, or install the driver"
+        )
+    text = f"no fused attention: cuDNN's cannot open {'; '.join(missing.values())}"
+    return Finding("error", label, text, "; ".join(steps))
 
 
 def shared_memory() -> list[Finding]:

@@ -22,6 +22,7 @@ from megatron_rl.checkpoint.megatron_lm import (
     load_optimizer,
 )
 from megatron_rl.config.adapters import (
+    adapters_of,
     is_initial_actor,
     own_base_reason,
     separate_adapters,
@@ -444,6 +445,8 @@ def build_pretrained(
         trainable=trainable,
         seed=config.seed,
         provider=_provider(config, path),
+        replays_routing=config.actor.routing_replay != "none",
+        adapted=bool(adapters_of(config)),
     )
     load_weights(model, path)
     return model

@@ -598,6 +598,17 @@ def trainer_problems(
     return errors
 
 
+def plain_experts_error(name: str) -> UserError:
+    """Return the error of a mixture of experts in Megatron's plain layers on an accelerator."""
+    return UserError(
+        "without Transformer Engine's layers each expert is a product of its own, one after the other",
+        where="model.attention",
+        expected="Transformer Engine, whose grouped products compute all experts at once",
+        got=f"Megatron's plain layers for {name}",
+        fix="install it as launch/setup.sh --gpu does, and remove model.attention=torch",
+    )
+
+
 def learning_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
     """Return the errors that Megatron raises only for a model that is trained."""
     if not shape.experts or layout.tensor == 1 or layout.sequence_parallel:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_rl.config.load import changes, dump, to_plain, without_secrets
-from megatron_rl.config.placement import role_layouts
+from megatron_rl.config.placement import accelerated_job, role_layouts
 from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.contained.code_copy import (
@@ -45,6 +45,7 @@ from megatron_rl.durable import file_error, write_text
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError, first_line
 from megatron_rl.launcher import current_launch, report_errors
 from megatron_rl.rewards.judgement import is_function
+from megatron_rl.shapes.accelerator import ENVIRONMENT, accelerator_defaults
 from megatron_rl.shapes.layout import problems
 from megatron_rl.trainer.logging import output_to
 from megatron_rl.trainer.loop import Phases
@@ -118,6 +119,11 @@ class Job:
         """
         if self.config.deterministic:
             device.use_deterministic_kernels()
+
+        # CUDA and PyTorch's allocator read their variables when the device is first used.
+        layouts = role_layouts(self.config, device.world_size())
+        job = accelerated_job(self.config, layouts)
+        device.set_environment(accelerator_defaults(job, ENVIRONMENT))
 
         # From here on the hang detector ends ranks that wait for one that never comes.
         watch.join(

@@ -9,13 +9,16 @@ from config_workspace import write_model, write_workspace
 
 from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.check.engine import arguments as engine_arguments
+from megatron_rl.check.model import megatron_settings
 from megatron_rl.check.model.megatron_settings import DROPPED, TRANSFORMER_CONFIG, check_model_settings
 from megatron_rl.check.sizes import TRUST, check_memory
 from megatron_rl.check.warnings import TRIED
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.budget import MemoryItem, RankMemory
+from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import load
+from megatron_rl.user_code import find_module
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -134,13 +137,51 @@ def test_settings_of_megatron_without_effect_are_refused(name: str, value: objec
 
 
 def test_settings_that_are_handed_on_untried_are_said() -> None:
-    (warning,) = check("actor.megatron.moe_permute_fusion=true", patience=0).warnings
-    assert "never tried here" in warning.message and warning.got == "moe_permute_fusion: True"
     (warning,) = check("rollout.vllm={kv_cache_dtype: fp8, max_num_seqs: 4}").warnings
-    assert warning.got == "kv_cache_dtype: fp8"
+    assert "never tried here" in warning.message and warning.got == "kv_cache_dtype: fp8"
     assert not check("rollout.vllm={kv_cache_dtype: auto, max_num_seqs: 4}").warnings
-    (warning,) = check("actor.ddp={pad_buckets_for_high_nccl_busbw: true, bucket_size: 1000}").warnings
-    assert warning.got == "pad_buckets_for_high_nccl_busbw: True"
+    (warning,) = check("actor.ddp={check_for_large_grads: true, bucket_size: 1000}", patience=120).warnings
+    assert warning.got == "check_for_large_grads: True"
+
+
+@pytest.mark.parametrize(
+    ("override", "need"),
+    [
+        ("actor.megatron.moe_permute_fusion=true", "Transformer Engine"),
+        ("actor.megatron.apply_rope_fusion=true", "Transformer Engine"),
+        ("actor.megatron.attention_backend=flash", "Transformer Engine"),
+        ("actor.megatron.batch_p2p_sync=true", "a GPU"),
+        ("actor.megatron.moe_enable_deepep=true", "DeepEP or HybridEP"),
+        ("actor.megatron.use_kitchen=true", "nvidia-kitchen"),
+        ("actor.ddp.nccl_ub=true", "a GPU"),
+        ("actor.optimizer.megatron.muon_momentum=0.9", "emerging_optimizers"),
+    ],
+)
+def test_what_this_machine_cannot_try_is_said(
+    monkeypatch: pytest.MonkeyPatch, override: str, need: str
+) -> None:
+    monkeypatch.setattr(megatron_settings, "has_host_build", lambda: True)
+    monkeypatch.setattr(megatron_settings, "find_module", missing_packages)
+    report = check(override, patience=120)
+    (warning,) = report.warnings
+    assert not report.errors and f"untried here, needs {need}" in warning.message
+    assert warning.where and warning.where.startswith(override.partition("=")[0])
+
+
+def missing_packages(name: str) -> tuple[Path | None, str | None]:
+    """Find modules as on a host, where none of the packages for GPUs is installed."""
+    if name in megatron_settings._PACKAGES.values():
+        return None, name
+    return find_module(name)
+
+
+def test_at_the_start_of_a_run_nothing_is_left_untried() -> None:
+    """Megatron itself then refuses what needs a package that is not here."""
+    if has_transformer_engine():
+        return
+    config = load("config.yaml", ["actor.megatron.moe_permute_fusion=true"])
+    errors = check_config(config, training=True, patience=120.0).errors
+    assert any("fused permutation is not available" in str(error.got) for error in errors)
 
 
 def test_settings_that_are_refused_or_tried_exist() -> None:
@@ -148,8 +189,7 @@ def test_settings_that_are_refused_or_tried_exist() -> None:
     from megatron_rl.check.installed_source import class_fields
     from megatron_rl.check.model.megatron_settings import DDP_CONFIG, OPTIMIZER_CONFIG
 
-    megatron = set(class_fields(*TRANSFORMER_CONFIG) or ())
-    assert set(DROPPED) <= megatron and not set(DROPPED) & TRIED["megatron"]
+    assert not set(DROPPED) & TRIED["megatron"]
     for kind, classes in (
         ("megatron", TRANSFORMER_CONFIG),
         ("ddp", DDP_CONFIG),

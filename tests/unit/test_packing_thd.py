@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import warnings
@@ -12,12 +13,14 @@ from typing import Any, cast
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from torch.nn.attention import varlen
 
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron import layers
+from megatron_rl.megatron.layers import PackedAttention
 from megatron_rl.megatron.model import ParallelModel, build_model
 from megatron_rl.megatron.packing import pack_for_transformer_engine
 from megatron_rl.megatron.schedule import build_microbatches, forward_only
@@ -45,7 +48,7 @@ class DocumentedAttention(torch.nn.Module):
         bounds = packed.cu_seqlens_q.tolist()
         sizes = [end - begin for begin, end in pairwise(bounds)]
         assert bounds[0] == 0 and bounds[-1] == len(query) == len(key) and min(sizes) > 0
-        assert packed.max_seqlen_q == packed.max_seqlen_kv == max(sizes)
+        assert packed.max_seqlen_q == packed.max_seqlen_kv == -(-max(sizes) // 8) * 8
         repeats = query.shape[1] // key.shape[1]
         q = query.double()
         k, v = (tensor.double().repeat_interleave(repeats, dim=1) for tensor in (key, value))
@@ -107,7 +110,51 @@ def test_thd_gives_the_states_of_packed_rows(family, lengths, tmp_path):
 def test_boundaries():
     packed = pack_for_transformer_engine([3, 1, 4], torch.device("cpu"))
     assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [0, 3, 4, 8]
-    assert packed.cu_seqlens_q.dtype == torch.int32 and packed.max_seqlen_q == packed.max_seqlen_kv == 4
+    assert packed.cu_seqlens_q.dtype == torch.int32 and packed.max_seqlen_q == packed.max_seqlen_kv == 8
+
+
+def documented_varlen_attn(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+):
+    """Compute what the documentation of `torch.nn.attention.varlen.varlen_attn` says, row by row."""
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1], "its kernel has one head size"
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    assert cu_seq_q.dtype == torch.int32 and cu_seq_q is cu_seq_k and max_q == max_k
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (heads.repeat_interleave(repeats, dim=1) for heads in (key, value))
+    rows = []
+    for begin, end in pairwise(cu_seq_q.tolist()):
+        assert end - begin <= max_q
+        q, k, v = (heads[begin:end].transpose(0, 1) for heads in (query, key, value))
+        scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+        left, right = window_size
+        assert right == 0, "causal"
+        hidden = (distance < 0) if left == -1 else (distance < 0) | (distance > left)
+        rows.append((scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "deepseek-v3"])
+def test_attention_between_boundaries_is_that_of_rows_by_length(family, tmp_path, monkeypatch):
+    """Grouped keys, a window, and values narrower than keys, as torch's kernel takes them."""
+    real = inspect.signature(varlen.varlen_attn).parameters
+    assert set(inspect.signature(documented_varlen_attn).parameters) <= set(real)
+    model = build(family, tmp_path)
+    assert not model.takes_boundaries, "hosts gather rows by length"
+    lengths = [5, 1, 17, 3]
+    tokens = torch.randint(0, 131, (sum(lengths),), generator=torch.Generator().manual_seed(1))
+    weight = next(model.chunks[0].parameters())
+    expected = hidden_states(model, tokens, lengths)
+    (wanted,) = torch.autograd.grad(expected.square().sum(), weight)
+
+    monkeypatch.setattr(varlen, "varlen_attn", documented_varlen_attn)
+    monkeypatch.setattr(PackedAttention, "takes_boundaries", True)
+    model.takes_boundaries = True
+    found = hidden_states(model, tokens, lengths)
+    (gradient,) = torch.autograd.grad(found.square().sum(), weight)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+    assert float((gradient - wanted).norm() / wanted.norm()) < 1e-5
 
 
 def batch_of(lengths: list[int]) -> TrainBatch:

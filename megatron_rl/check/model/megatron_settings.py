@@ -1,9 +1,10 @@
 """Rules on Megatron's own settings: ``megatron``, ``ddp`` and ``optimizer.megatron`` of each role.
 
-A field is either set by the run (from a key of ours, or to the only value that works), refused because it has
-no effect, or passed through. Names and types of the last kind are compared with the installed sources. Then
-Megatron itself builds the configuration of every role, in a separate process (`megatron_rl.megatron.trial`)
-that starts first and is awaited last: importing torch and Megatron takes longer than all other rules.
+A field is set by the run (from a key of ours, or to the only value that works), refused because it has no
+effect, passed through and tried, or passed through and said to be untried where it needs what this machine
+lacks. Names and types of the last two kinds are compared with the installed sources. Then Megatron itself
+builds the configuration of every role, in a separate process (`megatron_rl.megatron.trial`) that starts first
+and is awaited last: importing torch and Megatron takes longer than all other rules.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.check.engine.arguments import has_host_build
 from megatron_rl.check.installed_source import class_fields, field_error
 from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
-from megatron_rl.error_forms import requires
-from megatron_rl.errors import UserError
+from megatron_rl.error_forms import requires, unknown_choice
+from megatron_rl.errors import UserError, nearest
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.user_code import find_module
@@ -49,6 +51,25 @@ PATIENCE = 30.0
 LONG_PATIENCE = 120.0
 """The same at the start of a run: all ranks of a host start at once and share its cores."""
 
+_MODEL_FIELDS = """
+    activation_func activation_func_clamp_value gated_linear_unit glu_linear_offset add_bias_linear
+    add_qkv_bias attention_output_gate normalization layernorm_epsilon layernorm_zero_centered_gamma
+    qk_layernorm qk_l2_norm softmax_scale softmax_type apply_residual_connection_post_layernorm window_size
+    window_attn_skip_freq no_rope_freq mrope_section rope_type rotary_base rotary_percent rotary_interleaved
+    rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
+    multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    moe_layer_freq moe_router_topk moe_router_score_function moe_router_pre_softmax
+    moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
+    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_latent_size init_method_std
+    heterogeneous_block_specs is_hybrid_model experimental_attention_variant linear_attention_freq
+    linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads
+    linear_value_head_dim mamba_head_dim mamba_num_groups mamba_num_heads mamba_state_dim
+    mamba_training_ssm_states_dtype use_mamba_mem_eff_path dsa_indexer_head_dim dsa_indexer_k_norm_epsilon
+    dsa_indexer_k_norm_fp32 dsa_indexer_loss_coeff dsa_indexer_n_heads dsa_indexer_rope_interleaved
+    dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset dsa_indexer_topk
+    dsa_indexer_topk_freq dsa_indexer_use_sparse_loss dsa_kernel_backend"""
+"""Fields that the checkpoint's config.json decides, of Megatron-Core 0.16.1 and 0.19.2."""
+
 DERIVED_FIELDS: Mapping[str, str] = {
     "tensor_model_parallel_size": "actor.layout.tensor",
     "pipeline_model_parallel_size": "actor.layout.pipeline",
@@ -71,9 +92,11 @@ DERIVED_FIELDS: Mapping[str, str] = {
             "ffn_hidden_size",
             "num_moe_experts",
             "moe_ffn_hidden_size",
+            *_MODEL_FIELDS.split(),
         ),
         "model.path",
     ),
+    "transformer_impl": "model.attention",
 }
 """Fields that follow from the checkpoint and the layout, and the key that sets them."""
 
@@ -99,26 +122,52 @@ _DROPPED_BY_REASON: Mapping[str, str] = {
         cp_comm_type hierarchical_context_parallel_sizes hybrid_context_parallel
         max_seqlen_per_dp_cp_rank""",
     "layers for multi-token prediction are not built, and exported unchanged": """
-        mtp_num_layers mtp_loss_scaling_factor mtp_standalone""",
+        mtp_num_layers mtp_loss_scaling_factor mtp_standalone mtp_detach_heads mtp_grad_scale_func
+        mtp_hybrid_override_pattern mtp_use_repeated_layer""",
     "the buffers for it are made by Megatron-LM's own training script": """
         tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad
         tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bulk_dgrad tp_comm_bulk_wgrad
         tp_comm_split_ag tp_comm_split_rs tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_bootstrap_backend""",
     "a graph holds one shape, and packed micro-batches differ in length": """
         enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_use_single_mempool
-        cuda_graph_retain_backward_graph cuda_graph_warmup_steps""",
+        cuda_graph_retain_backward_graph cuda_graph_warmup_steps cuda_graph_modules
+        delay_offload_until_cuda_graph moe_paged_stash moe_paged_stash_buffer_size_factor_cpu
+        moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_page_size""",
     "the rollout engine samples, and Megatron does not": """
         flash_decode cache_mla_latents inference_fuse_tp_communication inference_rng_tracker
-        inference_sampling_seed use_inference_optimized_layers symmetric_ar_type mlp_chunks_for_prefill""",
+        inference_sampling_seed use_inference_optimized_layers symmetric_ar_type mlp_chunks_for_prefill
+        inference_cuda_graph_scope inference_disable_triton_nvls_kernels inference_grouped_gemm_backend
+        inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type
+        moe_pad_experts_for_cuda_graph_inference nccl_all_reduce_for_prefill""",
     "log-probs come from kernels of the project's own, and no cross entropy is computed": """
-        cross_entropy_loss_fusion cross_entropy_fusion_impl""",
+        cross_entropy_loss_fusion cross_entropy_fusion_impl defer_embedding_wgrad_compute
+        wgrad_deferral_limit""",
     "actor.routing_replay decides what routers replay": "moe_enable_routing_replay",
     "weights come from a checkpoint": """
         init_method output_layer_init_method embedding_init_method embedding_init_method_std
-        perform_initialization use_cpu_initialization init_model_with_meta_device""",
+        perform_initialization use_cpu_initialization init_model_with_meta_device use_mup
+        mup_attn_scale_power mup_base_head_dim mup_base_hidden_size mup_embedding_mult mup_output_mult
+        mup_width_mult""",
     "the schedule brings its own functions and timers": """
         grad_scale_func no_sync_func grad_sync_func param_sync_func finalize_model_grads_func timers
-        barrier_with_L1_time""",
+        barrier_with_L1_time moe_grad_scale_func experimental_attention_variant_loss_scale_func""",
+    "Megatron-LM's own training script acts on it, after each step": """
+        qk_clip qk_clip_alpha qk_clip_threshold log_max_attention_logit moe_per_layer_logging""",
+    "a forward and a backward pass that overlap need a plan of each layer, which steps here do not have": """
+        overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release
+        overlap_dispatch_backward_with_experts_wgrad high_priority_a2a_comm_stream""",
+    "weights are stored as checkpoints have them, which weight syncs and exports follow": """
+        moe_use_legacy_grouped_gemm moe_extended_tp moe_single_grouped_weight moe_single_grouped_bias
+        moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size use_grouped_gemm_for_dense_mlp
+        use_grouped_gemm_for_shared_expert mla_down_proj_fusion fp8_param fp4_param""",
+    "a layout has no groups of ranks that share one weight in parts": """
+        gtp_weight_remat_size expert_gtp_weight_remat_size tensor_parallel_num_weight_shards
+        expert_tensor_parallel_num_weight_shards""",
+    "the job makes its own groups of ranks, over NCCL": "pipeline_model_parallel_comm_backend",
+    "no release of PyTorch has that exchange": "use_ring_exchange_p2p",
+    "it takes an object of Python, which a configuration cannot name": """
+        quant_recipe _cpu_offloading_context fp8_quantizer_factory fp4_quantizer_factory""",
+    "models are computed in model.dtype, without automatic casts": "enable_autocast autocast_dtype",
 }
 DROPPED: Mapping[str, str] = {
     name: reason for reason, names in _DROPPED_BY_REASON.items() for name in names.split()
@@ -144,11 +193,25 @@ OPTIMIZER_SET: Mapping[str, str] = {
     "overlap_param_gather": "it follows from the role's `ddp`",
     "overlap_param_gather_with_optimizer_step": "weights are read as soon as a step is done",
     "optimizer_offload_fraction": "with `offload` all states are on the host, without it none",
+    **dict.fromkeys(("decoupled_lr", "decoupled_min_lr"), "all weights have one learning rate"),
+    **dict.fromkeys(("timers", "barrier_with_L1_time"), "the step has timers of its own"),
+    **dict.fromkeys(("fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"), "weights of 8 bits are not synced"),
+    "log_num_zeros_in_grad": "a step reports the norm of its gradients alone",
+    "optimizer_cuda_graph": "a graph would hold states that are moved to the host between phases",
+    "use_layer_wise_distributed_optimizer": "checkpoints follow the distributed optimizer's buffers",
 }
 """Field of Megatron's OptimizerConfig -> why the run sets it."""
 
-_NO_FP8 = "weights of 8 bits are not synced"
+_OVERLAPPED_PASSES = "a forward and a backward pass that overlap need a plan of each layer"
+_NO_FP8 = "weights of 8 bits or fewer are not synced"
 _NO_FSDP = "Megatron-FSDP keeps weights in buffers of its own, which weight syncs and checkpoints do not read"
+_FSDP_FIELDS = """
+    data_parallel_sharding_strategy outer_dp_sharding_strategy fsdp_double_buffer fsdp_manual_registration
+    fsdp_all_gather_in_start_param_sync fsdp_db_use_persist_buf_on_alloc_fail preserve_fp32_weights
+    disable_symmetric_registration megatron_fsdp_cuda_graph_mode
+    megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_grad_comm_dtype
+    megatron_fsdp_main_grads_dtype megatron_fsdp_main_params_dtype megatron_fsdp_max_pool_double_buffer
+    megatron_fsdp_use_decoupled_grad"""
 DDP_SET: Mapping[str, str] = {
     "use_distributed_optimizer": "it follows from `optimizer.distributed`",
     "average_in_collective": "loss weights are global already, and gradients are sums",
@@ -158,10 +221,91 @@ DDP_SET: Mapping[str, str] = {
     "reuse_grad_buf_for_mxfp8_param_ag": _NO_FP8,
     "use_megatron_fsdp": _NO_FSDP,
     "use_custom_fsdp": _NO_FSDP,
-    "data_parallel_sharding_strategy": _NO_FSDP,
-    "outer_dp_sharding_strategy": _NO_FSDP,
+    "fp4_param_gather": _NO_FP8,
+    "keep_fp8_transpose_cache": _NO_FP8,
+    "delay_wgrad_compute": _OVERLAPPED_PASSES,
+    **dict.fromkeys(_FSDP_FIELDS.split(), _NO_FSDP),
 }
 """Field of Megatron's DistributedDataParallelConfig -> why the run sets it."""
+
+TRANSFORMER_ENGINE = "Transformer Engine"
+GPU = "a GPU"
+DEEP_EP = "DeepEP or HybridEP"
+KITCHEN = "nvidia-kitchen"
+EMERGING_OPTIMIZERS = "emerging_optimizers"
+_PACKAGES = {
+    TRANSFORMER_ENGINE: "transformer_engine",
+    KITCHEN: "nvidia_kitchen",
+    EMERGING_OPTIMIZERS: "emerging_optimizers",
+    DEEP_EP: "deep_ep",
+}
+"""Need -> module that meets it; `GPU` is met by torch for accelerators."""
+
+_FIELDS_BY_NEED: Mapping[str, str] = {
+    TRANSFORMER_ENGINE: """
+        attention_backend flash_attention_version gradient_accumulation_fusion apply_rope_fusion
+        fused_single_qkv_rope moe_permute_fusion moe_router_fusion moe_grouped_gemm use_te_activation_func
+        use_te_rng_tracker use_transformer_engine_op_fuser fused_residual_rmsnorm
+        use_fused_weighted_squared_relu disable_parameter_transpose_cache batch_invariant_mode fp8
+        fp8_recipe fp8_wgrad fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo
+        fp8_dot_product_attention fp8_multi_head_attention fp8_output_proj tp_only_amax_red
+        activation_func_fp8_input_store first_last_layers_bf16 num_layers_at_start_in_bf16
+        num_layers_at_end_in_bf16 fp4 fp4_recipe moe_router_padding_for_fp8
+        moe_router_padding_for_quantization use_precision_aware_optimizer store_param_remainders
+        main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype""",
+    GPU: """
+        batch_p2p_sync deterministic_mode cpu_offloading cpu_offloading_num_layers cpu_offloading_activations
+        cpu_offloading_weights cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers
+        fine_grained_activation_offloading offload_modules min_offloaded_tensor_size
+        activation_offload_fraction delta_offload_bytes_across_pp_ranks
+        fine_grained_offloading_max_inflight_offloads moe_shared_expert_overlap memory_efficient_layer_norm
+        persist_layer_norm masked_softmax_fusion disable_bf16_reduced_precision_matmul
+        pin_cpu_grads pin_cpu_params overlap_cpu_optimizer_d2h_h2d
+        nccl_ub reduce_scatter_with_fp32_accumulation pad_buckets_for_high_nccl_busbw
+        suggested_communication_unit_size""",
+    DEEP_EP: """
+        moe_enable_deepep moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms moe_deepep_num_sms
+        moe_hybridep_num_sms moe_hybridep_num_sms_preprocessing moe_hybridep_num_blocks_permute
+        moe_hybridep_num_blocks_unpermute moe_hybridep_pad_uneven_dispatch_inputs
+        moe_permute_fusion_into_hybridep moe_ncclep_static_shape moe_ncclep_zero_copy""",
+    KITCHEN: "use_kitchen use_kitchen_attention kitchen_attention_backend",
+    EMERGING_OPTIMIZERS: """
+        muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec muon_momentum muon_nesterov
+        muon_use_nesterov muon_num_ns_steps muon_scalar_optimizer muon_scale_mode muon_split_qkv muon_tp_mode
+        adaptive_muon_beta2 adaptive_muon_eps adaptive_muon_moment2_method lion_beta1 lion_beta2
+        soap_precondition_frequency soap_shampoo_beta soap_use_kl_shampoo""",
+}
+NEEDS: Mapping[str, str] = {name: need for need, names in _FIELDS_BY_NEED.items() for name in names.split()}
+"""Field of any of Megatron's classes -> what it needs to have an effect, and so to be tried."""
+
+
+_PRECISION_AWARE = "use_precision_aware_optimizer"
+_STATE_DTYPES = frozenset({"main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"})
+"""Fields that Megatron refuses without `_PRECISION_AWARE`, on any machine."""
+
+ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
+"""Names of Megatron's AttnBackend."""
+
+
+def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the fields of a section that cannot be tried on this machine, with what each needs."""
+    unmet: dict[str, str] = {}
+    for name, value in values.items():
+        need = NEEDS.get(name)
+        if need is None or is_off(value):
+            continue
+        if name in _STATE_DTYPES and not values.get(_PRECISION_AWARE):
+            continue
+        is_missing = has_host_build() if need == GPU else bool(find_module(_PACKAGES[need])[1])
+        if is_missing:
+            unmet[name] = need
+    return unmet
+
+
+def _triable(values: Mapping[str, Any], training: bool) -> dict[str, Any]:
+    """Return the settings that Megatron can validate here; at the start of a run, all of them."""
+    unmet = {} if training else unmet_needs(values)
+    return {name: value for name, value in values.items() if name not in unmet}
 
 
 def is_off(value: Any) -> bool:
@@ -169,8 +313,13 @@ def is_off(value: Any) -> bool:
     return value is None or value in (False, "none", "auto", [], {})
 
 
-def check_model_settings(values: Mapping[str, Any], path: str = "actor.megatron") -> list[UserError]:
-    """Return the errors of a role's settings of Megatron's TransformerConfig, which the key ``path`` has."""
+def check_model_settings(
+    values: Mapping[str, Any], path: str = "actor.megatron", *, elsewhere: bool = False
+) -> list[UserError]:
+    """Return the errors of a role's settings of Megatron's TransformerConfig, which the key ``path`` has.
+
+    ``elsewhere`` if the run will be on other machines than this one.
+    """
     # Some keys that set a field are in the role's own section.
     role_prefix = path.removesuffix("megatron")
     keys = {name: key.replace("actor.layout", f"{role_prefix}layout") for name, key in DERIVED_FIELDS.items()}
@@ -195,7 +344,7 @@ def check_model_settings(values: Mapping[str, Any], path: str = "actor.megatron"
 
     # Megatron's plain layers accept these formats and compute in the model's own.
     low_precision = [name for name in ("fp8", "fp4") if not is_off(values.get(name))]
-    if low_precision and find_module("transformer_engine")[1]:
+    if low_precision and not elsewhere and find_module("transformer_engine")[1]:
         for name in low_precision:
             errors.append(
                 requires(
@@ -206,11 +355,21 @@ def check_model_settings(values: Mapping[str, Any], path: str = "actor.megatron"
                     fix=f"install it as launch/setup.sh --gpu does, or remove `{path}.{name}`",
                 )
             )
+    backend = values.get("attention_backend")
+    if backend is not None and backend not in ATTENTION_BACKENDS:
+        guess = nearest(str(backend), ATTENTION_BACKENDS)
+        fix = f"write `{guess}`" if guess else "remove it"
+        errors.append(unknown_choice(f"{path}.attention_backend", backend, ATTENTION_BACKENDS, fix=fix))
     return errors
 
 
-def check_optimizer(optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yield the errors of the optimizer at the key ``path``, and of its role's ``ddp``."""
+def check_optimizer(
+    optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any], *, elsewhere: bool = False
+) -> Iterator[UserError]:
+    """Yield the errors of the optimizer at the key ``path``, and of its role's ``ddp``.
+
+    ``elsewhere`` if the run will be on other machines than this one.
+    """
     ddp_path = f"{path.removesuffix('.optimizer')}.ddp"
     keys = {name: f"{path}.{key}" for name, key in OPTIMIZER_KEYS.items()}
     optimizer_path = f"{path}.megatron"
@@ -230,11 +389,10 @@ def check_optimizer(optimizer: OptimizerConfig, path: str, ddp: Mapping[str, Any
         )
 
     # Features that require a package or another setting.
-    precision_aware = "use_precision_aware_optimizer"
-    wants_fused_adam = optimizer.megatron.get(precision_aware) and not optimizer.offload
-    if wants_fused_adam and find_module("transformer_engine")[1]:
+    wants_fused_adam = optimizer.megatron.get(_PRECISION_AWARE) and not optimizer.offload
+    if wants_fused_adam and not elsewhere and find_module("transformer_engine")[1]:
         yield requires(
-            f"{optimizer_path}.{precision_aware}",
+            f"{optimizer_path}.{_PRECISION_AWARE}",
             "true",
             "Transformer Engine's FusedAdam, whose state has fewer bits",
             got="no installed transformer_engine",
@@ -262,7 +420,7 @@ def _host_optimizer_errors(optimizer: OptimizerConfig, path: str) -> Iterator[Us
         conflicts.append(("name", optimizer.name, "adam"))
     if not optimizer.distributed:
         conflicts.append(("distributed", "false", "true, also with one data-parallel rank"))
-    for name, refused in (("use_precision_aware_optimizer", True), ("decoupled_weight_decay", False)):
+    for name, refused in ((_PRECISION_AWARE, True), ("decoupled_weight_decay", False)):
         if optimizer.megatron.get(name) is refused:
             conflicts.append((f"megatron.{name}", refused, "no value"))
 
@@ -381,6 +539,7 @@ class TrialRole:
         settings_key: The key of its Megatron settings.
         settings: Its Megatron settings.
         optimizer: Its optimizer, None for a role that does not learn.
+        ddp: Its settings of Megatron's DDP.
     """
 
     role: str
@@ -392,12 +551,17 @@ class TrialRole:
     settings_key: str
     settings: Mapping[str, Any]
     optimizer: OptimizerConfig | None
+    ddp: Mapping[str, Any]
 
-    def request(self, dtype: str) -> dict[str, Any]:
-        """Return the role's part of the request to `megatron_rl.megatron.trial`."""
+    def request(self, dtype: str, training: bool) -> dict[str, Any]:
+        """Return the role's part of the request to `megatron_rl.megatron.trial`.
+
+        Fields that this machine cannot try are left out, except at the start of a run (``training``).
+        """
         optimizer = None
         if self.optimizer is not None:
             optimizer = dataclasses.asdict(self.optimizer)
+            optimizer["megatron"] = _triable(self.optimizer.megatron, training)
         return {
             "role": self.role,
             "model": str(self.model),
@@ -406,17 +570,21 @@ class TrialRole:
             "recompute": self.recompute,
             "fused": self.fused,
             "dtype": dtype,
-            "overrides": dict(self.settings),
+            "overrides": _triable(self.settings, training),
             "optimizer": optimizer,
+            "ddp": _triable(self.ddp, training),
         }
 
     def refusal_errors(self, refusals: Mapping[str, str]) -> Iterator[UserError]:
         """Yield the errors of this role's refused settings; ``refusals`` is the trial's answer."""
         if self.role in refusals:
             yield self._refusal("model", refusals[self.role], self.settings_key, self.settings)
+        role_path = self.layout.path.removesuffix("layout")
+        if f"{self.role} ddp" in refusals:
+            yield self._refusal("DDP", refusals[f"{self.role} ddp"], f"{role_path}ddp", self.ddp)
         optimizer_part = f"{self.role} optimizer"
         if self.optimizer is not None and optimizer_part in refusals:
-            path = f"{self.layout.path.removesuffix('layout')}optimizer.megatron"
+            path = f"{role_path}optimizer.megatron"
             yield self._refusal("optimizer", refusals[optimizer_part], path, self.optimizer.megatron)
 
     def _refusal(self, component: str, message: str, path: str, values: Mapping[str, Any]) -> UserError:
@@ -467,14 +635,19 @@ class Trial:
                 text=True,
             )
 
-    def result(self, roles: list[TrialRole], dtype: str) -> tuple[list[UserError], list[UserError]]:
-        """Return the errors of settings that Megatron refuses, and the warning of a trial without result."""
+    def result(
+        self, roles: list[TrialRole], dtype: str, training: bool
+    ) -> tuple[list[UserError], list[UserError]]:
+        """Return the errors of settings that Megatron refuses, and the warning of a trial without result.
+
+        At the start of a run (``training``) fields are tried even if this machine lacks what they need.
+        """
         if not self._paths:
             return [], []
         if self._process is None:
             return [], [self._not_tried(f"{self._missing_package} is not installed here")]
 
-        request = json.dumps([role.request(dtype) for role in roles])
+        request = json.dumps([role.request(dtype, training) for role in roles])
         elapsed = time.monotonic() - self._start
         try:
             answer, stderr = self._process.communicate(request, timeout=max(0.1, self._patience - elapsed))

@@ -17,8 +17,8 @@ OWN_MEGATRON = "Fields of Megatron-Core's TransformerConfig for this model."
 LIKE_ACTOR = "the actor's, without its uneven pipeline stages if the pipeline differs"
 AFTER_STAGES = "model.path, after `sft` and `preference` if they are set"
 DDP_MEANING = (
-    "Fields of Megatron-Core's DistributedDataParallelConfig. On an accelerator overlap_grad_reduce is "
-    "true, and overlap_param_gather too with a distributed optimizer."
+    "Fields of Megatron-Core's DistributedDataParallelConfig. On an accelerator some have other defaults "
+    "(docs/accelerators.md), which `check` prints."
 )
 RECOMPUTED = "Activations that the backward pass computes again: none, attention (selective), or all (full)."
 RECOMPUTES = ("none", "selective", "full")
@@ -459,8 +459,7 @@ class ActorConfig:
     megatron: dict[str, Any] = setting(
         {},
         "Fields of Megatron-Core's TransformerConfig, also for the roles without settings of their own. "
-        "apply_rope_fusion is true with Transformer Engine's layers on accelerators, except for latent "
-        "attention.",
+        "On an accelerator some have other defaults (docs/accelerators.md), which `check` prints.",
         also_called={"verl": "override_transformer_config"},
     )
     ddp: dict[str, Any] = setting({}, DDP_MEANING, also_called={"verl": "override_ddp_config"})

@@ -1,0 +1,286 @@
+"""Settings of Megatron, its DDP and the process with other defaults on an accelerator than on a host.
+
+One table, `DEFAULTS`: the key, its value, the condition and the reason. A value that the user sets wins, and
+a host has none of them. Models, DDP and jobs are built with `accelerator_defaults`; `check` prints the same
+rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.model import ModelShape
+
+MEGATRON = "megatron"
+"""Section of fields of Megatron's TransformerConfig."""
+DDP = "ddp"
+"""Section of fields of Megatron's DistributedDataParallelConfig."""
+LAYERS = "layers"
+"""Section of choices of a layer that no field expresses."""
+ENVIRONMENT = "environment"
+"""Section of environment variables."""
+
+HOPPER = 90
+"""Compute capability x 10 that an accelerator of unknown kind is taken for."""
+
+_CAPABILITIES = {"A100": 80, "H100": 90, "H200": 90, "H800": 90, "H20-": 90, "B200": 100, "GB200": 100}
+"""Beginning of a GPU's name in constants.json -> its compute capability x 10."""
+
+_LARGEST_FUSED_HEAD = {90: 256, 100: 128}
+"""Compute capability x 10 from which on it holds -> largest head that cuDNN attends over packed rows with.
+
+Transformer Engine 2.20.2 with cuDNN 9.20 says so (launch/fused_attention). Heads of latent attention, 192 for
+queries and 128 for values, are also fused from 90 to 103.
+"""
+_LATENT_HEADS = (192, 128)
+
+
+def capability_of(gpu: str | None) -> int:
+    """Return the compute capability x 10 of a GPU by its name in constants.json; `HOPPER` if unknown."""
+    for beginning, capability in _CAPABILITIES.items():
+        if (gpu or "").upper().startswith(beginning):
+            return capability
+    return HOPPER
+
+
+@dataclass(frozen=True)
+class AcceleratedRole:
+    """Model of one role on an accelerator, as far as the defaults depend on it.
+
+    Example: ``AcceleratedRole(shape, layout, fused=True, half_precision=True)``.
+    """
+
+    shape: ModelShape
+    """Sizes of the model."""
+    layout: ParallelLayout
+    """Its parallel layout."""
+    fused: bool
+    """Whether its layers are Transformer Engine's."""
+    half_precision: bool
+    """Whether it computes in bfloat16 or float16."""
+    capability: int = HOPPER
+    """Compute capability x 10."""
+    deterministic: bool = False
+    """Whether kernels must give the same bits in every run."""
+    has_flash_attention: bool = False
+    """Whether the package flash-attn is installed."""
+    distributed: bool = True
+    """Whether its optimizer is Megatron's distributed one."""
+    replays_routing: bool = False
+    """Whether its routers replay recorded choices."""
+    adapted: bool = False
+    """Whether it has low-rank adapters."""
+
+    @property
+    def states_attention(self) -> bool:
+        """Return whether Transformer Engine is told its attention kernel.
+
+        Megatron keeps the choice for the whole process, so models that need plain layers make it too.
+        """
+        return self.half_precision and (self.fused or self.shape.plain_layers)
+
+    @property
+    def kernel(self) -> str:
+        """Return the attention kernel of packed rows: ``fused`` (cuDNN), ``flash`` or ``torch``.
+
+        torch's own is FlashAttention too; its wheels have it, so it is there where neither other one is.
+        """
+        heads = (self.shape.qk_dim, self.shape.value_dim)
+        largest = 0
+        for since, size in _LARGEST_FUSED_HEAD.items():
+            if since <= self.capability:
+                largest = size
+        has_kernel = max(heads) <= largest or (heads == _LATENT_HEADS and HOPPER <= self.capability < 120)
+
+        # cuDNN's backward pass has a deterministic kernel for Hopper alone.
+        if self.deterministic and not HOPPER <= self.capability < 100:
+            has_kernel = False
+        if has_kernel and not any(size % 8 for size in heads):
+            return "fused"
+        return "flash" if self.capability < HOPPER and self.has_flash_attention else "torch"
+
+
+@dataclass(frozen=True)
+class AcceleratedJob:
+    """All roles of a job on accelerators, as far as environment variables depend on them."""
+
+    layouts: Mapping[str, ParallelLayout]
+    """Role -> layout, of the models that Megatron computes."""
+    captures_all_reduce: bool
+    """Whether vLLM shares buffers of CUDA graphs between tensor-parallel ranks for its own all-reduce, which
+    needs memory without expandable segments."""
+
+
+@dataclass(frozen=True)
+class AcceleratorDefault:
+    """One row of `DEFAULTS`.
+
+    Example: ``moe_permute_fusion`` of `MEGATRON` is true for experts in Transformer Engine's layers.
+    """
+
+    section: str
+    """`MEGATRON`, `DDP`, `LAYERS` or `ENVIRONMENT`."""
+    key: str
+    """Name of the field or variable."""
+    value: Any
+    """Its default on an accelerator."""
+    condition: str
+    """When it applies, as text."""
+    applies: Callable[[Any], bool]
+    """The condition, of an `AcceleratedRole`, or of an `AcceleratedJob` for environment variables."""
+    reason: str
+    """What it saves."""
+
+
+DEFAULTS: tuple[AcceleratorDefault, ...] = (
+    AcceleratorDefault(
+        MEGATRON,
+        "attention_backend",
+        "fused",
+        "Transformer Engine's layers in half precision",
+        lambda role: role.states_attention and role.kernel != "flash",
+        "without a fused kernel Transformer Engine raises, instead of keeping the scores of whole rows",
+    ),
+    AcceleratorDefault(
+        MEGATRON,
+        "attention_backend",
+        "flash",
+        "the same before compute capability 9.0, with flash-attn installed",
+        lambda role: role.states_attention and role.kernel == "flash",
+        "cuDNN has no kernel for packed rows there",
+    ),
+    AcceleratorDefault(
+        LAYERS,
+        "core_attention",
+        "torch",
+        "Transformer Engine's layers in half precision where it has no fused kernel",
+        lambda role: role.fused and role.half_precision and role.kernel == "torch",
+        "torch's varlen_attn is FlashAttention and part of torch",
+    ),
+    AcceleratorDefault(
+        MEGATRON,
+        "gradient_accumulation_fusion",
+        True,
+        "Transformer Engine's layers",
+        lambda role: role.fused,
+        "weight gradients are added to the float32 buffer inside the matrix product",
+    ),
+    AcceleratorDefault(
+        MEGATRON,
+        "apply_rope_fusion",
+        True,
+        "Transformer Engine's layers without latent attention",
+        lambda role: role.fused and not role.shape.mla,
+        "one kernel rotates queries and keys, instead of five passes over them",
+    ),
+    AcceleratorDefault(
+        MEGATRON,
+        "moe_permute_fusion",
+        True,
+        "experts in Transformer Engine's layers",
+        lambda role: role.fused and role.shape.experts > 0,
+        "tokens are sorted by expert in one kernel, and their order stays on the device",
+    ),
+    AcceleratorDefault(
+        MEGATRON,
+        "moe_router_fusion",
+        True,
+        "experts in Transformer Engine's layers without routing replay",
+        lambda role: role.fused and role.shape.experts > 0 and not role.replays_routing,
+        "scores, groups and the top-k are one kernel",
+    ),
+    AcceleratorDefault(
+        MEGATRON,
+        "moe_shared_expert_overlap",
+        True,
+        "shared experts in Transformer Engine's layers with expert parallelism, without adapters",
+        lambda role: role.fused and role.shape.shared_width and role.layout.expert > 1 and not role.adapted,
+        "shared experts compute while tokens travel to the others",
+    ),
+    AcceleratorDefault(
+        MEGATRON,
+        "batch_p2p_sync",
+        False,
+        "pipeline parallelism without virtual stages",
+        lambda role: role.layout.pipeline > 1 and role.layout.virtual_pipeline == 1,
+        "waiting for the device after every transfer works around a fault of older versions of PyTorch",
+    ),
+    AcceleratorDefault(
+        DDP,
+        "overlap_grad_reduce",
+        True,
+        "every role that learns",
+        lambda role: True,
+        "gradients are reduced while others are computed",
+    ),
+    AcceleratorDefault(
+        DDP,
+        "overlap_param_gather",
+        True,
+        "a distributed optimizer",
+        lambda role: role.distributed,
+        "weights are gathered while the forward pass uses earlier ones",
+    ),
+    AcceleratorDefault(
+        ENVIRONMENT,
+        "PYTORCH_ALLOC_CONF",
+        "expandable_segments:True",
+        "no vLLM with all-reduce of its own in CUDA graphs",
+        lambda job: not job.captures_all_reduce,
+        "rows of any length leave no gaps in memory",
+    ),
+    AcceleratorDefault(
+        ENVIRONMENT,
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "1",
+        "tensor or context parallelism",
+        lambda job: any(layout.tensor * layout.context > 1 for layout in job.layouts.values()),
+        "communication starts before the product that hides it; alone it would only hold kernels back",
+    ),
+)  # fmt: skip
+"""Rows with one key exclude each other."""
+
+STAYS_OFF: Mapping[str, str] = {
+    "use_precision_aware_optimizer": "Megatron does not renew its main weights after a write from outside, "
+    "which stages and restored runs need; it would save 2 bytes a parameter",
+    "tp_comm_overlap": "its buffers are made by Megatron-LM's own training script, for rows of one length",
+    "cuda_graph_impl": "a graph holds one shape, and packed micro-batches differ in length",
+    "moe_token_dispatcher_type: flex": "DeepEP and HybridEP are packages of their own",
+}
+"""What is fast elsewhere and off here -> why."""
+
+CHANGED_FIELDS = frozenset(row.key for row in DEFAULTS if row.section == MEGATRON)
+"""Fields of TransformerConfig that differ between hosts and accelerators."""
+
+
+def applicable_rows(
+    subject: AcceleratedRole | AcceleratedJob,
+    section: str | None = None,
+    explicit: Mapping[str, Any] | None = None,
+) -> Iterator[AcceleratorDefault]:
+    """Yield the rows of `DEFAULTS` that apply, of one section or all, without keys that ``explicit`` has."""
+    is_job = isinstance(subject, AcceleratedJob)
+    for row in DEFAULTS:
+        if (row.section == ENVIRONMENT) != is_job or section not in (None, row.section):
+            continue
+        if row.key not in (explicit or {}) and row.applies(subject):
+            yield row
+
+
+def accelerator_defaults(
+    subject: AcceleratedRole | AcceleratedJob, section: str, explicit: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the settings of a section with the defaults of an accelerator: key -> value.
+
+    ``explicit`` are the user's settings, which win and are part of the result.
+
+    Example:
+        >>> job = AcceleratedJob({"actor": ParallelLayout((0, 1), tensor=2)}, captures_all_reduce=True)
+        >>> accelerator_defaults(job, ENVIRONMENT)
+        {'CUDA_DEVICE_MAX_CONNECTIONS': '1'}
+    """
+    defaults = {row.key: row.value for row in applicable_rows(subject, section, explicit)}
+    return {**defaults, **(explicit or {})}
