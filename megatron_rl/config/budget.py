@@ -119,12 +119,23 @@ class Usage:
     """Bytes on the device when the phase ended."""
     kernels: int = 0
     """Operators that compute."""
+    microbatches: int = 0
+    """Micro-batches that passed through the rank."""
     reads: int = 0
-    """Synchronising reads: the host waited for a value of the device."""
+    """Values that the host read from the device: it waits for every kernel before."""
+    copies: int = 0
+    """Copies of pageable host memory to the device, for which the host waits likewise."""
+    selections: int = 0
+    """Operators whose result size depends on values, such as boolean indices: the host waits for it."""
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """Kind of group -> collectives; point-to-point messages are under ``messages``."""
     bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """Kind of group -> bytes over the network, likewise."""
+
+    @property
+    def waits(self) -> int:
+        """Return how often the host waited for the device."""
+        return self.reads + self.copies + self.selections
 
 
 @dataclass(frozen=True)
@@ -388,6 +399,12 @@ def _trained(
     items.append(MemoryItem(item_name("activations"), int(memory.activations), ("learn",), detail, role))
     phases = ("score", "learn")
     items += _forward(role, item_name, scoring, phases, tokens_per_rank, layout, layers.fused)
+
+    # A forward pass has the logits alone; the backward pass sums gradients beside them.
+    head_sums = int(memory.logits - scoring.logits)
+    if head_sums:
+        detail = f"float32 sums of the output layer's gradients, {tokens_per_rank}"
+        items.append(MemoryItem(item_name("head gradients"), head_sums, ("learn",), detail, role))
     if not learner.alone:
         return items
 
