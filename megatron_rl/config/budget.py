@@ -18,6 +18,7 @@ from megatron_rl.config.adapters import (
     separate_lora,
     shares_actor_base,
 )
+from megatron_rl.config.checkpoint_meta import ANY
 from megatron_rl.config.derive import BatchPlan, even_shares
 from megatron_rl.config.placement import megatron_settings, sleeping_ranks
 from megatron_rl.config.roles import (
@@ -49,6 +50,9 @@ from megatron_rl.shapes.pipeline_stages import default_stage_layers, stage_layer
 
 # Phases of a step, as the table of `check` prints them.
 PHASES = ("generate", "score", "learn")
+
+# Bytes per second that a node is assumed to write to a shared file system.
+CHECKPOINT_BANDWIDTH = 10**9
 
 # Type of a moment or a master weight, as Megatron's settings name it -> bytes.
 _STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
@@ -325,6 +329,70 @@ def saved_bytes(state_total: int, optimizer: OptimizerConfig, weight_bytes: int)
     if optimizer.distributed and weight_bytes == 4:
         saved_states += 4
     return state_total * saved_states // states
+
+
+@dataclass(frozen=True)
+class CheckpointMemory:
+    """Bytes of a checkpoint on the fullest rank, and in the host memory of a node.
+
+    Example: Adam of 1e9 bfloat16 parameters on 8 data-parallel ranks of a node has ``shards`` of 1.5e9 bytes,
+    ``gathered`` of 12e9, and ``weights`` of 0.25e9.
+    """
+
+    shards: int
+    """Optimizer states that a rank has."""
+    gathered: int
+    """Optimizer states of the rank and of all that share its parameters."""
+    weights: int
+    """Share of the weights that a rank writes."""
+    ranks: int
+    """Ranks of the job on a node."""
+
+    @property
+    def write_seconds(self) -> float:
+        """Return the time in which a node writes its share, at `CHECKPOINT_BANDWIDTH`."""
+        return self.ranks * (self.shards + self.weights) / CHECKPOINT_BANDWIDTH
+
+    def on_host(self, layout: str) -> int:
+        """Return the bytes of host memory on a node during a save in a layout of the optimizers.
+
+        For `ANY` Megatron gathers complete parameters in every rank, and copies a third of them at a time to
+        add the padding of its buffers. A load of such a checkpoint allocates as much. Shards are copied to
+        the host once, and read one parameter at a time.
+        """
+        states = self.shards
+        if layout == ANY:
+            states = self.gathered * 4 // 3 + self.shards
+        return self.ranks * (states + self.weights)
+
+
+def checkpoint_memory(
+    config: RunConfig, layouts: Mapping[str, ParallelLayout], memory: Sequence[RankMemory]
+) -> CheckpointMemory | None:
+    """Return the memory of a checkpoint, from the estimates of `memory_plan`; None without an optimizer."""
+    shards = 0
+    gathered = 0
+    weights = 0
+    ranks: set[int] = set()
+    for path, section in learner_sections(config).items():
+        role = role_of(path)
+        name = "optimizer" if role == "actor" else f"{role} optimizer"
+        items = [item for rank in memory for item in rank.items]
+        sizes = [item.bytes for item in items if item.name == name]
+        if not sizes:
+            continue
+
+        # A distributed optimizer is sharded over data-parallel and context-parallel ranks until gathered.
+        layout = layouts[role]
+        copies = layout.data * layout.context
+        saved = saved_bytes(max(sizes), section.optimizer, DTYPE_BYTES[config.model.dtype])
+        shards += saved
+        gathered += saved * (copies if section.optimizer.distributed else 1)
+        weights += max(item.bytes for item in items if item.name == f"{role} weights") // copies
+        ranks.update(layout.ranks)
+    if not gathered:
+        return None
+    return CheckpointMemory(shards, gathered, weights, min(config.gpus_per_node, len(ranks)))
 
 
 def _trained(
