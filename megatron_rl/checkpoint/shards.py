@@ -67,11 +67,12 @@ class Part:
         return self.first + sum((index - origin) * stride for index, origin, stride in steps)
 
     def within(self, begin: int, end: int) -> Part:
-        """Return the slices of the box along its outermost dimension that reach into a range of elements."""
-        dim = next((index for index, extent in enumerate(self.size) if extent > 1), None)
-        if dim is None:
+        """Return the slices of the box along one dimension that reach into a range of elements."""
+        dims = [dim for dim, extent in enumerate(self.size) if extent > 1]
+        if not dims:
             return self
         # The elements of a slice are within one stride, because this dimension has the largest one.
+        dim = max(dims, key=lambda index: self.strides[index])
         stride = self.strides[dim]
         low = min(max((begin - self.first) // stride, 0), self.size[dim])
         high = max(min(-(-(end - self.first) // stride), self.size[dim]), low)

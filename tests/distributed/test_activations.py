@@ -33,3 +33,10 @@ def test_the_estimate_of_a_shipped_configuration_agrees_with_its_simulation(fork
     assert abs(differences["generate"]) < 0.001  # weights, gradients and optimizer states are counted exactly
     assert found["groups"][0] == ["the job", 8] and ["data", 4] in found["groups"], found
     assert found["connections"] == 10, found
+    # The outputs of a scoring pass are read once, and the metrics of a step after all of its updates.
+    assert found["waits"] == {"score": [2, 1], "learn": [2, 0]}, found
+
+
+def test_the_host_waits_for_the_device_in_no_micro_batch(fork):
+    found = measured(fork, "waits")
+    assert found == dict.fromkeys(found, 0) and len(found) == 6, found

@@ -155,6 +155,9 @@ class Simulation(TorchDispatchMode):
         if name == "repeat_interleave":
             return kwargs.get("output_size") is None
         if name in _INDEXING:
+            # One value at a boolean index is a masked fill, whose size does not depend on the mask.
+            if name != "index" and args[2].numel() == 1:
+                return False
             indices = args[1] or ()
             return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in indices)
         return name in _SELECTIONS
