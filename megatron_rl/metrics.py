@@ -9,7 +9,8 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 from megatron_rl.durable import require_file
 
@@ -19,6 +20,9 @@ LARGEST = 1e30
 
 # Largest step number: floats, which plots use, represent every integer up to it exactly.
 LAST_STEP = 2**53
+
+Scalar: TypeAlias = Any
+"""A float, or a tensor [] float64 on the device, whose value the host has not read."""
 
 # Above this value, fixed-point notation would print more digits than a float has.
 _LARGEST_FIXED_POINT = 1e15
@@ -32,13 +36,16 @@ class Metrics:
     or optimizer steps is thus the mean over all their elements, never a mean of means. Names are
     ``group/name``.
 
+    Losses add metrics as scalars on the device, so that no micro-batch waits for it. They merge there, and
+    `exchange.host_metrics` reads all of them at once.
+
     Example: ``Metrics.mean("reward/mean", 6.0, 4) + Metrics.mean("reward/mean", 2.0, 4)``
     has ``values() == {"reward/mean": 1.0}``.
     """
 
-    sums: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    sums: Mapping[str, tuple[Scalar, Scalar]] = field(default_factory=dict)
     """Name -> (sum, weight) of a mean."""
-    maxima: Mapping[str, float] = field(default_factory=dict)
+    maxima: Mapping[str, Scalar] = field(default_factory=dict)
     """Name -> maximum."""
 
     @classmethod
@@ -56,6 +63,19 @@ class Metrics:
         """Return metrics with the given means, each of weight 1."""
         return cls({name: (float(value), 1.0) for name, value in values.items()})
 
+    @classmethod
+    def of_tensors(
+        cls, sums: Mapping[str, tuple[Any, Any]], maxima: Mapping[str, Any] = MappingProxyType({})
+    ) -> Metrics:
+        """Return metrics of tensors [], in float64; those of a device are not read.
+
+        To read them would make the host wait for every kernel launched before.
+        """
+        return cls(
+            {name: (_scalar(total), _scalar(weight)) for name, (total, weight) in sums.items()},
+            {name: _scalar(value) for name, value in maxima.items()},
+        )
+
     def __add__(self, other: Metrics) -> Metrics:
         sums = dict(self.sums)
         for name, (total, weight) in other.sums.items():
@@ -64,14 +84,34 @@ class Metrics:
 
         maxima = dict(self.maxima)
         for name, value in other.maxima.items():
-            maxima[name] = max(maxima.get(name, value), value)
+            maxima[name] = _larger(maxima.get(name, value), value)
 
         return Metrics(sums, maxima)
 
     def values(self) -> dict[str, float]:
-        """Return name -> mean or maximum, without means whose weights sum to zero."""
-        means = {name: total / weight for name, (total, weight) in self.sums.items() if weight}
-        return {**means, **self.maxima}
+        """Return name -> mean or maximum, without means whose weights sum to zero.
+
+        Reads each scalar of the device on its own: call `exchange.host_metrics` before.
+        """
+        means = {
+            name: float(total) / float(weight) for name, (total, weight) in self.sums.items() if float(weight)
+        }
+        return means | {name: float(value) for name, value in self.maxima.items()}
+
+
+def _scalar(value: Any) -> Scalar:
+    """Return a tensor [] as a float on a host, in float64 on a device."""
+    value = value.detach().double()
+    return value.item() if value.is_cpu else value
+
+
+def _larger(value: Scalar, other: Scalar) -> Scalar:
+    """Return the larger scalar, on the device if one of them is."""
+    if isinstance(other, int | float):
+        value, other = other, value
+    if isinstance(other, int | float):
+        return max(other, value)
+    return other.clamp(min=value)
 
 
 def merge(sources: Iterable[Metrics]) -> Metrics:

@@ -10,6 +10,11 @@ def count_progress(unit: str) -> None:
     _counts[unit] += 1
 
 
+def progress_count(unit: str) -> int:
+    """Return the number of completed units of one kind."""
+    return _counts[unit]
+
+
 def progress_text() -> str:
     """Return the counts as text.
 

@@ -78,9 +78,13 @@ def split_rows(values: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
     return torch.split(values, lengths.tolist())
 
 
-def row_index(lengths: Tensor) -> Tensor:
-    """Return the row number of each token: [N] int64."""
-    return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+def row_index(lengths: Tensor, tokens: int | None = None) -> Tensor:
+    """Return the row number of each token: [N] int64.
+
+    Without the number of ``tokens``, N, it is read from the device of the lengths.
+    """
+    rows = torch.arange(len(lengths), device=lengths.device)
+    return torch.repeat_interleave(rows, lengths, output_size=tokens)
 
 
 def token_index(lengths: Tensor, rows: Tensor) -> Tensor:

@@ -109,28 +109,28 @@ class Correction(Piece):
 
         The weights are None for ``level: none``.
         """
-        count = int(mask.sum())
-        metrics = Metrics()
+        count = mask.sum()
+        sums: dict[str, tuple[Tensor, Tensor]] = {}
 
         weights = None
         if self.level != "none":
             weights = self.importance_weights(log_probs, rollout_log_probs, mask, lengths)
             # Log the weights before normalisation, which would hide their size.
-            token_weights = weights[mask].double()
+            token_weights, inside = _masked_in(weights.double(), mask)
             limited = token_weights >= (self.threshold or math.inf)
             if self.band is not None:
                 limited = token_weights == 0
-            metrics += Metrics.mean("mismatch/is_weight", float(token_weights.sum()), count)
-            metrics += Metrics.mean("mismatch/is_limited_fraction", int(limited.sum()), count)
+            sums["is_weight"] = (torch.where(inside, token_weights, 0).sum(), count)
+            sums["is_limited_fraction"] = ((limited & inside).sum(), count)
             if self.batch_normalize:
                 weights = batch_normalized(weights, mask, lengths, level=self.level)
 
         accepted = mask
         if self.rejection:
             accepted = rejection_mask(log_probs, rollout_log_probs, mask, lengths, self.rejection)
-            rejected_count = count - int(accepted.sum())
-            metrics += Metrics.mean("mismatch/rejected_fraction", rejected_count, count)
+            sums["rejected_fraction"] = (count - accepted.sum(), count)
 
+        metrics = Metrics.of_tensors({f"mismatch/{name}": pair for name, pair in sums.items()})
         return weights, accepted, metrics
 
     def importance_weights(
@@ -157,10 +157,10 @@ class Correction(Piece):
         difference = torch.where(mask, log_probs.detach() - rollout_log_probs, 0)
         if self.level == "sequence":
             row_difference = ragged.row_sums(difference, lengths)
-            difference = ragged.broadcast_rows(row_difference, lengths)
+            difference = ragged.broadcast_rows(row_difference, lengths, len(mask))
         elif self.level == "geometric":
             row_difference = ragged.masked_row_means(difference, mask, lengths)
-            difference = ragged.broadcast_rows(row_difference, lengths)
+            difference = ragged.broadcast_rows(row_difference, lengths, len(mask))
 
         weights = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
@@ -277,7 +277,7 @@ def _reduce_rows(divergence: Tensor, mask: Tensor, lengths: Tensor, reduction: s
         row_values = ragged.masked_row_means(divergence, mask, lengths)
     else:
         row_values = ragged.row_maxima(torch.where(mask, divergence, 0), lengths)
-    return ragged.broadcast_rows(row_values, lengths)
+    return ragged.broadcast_rows(row_values, lengths, len(mask))
 
 
 def _measure_errors(measure: str, limit: object, path: str) -> Iterator[UserError]:
@@ -347,8 +347,8 @@ def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor,
         >>> round(m["mismatch/abs_diff"], 4), round(m["mismatch/max_diff"], 4)
         (0.05, 0.1)
     """
-    count = int(mask.sum())
-    if not count:
+    # Empty on a host is empty by its values; on a device, where they are not read, by its size.
+    if not len(mask) or (mask.is_cpu and not mask.any()):
         return Metrics()
 
     # Subtract in float64: the differences of a healthy run are far smaller than the log-probs.
@@ -356,21 +356,36 @@ def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor,
 
     # Mean difference of each row with a response token, for the perplexity ratio.
     has_tokens = ragged.masked_row_means(torch.ones_like(difference), mask, lengths) > 0
-    row_mean = ragged.masked_row_means(difference, mask, lengths)[has_tokens]
+    row_mean, row_inside = _masked_in(ragged.masked_row_means(difference, mask, lengths), has_tokens)
     ppl_ratio = (-row_mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
 
-    d = difference[mask]
+    d, inside = _masked_in(difference, mask)
     rho = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    ess = rho.mean() ** 2 / (rho**2).mean()
     prob_error = d.abs().clamp(max=MAX_LOG_RATIO).exp()
 
-    metrics = Metrics.mean("mismatch/abs_diff", float(d.abs().sum()), count)
-    metrics += Metrics.maximum("mismatch/max_diff", float(d.abs().max()))
-    metrics += Metrics.mean("mismatch/kl", float(-d.sum()), count)
-    metrics += Metrics.mean("mismatch/k3", float((rho - 1 - rho.log()).sum()), count)
-    metrics += Metrics.mean("mismatch/chi2", float((rho**2 - 1).sum()), count)
-    # Not a sum over tokens: weight it by their number, so that merging averages it over batches.
-    metrics += Metrics.mean("mismatch/ess", float(ess) * count, count)
-    metrics += Metrics.mean("mismatch/ppl_ratio", float(ppl_ratio.sum()), len(row_mean))
-    metrics += Metrics.mean("mismatch/token_mult_prob_error", float(prob_error.sum()), count)
-    return metrics
+    count = mask.sum()
+    rho_sum = torch.where(inside, rho, 0).sum()
+    square_sum = torch.where(inside, rho**2, 0).sum()
+    ess = (rho_sum / count) ** 2 / (square_sum / count)
+    sums = {
+        "abs_diff": (d.abs().sum(), count),
+        "kl": (-d.sum(), count),
+        "k3": ((rho - 1 - rho.log()).sum(), count),
+        "chi2": ((rho**2 - 1).sum(), count),
+        # Not a sum over tokens: weight it by their number, so that merging averages it over batches.
+        "ess": (ess * count, count),
+        "ppl_ratio": (torch.where(row_inside, ppl_ratio, 0).sum(), row_inside.sum()),
+        "token_mult_prob_error": (torch.where(inside, prob_error, 0).sum(), count),
+    }
+    named_sums = {f"mismatch/{name}": pair for name, pair in sums.items()}
+    return Metrics.of_tensors(named_sums, {"mismatch/max_diff": d.abs().max()})
+
+
+def _masked_in(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the masked-in values, and which of them are: all on a host, those of ``mask`` on a device.
+
+    The number that a boolean index selects would be read from the device.
+    """
+    if mask.is_cpu:
+        return values[mask], torch.ones_like(mask[mask])
+    return values, mask

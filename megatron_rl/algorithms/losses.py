@@ -397,7 +397,8 @@ class Gspo(PolicyLoss):
         row_mean = ragged.masked_row_means(difference, micro.response_mask, micro.lengths)
 
         # Value of the sequence ratio, gradient of the token's own log-prob.
-        log_sequence_ratio = ragged.broadcast_rows(row_mean, micro.lengths) + log_probs - log_probs.detach()
+        row_value = ragged.broadcast_rows(row_mean, micro.lengths, len(log_probs))
+        log_sequence_ratio = row_value + log_probs - log_probs.detach()
         ratio = log_sequence_ratio.clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
         return clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high)
 
@@ -436,7 +437,7 @@ class Gmpo(PolicyLoss):
 
         ratio = ragged.masked_row_means(pessimistic, *rows).exp()
         advantage = ragged.masked_row_means(advantages, *rows)
-        loss = ragged.broadcast_rows(-advantage * ratio, micro.lengths)
+        loss = ragged.broadcast_rows(-advantage * ratio, micro.lengths, len(log_probs))
         return TokenLoss(loss, {"clip_fraction": is_clipped})
 
 
@@ -466,7 +467,8 @@ class Topr(PolicyLoss):
         row_log_ratio = ragged.row_sums(difference, micro.lengths).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
         # A bad response that the policy has become unlikely to produce has a weight near 0.
-        capped_ratio = ragged.broadcast_rows(row_log_ratio.exp().clamp(max=1), micro.lengths)
+        row_ratio = row_log_ratio.exp().clamp(max=1)
+        capped_ratio = ragged.broadcast_rows(row_ratio, micro.lengths, len(log_probs))
         weight = torch.where(advantages > 0, 1, capped_ratio)
         return TokenLoss(-weight * advantages * log_probs, {"taper": weight})
 
@@ -496,7 +498,7 @@ def off_policy_sequence_mask(
         [False, True]
     """
     drift = ragged.masked_row_means(rollout_log_probs - log_probs.detach(), mask, lengths)
-    return ~((advantages < 0) & ragged.broadcast_rows(drift > delta, lengths))
+    return ~((advantages < 0) & ragged.broadcast_rows(drift > delta, lengths, len(mask)))
 
 
 FRACTION_MEANING = "Share of the mini-batch's tokens that is selected, at least one token."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -77,7 +76,7 @@ def policy_objective(
         sums["policy/nll"] = (nll, micro.nll_weights.sum())
 
     metrics += _policy_shift_metrics(micro, log_probs.detach(), token_count)
-    return total, metrics + mean_metrics(sums)
+    return total, metrics + Metrics.of_tensors(sums)
 
 
 def value_objective(algorithm: Algorithm, micro: TrainBatch, values: Tensor) -> tuple[Tensor, Metrics]:
@@ -107,7 +106,7 @@ def value_objective(algorithm: Algorithm, micro: TrainBatch, values: Tensor) -> 
     }
     for name, indicator in indicators.items():
         sums[f"critic/{name}"] = (torch.where(mask, indicator, 0).double().sum(), token_count)
-    return total, mean_metrics(sums)
+    return total, Metrics.of_tensors(sums)
 
 
 def sft_objective(micro: TrainBatch, log_probs: Tensor) -> tuple[Tensor, Metrics]:
@@ -118,7 +117,7 @@ def sft_objective(micro: TrainBatch, log_probs: Tensor) -> tuple[Tensor, Metrics
     micro = micro.to(log_probs.device)
     log_probs = mask_tokens(log_probs, micro.response_mask)
     total = -(micro.loss_weights * log_probs).sum()
-    return total, mean_metrics({"sft/loss": (total, micro.loss_weights.sum())})
+    return total, Metrics.of_tensors({"sft/loss": (total, micro.loss_weights.sum())})
 
 
 def _corrected_loss(algorithm: Algorithm, micro: TrainBatch, log_probs: Tensor) -> tuple[TokenLoss, Metrics]:
@@ -180,9 +179,9 @@ def _policy_shift_metrics(micro: TrainBatch, log_probs: Tensor, token_count: Ten
         return Metrics()
 
     log_ratio = torch.where(micro.response_mask, log_probs - micro.old_log_probs, 0).double()
-    max_ratio = float(log_ratio.max().clamp(max=MAX_LOG_RATIO).exp())
-    metrics = mean_metrics({"policy/kl": (-log_ratio.sum(), token_count)})
-    return metrics + Metrics.maximum("policy/ratio_max", max_ratio)
+    max_ratio = log_ratio.max().clamp(max=MAX_LOG_RATIO).exp()
+    sums = {"policy/kl": (-log_ratio.sum(), token_count)}
+    return Metrics.of_tensors(sums, {"policy/ratio_max": max_ratio})
 
 
 def mask_tokens(values: Tensor, mask: Tensor) -> Tensor:
@@ -193,19 +192,3 @@ def mask_tokens(values: Tensor, mask: Tensor) -> Tensor:
     if values.itemsize < 4:
         values = values.float()
     return torch.where(mask, values, 0)
-
-
-def mean_metrics(sums: Mapping[str, tuple[Tensor, Tensor]]) -> Metrics:
-    """Convert scalar (sum, weight) tensors to metrics, with one copy from the device for all of them.
-
-    A copy per metric would synchronise host and device as many times.
-    """
-    if not sums:
-        return Metrics()
-
-    pairs = torch.stack(
-        [torch.stack([total.detach().double(), weight.detach().double()]) for total, weight in sums.values()]
-    )
-    return Metrics(
-        {name: (total, weight) for name, (total, weight) in zip(sums, pairs.tolist(), strict=True)}
-    )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megatron_rl.algorithms.objectives import mask_tokens, mean_metrics
+from megatron_rl.algorithms.objectives import mask_tokens
 from megatron_rl.algorithms.ragged import last_masked_token, row_sums
 from megatron_rl.metrics import Metrics
 from megatron_rl.types import TrainBatch
@@ -223,4 +223,4 @@ def _pair_metrics(
         "chosen": (chosen_rewards.sum(), pair_count),
         "rejected": (rejected_rewards.sum(), pair_count),
     }
-    return mean_metrics({f"{name}/{key}": pair for key, pair in sums.items()})
+    return Metrics.of_tensors({f"{name}/{key}": pair for key, pair in sums.items()})

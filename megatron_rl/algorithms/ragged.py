@@ -24,8 +24,8 @@ def row_sums(values: Tensor, lengths: Tensor) -> Tensor:
     if not len(lengths):
         return values[:0]
 
-    # Deterministic on every device, unlike a scatter-add.
-    return torch.segment_reduce(values, "sum", lengths=lengths, initial=0)
+    # Deterministic on every device, unlike a scatter-add. Its check of the lengths would read a device.
+    return torch.segment_reduce(values, "sum", lengths=lengths, initial=0, unsafe=not values.is_cpu)
 
 
 def row_maxima(values: Tensor, lengths: Tensor) -> Tensor:
@@ -37,12 +37,16 @@ def row_maxima(values: Tensor, lengths: Tensor) -> Tensor:
     """
     # include_self=False: the 0 of the empty row must not enter the maximum of the others.
     maxima = values.new_zeros(len(lengths))
-    return maxima.scatter_reduce(0, row_index(lengths), values, "amax", include_self=False)
+    rows = row_index(lengths, len(values))
+    return maxima.scatter_reduce(0, rows, values, "amax", include_self=False)
 
 
-def broadcast_rows(values: Tensor, lengths: Tensor) -> Tensor:
-    """Repeat one value per row [B] over the row's tokens: [N]."""
-    return torch.repeat_interleave(values, lengths)
+def broadcast_rows(values: Tensor, lengths: Tensor, tokens: int | None = None) -> Tensor:
+    """Repeat one value per row [B] over the row's tokens: [N].
+
+    Without the number of ``tokens``, N, it is read from the device of the lengths.
+    """
+    return torch.repeat_interleave(values, lengths, output_size=tokens)
 
 
 def masked_row_means(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
@@ -66,8 +70,9 @@ def last_masked_token(mask: Tensor, lengths: Tensor) -> Tensor:
         [1, -1]
     """
     last = torch.full((len(lengths),), -1, dtype=torch.long, device=mask.device)
-    positions = torch.nonzero(mask).squeeze(-1)
-    return last.scatter_reduce(0, row_index(lengths)[positions], positions, "amax")
+    positions = torch.arange(len(mask), device=mask.device)
+    masked_positions = torch.where(mask, positions, -1)
+    return last.scatter_reduce(0, row_index(lengths, len(mask)), masked_positions, "amax")
 
 
 def discounted_sums(values: Tensor, lengths: Tensor, discount: Tensor | float) -> Tensor:

@@ -44,6 +44,7 @@ from megatron_rl.check.rehearsal import rehearse
 from megatron_rl.check.resume import resumed_build_errors
 from megatron_rl.check.sizes import (
     check_budget,
+    check_checkpoint,
     check_layout,
     check_lengths,
     check_memory,
@@ -602,7 +603,7 @@ def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None
     )
     memory_key = "gpu" if gpu_reasons else "gpu_memory_gib"
     memory_errors, memory_warnings = check_memory(config, memory, memory_key)
-    check.errors.extend(memory_errors)
+    check.errors.extend([*memory_errors, *check_checkpoint(config, layouts, memory)])
     check.warnings.extend(memory_warnings)
     return _Plans(
         config=config,

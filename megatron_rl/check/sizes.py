@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from megatron_rl.config.budget import PHASES, RankMemory
+from megatron_rl.config.budget import PHASES, RankMemory, checkpoint_memory
+from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.config.derive import longest_row, smallest_world
 from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import TRAIN, RunConfig
@@ -157,6 +158,32 @@ def check_memory(
         else:
             warnings.append(error)
     return errors, warnings
+
+
+def check_checkpoint(
+    config: RunConfig, layouts: Mapping[str, ParallelLayout], ranks: Sequence[RankMemory]
+) -> Iterator[UserError]:
+    """Yield the error of a checkpoint that a node's host has no memory for."""
+    memory = checkpoint_memory(config, layouts, ranks)
+    layout = config.checkpoint.optimizer_layout
+    limit = config.host_memory_gib
+    if memory is None or layout is None or limit is None:
+        return
+    needed = memory.on_host(layout) / _GIB
+    if needed <= limit:
+        return
+
+    sharded = memory.on_host(SAME) / _GIB
+    fix = "use more nodes"
+    if layout == ANY and sharded <= limit:
+        fix = f"set checkpoint.optimizer_layout=same, which needs {sharded:.1f} GiB"
+    yield UserError(
+        "a checkpoint is estimated to need more memory than the host of a node has",
+        where="checkpoint.optimizer_layout",
+        expected=f"at most host_memory_gib={limit:g}",
+        got=f"{needed:.1f} GiB for the {memory.ranks} ranks of a node, with the layout {layout}",
+        fix=fix,
+    )
 
 
 def _memory_fix(config: RunConfig) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rl import durable
 from megatron_rl.checkpoint.folders import partial_of, run_write_step, write_error, write_tensors
-from megatron_rl.checkpoint.tensors import initialise_states, megatron_scope, sharded_state
+from megatron_rl.checkpoint.tensors import initialise_states, megatron_scope, restore_steps, sharded_state
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import run_on_all_ranks_or_raise
 from megatron_rl.errors import UserError
@@ -233,13 +233,8 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
         for sub_optimizer in optimizer.parts:
             _set_state(model, sub_optimizer, name, values)
 
+    restore_steps(optimizer, checkpoint.steps)
     for sub_optimizer in optimizer.parts:
-        for group in sub_optimizer.optimizer.param_groups:
-            if "step" in group:
-                group["step"] = checkpoint.steps
-        for parameter_state in sub_optimizer.optimizer.state.values():
-            if "step" in parameter_state:
-                parameter_state["step"].fill_(checkpoint.steps)
         if isinstance(sub_optimizer.optimizer, HostOptimizer):
             sub_optimizer.optimizer.settle()
 

@@ -3,8 +3,8 @@
 A checkpoint is a folder:
 
 ```
-ROLE/           Megatron's distributed checkpoint of a role's weights and optimizer; any layout can read it
-                unless the optimizer is stored in its shards (`SAME`)
+ROLE/           Megatron's distributed checkpoint of a role's weights and optimizer; an optimizer in the
+                shards of its layout (`SAME`) has an index, with which any layout can read it, too
 rng/            the random generators of each rank
 state.pt        values that are equal on all ranks
 meta.json       step, seed, versions, and model, optimizer and layout of each role
@@ -32,12 +32,14 @@ from megatron_rl.checkpoint.folders import (
     run_write_step,
     write_error,
 )
+from megatron_rl.checkpoint.shards import load_shards, write_index
 from megatron_rl.checkpoint.tensors import TensorWrite, begin_tensors, load_tensors, require_shards
 from megatron_rl.checkpoint.untrusted import refuse_code
 from megatron_rl.config.checkpoint_meta import (
     ANY,
     SAME,
     check_same_model,
+    fits_shards,
     model_identity,
     optimizer_kind,
     optimizer_layout,
@@ -141,6 +143,8 @@ def save(
             write = begin_tensors(partial / name, role.model, role.optimizer, layout, keep=in_background)
             writes.append(write)
             files += write.files
+            if layout == SAME:
+                files += write_index(partial / name, role.model, role.optimizer)
     except Exception as error:
         raise write_error(error, final) from error
     saving = PendingCheckpoint(final, writes, files, keep, best)
@@ -233,19 +237,24 @@ def load(
         refuse_code(folder / name, trusted=trusted)
 
     content = _read(folder / "state.pt", types)
-    for name, role in roles.items():
-        load_tensors(folder / name, role.model, role.optimizer, optimizer_layout(meta["roles"][name]))
-        if role.optimizer is not None:
-            # Restore the position in the learning-rate schedule; the schedule itself is configured.
-            role.optimizer.scheduler.num_steps = 0
-            role.optimizer.scheduler.step(content["schedules"][name])
-
     layouts: dict[str, Any] = {}
     for name, role in roles.items():
         role_layout = None
         if role.model is not None:
             role_layout = _layout_meta(role.model)
         layouts[name] = _from_layout(role_layout, role.model)
+
+    for name, role in roles.items():
+        saved = meta["roles"][name]
+        if fits_shards(saved, layouts[name]):
+            load_tensors(folder / name, role.model, role.optimizer, optimizer_layout(saved))
+        else:
+            load_tensors(folder / name, role.model, None)
+            load_shards(folder / name, role.model, role.optimizer)
+        if role.optimizer is not None:
+            # Restore the position in the learning-rate schedule; the schedule itself is configured.
+            role.optimizer.scheduler.num_steps = 0
+            role.optimizer.scheduler.step(content["schedules"][name])
 
     # Generators differ between ranks, so that they belong to a layout.
     if all(layouts[name] == meta["roles"][name]["layout"] for name in roles):
@@ -318,6 +327,8 @@ def _role_meta(
         "layers": _layer_kind(model),
         "optimizer": _optimizer_kind(optimizer),
         "optimizer_layout": layout if is_distributed else ANY,
+        # The index of the shards has the states of Adam.
+        "indexed_shards": is_distributed and layout == SAME and optimizer.config.name == "adam",
         "adapters": _adapters(model),
         "base": _adapter_base(model),
         "layout": _layout_meta(model),

@@ -340,7 +340,7 @@ def sharded_state(
 
     with (
         _replaced(optimizer, "get_parameter_state_dp_zero", _with_bucket_padding),
-        _replaced(optimizer, "state_dict", partial(_with_step, _step_count(optimizer))),
+        _replaced(optimizer, "state_dict", partial(_with_step, step_count(optimizer))),
     ):
         state = optimizer.megatron.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
     rank_state, stored_state = extract_nonpersistent(state)
@@ -426,13 +426,24 @@ def _separate_steps(inner: Any, reset: bool = False) -> None:
             state["step"] = torch.zeros_like(state["step"]) if reset else state["step"].clone()
 
 
-def _step_count(optimizer: Optimizer) -> int:
+def step_count(optimizer: Optimizer) -> int:
     """Return the number of steps that the optimizer has taken, equal in all of Megatron's optimizers."""
     for sub_optimizer in optimizer.parts:
         for entry in (*sub_optimizer.optimizer.state.values(), *sub_optimizer.optimizer.param_groups):
             if "step" in entry:
                 return int(entry["step"])
     return 0
+
+
+def restore_steps(optimizer: Optimizer, steps: int) -> None:
+    """Set the number of steps that the optimizer has taken."""
+    for sub_optimizer in optimizer.parts:
+        for group in sub_optimizer.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = steps
+        for parameter_state in sub_optimizer.optimizer.state.values():
+            if "step" in parameter_state:
+                parameter_state["step"].fill_(steps)
 
 
 def _with_step(

@@ -11,13 +11,19 @@ from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.check.configuration import CheckReport
 from megatron_rl.check.model.accelerator import AppliedDefault
 from megatron_rl.config.adapters import separate_lora
-from megatron_rl.config.budget import PHASES, RankMemory, episodes_in_flight, saved_bytes
-from megatron_rl.config.checkpoint_meta import SAME
+from megatron_rl.config.budget import (
+    CHECKPOINT_BANDWIDTH,
+    PHASES,
+    RankMemory,
+    checkpoint_memory,
+    episodes_in_flight,
+)
+from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.config.derive import BatchPlan
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.placement import process_group_counts
-from megatron_rl.config.roles import ACTOR, ROLLOUT, learner_sections, role_of
+from megatron_rl.config.roles import ACTOR, ROLLOUT
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import KEEP, OPEN
 from megatron_rl.config.source import one_line
@@ -25,7 +31,6 @@ from megatron_rl.config.stage_plan import StagePlan, job_reads, stage_plans
 from megatron_rl.errors import numbered
 from megatron_rl.planning.simulation.ranks import SIMULATED_LAYERS, Simulated, simulation_lines
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.model import DTYPE_BYTES
 from megatron_rl.shapes.traffic import byte_text, gathered_bytes
 
 WIDTH = 110
@@ -255,37 +260,33 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
 
 
 def _checkpoint_line(report: CheckReport) -> list[tuple[str, str]]:
-    """Return the layout in which optimizers are saved, and its memory on the fullest rank."""
+    """Return the layout in which optimizers are saved, its memory, and the time of a checkpoint."""
     config = report.config
-    layouts = report.layouts or {}
-    shard_bytes = 0
-    gathered = 0
-    for path, section in learner_sections(config).items():
-        role = role_of(path)
-        name = "optimizer" if role == ACTOR.name else f"{role} optimizer"
-        sizes = [item.bytes for memory in report.memory for item in memory.items if item.name == name]
-        if not sizes:
-            continue
-        # A distributed optimizer is sharded over data-parallel and context-parallel ranks until gathered.
-        copies = 1
-        if section.optimizer.distributed:
-            copies = layouts[role].data * layouts[role].context
-        saved = saved_bytes(max(sizes), section.optimizer, DTYPE_BYTES[config.model.dtype])
-        shard_bytes += saved
-        gathered += saved * copies
-    if not gathered:
+    memory = checkpoint_memory(config, report.layouts or {}, report.memory)
+    if memory is None:
         return []
 
     settings = config.checkpoint
-    if settings.optimizer_layout == SAME:
-        text = (
-            f"optimizers in shards, {_bytes(shard_bytes)} a rank; the last for any layout, {_bytes(gathered)}"
-        )
+    layout = settings.optimizer_layout or ANY
+    if layout == SAME:
+        text = f"optimizers in shards, {_bytes(memory.shards)} a rank, which any layout reads"
     else:
-        text = f"optimizers gathered for any layout, {_bytes(gathered)} on a rank"
+        text = f"optimizers gathered for any layout, {_bytes(memory.gathered)} on a rank"
     # An asynchronous checkpoint is written from a host copy while the next steps run.
     blocking = "the copy to the host" if settings.asynchronous else "it"
-    return [(f"checkpoint every {_count(settings.every, 'step')}", f"{text}; steps wait for {blocking}")]
+    per_node = f"{_bytes(memory.on_host(layout))} of host memory a node"
+    other = SAME if layout == ANY else ANY
+    per_node += f" ({_bytes(memory.on_host(other))} with {other})"
+
+    seconds = memory.write_seconds
+    stop = f"{CHECKPOINT_BANDWIDTH / 1e9:g} GB/s a node; a stop has {settings.stop_seconds or 0:g} s for it"
+    if seconds > (settings.stop_seconds or 0):
+        stop += ": too few; raise checkpoint.stop_seconds and torchrun's --shutdown-timeout"
+    return [
+        (f"checkpoint every {_count(settings.every, 'step')}", f"{text}; steps wait for {blocking}"),
+        ("memory of a checkpoint", per_node),
+        (f"checkpoint written in {seconds:,.0f} s", f"at {stop}"),
+    ]
 
 
 def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:

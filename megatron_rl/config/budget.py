@@ -18,6 +18,7 @@ from megatron_rl.config.adapters import (
     separate_lora,
     shares_actor_base,
 )
+from megatron_rl.config.checkpoint_meta import ANY
 from megatron_rl.config.derive import BatchPlan, even_shares
 from megatron_rl.config.placement import megatron_settings, shared_weights, sleeping_ranks
 from megatron_rl.config.roles import (
@@ -51,6 +52,9 @@ from megatron_rl.shapes.traffic import peers_on_node
 
 # Phases of a step, as the table of `check` prints them.
 PHASES = ("generate", "score", "learn")
+
+# Bytes per second that a node is assumed to write to a shared file system.
+CHECKPOINT_BANDWIDTH = 10**9
 
 # Type of a moment or a master weight, as Megatron's settings name it -> bytes.
 _STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
@@ -121,12 +125,23 @@ class Usage:
     """Bytes on the device when the phase ended."""
     kernels: int = 0
     """Operators that compute."""
+    microbatches: int = 0
+    """Micro-batches that passed through the rank."""
     reads: int = 0
-    """Synchronising reads: the host waited for a value of the device."""
+    """Values that the host read from the device: it waits for every kernel before."""
+    copies: int = 0
+    """Copies of pageable host memory to the device, for which the host waits likewise."""
+    selections: int = 0
+    """Operators whose result size depends on values, such as boolean indices: the host waits for it."""
     calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """Kind of group -> collectives; point-to-point messages are under ``messages``."""
     bytes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """Kind of group -> bytes over the network, likewise."""
+
+    @property
+    def waits(self) -> int:
+        """Return how often the host waited for the device."""
+        return self.reads + self.copies + self.selections
 
 
 @dataclass(frozen=True)
@@ -341,6 +356,70 @@ def saved_bytes(state_total: int, optimizer: OptimizerConfig, weight_bytes: int)
     return state_total * saved_states // states
 
 
+@dataclass(frozen=True)
+class CheckpointMemory:
+    """Bytes of a checkpoint on the fullest rank, and in the host memory of a node.
+
+    Example: Adam of 1e9 bfloat16 parameters on 8 data-parallel ranks of a node has ``shards`` of 1.5e9 bytes,
+    ``gathered`` of 12e9, and ``weights`` of 0.25e9.
+    """
+
+    shards: int
+    """Optimizer states that a rank has."""
+    gathered: int
+    """Optimizer states of the rank and of all that share its parameters."""
+    weights: int
+    """Share of the weights that a rank writes."""
+    ranks: int
+    """Ranks of the job on a node."""
+
+    @property
+    def write_seconds(self) -> float:
+        """Return the time in which a node writes its share, at `CHECKPOINT_BANDWIDTH`."""
+        return self.ranks * (self.shards + self.weights) / CHECKPOINT_BANDWIDTH
+
+    def on_host(self, layout: str) -> int:
+        """Return the bytes of host memory on a node during a save in a layout of the optimizers.
+
+        For `ANY` Megatron gathers complete parameters in every rank, and copies a third of them at a time to
+        add the padding of its buffers. A load of such a checkpoint allocates as much. Shards are copied to
+        the host once, and read one parameter at a time.
+        """
+        states = self.shards
+        if layout == ANY:
+            states = self.gathered * 4 // 3 + self.shards
+        return self.ranks * (states + self.weights)
+
+
+def checkpoint_memory(
+    config: RunConfig, layouts: Mapping[str, ParallelLayout], memory: Sequence[RankMemory]
+) -> CheckpointMemory | None:
+    """Return the memory of a checkpoint, from the estimates of `memory_plan`; None without an optimizer."""
+    shards = 0
+    gathered = 0
+    weights = 0
+    ranks: set[int] = set()
+    for path, section in learner_sections(config).items():
+        role = role_of(path)
+        name = "optimizer" if role == "actor" else f"{role} optimizer"
+        items = [item for rank in memory for item in rank.items]
+        sizes = [item.bytes for item in items if item.name == name]
+        if not sizes:
+            continue
+
+        # A distributed optimizer is sharded over data-parallel and context-parallel ranks until gathered.
+        layout = layouts[role]
+        copies = layout.data * layout.context
+        saved = saved_bytes(max(sizes), section.optimizer, DTYPE_BYTES[config.model.dtype])
+        shards += saved
+        gathered += saved * (copies if section.optimizer.distributed else 1)
+        weights += max(item.bytes for item in items if item.name == f"{role} weights") // copies
+        ranks.update(layout.ranks)
+    if not gathered:
+        return None
+    return CheckpointMemory(shards, gathered, weights, min(config.gpus_per_node, len(ranks)))
+
+
 def _trained(
     config: RunConfig, role: str, learner: _Learner, layout: ParallelLayout, rank: int, shape: ModelShape
 ) -> list[MemoryItem]:
@@ -413,6 +492,12 @@ def _trained(
     items.append(MemoryItem(item_name("activations"), int(memory.activations), ("learn",), detail, role))
     phases = ("score", "learn")
     items += _forward(role, item_name, scoring, phases, tokens_per_rank, layout, layers.fused)
+
+    # A forward pass has the logits alone; the backward pass sums gradients beside them.
+    head_sums = int(memory.logits - scoring.logits)
+    if head_sums:
+        detail = f"float32 sums of the output layer's gradients, {tokens_per_rank}"
+        items.append(MemoryItem(item_name("head gradients"), head_sums, ("learn",), detail, role))
     if not learner.alone:
         return items
 

@@ -195,9 +195,24 @@ def optimizer_layout(role: Mapping[str, Any]) -> str:
     return role.get("optimizer_layout", ANY)
 
 
+def is_gathered(meta: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint with the meta.json ``meta`` has complete parameters in all optimizers."""
+    return all(optimizer_layout(role) == ANY for role in meta["roles"].values())
+
+
 def reads_anywhere(meta: Mapping[str, Any]) -> bool:
     """Return whether every layout can resume from a checkpoint with the meta.json ``meta``."""
-    return all(optimizer_layout(role) == ANY for role in meta["roles"].values())
+    return all(_is_resharded(role) for role in meta["roles"].values())
+
+
+def _is_resharded(role: Mapping[str, Any]) -> bool:
+    """Return whether every layout can read the optimizer of a role's entry of meta.json."""
+    return optimizer_layout(role) == ANY or bool(role.get("indexed_shards"))
+
+
+def fits_shards(role: Mapping[str, Any], layout: Mapping[str, Any]) -> bool:
+    """Return whether Megatron loads a role's optimizer on a layout of these sizes as it is stored."""
+    return optimizer_layout(role) == ANY or all(role["layout"][size] == layout[size] for size in _SHARD_SIZES)
 
 
 def require_layout(
@@ -206,7 +221,7 @@ def require_layout(
     """Raise UserError unless the optimizer of the role ``name`` can be loaded on a layout of these sizes."""
     role = meta["roles"][name]
     saved = role["layout"]
-    if optimizer_layout(role) == ANY or all(saved[size] == layout[size] for size in _SHARD_SIZES):
+    if _is_resharded(role) or fits_shards(role, layout):
         return
 
     fix = f"convert it first: resume on {saved['world_size']} ranks of its own layout with "

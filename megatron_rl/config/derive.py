@@ -7,6 +7,7 @@ value. Later code reads a resolved configuration and never derives a value again
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.adapters import with_adapters
+from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.config.placement import (
     HALF_PRESETS,
     layout_sections,
@@ -22,7 +24,7 @@ from megatron_rl.config.placement import (
     with_ranks,
 )
 from megatron_rl.config.roles import MODEL_ROLES, NUMBER, spec_at, with_role_sections
-from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.config.schema import TRAIN, CheckpointConfig, RunConfig
 from megatron_rl.config.sections.models import LayoutConfig
 from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.sections.rollout import AsynchronyConfig, MismatchConfig, RolloutConfig
@@ -44,6 +46,12 @@ CARRIED_STEPS = 2
 
 # Largest derived token budget of a micro-batch, unless one row is longer.
 MICROBATCH_TOKENS = 16384
+
+# Parameters of a model from which on a job of several nodes saves its optimizer in shards.
+_SHARDED_PARAMETERS = 1_000_000_000
+
+# torchrun's limit on the time between the signal that stops a job and the kill of its ranks, in seconds.
+_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 MISMATCH: Mapping[str, tuple[float, float, str]] = {
     "float32": (1e-4, 1e-2, "kernels of trainer and engine round differently: by 8e-6 on a 135M model"),
@@ -295,6 +303,7 @@ def resolve(
         sft=_stage(config.sft, "sft", config, reasons),
         preference=_preference(_stage(config.preference, "preference", config, reasons), reasons),
         batch=batch,
+        checkpoint=_checkpoint(config, world_size, shape, reasons),
         mismatch=_mismatch(config.mismatch, model.dtype, reasons),
         rollout=_rollout(config.rollout, reasons),
         asynchrony=_asynchrony(config, reasons),
@@ -442,6 +451,31 @@ def default_attention() -> tuple[str, str]:
     if has_transformer_engine():
         return "transformer_engine", "Transformer Engine is installed"
     return "torch", "Transformer Engine is not installed"
+
+
+def _checkpoint(
+    config: RunConfig, world_size: int, shape: ModelShape | None, reasons: dict[str, str]
+) -> CheckpointConfig:
+    """Fill in the layout of saved optimizers, and the time limit of a stop."""
+    checkpoint = config.checkpoint
+    if checkpoint.optimizer_layout is None:
+        layout = ANY
+        reason = "the job has one node"
+        nodes = -(-world_size // config.gpus_per_node)
+        if nodes > 1:
+            reason = "the model is small enough to be gathered"
+            # Small models could have ranks without a parameter in some buffer, which Megatron cannot save.
+            if shape is not None and shape.parameters >= _SHARDED_PARAMETERS and config.actor.lora is None:
+                layout = SAME
+                reason = f"the job has {nodes} nodes: complete parameters would fill their host memory"
+        reasons["checkpoint.optimizer_layout"] = reason
+        checkpoint = replace(checkpoint, optimizer_layout=layout)
+
+    if checkpoint.stop_seconds is None:
+        allowed = float(os.environ.get(_SHUTDOWN_TIMEOUT, "30"))
+        reasons["checkpoint.stop_seconds"] = f"torchrun allows {allowed:g} s, of which 5 s are for the exit"
+        checkpoint = replace(checkpoint, stop_seconds=max(0.0, allowed - 5))
+    return checkpoint
 
 
 def _preference(preference: PreferenceConfig | None, reasons: dict[str, str]) -> PreferenceConfig | None:

@@ -190,12 +190,14 @@ class CheckpointConfig:
     )
     keep_best: int = setting(1, "Number of best checkpoints that are retained beside the newest.", **ENDLESS)
     # How checkpoints are written.
-    optimizer_layout: str = setting(
-        ANY,
-        "Layout of distributed optimizers in checkpoints. `any` gathers complete parameters, which every "
-        "layout can resume from. `same` writes the shards of each rank, for layouts with the same tensor, "
-        "pipeline and expert sizes; the last checkpoint of a run, and that of a stop, are then written once "
-        "more for any.",
+    optimizer_layout: str | None = setting(
+        None,
+        "Layout of distributed optimizers in checkpoints. `any` gathers complete parameters, in host memory "
+        "of every rank. `same` writes the shards of each rank as they are, with an index: layouts with other "
+        "tensor, pipeline or expert sizes then read the ranges of their own parameters. Only Adam's shards "
+        "have an index; of other optimizers the last checkpoint, and that of a stop, are written once more "
+        "for any.",
+        unset="same in a job of several nodes with a model of a billion parameters or more, else any",
         choices=(ANY, SAME),
     )
     asynchronous: bool = setting(
@@ -225,11 +227,12 @@ class CheckpointConfig:
     trust: bool = setting(
         False, "Load a checkpoint even if its files contain more than data: loading it may run code."
     )
-    # 5 s less than torchrun allows, for the exit of the process.
-    stop_seconds: float = setting(
-        25.0,
-        "Time limit for the checkpoint of a job that a signal stops. torchrun kills its ranks 30 s after it "
-        "got the signal itself.",
+    stop_seconds: float | None = setting(
+        None,
+        "Time limit for the checkpoint of a job that a signal stops. torchrun kills its ranks "
+        "`--shutdown-timeout` after it got the signal itself; give a large model the time that `check` "
+        "estimates for its checkpoint.",
+        unset="5 s less than TORCH_ELASTIC_SHUTDOWN_TIMEOUT, which is 30 s if it is not set",
         **WAIT,
     )
     # Exported models, which other programs can load.
@@ -350,6 +353,13 @@ class RunConfig:
         "Memory of a GPU that `check` compares its estimate with.",
         unit="GiB",
         unset="that of `gpu`; without `gpu` nothing is compared",
+        **POSITIVE,
+    )
+    host_memory_gib: float | None = setting(
+        None,
+        "Memory of a node's host that `check` compares the memory of a checkpoint with.",
+        unit="GiB",
+        unset="nothing is compared",
         **POSITIVE,
     )
     network_gigabits_per_gpu: float | None = setting(

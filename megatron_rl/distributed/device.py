@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -49,6 +49,9 @@ _DETERMINISTIC_ENVIRONMENT = {
 }
 """Environment variables of `use_deterministic_kernels`."""
 _deterministic = False
+
+_ALIGNMENT = 512
+"""Bytes to which PyTorch's allocator aligns device memory; kernels may rely on it."""
 
 _unbacked_bytes = 0
 """Bytes that PyTorch counts as allocated although no memory backs them."""
@@ -182,6 +185,40 @@ def host_buffer(size: int) -> Tensor:
         torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), size, 0))
         weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
     return buffer
+
+
+def upload(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy host tensors to the device; return the copies, or on a host the tensors themselves.
+
+    All are copied at once from pinned memory, so that the host waits neither for the copy nor for the kernels
+    before it. The copies are views of one buffer, which exists as long as any of them.
+    """
+    if on_host():
+        return list(tensors)
+
+    offsets = [0]
+    for tensor in tensors:
+        offsets.append(offsets[-1] + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT)
+    size = offsets.pop()
+    buffer = torch.empty(size, dtype=torch.uint8, device=device())
+
+    if _simulated:
+        staging = torch.empty(1, dtype=torch.uint8).expand(size)
+    else:
+        # PyTorch reuses this memory only after the copy below has ended.
+        staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        for tensor, view in zip(tensors, _views(staging, tensors, offsets), strict=True):
+            view.copy_(tensor)
+    buffer.copy_(staging, non_blocking=True)
+    return _views(buffer, tensors, offsets)
+
+
+def _views(buffer: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[Tensor]:
+    """Return views of a buffer of bytes at ``offsets``, with the dtypes and shapes of ``tensors``."""
+    return [
+        buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor, offset in zip(tensors, offsets, strict=True)
+    ]
 
 
 def peak_memory(reset: bool = False) -> int:

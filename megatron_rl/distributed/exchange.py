@@ -12,6 +12,7 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -187,7 +188,22 @@ def _merge_in_row_order(shards: Sequence[RowShard]) -> RowShard:
 
 def gather_metrics(metrics: Metrics) -> Metrics:
     """Return the sum of all ranks' metrics, the same on every rank. Collective over the world."""
-    return merge_metrics(gather_objects(metrics))
+    return merge_metrics(gather_objects(host_metrics(metrics)))
+
+
+def host_metrics(metrics: Metrics) -> Metrics:
+    """Return metrics of floats; scalars of the device are read in one copy."""
+    scalars = [*chain.from_iterable(metrics.sums.values()), *metrics.maxima.values()]
+    on_device = [scalar for scalar in scalars if isinstance(scalar, Tensor)]
+    if not on_device:
+        return metrics
+
+    values = iter(torch.stack(on_device).tolist())
+    floats = iter([next(values) if isinstance(scalar, Tensor) else scalar for scalar in scalars])
+    return Metrics(
+        {name: (next(floats), next(floats)) for name in metrics.sums},
+        {name: next(floats) for name in metrics.maxima},
+    )
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:

@@ -10,7 +10,7 @@ import io
 import math
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.interop.megatron_lm.checkpoint import Location, MegatronCheckpoint, pointer, read_checkpoint
 from megatron_rl.interop.megatron_lm.optimizer_buffers import FlatParameter, writer_layout
-from megatron_rl.interop.megatron_lm.pickles import MASTERS, Bucket, Chunk
+from megatron_rl.interop.megatron_lm.pickles import MASTERS, Bucket, Chunk, StoredTensor
 from megatron_rl.megatron.parameter_mapping import Shard, trace_import
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import TensorBox
@@ -36,6 +36,64 @@ def read_pointed(path: str | Path) -> MegatronCheckpoint:
     target = pointer(path)
     assert target is not None, "the folder has weights of its own"
     return read_checkpoint(target["checkpoint"], str(path))
+
+
+class ChunkReader:
+    """Chunks of a checkpoint's tensors, of which the last ones stay in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._cache: OrderedDict[Chunk, Tensor] = OrderedDict()
+
+    def load(self, chunk: Chunk) -> Tensor:
+        """Return a chunk from the cache, or read it; the least recently used one is dropped."""
+        if chunk not in self._cache:
+            with (self.path / chunk.file).open("rb") as file:
+                file.seek(chunk.offset)
+                content = file.read(chunk.length)
+            self._cache[chunk] = _load_tensor(content, chunk, self.path)
+            if len(self._cache) > _CACHED_CHUNKS:
+                self._cache.popitem(last=False)
+
+        # The most recently used chunk is last.
+        self._cache.move_to_end(chunk)
+        return self._cache[chunk]
+
+
+class BucketReader(ChunkReader):
+    """Ranges of the flat buffers of a distributed optimizer; ``buffers`` are state -> bucket -> tensor."""
+
+    def __init__(self, path: Path, buffers: Mapping[str, Mapping[Bucket, StoredTensor]]) -> None:
+        super().__init__(path)
+        self._chunks = {
+            (state, bucket): sorted(tensor.chunks, key=lambda chunk: chunk.start)
+            for state, buckets in buffers.items()
+            for bucket, tensor in buckets.items()
+        }
+
+    def read(
+        self,
+        state: str,
+        bucket: Bucket,
+        begin: int,
+        count: int,
+    ) -> Tensor:
+        """Return ``count`` elements of a bucket from element ``begin``, joined from the saved chunks."""
+        chunks = self._chunks[state, bucket]
+        index = bisect_right(chunks, begin, key=lambda chunk: chunk.start[0]) - 1
+        position = begin
+        slices = []
+        while position < begin + count:
+            chunk = chunks[index]
+            first = position - chunk.start[0]
+            values = self.load(chunk)[first : first + begin + count - position]
+            slices.append(values)
+            position += len(values)
+            index += 1
+
+        if len(slices) == 1:
+            return slices[0]
+        return torch.cat(slices)
 
 
 class MegatronFiles:
@@ -73,7 +131,7 @@ class MegatronFiles:
             for chunk in tensor.chunks:
                 entry = chunk.start[0] if key in stacked and chunk.size[0] == 1 else None
                 self._chunks.setdefault((key, entry), []).append(chunk)
-        self._cache: OrderedDict[Chunk, Tensor] = OrderedDict()
+        self._reader = ChunkReader(self.path)
 
     def _shape(self, location: Location) -> tuple[int, ...]:
         return self.checkpoint.tensors[location.key].shape[len(location.index) :]
@@ -134,7 +192,7 @@ class MegatronFiles:
             overlap = intersect((begin, counts), (chunk.start, chunk.size))
             if overlap is None:
                 continue
-            values = self._load(chunk)
+            values = self._reader.load(chunk)
             if result is None:
                 result = torch.empty(counts, dtype=values.dtype)
             _within(result, begin, overlap).copy_(_within(values, chunk.start, overlap))
@@ -145,20 +203,6 @@ class MegatronFiles:
     def _chunks_of(self, key: str, entry: int) -> list[Chunk]:
         """Return the chunks of a stored tensor that may contain index ``entry`` of its first dimension."""
         return self._chunks.get((key, entry), []) + self._chunks.get((key, None), [])
-
-    def _load(self, chunk: Chunk) -> Tensor:
-        """Return a chunk from the cache, or read it; the least recently used one is dropped."""
-        if chunk not in self._cache:
-            with (self.path / chunk.file).open("rb") as file:
-                file.seek(chunk.offset)
-                content = file.read(chunk.length)
-            self._cache[chunk] = _load_tensor(content, chunk, self.path)
-            if len(self._cache) > _CACHED_CHUNKS:
-                self._cache.popitem(last=False)
-
-        # The most recently used chunk is last.
-        self._cache.move_to_end(chunk)
-        return self._cache[chunk]
 
 
 class BufferFiles(MegatronFiles):
@@ -177,11 +221,7 @@ class BufferFiles(MegatronFiles):
     ) -> None:
         super().__init__(path, checkpoint)
         self._state = MASTERS[0]
-        self._chunks_by_bucket = {
-            (state, bucket): sorted(tensor.chunks, key=lambda chunk: chunk.start)
-            for state, buckets in checkpoint.buffers.items()
-            for bucket, tensor in buckets.items()
-        }
+        self._buckets = BucketReader(self.path, checkpoint.buffers)
 
         # A flat buffer holds parameters as one rank of the writer sharded them.
         self._flat: dict[str, FlatParameter] = {}
@@ -238,34 +278,11 @@ class BufferFiles(MegatronFiles):
         # Rows are contiguous in the buffer: read them, then narrow the other dimensions.
         row_elements = parameter_strides[0]
         first_element = parameter.start + begin[0] * row_elements
-        rows = self._read_range(parameter.bucket, first_element, size[0] * row_elements)
+        rows = self._buckets.read(self._state, parameter.bucket, first_element, size[0] * row_elements)
         values = rows.view(size[0], *parameter.shape[1:])
         for dim in range(1, len(size)):
             values = values.narrow(dim, begin[dim], size[dim])
         return values
-
-    def _read_range(
-        self,
-        bucket: Bucket,
-        begin: int,
-        count: int,
-    ) -> Tensor:
-        """Return ``count`` elements of a bucket from element ``begin``, joined from the saved chunks."""
-        chunks = self._chunks_by_bucket[self._state, bucket]
-        index = bisect_right(chunks, begin, key=lambda chunk: chunk.start[0]) - 1
-        position = begin
-        slices = []
-        while position < begin + count:
-            chunk = chunks[index]
-            first = position - chunk.start[0]
-            values = self._load(chunk)[first : first + begin + count - position]
-            slices.append(values)
-            position += len(values)
-            index += 1
-
-        if len(slices) == 1:
-            return slices[0]
-        return torch.cat(slices)
 
 
 def _within(values: Tensor, start: Sequence[int], box: Span) -> Tensor:

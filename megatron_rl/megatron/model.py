@@ -199,11 +199,11 @@ class ParallelModel:
         return slice(size * shard, size * (shard + 1))
 
     def pack(self, lengths: Sequence[int]) -> Any:
-        """Return the row boundaries in the form that this model's attention takes."""
+        """Return the row boundaries in the form that this model's attention takes, in host memory."""
         if not self.takes_rows:
-            return pack_for_transformer_engine(lengths, device.device())
+            return pack_for_transformer_engine(lengths)
         pack = pack_whole_rows if self.takes_boundaries else pack_rows
-        return pack(lengths, device.device(), self.groups.coordinates.context, self.groups.layout.context)
+        return pack(lengths, self.groups.coordinates.context, self.groups.layout.context)
 
     def token_outputs(
         self,

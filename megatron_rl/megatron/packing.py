@@ -286,11 +286,10 @@ def _concatenate(buckets: Sequence[Tensor]) -> Tensor:
 
 def pack_rows(
     lengths: Sequence[int],
-    target: torch.device,
     context_rank: int = 0,
     context: int = 1,
 ) -> PackedRows:
-    """Return the boundaries of consecutive rows in the form of `PackedAttention`.
+    """Return the boundaries of consecutive rows in the form of `PackedAttention`, in host memory.
 
     Rows are gathered by length into buckets, so that attention pads a row of more than 8 tokens by less than
     a quarter and nothing else pads at all. ``context_rank`` of ``context`` equal shards is this rank's.
@@ -317,14 +316,14 @@ def pack_rows(
         bucket_index = torch.arange(index.numel()).view_as(index) + offset
         restore[index[real]] = bucket_index[real]
 
-        buckets.append(index.to(target))
+        buckets.append(index)
         offset += index.numel()
 
     return PackedRows(
         qkv_format="rows",
-        positions=_positions(lengths, context_rank, context).to(target),
+        positions=_positions(lengths, context_rank, context),
         buckets=tuple(buckets),
-        restore=restore.to(target),
+        restore=restore,
     )
 
 
@@ -336,15 +335,17 @@ def _bucket_size(length: int) -> int:
 
 def pack_whole_rows(
     lengths: Sequence[int],
-    target: torch.device,
     context_rank: int = 0,
     context: int = 1,
 ) -> PackedRows:
-    """Return the boundaries of consecutive rows in the form of attention between boundaries, unpadded."""
+    """Return the boundaries of consecutive rows in the form of attention between boundaries, unpadded.
+
+    They are in host memory.
+    """
     return PackedRows(
         qkv_format="rows",
-        positions=_positions(lengths, context_rank, context).to(target),
-        boundaries=pack_for_transformer_engine(lengths, target),
+        positions=_positions(lengths, context_rank, context),
+        boundaries=pack_for_transformer_engine(lengths),
     )
 
 
@@ -353,8 +354,8 @@ def _positions(lengths: Sequence[int], context_rank: int, context: int) -> Tenso
     return positions.chunk(context)[context_rank]
 
 
-def pack_for_transformer_engine(lengths: Sequence[int], target: torch.device) -> PackedSeqParams:
-    """Return the row boundaries in the form of variable-length attention (THD).
+def pack_for_transformer_engine(lengths: Sequence[int]) -> PackedSeqParams:
+    """Return the row boundaries in the form of variable-length attention (THD), in host memory.
 
     Kernels take cumulative lengths [rows + 1] int32 of consecutive rows, and an upper bound of the longest
     row, which Transformer Engine would otherwise read from the device. The bound is a multiple of
@@ -362,7 +363,7 @@ def pack_for_transformer_engine(lengths: Sequence[int], target: torch.device) ->
     is a row of its own. Without gaps between rows no padded boundaries (``cu_seqlens_*_padded``) are needed,
     and every backend applies.
     """
-    boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(target)
+    boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     max_length = -(-max(lengths) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
     return PackedSeqParams(
         qkv_format="thd",

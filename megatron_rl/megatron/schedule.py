@@ -6,9 +6,10 @@ activation shapes without a message, and the schedules of all stages agree.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.megatron.experts import RoutedTokens
 from megatron_rl.megatron.layers import warn_of_unfused_attention
-from megatron_rl.megatron.log_probs import Support
+from megatron_rl.megatron.log_probs import Support, support_of
 from megatron_rl.megatron.lora import sum_partial_gradients
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.packing import PackedRows, partition
@@ -76,6 +77,8 @@ class MicroBatch:
     """Number of tokens over all context-parallel ranks, without padding."""
     routed: RoutedTokens | None
     """Expert routing of this rank's tokens, for a model whose routing is recorded or replayed."""
+    batch: Any
+    """Rows of the batch that the loss reads, where the loss is computed; None elsewhere."""
 
 
 def build_microbatches(
@@ -85,14 +88,15 @@ def build_microbatches(
     select: Tensor,
     before: bool = True,
     unit: int = 1,
+    has_loss: bool = False,
 ) -> tuple[list[MicroBatch], Metrics]:
-    """Split this rank's data-parallel share of ``batch`` into packed micro-batches.
+    """Split this rank's data-parallel share of ``batch`` into packed micro-batches on the device.
 
     ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B]; ``support_sizes`` and ``support``
     where sampling was truncated; ``experts`` where routers replay recorded choices. ``select`` [N] bool
     marks the tokens to compute outputs for: with ``before`` from the hidden state of the preceding token,
     which predicts it, otherwise from the token's own. ``unit`` consecutive rows stay in one micro-batch,
-    such as the two answers of a preference pair.
+    such as the two answers of a preference pair. ``has_loss`` adds the rows of the batch on the last stage.
 
     Returns the micro-batches and two metrics of this data-parallel share: ``padding/fraction``, the share of
     padding among the tokens, and ``padding/attention_fraction``, the same for `PackedAttention`, which pads
@@ -116,7 +120,7 @@ def build_microbatches(
     micros = []
     for units in shares[data_rank]:
         rows = [row for first in units for row in range(first * unit, (first + 1) * unit)]
-        micros.append(_pack(model, batch, rows, select, before))
+        micros.append(_pack(model, batch, rows, select, before, has_loss))
 
     padded_tokens = sum(micro.inputs.shape[1] for micro in micros) * layout.context
     tokens = sum(micro.tokens for micro in micros)
@@ -126,7 +130,36 @@ def build_microbatches(
     bucket_tokens = sum(packing.bucket_tokens for packing in packings)
     if bucket_tokens:
         padding += Metrics.mean("padding/attention_fraction", bucket_tokens - tokens, bucket_tokens)
-    return micros, padding
+    return _upload(micros), padding
+
+
+def _upload(micros: list[MicroBatch]) -> list[MicroBatch]:
+    """Return the micro-batches with their tensors on the device, all copied at once."""
+    tensors: dict[int, Tensor] = {}
+
+    def collect(tensor: Tensor) -> Tensor:
+        tensors[id(tensor)] = tensor
+        return tensor
+
+    _map_tensors(micros, collect)
+    copies = dict(zip(tensors, device.upload(list(tensors.values())), strict=True))
+    return _map_tensors(micros, lambda tensor: copies[id(tensor)])
+
+
+def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of nested dataclasses, tuples and lists with ``function`` applied to every tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, list | tuple):
+        items = [_map_tensors(item, function) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if not is_dataclass(value) and not isinstance(value, RoutedTokens):
+        return value
+
+    # Not `replace`, which would run the constructors of Megatron's classes again.
+    mapped = copy.copy(value)
+    vars(mapped).update({name: _map_tensors(item, function) for name, item in vars(value).items()})
+    return mapped
 
 
 def _pack(
@@ -135,7 +168,9 @@ def _pack(
     rows: list[int],
     select: Tensor,
     before: bool,
+    has_loss: bool,
 ) -> MicroBatch:
+    """Return the micro-batch of ``rows`` in host memory."""
     layout = model.groups.layout
     shift = int(before)
 
@@ -168,18 +203,23 @@ def _pack(
     state_positions = selected - shift
     selected = selected[(state_positions >= begin) & (state_positions < begin + len(inputs))]
 
-    target = device.device()
+    loss_batch = None
+    if has_loss and model.groups.is_last_stage:
+        # Only routers need the experts, and only the head the supports: spare their copies.
+        loss_batch = replace(batch, experts=None, support_sizes=None, support=None).rows(rows)
+
     return MicroBatch(
         rows=tuple(rows),
-        inputs=inputs[None].to(target),
+        inputs=inputs[None],
         packing=model.pack(packed_lengths),
-        index=(selected - shift - begin).to(target),
-        selected=selected.to(target),
-        targets=tokens[selected].to(target),
-        temperature=temperature[selected].to(target),
+        index=selected - shift - begin,
+        selected=selected,
+        targets=tokens[selected],
+        temperature=temperature[selected],
         support=_support(batch, positions[selected]),
         tokens=len(tokens),
         routed=_routed(model, batch, positions, padding),
+        batch=loss_batch,
     )
 
 
@@ -202,7 +242,7 @@ def _routed(
     # -1 lets the router choose, as it does for padding.
     replayed = torch.full((local.stop - local.start, *experts.shape[1:]), -1, dtype=experts.dtype)
     replayed[:real] = experts[positions[local]]
-    return RoutedTokens(replayed.to(device.device()), real)
+    return RoutedTokens(replayed, real)
 
 
 def _support(batch: Any, positions: Tensor) -> Support | None:
@@ -210,9 +250,7 @@ def _support(batch: Any, positions: Tensor) -> Support | None:
     sizes = getattr(batch, "support_sizes", None)
     if sizes is None or not len(batch.support):
         return None
-    index = token_index(sizes, positions)
-    target = device.device()
-    return Support(sizes[positions].to(target), batch.support[index].to(target))
+    return support_of(sizes[positions], batch.support[token_index(sizes, positions)])
 
 
 def forward_only(
@@ -298,10 +336,12 @@ def forward_backward(
     weights, and this rank's metrics; stages before the last have the padding metrics alone. Collective over
     the model's ranks.
     """
-    micros, metrics = build_microbatches(model, batch, tokens_per_microbatch, select, before, unit)
+    micros, metrics = build_microbatches(
+        model, batch, tokens_per_microbatch, select, before, unit, has_loss=True
+    )
     for chunk in model.wrapped:
         chunk.train()
-    results = _run(model, micros, _loss_function(batch, objective), forward_only=False)
+    results = _run(model, micros, _loss_function(objective), forward_only=False)
 
     if model.routing is not None:
         metrics += model.routing.metrics(model.groups.all)
@@ -324,25 +364,21 @@ def forward_loss(
 
     Collective over the model's ranks.
     """
-    micros, _ = build_microbatches(model, batch, tokens_per_microbatch, select, before, unit)
+    micros, _ = build_microbatches(model, batch, tokens_per_microbatch, select, before, unit, has_loss=True)
     for chunk in model.wrapped:
         chunk.eval()
     with torch.no_grad():
-        results = _run(model, micros, _loss_function(batch, objective), forward_only=True)
+        results = _run(model, micros, _loss_function(objective), forward_only=True)
     return merge_metrics(metrics for _, metrics in results)
 
 
 def _loss_function(
-    batch: Any, objective: Callable[..., tuple[Tensor, Metrics]]
+    objective: Callable[..., tuple[Tensor, Metrics]],
 ) -> Callable[..., tuple[Tensor, tuple[TokenScores, Metrics]]]:
     """Return the function from a micro-batch's outputs to its loss, scores and metrics."""
-    if getattr(batch, "experts", None) is not None:
-        # Only routers need the experts: spare each micro-batch their copy to the device.
-        batch = replace(batch, experts=None)
 
     def loss_function(micro: MicroBatch, *outputs: Tensor) -> tuple[Tensor, tuple[TokenScores, Metrics]]:
-        rows = batch.rows(micro.rows).to(outputs[0].device)
-        loss, metrics = objective(rows, *outputs)
+        loss, metrics = objective(micro.batch, *outputs)
         if not micro.rows:
             metrics = Metrics()
         scores = TokenScores(micro.rows, tuple(output.detach() for output in outputs))

@@ -136,7 +136,8 @@ class ModelRole:
         if micro_outputs:
             # From a tuple of outputs per micro-batch to a column per output.
             by_output = zip(*(micro.outputs for micro in micro_outputs), strict=True)
-            outputs = [torch.cat(values).float().cpu() for values in by_output]
+            # One copy from the device for all outputs.
+            outputs = list(torch.stack([torch.cat(values) for values in by_output]).float().cpu())
         return RowShard(
             rows,
             batch.lengths[rows],
@@ -180,12 +181,13 @@ class ModelRole:
             return metrics + self.step()
 
     def accumulate(
-        self, minibatch: TrainBatch, objective: Objective, **options: Any
+        self, minibatch: TrainBatch, objective: Objective, *, reads_outputs: bool = False, **options: Any
     ) -> tuple[RowShard, Metrics]:
         """Compute the gradients of a mini-batch without an optimizer step; return its outputs and metrics.
 
-        The outputs are those of `infer`. The caller keeps the role `resident` until `step`.
-        Collective over the role's ranks.
+        With ``reads_outputs``, for which the host waits for the device, the outputs are those of `infer`,
+        otherwise there are no rows. The metrics stay on the device. The caller keeps the role `resident`
+        until `step`. Collective over the role's ranks.
         """
         if self.model is None:
             return self._shard(minibatch, []), Metrics()
@@ -204,7 +206,7 @@ class ModelRole:
         # Every rank of a replica has the same outputs and metrics: one of them returns them.
         if not self.is_output_rank:
             return self._shard(minibatch, []), Metrics()
-        return self._shard(minibatch, micro_outputs), metrics
+        return self._shard(minibatch, micro_outputs if reads_outputs else []), metrics
 
     def step(self, has_next: bool = False) -> Metrics:
         """Run the optimizer step whose gradient `accumulate` has computed.

@@ -30,6 +30,8 @@ These peers share a pool for each direction: 32 channels of 16 steps of 128 KiB 
 """
 LOGITS_ELEMENTS = 2**25
 """Logits of a vocabulary shard in one chunk: 128 MiB in float32, whatever the vocabulary."""
+TILE_TOKENS = 4096
+"""Largest number of tokens whose logits the backward pass of a half-precision model has at once."""
 ROUTED_COPIES = 5
 """Copies of routed tokens that our own layers hold at once: before, in and after the experts."""
 
@@ -390,6 +392,26 @@ def logits_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float) -> fl
     return chunk * shard * 4 * 2
 
 
+def head_gradient_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float, dtype_bytes: int) -> float:
+    """Return the bytes of the float32 sums of an output layer's gradients, see `megatron.log_probs`.
+
+    A half-precision model sums the gradient of all hidden states, and that of the weight's rows in one tile.
+    """
+    if shape.scalar_head or dtype_bytes >= 4:
+        return 0.0
+    shard = shape.padded_vocab(layout.tensor) // layout.tensor
+    local_tokens = tokens / layout.context
+    tile_tokens = min(local_tokens, TILE_TOKENS)
+    rows = min(shard, max(64, LOGITS_ELEMENTS // shard) * shard / tile_tokens)
+
+    sums = 0.0
+    if rows < shard:
+        sums += local_tokens
+    if tile_tokens < local_tokens:
+        sums += rows
+    return 4 * shape.hidden * sums
+
+
 @dataclass(frozen=True)
 class OptimizerChoice:
     """Storage of gradients and optimizer states."""
@@ -469,6 +491,8 @@ def training_memory(
     logits = 0.0
     if last:
         logits = logits_bytes(shape, layout, tokens)
+        if adapters is None:
+            logits += head_gradient_bytes(shape, layout, tokens, implementation.dtype_bytes)
     return TrainingMemory(
         weights=implementation.dtype_bytes * (dense + experts + sum(adapters or ())),
         gradients=optimizer.gradient_bytes * sum(trainable),

@@ -293,10 +293,12 @@ def update_weights(
         objective = partial(policy_objective, algorithm, state=state)
         with roles.actor.resident():
             for minibatch in batches:
-                shard, pass_metrics = roles.actor.accumulate(minibatch, objective)
-
                 # Without a scoring pass, the first pass has the log-probs of the weights before the step.
-                if scores.old_log_probs is None:
+                is_first_pass = scores.old_log_probs is None
+                shard, pass_metrics = roles.actor.accumulate(
+                    minibatch, objective, reads_outputs=is_first_pass
+                )
+                if is_first_pass:
                     outputs = learners.gather_rows(shard)
                     scores = scatter_log_probs(scores, minibatch, train_batch.lengths, outputs)
                     warning = compare_with_engine(scores)

@@ -22,6 +22,7 @@ from megatron_rl.checkpoint.megatron_lm import (
 from megatron_rl.config.checkpoint_meta import (
     ANY,
     checkpoint_path,
+    is_gathered,
     read_meta,
     reads_anywhere,
 )
@@ -230,13 +231,14 @@ class Checkpoints:
         layout = self._settings.optimizer_layout
         if self.saved not in ((step, layout), (step, ANY)):
             self.save(step, layout)
-
-        # The layout for any number of ranks gathers the optimizer, for which memory or time may be missing.
-        # Then the checkpoint above is complete.
-        if self.saved != (step, ANY):
-            self.save(step, ANY)
         self.complete()
-        return checkpoint_path(self._folder, step)
+
+        # Shards without an index fit their layout alone: gather the optimizer. Memory or time may be missing
+        # for it, but the checkpoint above is complete.
+        path = checkpoint_path(self._folder, step)
+        if not from_first_rank(lambda: reads_anywhere(read_meta(path))):
+            self.save(step, ANY)
+        return path
 
     def rewrite_for_any_layout(self, path: Path | None, step: int, job: Job) -> None:
         """Save the restored step again if the settings ask for any layout and the checkpoint has another.
@@ -244,7 +246,7 @@ class Checkpoints:
         Collective over the world.
         """
         # A run whose setting was changed can then resume in another layout without taking a further step.
-        if path is None or self._settings.optimizer_layout != ANY or reads_anywhere(read_meta(path)):
+        if path is None or self._settings.optimizer_layout != ANY or is_gathered(read_meta(path)):
             return
         with job.phases("checkpoint"):
             self.save(step, ANY)

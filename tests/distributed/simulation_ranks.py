@@ -1,10 +1,10 @@
-"""Measure the phases of one rank's step: ``real``, ``simulated``, or of the ``shipped`` configuration."""
+"""Measure a step of one rank: ``real``, ``simulated``, of the ``shipped`` configuration, or its ``waits``."""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algorithms import policy_objective
+from megatron_rl.algorithms.correction import Correction
 from megatron_rl.algorithms.lookup import get_algorithm
+from megatron_rl.algorithms.losses import Gmpo, Gspo, Topr
 from megatron_rl.check.configuration import check_config
 from megatron_rl.config.load import load
 from megatron_rl.config.placement import process_group_counts
@@ -79,9 +81,39 @@ def batch(rows: int, length: int) -> TrainBatch:
     )
 
 
+def waits() -> dict[str, Any]:
+    """Count the host's waits in two micro-batches of other losses, with truncated sampling."""
+    device.simulate()
+    device.initialize()
+    plain = get_algorithm("grpo")
+    correction = Correction(level="sequence", rejection={"token_k2": 1.0, "seq_max_k3": 9.0}, bypass=True)
+    algorithms = {
+        "ppo": plain,
+        "opsm": replace(plain, policy_loss=replace(plain.policy_loss, opsm_delta=0.1)),
+        "gspo": replace(plain, policy_loss=Gspo()),
+        "gmpo": replace(plain, policy_loss=Gmpo()),
+        "topr": replace(plain, policy_loss=Topr()),
+        "bypass": replace(plain, correction=correction),
+    }
+    rows = batch(rows=4, length=256)
+    sizes = torch.full((len(rows.tokens),), 3, dtype=torch.int32)
+    rows = replace(rows, support_sizes=sizes, support=torch.arange(3, dtype=torch.int32).repeat(len(sizes)))
+    simulation = Simulation()
+    with simulation.measured():
+        groups = ParallelGroups(ParallelLayout((0,)))
+        model = build_model(config_of("qwen2", **SIZES), groups, dtype=torch.bfloat16, attention="torch")
+        wrap(model, True, {"overlap_grad_reduce": False})
+        for name, algorithm in algorithms.items():
+            with simulation.phase(name):
+                objective = partial(policy_objective, algorithm)
+                _, metrics = forward_backward(model, rows, 512, rows.response_mask, objective)
+                assert "policy/loss" in metrics.sums
+    return {name: simulation.phases[name].waits for name in algorithms}
+
+
 def shipped() -> dict[str, Any]:
-    """Simulate the first rank of the shipped 7B configuration; return its differences from the prediction."""
-    loaded = load(CONFIGS / "qwen2.5-7b-8gpu.yaml")
+    """Simulate the first rank of the shipped 7B configuration, with truncated sampling."""
+    loaded = load(CONFIGS / "qwen2.5-7b-8gpu.yaml", ["rollout.top_p=0.9"])
     report = check_config(
         loaded,
         8,
@@ -95,14 +127,20 @@ def shipped() -> dict[str, Any]:
     rank = Simulated(simulate(config, report.models, report.batch, 0, 8), estimate)
     differences = {phase: rank.difference(phase) for phase in ("generate", "score", "learn")}
     assert report.layouts is not None
+    usage = {phase: rank.rank.phases[phase] for phase in ("score", "learn")}
     return {
-        "differences": differences, "groups": rank.rank.groups, "connections": rank.rank.connections,
+        "differences": differences,
+        "groups": rank.rank.groups,
+        "connections": rank.rank.connections,
         "expected_groups": process_group_counts(report.layouts, 8).per_rank,
         "sync": asdict(rank.rank.sync) if rank.rank.sync is not None else None,
-    }  # fmt: skip
+        "waits": {phase: [used.microbatches, used.waits] for phase, used in usage.items()},
+    }
 
 
 if __name__ == "__main__":
     mode = sys.argv[1]
-    print("measured:", json.dumps(shipped() if mode == "shipped" else phases(mode == "simulated")))
+    modes = {"shipped": shipped, "waits": waits}
+    measured = modes[mode]() if mode in modes else phases(mode == "simulated")
+    print("measured:", json.dumps(measured))
     dist.destroy_process_group()

@@ -37,3 +37,10 @@ def test_the_estimate_of_a_shipped_configuration_agrees_with_its_simulation(fork
     several = [size for _, size in found["groups"] if size > 1]
     assert len(several) == found["expected_groups"] == 3, found
     assert found["sync"] == {"peers": 0, "sent": 0, "received": 0}, found
+    # The outputs of a scoring pass are read once, and the metrics of a step after all of its updates.
+    assert found["waits"] == {"score": [2, 1], "learn": [2, 0]}, found
+
+
+def test_the_host_waits_for_the_device_in_no_micro_batch(fork):
+    found = measured(fork, "waits")
+    assert found == dict.fromkeys(found, 0) and len(found) == 6, found

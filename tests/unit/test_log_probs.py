@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.megatron import log_probs as module
-from megatron_rl.megatron.log_probs import Support, VocabularyShard, vocab_parallel_log_probs
+from megatron_rl.megatron.log_probs import VocabularyShard, support_of, vocab_parallel_log_probs
 
 ALONE = SimpleNamespace(size=lambda: 1)
 
@@ -55,7 +55,7 @@ def _truncated():
     sizes = left.sum(1)
     sizes[3] = 0
     left[3] = False
-    support = Support(sizes.int(), left.nonzero()[:, 1].int())
+    support = support_of(sizes.int(), left.nonzero()[:, 1].int())
     left[3] = True
     return case, support, ~left
 
@@ -148,6 +148,33 @@ def test_logits_of_half_precision_are_float32():
     assert (found.double() - wanted).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("tokens", [8192, 16384])  # in chunks of 220 tokens: 38 and 75
+def test_the_gradient_of_a_half_precision_head_is_summed_in_float32(tokens):
+    vocabulary, width, chunk = 1024, 64, 220
+    generator = torch.Generator().manual_seed(0)
+    frequencies = torch.arange(1, vocabulary + 1).float().reciprocal()
+    targets = torch.multinomial(frequencies, tokens, replacement=True, generator=generator)
+    states = torch.randn(tokens, width, generator=generator).bfloat16().requires_grad_()
+    weight = (torch.randn(vocabulary, width, generator=generator) / 4).bfloat16().requires_grad_()
+    slopes = torch.randn(tokens, generator=generator) / 2 + 0.2
+    shard = VocabularyShard(0, vocabulary, ALONE)
+    found, entropy = vocab_parallel_log_probs(states, weight, targets, torch.ones(tokens), shard, chunk)
+    mine = torch.autograd.grad((found * slopes + entropy * 0.01).sum(), (states, weight))
+
+    precise = [tensor.detach().double().requires_grad_() for tensor in (states, weight)]
+    wanted = [torch.zeros_like(tensor) for tensor in precise]
+    for part in torch.arange(tokens).split(1024):
+        values, entropies = _dense(
+            precise[0][part], precise[1], targets[part], torch.ones(len(part)).double(), vocabulary
+        )
+        loss = (values * slopes[part] + entropies * 0.01).sum()
+        for total, gradient in zip(wanted, torch.autograd.grad(loss, precise), strict=True):
+            total += gradient
+    for one, other in zip(mine, wanted, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert (one.double() - other).norm() / other.norm() < 0.0025
+
+
 def _like_the_kernel(hidden, weight, targets, temperature, shard):
     """Return statistics of exact products that are added up in float32."""
     return module.chunked_statistics(hidden.float(), weight.float(), targets, temperature, shard, 64)
@@ -160,7 +187,7 @@ def test_a_backward_pass_of_other_logits_than_the_forward_pass_is_noticed(monkey
     assert max(gradients.values()) < 0.02, gradients
     module.kernel_works.cache_clear()
     assert module.kernel_works(torch.bfloat16)
-    monkeypatch.setattr(module, "_project", lambda hidden, weight: (hidden @ weight.t()).float())
+    monkeypatch.setattr(module, "_product", lambda left, right: (left @ right).float())
     _, gradients = module.kernel_errors(torch.bfloat16)
     assert gradients["certain"] > 1, gradients
     module.kernel_works.cache_clear()

@@ -108,7 +108,7 @@ def test_balance_of_equal_work_is_even():
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=12))
 @settings(max_examples=50, deadline=None)
 def test_buckets_hold_every_token_once_and_pad_by_less_than_a_quarter(lengths):
-    packed = pack_rows(lengths, torch.device("cpu"))
+    packed = pack_rows(lengths)
     total = sum(lengths)
     flat = torch.cat([bucket.flatten() for bucket in packed.buckets])
     assert flat[packed.restore].tolist() == list(range(total))
@@ -143,7 +143,7 @@ def test_packed_attention_equals_attention_row_by_row(window, grouped, monkeypat
         torch.randn(total, 1, count, size, generator=generator, dtype=torch.float64, requires_grad=True)
         for count in (heads, groups, groups)
     )
-    packed = pack_rows(lengths, torch.device("cpu"))
+    packed = pack_rows(lengths)
     found = attention(query, key, value, None, packed_seq_params=packed)
 
     expected = torch.zeros(total, heads, size, dtype=torch.float64)

@@ -108,7 +108,7 @@ def test_thd_gives_the_states_of_packed_rows(family, lengths, tmp_path):
 
 
 def test_boundaries():
-    packed = pack_for_transformer_engine([3, 1, 4], torch.device("cpu"))
+    packed = pack_for_transformer_engine([3, 1, 4])
     assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [0, 3, 4, 8]
     assert packed.cu_seqlens_q.dtype == torch.int32 and packed.max_seqlen_q == packed.max_seqlen_kv == 8
 
@@ -217,7 +217,7 @@ def test_padding_of_ranks_is_a_share_of_all_their_tokens():
         transformer_config=SimpleNamespace(hidden_size=8),
         token_multiple=4,
         routing=None,
-        pack=lambda lengths: pack_for_transformer_engine(lengths, torch.device("cpu")),
+        pack=pack_for_transformer_engine,
     )
     few, many = batch_of([1]), batch_of([31, 31])
     found = merge(build_microbatches(model, batch, 64, batch.response_mask)[1] for batch in (few, many))

@@ -29,6 +29,12 @@ _NO_KERNEL = frozenset(
 )
 """Operators that allocate or rename without launching a kernel."""
 _ATTENTION = "scaled_dot_product_attention"
+_INDEXING = frozenset({"index", "index_put", "index_put_"})
+"""Operators that take indices, with as many results as a boolean index selects."""
+_SELECTIONS = frozenset(
+    {"nonzero", "masked_select", "unique", "_unique", "_unique2", "unique_dim", "bincount"}
+)
+"""Operators whose result has a size that depends on values."""
 _MESSAGES = frozenset({"send", "recv_", "recv_any_source_"})
 """Operators of c10d that are point to point."""
 
@@ -100,6 +106,10 @@ class Simulation(TorchDispatchMode):
         if read is not None and _reads_device(func, args, kwargs):
             self._usage.reads += 1
             return read(self, *args, **kwargs)
+        if self._copies_pageable(func, args, kwargs):
+            self._usage.copies += 1
+        if self._selects(func, args, kwargs):
+            self._usage.selections += 1
 
         if func is _aten.masked_select.default and args[0].is_meta:
             # The size of the result depends on values that do not exist: assume `true_share`.
@@ -118,6 +128,39 @@ class Simulation(TorchDispatchMode):
             self._add_storage(value)
         if on_device and not func.is_view and func.overloadpacket.__name__ not in _NO_KERNEL:
             self._usage.kernels += 1
+
+    def _copies_pageable(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Return whether an operator copies host memory to the device while the host waits.
+
+        `device.upload` alone copies without waiting, from pinned memory.
+        """
+        if self._device == "cpu":
+            return False
+        if func is _aten.copy_.default:
+            non_blocking = kwargs.get("non_blocking", len(args) > 2 and args[2])
+            return self._is_on_device(args[0]) and not self._is_on_device(args[1]) and not non_blocking
+        target = kwargs.get("device")
+        return (
+            func is _aten._to_copy.default
+            and target is not None
+            and target.type == self._device
+            and not self._is_on_device(args[0])
+        )
+
+    def _selects(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Return whether the size of an operator's result depends on values on the device."""
+        if not any(self._is_on_device(value) for value in _tensors(list(args))):
+            return False
+        name = func.overloadpacket.__name__
+        if name == "repeat_interleave":
+            return kwargs.get("output_size") is None
+        if name in _INDEXING:
+            # One value at a boolean index is a masked fill, whose size does not depend on the mask.
+            if name != "index" and args[2].numel() == 1:
+                return False
+            indices = args[1] or ()
+            return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in indices)
+        return name in _SELECTIONS
 
     def _is_on_device(self, value: Tensor) -> bool:
         """Return whether a tensor is on the measured device."""

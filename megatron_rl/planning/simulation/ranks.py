@@ -151,7 +151,9 @@ def _usage_text(usage: Usage) -> str:
     )
     return (
         f"peak {usage.peak / _GIB:.2f} GiB, {usage.kernels:,} kernels, "
-        f"{usage.reads:,} reads of the device; {traffic or 'nothing sent'}"
+        f"{usage.microbatches:,} micro-batches, {usage.waits:,} waits of the host ({usage.reads:,} reads of "
+        f"the device, {usage.copies:,} pageable copies to it, {usage.selections:,} selections by value); "
+        f"{traffic or 'nothing sent'}"
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,12 +26,16 @@ from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.megatron.residency import Use
 from megatron_rl.planning.reshard import find_config, plan_offline
 from megatron_rl.planning.simulation.device import Simulation
+from megatron_rl.progress import progress_count
 from megatron_rl.roles.build import build_actor, build_reward_model, build_scorers
 from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.types import TrainBatch
 from megatron_rl.weights.plan import schedule
+
+_SUPPORT_TOKENS = 16
+"""Assumed number of tokens that filters of the sampling leave at each position."""
 
 
 def simulate(
@@ -77,12 +82,14 @@ def simulate(
         for role in roles:
             with role.resident(Use.READ), simulation.phase("score"):
                 _set_boundary(simulation, role, rows)
-                role.infer(rows)
+                with _counted_microbatches(simulation, "score", role):
+                    role.infer(rows)
         for role, objective in learners.items():
             with role.resident():
                 with simulation.phase("learn"):
                     _set_boundary(simulation, role, rows)
-                    role.accumulate(rows, objective)
+                    with _counted_microbatches(simulation, "learn", role):
+                        role.accumulate(rows, objective)
                 with simulation.phase("step"):
                     role.step()
 
@@ -157,6 +164,12 @@ def _full_rows(config: RunConfig, batch: BatchPlan, layouts: list[ParallelLayout
     # Expand a single stored value: the rows of a large job may not fit in this machine's memory.
     values = torch.ones(1).expand(count * length)
     rows = torch.ones(count, dtype=torch.long)
+    support_sizes = None
+    support = None
+    if config.rollout.truncates:
+        ids = torch.ones(1, dtype=torch.int32)
+        support_sizes = (ids * _SUPPORT_TOKENS).expand(count * length)
+        support = ids.expand(count * length * _SUPPORT_TOKENS)
     return TrainBatch(
         tokens=torch.ones(1, dtype=torch.long).expand(count * length),
         lengths=rows * length,
@@ -172,8 +185,21 @@ def _full_rows(config: RunConfig, batch: BatchPlan, layouts: list[ParallelLayout
         value_weights=values,
         group=rows,
         response_counts=rows,
+        support_sizes=support_sizes,
+        support=support,
         position=torch.arange(count),
     )
+
+
+@contextmanager
+def _counted_microbatches(simulation: Simulation, phase: str, role: ModelRole) -> Iterator[None]:
+    """Add the micro-batches of the block to those of a phase."""
+    before = progress_count("micro-batches")
+    yield
+    if role.model is not None:
+        # Each virtual stage counts every micro-batch.
+        passes = progress_count("micro-batches") - before
+        simulation.phases[phase].microbatches += passes // len(role.model.wrapped)
 
 
 def _set_boundary(simulation: Simulation, role: ModelRole, rows: TrainBatch) -> None:
