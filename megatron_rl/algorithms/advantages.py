@@ -84,7 +84,10 @@ class Advantage(Piece, ABC):
         False, "Whether advantages are shifted and scaled to mean 0 and variance 1 over the batch."
     )
     clip: float | None = setting(
-        None, "Largest absolute value of an advantage, after whitening.", unset="no bound", more_than=0
+        None,
+        "Largest absolute value of an advantage, after whitening.",
+        unset="no bound",
+        more_than=0,
     )
 
     needs_critic: ClassVar[bool] = False

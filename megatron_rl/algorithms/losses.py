@@ -180,7 +180,12 @@ class PpoClip(PolicyLoss):
         return TokenLoss(loss, {**indicators, "dual_clip_fraction": exceeds_bound})
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> TokenLoss:
+def clipped_surrogate(
+    ratio: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
     """Compute the larger of clipped and unclipped loss for a token or sequence ratio [N]; see `PpoClip`."""
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -268,10 +273,16 @@ class Dppo(PolicyLoss):
 
     divergence: str = setting("tv", "Divergence between old and new probability.", choices=("tv", "kl"))
     clip_low: float | None = setting(
-        None, "Largest divergence of a token that becomes less likely.", unset=_THRESHOLDS, at_least=0
+        None,
+        "Largest divergence of a token that becomes less likely.",
+        unset=_THRESHOLDS,
+        at_least=0,
     )
     clip_high: float | None = setting(
-        None, "Largest divergence of a token that becomes more likely.", unset=_THRESHOLDS, at_least=0
+        None,
+        "Largest divergence of a token that becomes more likely.",
+        unset=_THRESHOLDS,
+        at_least=0,
     )
     ratio_cap: float = setting(20.0, "Largest weight of a token.", more_than=0)
 
@@ -336,7 +347,10 @@ class ClippedValueLoss(ValueLoss):
     """
 
     clip: float | None = setting(
-        0.5, "Largest distance of a value from the old one.", unset="any distance", more_than=0
+        0.5,
+        "Largest distance of a value from the old one.",
+        unset="any distance",
+        more_than=0,
     )
     coef: float = setting(0.5, "Weight of the squared error.", more_than=0)
 

@@ -81,7 +81,10 @@ class Gae(Advantage):
 
     gamma: float = setting(1.0, GAMMA_MEANING, at_least=0, at_most=1)
     lam: float = setting(
-        1.0, "Lambda: 1 uses the rewards alone, 0 the critic's next value.", at_least=0, at_most=1
+        1.0,
+        "Lambda: 1 uses the rewards alone, 0 the critic's next value.",
+        at_least=0,
+        at_most=1,
     )
 
     needs_critic: ClassVar[bool] = True
@@ -122,7 +125,13 @@ class Vapo(Advantage):
         return Advantages(policy.advantages, critic.returns)
 
 
-def discounted_returns(rewards: Tensor, mask: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
+def discounted_returns(
+    rewards: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    *,
+    gamma: float,
+) -> Tensor:
     """Sum the discounted rewards from each response token on: ``G_t = r_t + gamma G_(t+1)``, [N].
 
     With gamma = 1 and the reward on the last token this is REINFORCE++'s return before whitening.
@@ -144,7 +153,13 @@ def discounted_returns(rewards: Tensor, mask: Tensor, lengths: Tensor, *, gamma:
 
 
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, lengths: Tensor, *, gamma: float, lam: Tensor | float
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    *,
+    gamma: float,
+    lam: Tensor | float,
 ) -> Advantages:
     """Estimate advantages from rewards and values [N] with the trade-off lambda (a number or [B]).
 

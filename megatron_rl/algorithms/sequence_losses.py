@@ -196,7 +196,11 @@ class ClipCov(PolicyLoss):
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
         """Compute the loss of every token [N]."""
-        ppo_clip = PpoClip(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=None)
+        ppo_clip = PpoClip(
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=None,
+        )
         loss, indicators = ppo_clip.token_loss(micro, log_probs)
         selected = _selected_tokens(micro)
         return TokenLoss(torch.where(selected, 0, loss), {**indicators, "selected_fraction": selected})

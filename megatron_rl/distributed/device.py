@@ -307,7 +307,13 @@ def seed_tensor_parallel(seed: int, tensor_rank: int) -> None:
 class _HostMode(TorchFunctionMode):
     """Redirection of tensors that Megatron-Core creates on or moves to the accelerator."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
 
         if func is torch.Tensor.cuda:

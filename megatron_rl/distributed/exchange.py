@@ -79,7 +79,11 @@ class ReplicaGroup:
     is collective over the job: see `communicator`. ``gather_stats`` accumulates the cost of `gather_rows`.
     """
 
-    def __init__(self, ranks: tuple[int, ...] | None = None, gather_stats: GatherStats | None = None) -> None:
+    def __init__(
+        self,
+        ranks: tuple[int, ...] | None = None,
+        gather_stats: GatherStats | None = None,
+    ) -> None:
         if ranks is None:
             self.group = None
             self.ranks = tuple(range(dist.get_world_size()))
@@ -120,7 +124,12 @@ class ReplicaGroup:
         dist.all_gather_into_tensor(all_counts.view(-1), local_counts, group=self.group)
         return all_counts.tolist()
 
-    def _broadcast_shard(self, shard: RowShard, source: int, counts: list[int]) -> RowShard:
+    def _broadcast_shard(
+        self,
+        shard: RowShard,
+        source: int,
+        counts: list[int],
+    ) -> RowShard:
         """Return the shard of rank ``source`` as a copy on the host. Collective over the group."""
         fields = _list_fields(shard)
         sizes = [
@@ -200,7 +209,11 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
-def run_on_all_ranks_or_raise(action: Callable[[], Any], purpose: str, group: Any = None) -> list[Any]:
+def run_on_all_ranks_or_raise(
+    action: Callable[[], Any],
+    purpose: str,
+    group: Any = None,
+) -> list[Any]:
     """Run ``action`` on every rank and return the results by rank; if it fails on one rank, raise on all.
 
     Without this, the ranks on which it succeeded would wait for the failed one in their next collective.

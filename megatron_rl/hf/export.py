@@ -317,7 +317,13 @@ def _flows(
     for number, step in enumerate(steps):
         for writer, piece in step.items():
             box = TensorBox(
-                piece.name, piece.start, piece.size, writer, piece.name, 0, (0,) * len(piece.size)
+                piece.name,
+                piece.start,
+                piece.size,
+                writer,
+                piece.name,
+                0,
+                (0,) * len(piece.size),
             )
             boxes.setdefault(writer, []).append(box)
             dtypes[piece.name] = piece.dtype

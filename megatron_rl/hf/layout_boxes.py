@@ -84,7 +84,11 @@ def dense_shapes(
     return {name: weight.local_shape(layout.tensor) for name, weight in weights.items()}
 
 
-def expert_shapes(model: PretrainedModel, layout: ParallelLayout, layers: list[int]) -> Shapes:
+def expert_shapes(
+    model: PretrainedModel,
+    layout: ParallelLayout,
+    layers: list[int],
+) -> Shapes:
     """Return the shapes of the parameters of a rank's experts, where each expert is a separate module."""
     shapes: Shapes = {}
     for layer in layers:

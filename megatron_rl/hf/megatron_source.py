@@ -47,7 +47,11 @@ class MegatronFiles:
     the tensors are not the model's, or files are missing.
     """
 
-    def __init__(self, path: str | Path, checkpoint: MegatronCheckpoint | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        checkpoint: MegatronCheckpoint | None = None,
+    ) -> None:
         model = read_pretrained(Path(path) / "config.json")
         self.checkpoint = read_pointed(path) if checkpoint is None else checkpoint
         self.path = self.checkpoint.path
@@ -60,7 +64,10 @@ class MegatronFiles:
         self._shapes = model.tensor_shapes()
         shapes = {name: self._shape(location) for name, location in self._locations.items()}
         boxes = trace_import(
-            {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, model, Shard(), 0
+            {name: torch.empty(shape, device="meta") for name, shape in shapes.items()},
+            model,
+            Shard(),
+            0,
         )
         self._boxes: dict[str, list[TensorBox]] = {}
         for box in boxes:

@@ -201,7 +201,11 @@ def intersect(first: Span, second: Span) -> Span | None:
     start = []
     size = []
     for first_start, first_size, second_start, second_size in zip(
-        first[0], first[1], second[0], second[1], strict=True
+        first[0],
+        first[1],
+        second[0],
+        second[1],
+        strict=True,
     ):
         low = max(first_start, second_start)
         high = min(first_start + first_size, second_start + second_size)

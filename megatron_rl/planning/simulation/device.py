@@ -90,7 +90,13 @@ class Simulation(TorchDispatchMode):
         usage.end = self._bytes
         self._usage = outer
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs)
@@ -244,7 +250,12 @@ def _accelerator_functions() -> Iterator[None]:
     torch_attention = functional.scaled_dot_product_attention
     torch_tensor = torch.tensor
 
-    def fused_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def fused_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **options: Any,
+    ) -> Tensor:
         if not query.is_meta:
             return torch_attention(query, key, value, **options)
         mask = options["attn_mask"]

@@ -29,7 +29,11 @@ from megatron_rl.types import TrainBatch
 
 
 def simulate(
-    config: RunConfig, models: Mapping[str, Path], batch: BatchPlan, rank: int, world_size: int
+    config: RunConfig,
+    models: Mapping[str, Path],
+    batch: BatchPlan,
+    rank: int,
+    world_size: int,
 ) -> SimulatedRank:
     """Build a rank of the job in this process and take it through a step's phases on full micro-batches.
 
@@ -103,7 +107,11 @@ def _with_model_folders(config: RunConfig, models: Mapping[str, Path]) -> RunCon
     return with_role_sections(replace(config, model=model), with_folder)
 
 
-def _full_rows(config: RunConfig, batch: BatchPlan, layouts: list[ParallelLayout]) -> TrainBatch:
+def _full_rows(
+    config: RunConfig,
+    batch: BatchPlan,
+    layouts: list[ParallelLayout],
+) -> TrainBatch:
     """Return rows that fill as many micro-batches as a pipeline has in flight, and one more."""
     # The longest rows that fit into a micro-batch.
     budget = batch.tokens_per_microbatch
