@@ -81,6 +81,7 @@ def dense_shapes(
         for weight in model.weights(layer):
             if not weight.expert:
                 weights[f"decoder.layers.{layer}.{weight.name}"] = weight
+
     return {name: weight.local_shape(layout.tensor) for name, weight in weights.items()}
 
 
@@ -94,7 +95,10 @@ def expert_shapes(
     for layer in layers:
         weights = [weight for weight in model.weights(layer) if weight.expert]
         # Some layers of a mixture-of-experts model are dense.
-        local_experts = model.shape.experts // layout.expert if weights else 0
+        if not weights:
+            continue
+
+        local_experts = model.shape.experts // layout.expert
         for expert in range(local_experts):
             for weight in weights:
                 name = f"decoder.layers.{layer}.{weight.name.format(expert=expert)}"
