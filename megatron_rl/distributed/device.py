@@ -39,7 +39,7 @@ _WATCHED_TIMEOUT = timedelta(days=7)
 """Timeout of collectives in a job with a hang detector, which aborts it earlier."""
 
 _unbacked_bytes = 0
-"""Bytes that PyTorch counts as allocated although no memory backs them."""
+"""Bytes that PyTorch counts as allocated although they have no physical memory."""
 _earlier_peak = 0
 """Peak of allocated bytes up to the last `set_unbacked`, since the last reset."""
 
@@ -158,7 +158,7 @@ def peak_memory(reset: bool = False) -> int:
 
 
 def set_unbacked(size: int) -> None:
-    """Set the number of allocated bytes that no memory backs, as those of a sleeping engine.
+    """Set the number of allocated bytes without physical memory, such as those of a sleeping engine.
 
     vLLM's sleep mode unmaps memory that PyTorch continues to count as allocated.
     """
@@ -202,7 +202,8 @@ def initialize(timeout: float = 600.0, *, watched: bool = False) -> None:
 
     # A host may have fewer accelerators than ranks.
     if not _ON_HOST:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        local_rank = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
     if not dist.is_initialized():
         try:
