@@ -252,6 +252,7 @@ def _redundant_bytes(plan: ReshardPlan) -> dict[int, int]:
 def predict_seconds(plan: ReshardPlan, machine: Machine) -> float:
     """Return predicted seconds on a machine, until the slowest rank has sent or received its bytes."""
     domain = machine.cluster.domain
+
     # (rank, direction) -> bytes across and within domains. Directions are separate: links are full duplex.
     traffic: dict[tuple[int, str], list[float]] = {}
     for (sender, receiver), count in plan.pairs.items():

@@ -156,14 +156,14 @@ class Simulation(TorchDispatchMode):
 
     def count(self, group: Any, size: int, message: bool = False) -> None:
         """Count one call of a group, of ``size`` bytes."""
-        # Messages between pipeline stages are counted apart from the group's collectives.
+        # Messages between pipeline stages are counted separately from the group's collectives.
         ranks = tuple(dist.get_process_group_ranks(group))
         kind = "messages" if message else self.kind(ranks)
         self._usage.calls[kind] += 1
         self._usage.bytes[kind] += size
 
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Count an operator of c10d, and answer it without the other ranks."""
+        """Count an operator of c10d, and return its result without the other ranks."""
         name = func.overloadpacket.__name__
         tensors = [list(_tensors(value)) for value in args]
         group = next(value for value in args if isinstance(value, torch.ScriptObject))
@@ -179,8 +179,8 @@ class Simulation(TorchDispatchMode):
             value = args[0][0]
             self._values[value.untyped_storage()._cdata] = torch.tensor(self.boundary)
         if "_tensor_coalesced" in name:
-            # PyTorch has no coalesced collectives for meta tensors: call them on empty host tensors.
-            args = [[torch.empty(0) for _ in value] if isinstance(value, list) else value for value in args]
+            # PyTorch 2.13 has no coalesced collectives for meta tensors: call them on empty host tensors.
+            args = [_empty_tensors(value) if isinstance(value, list) else value for value in args]
         return func(*args, **kwargs)
 
     def _read(self, value: Tensor, *_: Any, **options: Any) -> Tensor:
@@ -210,13 +210,17 @@ _READS: dict[Any, Callable[..., Any]] = {
 
 
 def _reads_device(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operator of `_READS` brings values of the device to the host."""
+    """Return whether a call of an operator of `_READS` copies values from the device to the host."""
     if func is _aten.copy_.default:
         return not args[0].is_meta and args[1].is_meta
     if func is _aten._to_copy.default:
         target = kwargs.get("device")
         return args[0].is_meta and target is not None and target.type != "meta"
     return args[0].is_meta
+
+
+def _empty_tensors(values: list[Any]) -> list[Tensor]:
+    return [torch.empty(0) for _ in values]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

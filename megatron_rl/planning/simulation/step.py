@@ -35,7 +35,7 @@ def simulate(
     rank: int,
     world_size: int,
 ) -> SimulatedRank:
-    """Build a rank of the job in this process and take it through a step's phases on full micro-batches.
+    """Build a rank of the job in this process and run the phases of a step on full micro-batches.
 
     ``config`` is resolved, ``models`` are the config.json files of the roles. No weights are read, and the
     rollout engine is left out. A process can do this once.
@@ -73,6 +73,7 @@ def simulate(
                 role.residency.leave()
         resting = simulation.phases["first step"].end
 
+        # Forward passes without gradients, then a training step of each learner.
         for role in roles:
             with role.resident(Use.READ), simulation.phase("score"):
                 _set_boundary(simulation, role, rows)
@@ -86,7 +87,8 @@ def simulate(
                     role.step()
 
     job, *groups = memberships()
-    sizes = [("the job", len(job)), *((simulation.kind(ranks), len(ranks)) for ranks in groups)]
+    sizes = [("the job", len(job))]
+    sizes += [(simulation.kind(ranks), len(ranks)) for ranks in groups]
     return SimulatedRank(rank, simulation.phases, resting, sizes)
 
 
@@ -152,9 +154,11 @@ def _full_rows(
 
 
 def _set_boundary(simulation: Simulation, role: ModelRole, rows: TrainBatch) -> None:
-    """Set the shape that pipeline stages send to each other: of equal micro-batches of the full budget."""
+    """Set the shape of the activations that pipeline stages exchange, for equal and full micro-batches."""
     if role.model is None:
         return
+
+    # The tokens of a micro-batch are padded for the kernels and sharded over ranks.
     layout = role.layout
     row_length = int(rows.lengths[0])
     length = row_length * max(1, role.tokens_per_microbatch // row_length)
