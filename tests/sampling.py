@@ -88,7 +88,7 @@ def unfinished(groups: abc.Sequence[SequenceGroup]) -> list[Sequence]:
 
 def take_in(scheduler: ReplicaScheduler, routing: tuple[int, int] | None = None) -> None:
     """Append what a replica, which is the only one, has sampled to the sequences of its round."""
-    scheduler.admit_rest()
+    scheduler.admit_remaining()
     order = sorted(range(len(scheduler.admitted)), key=lambda number: scheduler.admitted[number].position)
     scheduler.admitted = [scheduler.admitted[number] for number in order]
     generation_round = scheduler.queue.round

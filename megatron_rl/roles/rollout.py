@@ -28,7 +28,7 @@ from megatron_rl.rollout.scheduler import (
     ReplicaQueue,
     ReplicaScheduler,
     await_rendezvous,
-    draw_ticket,
+    draw_queue_index,
     sample_round,
 )
 from megatron_rl.rollout.types import SequenceGroup
@@ -113,8 +113,8 @@ class RolloutRole:
             self.layout,
             self.rank,
             generation_round,
-            next_ticket=partial(
-                draw_ticket,
+            next_queue_index=partial(
+                draw_queue_index,
                 f"of round {queue}",
                 self.layout,
                 self.rank,

@@ -57,7 +57,7 @@ class Server(Protocol):
         weights: str,
         seconds: float,
     ) -> Completion:
-        """Sample a request from the weights of this name; raises ServerError if the server has others.
+        """Sample a request from the weights of this name; raise ServerError if the server has other weights.
 
         A coroutine, so that one thread can have many requests in flight.
         """
@@ -66,7 +66,7 @@ class Server(Protocol):
     # Before a run: whether the server fits the run and is free.
 
     def require_fit(self, config: RunConfig) -> int:
-        """Return the most requests that the server works on at once; raises UserError unless it fits."""
+        """Return the maximum number of requests in flight; raise UserError if the server does not fit."""
         ...
 
     def require_open(self) -> None:
@@ -112,7 +112,7 @@ class Server(Protocol):
         ...
 
     def receive_weights(self, version: int, seconds: float) -> None:
-        """Receive the weights of ``version`` in the workers. Collective: the actor's ranks sync, too."""
+        """Receive the weights of ``version`` in the workers. Collective over the workers and actor ranks."""
         ...
 
     def finish_update(self, name: str, seconds: float) -> None:
