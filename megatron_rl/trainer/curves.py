@@ -78,7 +78,7 @@ class Panel:
     logarithmic: bool = False
     """Whether the vertical axis is logarithmic if the values allow it."""
     limits: tuple[float, float] | None = None
-    """Range of the vertical axis, None for that of the values."""
+    """Range of the vertical axis, None for the range of the values."""
     main: bool = False
     """Whether the picture of the whole run has this panel."""
 
@@ -125,7 +125,7 @@ def measured_accuracies(lines: Lines) -> list[str]:
 
 
 def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """Return for each value the mean of it and ``window // 2`` values before and after it."""
+    """Return for each value the mean over it and the ``window // 2`` values before and after it."""
     half = window // 2
     return [fmean(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]
 
