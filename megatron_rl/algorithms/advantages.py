@@ -1,4 +1,4 @@
-"""Advantage estimators: their interface, and those that compare the samples of one prompt.
+"""Advantage estimators: their interface, and the estimators that compare the samples of one prompt.
 
 GRPO and its variants, RLOO, OPO, GPG and GDPO compute one advantage per row [B]. An invalid row enters no
 statistic and gets advantage 0. Rewards of invalid rows are not read and may be NaN.

@@ -1,7 +1,7 @@
 """From rollouts and their scores to a training batch: rewards, advantages, corrections, metrics.
 
-A failed sample is excluded from every statistic and from the loss; its reward never counts as 0. The state
-that an algorithm carries from step to step is here too: the KL coefficient and the running reward moments.
+A failed sample is excluded from every statistic and from the loss; its reward never counts as 0. The module
+also has an algorithm's state between steps: the KL coefficient and the running reward moments.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def _correct(
 
 @dataclass(frozen=True)
 class AlgorithmState:
-    """State that an algorithm carries from step to step, saved with a checkpoint.
+    """State of an algorithm between steps, saved with a checkpoint.
 
     Example: ``AlgorithmState(kl_coef=0.001).state_dict()`` is
     ``{"kl_coef": 0.001, "moments": [0.0, 0.0, 0.0]}``.

@@ -319,7 +319,7 @@ def _check_call(function: Any, arguments: tuple[str, ...], call: str, key: str) 
         signature.bind(*arguments)
     except TypeError as error:
         raise UserError(
-            "a piece of the algorithm takes other arguments than it is given",
+            "a piece of the algorithm has other parameters than its call",
             where=key,
             expected=call,
             got=f"{signature}: {error}",

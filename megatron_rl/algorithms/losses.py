@@ -103,7 +103,7 @@ def checked_loss(piece: Piece, loss: Any, tokens: Tensor) -> TokenLoss:
 
 
 def fields_of(batch: TrainBatch, *names: str) -> list[Tensor]:
-    """Return the named fields of a batch; raise ValueError if one is None."""
+    """Return the named fields of a batch; raise ValueError for absent ones."""
     absent_names = [name for name in names if getattr(batch, name) is None]
     if absent_names:
         raise ValueError(f"the batch has no {' and no '.join(absent_names)}")

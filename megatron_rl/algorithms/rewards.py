@@ -123,7 +123,7 @@ class RewardShaping(Piece):
         """Shape ``values`` [B]: float64, 0 on invalid rows. ``moments`` include this step's rewards.
 
         ``values`` are the samples' ``rewards`` [B] or the rewards of responses that are compared with them,
-        such as greedy ones. The batch statistics are those of ``rewards``.
+        such as greedy ones. Batch statistics are computed from ``rewards``.
         """
         shaped = self.scaled(values, valid)
         samples = self.scaled(rewards, valid)[valid]
@@ -414,7 +414,7 @@ def prompts_to_sample(
     *,
     ceiling: int,
 ) -> int:
-    """Return how many more prompts to sample for ``required`` informative groups: 0 if there are enough.
+    """Return the number of prompts to sample for ``required`` informative groups, 0 if there are enough.
 
     ``informative`` of the ``sampled`` groups so far were informative. The number of groups still needed is
     divided by that rate and rounded up; ``ceiling`` bounds one round. The rate counts half a group more, so

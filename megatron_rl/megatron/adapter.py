@@ -1,9 +1,9 @@
-"""One low-rank adapter on one of Megatron's linear layers, sharded over tensor-parallel ranks like it.
+"""One low-rank adapter on one of Megatron's linear layers, sharded over tensor-parallel ranks like the layer.
 
 The layer computes W x, the adapter adds scale * B (A x). Where the rows of W are cut (Megatron's
 ColumnParallelLinear: linear_qkv, linear_fc1), B is cut by rows and every rank has all of A. Where the columns
 of W are cut (RowParallelLinear: linear_proj, linear_fc2), A is cut by columns and every rank has all of B.
-What ranks exchange is only as wide as A x.
+Ranks exchange only A x, which has ``rank`` features per token.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megatron_rl.shapes.lora import ADAPTER
 
 
 class Adapter(nn.Module):
-    """A [kinds x rank, in] and B [out, rank] of one linear layer, this rank's share of them.
+    """This rank's share of A [kinds x rank, in] and B [out, rank] of one linear layer.
 
-    One layer of Megatron's may hold several tensors of the checkpoint ("kinds": query, key and value in
-    linear_qkv), each with an A of its own. ``mask`` [out, kinds] is 1 where a row of B belongs to a kind.
-    ``columns`` if the layer's weight is cut by columns over ``group``, ``expert`` if it is a routed expert's.
-    ``state`` chooses between the trained values and the initial ones.
+    A layer of Megatron's may contain several tensors of the checkpoint ("kinds": query, key and value in
+    linear_qkv), each with its own A. ``mask`` [out, kinds] is 1 where a row of B belongs to a kind.
+    ``columns``: the layer's weight is cut by columns over ``group``. ``expert``: it is a routed expert's.
+    ``state`` selects the trained or the initial values.
     """
 
     mask: Tensor
@@ -134,9 +134,9 @@ class Adapter(nn.Module):
     def _exchange(self, low_rank: Tensor) -> Tensor:
         """Exchange A x as the layer exchanges its inputs or outputs. Collective over the layer's group."""
         if self.expert:
-            # The dispatcher gives every rank of an expert all of its tokens, and sums the ranks' outputs on
-            # the way back, B (A x) with W x. Each rank thus has a part of the gradient of the factor that all
-            # of them hold: see `partial_gradient`.
+            # The dispatcher sends all tokens of an expert to each of its ranks, and sums their outputs, W x
+            # and B (A x) alike. Each rank thus has a part of the gradient of the factor that is replicated
+            # over them: see `partial_gradient`.
             return low_rank
         if self.columns and self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(low_rank, group=self.group)

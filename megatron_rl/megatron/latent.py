@@ -22,10 +22,10 @@ def allow_without_transformer_engine() -> None:
 
 
 class LatentSelfAttention(multi_latent_attention.MLASelfAttention):
-    """Latent attention of the projections and norms in the layer's spec, in any version of Megatron-Core.
+    """Latent attention with the projections and norms of the layer's spec, in any version of Megatron-Core.
 
-    Megatron-Core 0.19 chooses some itself: it builds a norm of the query even where that is not compressed,
-    which DeepSeek's models do not have, and refuses to build one without Transformer Engine.
+    Megatron-Core 0.19 selects some modules itself: it builds a norm of the query even if the query is not
+    compressed, which DeepSeek's models do not have, and refuses to build a norm without Transformer Engine.
     """
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
@@ -41,9 +41,9 @@ def fit_latent_spec(layer: Any, group: Any) -> None:
 
 
 def _in_group(linear: type, group: Any) -> type:
-    """Return the class of a projection that is built in ``group`` where no group is named.
+    """Return a subclass of a projection whose default tensor-parallel group is ``group``.
 
-    Megatron names none for a query that is not compressed, and would take the process-global one.
+    Megatron passes no group for a query that is not compressed, and would use the process-global one.
     """
 
     def __init__(self: Any, *args: Any, tp_group: Any = None, **kwargs: Any) -> None:
@@ -55,8 +55,9 @@ def _in_group(linear: type, group: Any) -> type:
 def prepare_latent_attention(chunk: Any, inverse_frequencies: Tensor) -> None:
     """Adapt every layer of a GPTModel chunk to packed rows.
 
-    Attention of a user's own, and its rotary angles, stay. In all layers the projections to latents return
-    complete latents, whose gradients are summed over tensor-parallel ranks and counted once in the norm.
+    A user's own attention and its rotary angles are not replaced. In all layers the projections to latents
+    return complete latents; their gradients are summed over tensor-parallel ranks and counted once in the
+    norm.
     """
     for layer in chunk.decoder.layers:
         attention = layer.self_attention
@@ -91,10 +92,10 @@ def _gather_latent(
     inputs: Any,
     output: tuple[Tensor, Any],
 ) -> tuple[Tensor, Any]:
-    """Return a complete projection [.., latent + key], which Megatron then does not gather itself.
+    """Gather a projection [.., latent + key] completely, so that Megatron does not gather it.
 
-    Megatron's gather, over the process-global group, would give the key, which the heads of all ranks use,
-    the gradient of each rank's own heads alone.
+    The heads of all ranks use the key, but Megatron's gather, over the process-global group, would return to
+    it only the gradient of each rank's own heads.
     """
     projected, bias = output
     if projected.shape[-1] != latent_size + key_size:

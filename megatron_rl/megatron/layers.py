@@ -53,8 +53,8 @@ def require_transformer_engine() -> None:
 def warn_of_unfused_attention() -> None:
     """Warn, once per process, where Transformer Engine has computed attention without a fused kernel.
 
-    It chooses silently (`get_attention_backend`). On an H100, packed rows of 660 tokens of a 1.5B model were
-    learned from at 11 % of the card's rate that way, and the scores of every row were held in memory.
+    It selects a kernel silently (`get_attention_backend`). On an H100, training a 1.5B model on packed rows
+    of 660 tokens reached 11 % of the GPU's peak: unfused attention was one cause, and stored all scores.
     """
     global _unfused
     backends = getattr(sys.modules.get(_ATTENTION), "_attention_backends", {})
@@ -70,9 +70,9 @@ def warn_of_unfused_attention() -> None:
 
 
 def _refusals(backends: Mapping[str, Any]) -> str:
-    """Make Transformer Engine choose its attention kernel again; return the reasons that it logs.
+    """Make Transformer Engine select its attention kernel again; return the reasons that it logs.
 
-    It logs them at a level that is off by default.
+    They are logged at a level that is off by default.
     """
     messages: list[str] = []
     handler = logging.Handler()
@@ -464,8 +464,8 @@ def _in_group(function: Callable[..., Any], group: Any, *args: Any, **kwargs: An
 def allow_shared_heads() -> None:
     """Support fewer key-value heads than tensor-parallel ranks, by sharing heads. Idempotent.
 
-    Megatron then gathers the ranks' projections, and selects this rank's by its index in the process-global
-    group, unless its version passes the attention's own. `bind_tensor_group` provides that group instead.
+    Megatron gathers the projections of all ranks and selects this rank's by its index in the process-global
+    group, unless its version uses the attention's own group. `bind_tensor_group` provides that group.
     """
     module: Any = megatron_attention
     module.all_gather_last_dim_from_tensor_parallel_region = _gather_projections

@@ -116,17 +116,17 @@ def attach_adapters(
         linear.register_forward_hook(add_adapter_output, prepend=True)
 
     if trainable and settings.recompute_granularity is not None and model.chunks[0].pre_process:
-        # Under recompute a layer has gradients only if an input has one, which a frozen embedding's output
-        # has not: all gradients would be zero, without an error.
+        # Under recompute a layer has gradients only if an input requires one. A frozen embedding's output
+        # does not, and all gradients would be zero, without an error.
         model.chunks[0].embedding.register_forward_hook(_require_gradient)
     start_adapters(model, seed, initial)
 
 
 @torch.no_grad()
 def share_base(model: ParallelModel, base_model: ParallelModel) -> None:
-    """Share the frozen weights of another model of the same checkpoint and layout; free the model's own.
+    """Replace a model's frozen weights by those of another model of the same checkpoint and layout.
 
-    Both have adapters over them. Call before the model is wrapped.
+    Both models have adapters. The replaced weights are freed. Call before the model is wrapped.
     """
     for chunk, base_chunk in zip(model.chunks, base_model.chunks, strict=True):
         frozen = {name: value for name, value in base_chunk.named_parameters() if not value.requires_grad}
@@ -146,8 +146,8 @@ def _scalar_head(model: ParallelModel, chunk: Any) -> Tensor | None:
 def start_adapters(model: ParallelModel, seed: int, initial: TensorSource | None = None) -> None:
     """Set a model's adapters to the values of ``initial`` by their PEFT names, or to new values.
 
-    Tensors without a value in ``initial`` are new. With ``initial`` the values are also kept as the initial
-    policy's, which serves as the reference.
+    Tensors without a value in ``initial`` are new. With ``initial`` the values are also stored as those of
+    the initial policy, which serves as the reference.
     """
     assert model.adapters is not None
     stored_names = set() if initial is None else initial.names()
@@ -179,7 +179,7 @@ def _new_values(
     shape: tuple[int, ...],
     seed: int,
 ) -> Tensor:
-    """Return uniform values within 1 / sqrt(inputs), as ``torch.nn.Linear`` starts with."""
+    """Return uniform values within 1 / sqrt(inputs), the initialisation of ``torch.nn.Linear``."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     bound = shape[1] ** -0.5
     return torch.rand(shape, generator=generator) * 2 * bound - bound
@@ -232,8 +232,9 @@ def _missing_layer(path: str, target: str, targets: Iterable[str]) -> UserError:
 def _kind_mask(model: ParallelModel, name: str, rows: int) -> Tensor:
     """Return [rows, kinds], 1 where a row of an adapter's B belongs to one of its checkpoint tensors.
 
-    ``name`` is the adapter's over the whole model, with ``{expert}`` for the number of an expert. The mask is
-    found by importing, with the rules of the layer's weight, tensors that hold the number of their kind.
+    ``name`` is the adapter's name over the whole model, with ``{expert}`` for the number of an expert. To
+    compute the mask, tensors filled with the number of their kind are imported by the rules of the layer's
+    weight.
     """
     assert model.adapters is not None
     layer_number, module = name.removeprefix("decoder.layers.").split(".", 1)
@@ -267,7 +268,7 @@ def _adapters(model: Chunked) -> Iterator[tuple[str, Adapter]]:
 
 
 def _adapted_weight(adapter_name: str) -> str:
-    """Return the storage name of the weight that an adapter belongs to."""
+    """Return the storage name of the weight that an adapter adapts."""
     layer, _, expert = adapter_name.rpartition(f".{ADAPTER}")
     return f"{layer}.weight{expert.removeprefix('.')}"
 
@@ -282,7 +283,7 @@ def adapter_parameters(model: Chunked) -> dict[str, Tensor]:
 
 
 def sum_partial_gradients(chunks: Iterable[nn.Module]) -> None:
-    """Sum the gradients of the factors that all tensor ranks of an expert hold, each rank having a part.
+    """Sum the partial gradients of the factors that are replicated over an expert's tensor ranks.
 
     Collective over the experts' tensor-parallel group.
     """
@@ -422,8 +423,8 @@ def sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
             name = global_name(model, f"{adapter_name}.{factor}")
             key, expert_row = _checkpoint_key(model, name)
 
-            # A sharded factor: which dimension is cut, counted after the dimension of experts. A replicated
-            # factor: which rank saves it.
+            # The dimension that is cut, for a sharded factor, counted after the dimension of experts; the
+            # rank that saves it, for a replicated factor.
             is_replicated = adapter.columns == (factor == "B")
             tensor_cut: tuple[tuple[int, int, int], ...] = ()
             replica = (0, tensor_rank, data_group.rank())

@@ -48,7 +48,7 @@ class Chunked(Protocol):
 def live_parameters(model: Chunked) -> dict[str, Tensor]:
     """Return this rank's weights by storage name, ``<chunk>.<parameter name>``, without adapters.
 
-    Biases that balance experts are buffers in Megatron, but weights of the checkpoint.
+    Biases that balance the load of experts are buffers in Megatron, but weights in the checkpoint.
     """
     weights: dict[str, Tensor] = {}
     for index, chunk in enumerate(model.chunks):
@@ -106,7 +106,7 @@ class ParallelModel:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Allow calls of Megatron inside the block on any device; a provider's code gets role groups."""
+        """Prepare the process for calls of Megatron inside the block: the device, and a provider's groups."""
         groups = nullcontext() if self.provider is None else self.provider.scope(self.groups)
         with device.megatron_mode(), groups:
             yield
@@ -127,7 +127,7 @@ class ParallelModel:
         return self.spec.hf_config
 
     def freeze(self) -> None:
-        """End training: drop DDP wrappers and gradient buffers, keep the weights in place."""
+        """End training: remove DDP wrappers and gradient buffers; the weights remain in place."""
         for wrapped in self.wrapped:
             if getattr(wrapped, "use_forward_hook", False):
                 wrapped.disable_forward_pre_hook(param_sync=False)  # pyright: ignore[reportCallIssue]
@@ -140,7 +140,8 @@ class ParallelModel:
         """Record and replay expert routing from now on, if the model has experts whose routers allow it."""
         config = self.transformer_config
 
-        # Fused routers choose inside their kernel, and Sinkhorn's by other scores: neither calls the replay.
+        # Fused routers select experts inside their kernel, Sinkhorn routers by other scores: neither calls
+        # the replay.
         calls_replay = not config.moe_router_fusion and config.moe_router_load_balancing_type != "sinkhorn"
         if config.num_moe_experts and calls_replay:
             self.routing = Routing(
@@ -186,7 +187,7 @@ class ParallelModel:
         return slice(size * shard, size * (shard + 1))
 
     def pack(self, lengths: Sequence[int]) -> Any:
-        """Return the row boundaries in the form that this model's attention takes."""
+        """Return the row boundaries in the format of this model's attention."""
         if not self.takes_rows:
             return pack_for_transformer_engine(lengths, device.device())
         pack = pack_whole_rows if self.uses_transformer_engine else pack_rows
