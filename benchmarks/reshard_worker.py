@@ -29,8 +29,7 @@ from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.planning.reshard import actor_layout, read_layout
 from megatron_rl.rollout.engines.vllm.engine import VllmEngine
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.rank_order import best_rank_order
-from megatron_rl.shapes.traffic import shared_bytes
+from megatron_rl.shapes.traffic import best_rank_order, shared_bytes
 from megatron_rl.types import TensorBox
 
 RANKS = tuple(range(4))

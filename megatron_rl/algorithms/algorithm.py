@@ -36,13 +36,17 @@ from typing import Any
 from megatron_rl.algorithms.advantages import (
     Advantage,
     FunctionAdvantage,
+    Gae,
     Gdpo,
     Gpg,
     Grpo,
     GrpoLeaveOneOut,
     GrpoPassAtK,
     Opo,
+    Reinforce,
+    Remax,
     Rloo,
+    Vapo,
 )
 from megatron_rl.algorithms.aggregation import (
     Aggregation,
@@ -56,17 +60,21 @@ from megatron_rl.algorithms.correction import Correction
 from megatron_rl.algorithms.kl import Kl, KlInLoss, KlInReward, NoKl
 from megatron_rl.algorithms.losses import (
     Cispo,
+    ClipCov,
     ClippedValueLoss,
     Dppo,
     FunctionLoss,
+    Gmpo,
+    Gspo,
+    KlCov,
     PolicyGradient,
     PolicyLoss,
     PpoClip,
     Sapo,
+    Topr,
     ValueLoss,
 )
 from megatron_rl.algorithms.piece import Piece
-from megatron_rl.algorithms.returns import Gae, Reinforce, Remax, Vapo
 from megatron_rl.algorithms.rewards import (
     DynamicSampling,
     Imitation,
@@ -75,7 +83,6 @@ from megatron_rl.algorithms.rewards import (
     RefillGroups,
     RewardShaping,
 )
-from megatron_rl.algorithms.sequence_losses import ClipCov, Gmpo, Gspo, KlCov, Topr
 from megatron_rl.errors import UserError
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.correction import mismatch_metrics
 from megatron_rl.algorithms.estimation import AlgorithmState
-from megatron_rl.algorithms.losses import TokenLoss, checked_loss, fields_of
+from megatron_rl.algorithms.losses import TokenLoss, checked_loss, fields_of, off_policy_sequence_mask
 from megatron_rl.algorithms.piece import MAX_LOG_RATIO
-from megatron_rl.algorithms.sequence_losses import off_policy_sequence_mask
 from megatron_rl.metrics import Metrics
 from megatron_rl.types import TrainBatch
 

@@ -22,10 +22,18 @@ from megatron_rl.check.model.megatron_lm import provider_errors
 from megatron_rl.check.model.tokenizer import chat_templates, check_tokenizer, has_chat_template, stop_errors
 from megatron_rl.check.model.weights import check_weights
 from megatron_rl.check.resume import resume_errors
-from megatron_rl.check.rewards.containment import check_enforced, check_limits, contained_sections
-from megatron_rl.check.rewards.evaluation import best_errors, evaluation_set_errors
-from megatron_rl.check.rewards.functions import check_not_hidden, check_reward, function_errors
-from megatron_rl.check.rewards.servers import check_servers, silent_servers
+from megatron_rl.check.rewards import (
+    best_errors,
+    check_enforced,
+    check_limits,
+    check_not_hidden,
+    check_reward,
+    check_servers,
+    contained_sections,
+    evaluation_set_errors,
+    function_errors,
+    silent_servers,
+)
 from megatron_rl.check.stages import repeated_records
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.engines import ENGINES
@@ -37,7 +45,7 @@ from megatron_rl.config.sections.data import fields_of
 from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.data.forms import RecordReader, prompt_consumers, template_source
-from megatron_rl.environments.hosts import environment_errors
+from megatron_rl.environments.host_pool import environment_errors
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.code import read_tests
 from megatron_rl.shapes.model import ModelShape

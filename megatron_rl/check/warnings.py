@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_rl.algorithms.advantages import Vapo
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
-from megatron_rl.algorithms.returns import Vapo
 from megatron_rl.check.model.megatron_settings import is_off
 from megatron_rl.check.stages import unused_settings
 from megatron_rl.config.derive import BatchPlan

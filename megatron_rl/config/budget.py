@@ -33,7 +33,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
 from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.layout import ParallelLayout, default_stage_layers, stage_layers
 from megatron_rl.shapes.lora import Lora, adapted_parameter_count, adapter_parameter_count
 from megatron_rl.shapes.memory import (
     RUNTIME_BYTES,
@@ -45,7 +45,6 @@ from megatron_rl.shapes.memory import (
     training_memory,
 )
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
-from megatron_rl.shapes.pipeline_stages import default_stage_layers, stage_layers
 
 # Phases of a step, as the table of `check` prints them.
 PHASES = ("generate", "score", "learn")

@@ -59,7 +59,7 @@ class EngineSpec:
 
     module: str
     """Import path of the engine's folder. It defines ``make_engine`` (see `rollout.engines.base.make_engine`)
-    for an engine in process, else ``make_server`` (see `rollout.engines.servers.base.Server`)."""
+    for an engine in process, else ``make_server`` (see `rollout.engines.servers.Server`)."""
 
     capabilities: EngineCapabilities
     """Capabilities, which rules and the step read."""

@@ -13,12 +13,10 @@ from megatron_rl.config.adapters import separate_lora
 from megatron_rl.config.roles import ROLES, role_of, role_sections, spec_at, with_role_sections
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.models import LayoutConfig
-from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.layout import STAGE_SETTINGS, ParallelLayout
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
-from megatron_rl.shapes.pipeline_stages import STAGE_SETTINGS
-from megatron_rl.shapes.rank_order import best_rank_order
-from megatron_rl.shapes.traffic import SharedBytes, byte_text, shared_bytes
+from megatron_rl.shapes.traffic import SharedBytes, best_rank_order, byte_text, shared_bytes
 
 # Presets that give the second half of the ranks to the roles whose `RoleSpec.placement` is the preset.
 HALF_PRESETS = tuple(dict.fromkeys(spec.placement for spec in ROLES if spec.placement is not None))

@@ -26,13 +26,14 @@ from megatron_rl.errors import UserError
 from megatron_rl.hybrid_engine.sync import HybridEngine
 from megatron_rl.megatron.model import Chunked
 from megatron_rl.metrics import Metrics
-from megatron_rl.rollout.engines.servers.base import (
+from megatron_rl.rollout.engines.servers import (
+    Lease,
     Server,
     ServerError,
+    ServerGenerator,
     make_servers,
     start_call,
 )
-from megatron_rl.rollout.engines.servers.client import Lease, ServerGenerator
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.weights.execute import WeightMismatchError
 

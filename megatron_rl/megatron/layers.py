@@ -1,6 +1,9 @@
-"""Layers for Megatron's models: attention and rotary embedding of packed rows, and a norm for plain layers.
+"""Layers that Megatron lacks, or that it has with Transformer Engine alone.
 
-Megatron's own local norm refuses sequence parallelism and its local attention packed rows.
+- Attention and rotary embedding of packed rows, and a norm for plain layers: Megatron's own local norm
+  refuses sequence parallelism and its local attention packed rows.
+- Gemma's post-norms, scaled embeddings, local rotary angles and score caps.
+- Multi-latent attention (DeepSeek-AI 2024) on packed rows.
 """
 
 from __future__ import annotations
@@ -25,12 +28,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer import attention as megatron_attention
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import divide
 from torch import Tensor, nn
 
+from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
 from megatron_rl.megatron.packing import PackedRows
@@ -482,3 +487,177 @@ def _tensor_parallel_rank() -> int:
     if _attention_group is None:
         return parallel_state.get_tensor_model_parallel_rank()
     return _attention_group.rank()
+
+
+def prepare_sandwich_layers(
+    chunk: Any,
+    local: tuple[int, ...] | None,
+    cap: float | None,
+) -> None:
+    """Add Gemma's features to a GPTModel chunk of Megatron's plain layers.
+
+    A norm follows each output projection, as its ``post_layernorm``; embeddings are multiplied by the root of
+    their size; attention scores are bounded by ``cap``. ``local`` are the layers, counted over the model,
+    with the first kind of rotary angles of `both_frequencies`; None if there is one kind. Sources: Gemma
+    Team, arXiv 2408.00118 and 2503.19786.
+    """
+    config = chunk.config
+    if chunk.pre_process:
+        chunk.embedding.register_forward_hook(partial(_scale, config.hidden_size**0.5))
+    for layer in chunk.decoder.layers:
+        for projection in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
+            projection.post_layernorm = RmsNorm(config, config.hidden_size, config.layernorm_epsilon)
+            projection.register_forward_hook(_norm_output)
+        layer.self_attention.core_attention.cap = cap
+        if local is not None:
+            kind = 0 if layer.layer_number - 1 in local else 1
+            hook = partial(_select_angles, kind)
+            layer.self_attention.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def both_frequencies(local: Tensor, full: Tensor) -> Tensor:
+    """Concatenate the inverse frequencies of local and of full attention."""
+    return torch.cat((local, full))
+
+
+def _scale(
+    factor: float,
+    module: Any,
+    inputs: Any,
+    output: Tensor,
+) -> Tensor:
+    # The factor is rounded to the weights' precision, as the models were trained.
+    return output * torch.tensor(factor, dtype=output.dtype, device=output.device)
+
+
+def _norm_output(
+    module: Any,
+    inputs: Any,
+    output: tuple[Tensor, Any],
+) -> tuple[Tensor, Any]:
+    return module.post_layernorm(output[0]), output[1]
+
+
+def _select_angles(
+    kind: int,
+    module: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+) -> tuple[Any, dict[str, Any]]:
+    """Replace the rotary angles of both kinds of attention by the angles of one ``kind``, 0 or 1."""
+    # The angles come twice, [local, full, local, full], since rotation pairs both halves of a head.
+    angles = kwargs["rotary_pos_emb"]
+    if isinstance(angles, tuple):
+        angles = angles[0]
+    quarter = angles.shape[-1] // 4
+    selected = angles[..., kind * quarter : (kind + 1) * quarter]
+    return args, {**kwargs, "rotary_pos_emb": torch.cat((selected, selected), dim=-1)}
+
+
+def allow_without_transformer_engine() -> None:
+    """Clear Megatron's flag of Transformer Engine for latent attention if it is absent. Idempotent."""
+    if not has_transformer_engine():
+        module: Any = multi_latent_attention
+        module.HAVE_TE = False
+
+
+class LatentSelfAttention(multi_latent_attention.MLASelfAttention):
+    """Latent attention with the projections and norms of the layer's spec, in any version of Megatron-Core.
+
+    Megatron-Core 0.19 selects some modules itself: it builds a norm of the query even if the query is not
+    compressed, which DeepSeek's models do not have, and refuses to build a norm without Transformer Engine.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+
+def fit_latent_spec(layer: Any, group: Any) -> None:
+    """Make a layer's spec build `LatentSelfAttention` in the tensor-parallel ``group``."""
+    attention = layer.submodules.self_attention
+    attention.module = LatentSelfAttention
+    attention.submodules.linear_q_proj = _bound_projection(attention.submodules.linear_q_proj, group)
+
+
+def _bound_projection(linear: type, group: Any) -> type:
+    """Return a subclass of a projection whose default tensor-parallel group is ``group``.
+
+    Megatron passes no group for a query that is not compressed, and would use the process-global one.
+    """
+
+    def __init__(self: Any, *args: Any, tp_group: Any = None, **kwargs: Any) -> None:
+        linear.__init__(self, *args, tp_group=tp_group or group, **kwargs)
+
+    return type(linear.__name__, (linear,), {"__init__": __init__})
+
+
+def prepare_latent_attention(chunk: Any, inverse_frequencies: Tensor) -> None:
+    """Adapt every layer of a GPTModel chunk to packed rows.
+
+    A user's own attention and its rotary angles are not replaced. In all layers the projections to latents
+    return complete latents; their gradients are summed over tensor-parallel ranks and counted once in the
+    norm.
+    """
+    for layer in chunk.decoder.layers:
+        attention = layer.self_attention
+        config = attention.config
+        if isinstance(attention.core_attention, RowAttention):
+            # Megatron's fused kernel would derive positions from row boundaries.
+            config.apply_rope_fusion = False
+            device = next(layer.parameters()).device
+            scaled = config.rope_type == "yarn"
+            attention.rotary_pos_emb = _LatentRotaryEmbedding(inverse_frequencies.to(device), scaled)
+        if attention.pg_collection.tp.size() == 1:
+            continue
+
+        # Projections with the sizes of their latent and of a key that all heads share.
+        projections = [(attention.linear_kv_down_proj, config.kv_lora_rank, config.qk_pos_emb_head_dim)]
+        if config.q_lora_rank is not None:
+            projections.append((attention.linear_q_down_proj, config.q_lora_rank, 0))
+        for linear, latent_size, key_size in projections:
+            gather = partial(_gather_latent, attention.pg_collection.tp, config.sequence_parallel)
+            linear.register_forward_hook(partial(gather, latent_size, key_size))
+            if len(linear.weight) == latent_size + key_size:
+                # Transformer Engine marks every weight as sharded, and the norm would count each rank's copy.
+                setattr(linear.weight, "tensor_model_parallel", False)
+
+
+def _gather_latent(
+    group: Any,
+    sequence_parallel: bool,
+    latent_size: int,
+    key_size: int,
+    module: Any,
+    inputs: Any,
+    output: tuple[Tensor, Any],
+) -> tuple[Tensor, Any]:
+    """Gather a projection [.., latent + key] completely, so that Megatron does not gather it.
+
+    The heads of all ranks use the key, but Megatron's gather, over the process-global group, would return to
+    it only the gradient of each rank's own heads.
+    """
+    projected, bias = output
+    if projected.shape[-1] != latent_size + key_size:
+        # The weight is sharded by columns.
+        projected = mappings.gather_from_tensor_model_parallel_region(projected, group)
+        if sequence_parallel:
+            return mappings.scatter_to_sequence_parallel_region(projected, group), bias
+    if key_size and not sequence_parallel:
+        compressed, key = projected.split((latent_size, key_size), dim=-1)
+        key = mappings.copy_to_tensor_model_parallel_region(key, group)
+        projected = torch.cat((compressed, key), dim=-1)
+    return projected, bias
+
+
+class _LatentRotaryEmbedding(PackedRotaryEmbedding):
+    """Return angles [T, 1, rotary size]: Megatron drops the batch dimension of packed latent attention."""
+
+    def __init__(self, inverse_frequencies: Tensor, scaled: bool) -> None:
+        super().__init__(inverse_frequencies)
+        self._scaled = scaled
+
+    def forward(self, length: int, **kwargs: Any) -> Any:
+        angles = super().forward(length, **kwargs).squeeze(1)
+        # A scaled embedding also returns the factor of cos and sin, which is 1 here.
+        return (angles, 1.0) if self._scaled else angles

@@ -19,11 +19,11 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
 from megatron_rl.megatron.experts import Routing
-from megatron_rl.megatron.latent import fit_latent_spec
 from megatron_rl.megatron.layers import (
     PackedRotaryEmbedding,
     RowAttention,
     block_spec,
+    fit_latent_spec,
     require_transformer_engine,
 )
 from megatron_rl.megatron.log_probs import Support, VocabularyShard, vocab_parallel_log_probs

@@ -20,13 +20,17 @@ from megatron_rl.check.model.megatron_settings import DERIVED_FIELDS
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.megatron.experts import prepare_experts
-from megatron_rl.megatron.gemma import both_frequencies, prepare_sandwich_layers
-from megatron_rl.megatron.latent import allow_without_transformer_engine, prepare_latent_attention
-from megatron_rl.megatron.layers import allow_shared_heads, bind_tensor_group
+from megatron_rl.megatron.layers import (
+    allow_shared_heads,
+    allow_without_transformer_engine,
+    bind_tensor_group,
+    both_frequencies,
+    prepare_latent_attention,
+    prepare_sandwich_layers,
+)
 from megatron_rl.megatron.transformer_settings import transformer_settings
 from megatron_rl.shapes.family import rope_parameters, rotary_fraction
-from megatron_rl.shapes.fit import trainer_problems
-from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.layout import ParallelLayout, trainer_problems
 from megatron_rl.shapes.pretrained import PretrainedModel, describe
 
 

@@ -71,7 +71,7 @@ from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.roles.reward import RewardModel, RewardRole
 from megatron_rl.roles.rollout import RolloutRole
 from megatron_rl.rollout.engines.base import make_engine
-from megatron_rl.rollout.engines.servers.client import ServerGenerator
+from megatron_rl.rollout.engines.servers import ServerGenerator
 from megatron_rl.rollout.engines.vllm import make_tool_parser
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import AdaptedModel

@@ -12,14 +12,14 @@ from megatron_rl.distributed.exchange import (
     broadcast_object,
     store_increment,
 )
-from megatron_rl.environments.hosts import EnvironmentPool
+from megatron_rl.environments.host_pool import EnvironmentPool
 from megatron_rl.rollout.collate import (
     NewTokens,
     RoutingShape,
     collect_new_tokens,
 )
 from megatron_rl.rollout.engines.base import Engine, Generator, ToolParser
-from megatron_rl.rollout.engines.servers.client import ServerGenerator
+from megatron_rl.rollout.engines.servers import ServerGenerator
 from megatron_rl.rollout.multi_turn import MultiTurnScheduler
 from megatron_rl.rollout.scheduler import (
     GenerationRound,

@@ -116,7 +116,7 @@ def no_fields(source: Any) -> Fields:
 class Family:
     """Table entry of a model family: to add a family is to write one of these.
 
-    Example: `megatron_rl.shapes.families.qwen3`.
+    Example: `_QWEN3` in `megatron_rl.shapes.families`.
     """
 
     title: str

@@ -3,17 +3,26 @@
 One formula maps a rank to its coordinates: the ranks of a role are ordered tensor fastest, then context,
 then data, then pipeline, which is Megatron's default order ``tp-cp-ep-dp-pp``. The expert dimensions divide
 the same ranks of one pipeline stage a second time: expert-tensor fastest, then expert, then expert-data.
+
+Pipeline stages get the same number of layers, as Megatron-Core computes it, except for the first and the
+last: their sizes can be set, or the embedding and the loss can count as a layer each.
+
+`check` and model building share the rules for a model's sizes in a layout (`trainer_problems`,
+`learning_problems`, `engine_problems`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from megatron_rl.errors import UserError
+from megatron_rl.shapes.model import ModelShape
 
 SHORT_NAMES = {
     "tensor": "tp", "pipeline": "pp", "virtual_pipeline": "vpp", "context": "cp",
@@ -328,3 +337,323 @@ def _count_ranks(layout: ParallelLayout) -> str:
 def _product(sizes: Sequence[tuple[str, int]], always: Sequence[str] = ()) -> str:
     """Format named sizes as a product; a size of 1 appears only under a name in ``always``."""
     return " x ".join(f"{name} {size}" for name, size in sizes if size > 1 or name in always)
+
+
+FIRST = "num_layers_in_first_pipeline_stage"
+LAST = "num_layers_in_last_pipeline_stage"
+EMBEDDING = "account_for_embedding_in_pipeline_split"
+LOSS = "account_for_loss_in_pipeline_split"
+STAGE_SETTINGS = (FIRST, LAST, EMBEDDING, LOSS)
+"""Megatron's settings for uneven pipeline stages."""
+LISTED_DIVISORS = 12
+"""Divisors of the number of layers that an error lists."""
+
+
+def stage_layers(
+    layers: int, layout: ParallelLayout, settings: Mapping[str, Any] | None = None
+) -> list[list[int]]:
+    """Return the layers of each pipeline stage, counted over the whole model from 0.
+
+    Takes the arguments of `stage_chunks` and raises the same errors.
+    """
+    stages = stage_chunks(layers, layout, settings)
+    return [[layer for chunk in chunks for layer in chunk] for chunks in stages]
+
+
+def stage_chunks(
+    layers: int, layout: ParallelLayout, settings: Mapping[str, Any] | None = None
+) -> list[list[list[int]]]:
+    """Return the layers of each model chunk, [stages][virtual stages][layers of the chunk].
+
+    ``settings`` are Megatron's; only `STAGE_SETTINGS` are read. Raises UserError for layers that Megatron
+    cannot distribute. Source: `get_num_layers_to_build` and `get_transformer_layer_offset`.
+    """
+    stages = layout.pipeline
+    virtual = layout.virtual_pipeline
+    settings = settings or {}
+    first = settings.get(FIRST)
+    last = settings.get(LAST)
+
+    # One stage has all layers; settings for its ends may only repeat that.
+    if stages == 1:
+        explicit = [count for count in (first, last) if count is not None]
+        if explicit and explicit != [layers]:
+            raise _uneven_error(layers, layout, settings)
+        return [[list(range(layers))]]
+
+    embedding = int(bool(settings.get(EMBEDDING)))
+    loss = int(bool(settings.get(LOSS)))
+    counts = _stage_sizes(layers + embedding + loss, stages, first, last)
+    # With both ends set and an interleaved schedule Megatron divides by the number of stages between them.
+    divides_by_zero = stages == 2 and virtual > 1 and first is not None and last is not None
+    if counts is None or divides_by_zero or any(count % virtual for count in counts):
+        raise _uneven_error(layers, layout, settings)
+
+    # Chunks are numbered over the virtual stages first: stage s has chunks s, s + stages, ...
+    result: list[list[list[int]]] = [[] for _ in counts]
+    position = -embedding  # an embedding that counts as a layer comes before layer 0
+    for _ in range(virtual):
+        for stage, count in enumerate(counts):
+            end = position + count // virtual
+            result[stage].append(list(range(max(position, 0), min(end, layers))))
+            position = end
+    return result
+
+
+def _stage_sizes(total: int, stages: int, first: int | None, last: int | None) -> list[int] | None:
+    """Return the number of layers of each stage; None if the middle stages cannot be equal.
+
+    ``total`` includes the embedding and the loss if they count as layers. ``first`` and ``last`` are the
+    explicit sizes of the ends, None for an end that is like the middle stages.
+    """
+    middle_stages = stages - (first is not None) - (last is not None)
+    middle_layers = total - (first or 0) - (last or 0)
+    if middle_layers < 0:
+        return None
+    if middle_stages == 0 and middle_layers:
+        return None
+    if middle_stages and middle_layers % middle_stages:
+        return None
+
+    # Without middle stages both ends are explicit and replace the zeros.
+    middle_size = 0
+    if middle_stages:
+        middle_size = middle_layers // middle_stages
+    counts = [middle_size] * stages
+    if first is not None:
+        counts[0] = first
+    if last is not None:
+        counts[-1] = last
+    return counts
+
+
+def _uneven_error(layers: int, layout: ParallelLayout, settings: Mapping[str, Any]) -> UserError:
+    """Return the error of layers that cannot be distributed over the stages of a layout."""
+    stages = layout.pipeline
+    virtual = layout.virtual_pipeline
+    explicit = {name: settings[name] for name in STAGE_SETTINGS if settings.get(name)}
+
+    sizes = f"pipeline {stages}"
+    key = f"{layout.path}.pipeline"
+    if virtual > 1:
+        sizes += f" x virtual_pipeline {virtual}"
+        key = f"{layout.path}.virtual_pipeline"
+
+    # Without settings for uneven stages the sizes of the layout are wrong, with them the settings are.
+    if not explicit:
+        divisors = [number for number in range(1, layers + 1) if layers % number == 0]
+        expected = f"a divisor of {layers}: {', '.join(map(str, divisors[:LISTED_DIVISORS]))}"
+        got = str(stages * virtual)
+        fix = "choose one of these"
+    else:
+        expected = f"no other stage, or one of {layers} layers"
+        if stages > 1:
+            expected = "equal stages between the first and the last, each divisible by virtual_pipeline"
+        got = ", ".join(f"{name}: {value}" for name, value in explicit.items())
+        fix = "change or remove " + ", ".join(explicit)
+
+    # Offer shorter ends, except where Megatron divides by zero stages between them.
+    ends = stage_ends(layers, stages, virtual)
+    if ends is not None and stages > 1 and (stages > 2 or virtual == 1):
+        role = layout.path.rpartition(".")[0] or "actor"
+        fix += f", or set {FIRST}: {ends[0]} and {LAST}: {ends[1]} in {role}.megatron"
+
+    return UserError(
+        f"the model's {layers} layers cannot be distributed over {sizes}",
+        where=key,
+        expected=expected,
+        got=got,
+        fix=fix,
+    )
+
+
+def stage_ends(layers: int, stages: int, virtual: int = 1) -> tuple[int, int] | None:
+    """Return the sizes in layers of the first and the last stage that make the middle stages equal.
+
+    Even splits give equal values. For uneven ones the ends, which hold the embedding and the output layer,
+    get fewer layers if possible. Returns None if no sizes fit.
+    """
+    if layers % (stages * virtual) == 0:
+        return layers // stages, layers // stages
+    if stages == 1 or layers % virtual or (stages == 2 and virtual > 1):
+        return None
+
+    # Count in units of ``virtual`` layers, since every chunk of a stage has equally many layers. Middle
+    # stages are tried rounded up first: that leaves the shorter ends.
+    units = layers // virtual
+    for middle in (-(-units // stages), units // stages):
+        end_units = units - middle * (stages - 2)
+        if 2 <= end_units <= 2 * middle + 2 and (middle or stages == 2):
+            return -(-end_units // 2) * virtual, end_units // 2 * virtual
+    return None
+
+
+def end_settings(layers: int, stages: int, virtual: int = 1) -> dict[str, int] | None:
+    """Return Megatron's settings for the first and the last stage, with the sizes from `stage_ends`.
+
+    The settings are empty for an even pipeline, and None if no sizes make the middle stages equal.
+    """
+    ends = stage_ends(layers, stages, virtual)
+    if ends is None:
+        return None
+    if layers % (stages * virtual) == 0:
+        return {}
+    return {FIRST: ends[0], LAST: ends[1]}
+
+
+@lru_cache(maxsize=4096)
+def default_stage_layers(layers: int, stages: int, virtual: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Return the layers of each stage without settings: an even split, or one with shorter ends.
+
+    If neither exists, the split is as even as possible; Megatron needs an explicit pipeline layout for it.
+    """
+    settings = end_settings(layers, stages, virtual)
+    if settings is None:
+        bounds = [layers * stage // stages for stage in range(stages + 1)]
+        return tuple(tuple(range(low, high)) for low, high in pairwise(bounds))
+
+    layout = ParallelLayout((), pipeline=stages, virtual_pipeline=virtual)
+    return tuple(tuple(stage) for stage in stage_layers(layers, layout, settings))
+
+
+def trainer_problems(
+    shape: ModelShape, layout: ParallelLayout, settings: Mapping[str, Any] | None = None
+) -> list[UserError]:
+    """Return the errors of a model in the Megatron layout of a role.
+
+    ``settings`` are Megatron's; those for uneven stages and for fused rotary embeddings are read.
+    """
+    path = layout.path
+
+    # Tensor parallelism shards heads and widths. Widths are reported only if the heads fit, since the fix
+    # for the heads changes the tensor-parallel size.
+    errors = _head_problems(shape, layout, " and use pipeline or data parallelism for the other ranks")
+    if not errors:
+        errors = _width_problems(shape, layout)
+
+    # Pipeline parallelism distributes whole layers.
+    try:
+        stage_layers(shape.layers, layout, settings)
+    except UserError as error:
+        errors.append(error)
+
+    if layout.expert > 1 and not shape.experts:
+        errors.append(
+            UserError(
+                "expert parallelism is set for a model without experts",
+                where=f"{path}.expert",
+                expected=f"1: {shape.name} is dense",
+                got=str(layout.expert),
+                fix=f"remove {path}.expert",
+            )
+        )
+
+    if shape.mla and (settings or {}).get("apply_rope_fusion"):
+        key = f"{path.rpartition('.')[0]}.megatron.apply_rope_fusion"
+        errors.append(
+            UserError(
+                "the fused rotary embedding of latent attention finds positions by the boundaries of rows",
+                where=key,
+                expected="no value for a model with latent attention, whose tokens bring their own angles",
+                got="true",
+                fix=f"remove {key}",
+            )
+        )
+
+    if shape.experts % layout.expert:
+        fix = f"set {path}.expert to {math.gcd(shape.experts, layout.expert)}"
+        errors.append(_indivisible(shape.experts, "experts", layout.expert, f"{path}.expert", fix))
+    return errors
+
+
+def learning_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
+    """Return the errors that Megatron raises only for a model that is trained."""
+    if not shape.experts or layout.tensor == 1 or layout.sequence_parallel:
+        return []
+
+    key = f"{layout.path}.sequence_parallel"
+    return [
+        UserError(
+            "Megatron trains experts on tensor-parallel ranks with sequence parallelism alone",
+            where=key,
+            expected="true, or unset",
+            got="false",
+            fix=f"remove {key}",
+        )
+    ]
+
+
+def engine_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
+    """Return the errors of a model in the layout of the rollout engine."""
+    return _head_problems(shape, layout)
+
+
+def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") -> list[UserError]:
+    """Return the error of attention heads that tensor and context parallelism cannot divide.
+
+    ``advice`` is appended to the fix of a tensor-parallel size.
+    """
+    tensor = layout.tensor
+    context = layout.context
+    tensor_key = f"{layout.path}.tensor"
+    tensor_fix = f"set {tensor_key} to {_best_tensor(shape, tensor)}{advice}"
+
+    if shape.heads % tensor:
+        return [_indivisible(shape.heads, "attention heads", tensor, tensor_key, tensor_fix)]
+
+    if shape.heads % (tensor * context):
+        return [
+            UserError(
+                f"tensor {tensor} x context {context} = {tensor * context} does not divide the model's "
+                f"{shape.heads} attention heads",
+                where=f"{layout.path}.context",
+                expected=f"a divisor of {shape.heads // tensor}, the heads of a tensor-parallel rank",
+                got=str(context),
+                fix=f"set {layout.path}.context to {math.gcd(context, shape.heads // tensor)}",
+            )
+        ]
+
+    # With fewer key-value heads than ranks, equally many ranks must share each head.
+    if shape.kv_heads % tensor and tensor % shape.kv_heads:
+        return [_indivisible(shape.kv_heads, "key-value heads", tensor, tensor_key, tensor_fix)]
+    return []
+
+
+def _width_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
+    """Return an error for each MLP width that its tensor-parallel size does not divide."""
+    # A width of 0 is divisible by every size.
+    dense_width = 0
+    if shape.moe_layers < shape.layers:
+        dense_width = shape.mlp_width
+    expert_width = 0
+    if shape.experts:
+        expert_width = shape.expert_width
+    widths = [
+        ("MLP width", dense_width, "tensor"),
+        ("shared experts' width", shape.shared_width, "tensor"),
+        ("experts' width", expert_width, "expert_tensor"),
+    ]
+    return [
+        _indivisible(
+            width, noun, getattr(layout, size), f"{layout.path}.{size}", f"lower {layout.path}.{size}"
+        )
+        for noun, width, size in widths
+        if width % getattr(layout, size)
+    ]
+
+
+def _indivisible(value: int, noun: str, size: int, key: str, fix: str) -> UserError:
+    """Return the error of a ``size`` at ``key`` that does not divide a model's ``value``, named ``noun``."""
+    return UserError(
+        f"{size} does not divide the model's {value} {noun}",
+        where=key,
+        expected=f"a divisor of {value}",
+        got=str(size),
+        fix=fix,
+    )
+
+
+def _best_tensor(shape: ModelShape, tensor: int) -> int:
+    """Return the largest tensor-parallel size up to ``tensor`` that divides heads and the MLP width."""
+    common = math.gcd(math.gcd(shape.heads, shape.kv_heads), shape.mlp_width)
+    return max(size for size in range(1, min(tensor, common) + 1) if common % size == 0)

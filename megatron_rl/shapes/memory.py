@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.layout import ParallelLayout, default_stage_layers
 from megatron_rl.shapes.model import LayerKind, ModelShape
-from megatron_rl.shapes.pipeline_stages import default_stage_layers
 
 RUNTIME_BYTES = 5 * 2**30
 """Bytes of a GPU that CUDA, NCCL and allocator fragmentation occupy."""
@@ -431,7 +430,7 @@ def training_memory(
 ) -> TrainingMemory:
     """Return the memory on a rank of one pipeline stage that trains micro-batches of ``tokens`` tokens.
 
-    ``stages`` are the layers of each stage, from `pipeline_stages.stage_layers`. ``adapters`` are the adapter
+    ``stages`` are the layers of each stage, from `stage_layers`. ``adapters`` are the adapter
     parameters on the rank, outside and in routed experts, that are trained instead of its weights; None
     trains the weights.
     """

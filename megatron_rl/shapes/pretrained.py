@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError, nearest, raise_errors
-from megatron_rl.shapes.families import FAMILIES
+from megatron_rl.shapes.families import FAMILIES, REFUSED
 from megatron_rl.shapes.family import ConfigReader, Family
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, Source, Weight, outer_weights
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.refused import REFUSED
 
 LAYER = "model.layers.{layer}."
 SINGLE = "model.safetensors"

@@ -11,7 +11,7 @@ from megatron_rl.check.configuration import check_config
 from megatron_rl.config.load import load
 from megatron_rl.config.placement import role_layout
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.sources import load_prompts
 from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.distributed import device

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.evaluation import EvaluationSetConfig
 from megatron_rl.config.sections.rewards import RewardConfig
-from megatron_rl.data.prompts import PromptSource
+from megatron_rl.data.sources import PromptSource
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.metrics import Metrics
 from megatron_rl.rewards.function import Failure

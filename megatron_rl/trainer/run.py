@@ -24,8 +24,8 @@ from megatron_rl.config.stage_plan import (
     pending_stages,
     stage_plans,
 )
-from megatron_rl.data.prompts import PromptSource, load_prompts
 from megatron_rl.data.records import DataPath
+from megatron_rl.data.sources import PromptSource, load_prompts
 from megatron_rl.data.tokenizing import as_warning, load_tokenizer
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import (
@@ -58,7 +58,7 @@ from megatron_rl.trainer.loop import (
 from megatron_rl.trainer.report import write as write_report
 from megatron_rl.trainer.rewards import FailureWatch
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
-from megatron_rl.trainer.samples import Samples
+from megatron_rl.trainer.sample_log import Samples
 from megatron_rl.trainer.stages import (
     delete_checkpoints,
     load_stage_data,

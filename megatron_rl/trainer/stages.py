@@ -40,7 +40,7 @@ from megatron_rl.config.stage_plan import (
     starting_model,
 )
 from megatron_rl.data.records import DataPath
-from megatron_rl.data.responses import ResponseSource, load_responses
+from megatron_rl.data.sources import ResponseSource, load_responses
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.distributed.exchange import (
     ReplicaGroup,

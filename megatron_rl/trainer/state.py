@@ -26,7 +26,7 @@ from megatron_rl.config.checkpoint_meta import (
     reads_anywhere,
 )
 from megatron_rl.config.schema import CheckpointConfig, RunConfig
-from megatron_rl.data.prompts import PromptSource
+from megatron_rl.data.sources import PromptSource
 from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.durable import recover_replaced
 from megatron_rl.megatron.residency import Use

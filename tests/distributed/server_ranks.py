@@ -38,7 +38,7 @@ from megatron_rl.cli.common import load_and_check
 from megatron_rl.cli.main import main, parse
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.metrics import read_metrics
-from megatron_rl.rollout.engines.servers.base import ServerError
+from megatron_rl.rollout.engines.servers import ServerError
 from megatron_rl.rollout.engines.vllm_server.server import VllmServer
 from tests.conftest import free_port
 

@@ -19,8 +19,7 @@ MODULES = [
 ]
 # Modules of equations: each public function has a worked example and, where it is published, its source.
 EQUATIONS = [
-    "advantages", "aggregation", "correction", "kl", "losses", "preference", "ragged", "returns", "rewards",
-    "sequence_losses",
+    "advantages", "aggregation", "correction", "kl", "losses", "preference", "ragged", "rewards",
 ]  # fmt: skip
 # Thin compositions of functions that have examples, and pieces that are tested as a whole.
 COMPOSED = {
@@ -64,7 +63,7 @@ def test_every_equation_has_a_worked_example(name):
     assert lacking == []
 
 
-@pytest.mark.parametrize("name", ["advantages", "returns", "losses", "sequence_losses"])
+@pytest.mark.parametrize("name", ["advantages", "losses"])
 def test_every_estimator_and_loss_names_its_source(name):
     for key, value in equations(name).items():
         assert "Source:" in (value.__doc__ or "") or key in COMPOSED, key

@@ -13,14 +13,12 @@ from config_workspace import CONFIG
 
 from megatron_rl import algorithms
 from megatron_rl.algorithms import Algorithm, FunctionLoss, PolicyLoss, get_algorithm
-from megatron_rl.algorithms.advantages import Rloo
+from megatron_rl.algorithms.advantages import Rloo, Vapo
 from megatron_rl.algorithms.algorithm import ALGORITHMS, CORRECTIONS, KINDS
 from megatron_rl.algorithms.correction import Correction
 from megatron_rl.algorithms.kl import KlInLoss
 from megatron_rl.algorithms.lookup import algorithm_of
-from megatron_rl.algorithms.losses import PpoClip
-from megatron_rl.algorithms.returns import Vapo
-from megatron_rl.algorithms.sequence_losses import Gspo
+from megatron_rl.algorithms.losses import Gspo, PpoClip
 from megatron_rl.check.unknown_names import with_suggestions
 from megatron_rl.config.load import load_config, load_text
 from megatron_rl.config.other_names import RENAMED

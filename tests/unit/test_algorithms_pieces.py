@@ -20,8 +20,6 @@ from megatron_rl.algorithms import (
     minibatches,
     next_state,
     policy_objective,
-    returns,
-    sequence_losses,
 )
 from megatron_rl.algorithms.advantages import FunctionAdvantage, whiten
 from megatron_rl.algorithms.algorithm import ADVANTAGES, POLICY_LOSSES
@@ -83,15 +81,15 @@ def test_advantage_pieces(name):
     token_rewards[ends] = rewards
     if name in ("gae", "vapo"):
         counts = torch.tensor([sum(m) for m in BATCH.masks])
-        lam = 0.8 if name == "gae" else returns.length_adaptive_lambda(counts, alpha=2.0)
-        wanted = returns.gae(token_rewards, values, mask, lengths, gamma=0.9, lam=lam)
-        critic = returns.gae(
+        lam = 0.8 if name == "gae" else advantages.length_adaptive_lambda(counts, alpha=2.0)
+        wanted = advantages.gae(token_rewards, values, mask, lengths, gamma=0.9, lam=lam)
+        critic = advantages.gae(
             token_rewards, values, mask, lengths, gamma=0.9, lam=0.8 if name == "gae" else 0.7
         )
         close(made.advantages, wanted.advantages, 1e-6)
         close(made.returns, critic.returns, 1e-6)
     elif name in ("reinforce", "remax"):
-        found = returns.discounted_returns(token_rewards, mask, lengths, gamma=0.9)
+        found = advantages.discounted_returns(token_rewards, mask, lengths, gamma=0.9)
         close(made.returns, found, 1e-6)
         close(made.advantages, found - (0.25 if name == "remax" else 0.0) * mask, 1e-6)
     else:
@@ -108,11 +106,11 @@ def expected_loss(name: str, x: torch.Tensor, mini) -> torch.Tensor:
         "cispo": losses.Cispo(**clip),
         "sapo": losses.Sapo(temperature_positive=2.0, temperature_negative=3.0),
         "dppo": losses.Dppo(divergence="kl", ratio_cap=1.02, **clip),
-        "gspo": sequence_losses.Gspo(**clip),
-        "gmpo": sequence_losses.Gmpo(**clip),
-        "topr": sequence_losses.Topr(),
-        "clip_cov": sequence_losses.ClipCov(**clip),
-        "kl_cov": sequence_losses.KlCov(coef=0.6),
+        "gspo": losses.Gspo(**clip),
+        "gmpo": losses.Gmpo(**clip),
+        "topr": losses.Topr(),
+        "clip_cov": losses.ClipCov(**clip),
+        "kl_cov": losses.KlCov(coef=0.6),
     }[name]
     return loss.token_loss(mini, x).loss
 
@@ -148,7 +146,7 @@ def test_covariance_selection_uses_the_settings():
         made, _ = build_train_batch(*step(BATCH), algorithm)
         (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
         tokens = int(mini.response_mask.sum())
-        cov = sequence_losses.token_covariance(
+        cov = losses.token_covariance(
             mini.old_log_probs.double(), mini.advantages.double(), mini.response_mask
         )
         between = int(((cov > 0.01) & (cov < 0.4) & mini.response_mask).sum())
@@ -162,9 +160,9 @@ def test_whitening_then_clipping_of_advantages():
     raw = build_train_batch(rollouts, scores, plain)[0].advantages.double()
     wanted = whiten(raw, BATCH.mask)
     assert wanted.abs().max() > 0.9
-    whitened = replace(plain, advantage=returns.Reinforce(whiten=True))
+    whitened = replace(plain, advantage=advantages.Reinforce(whiten=True))
     close(build_train_batch(rollouts, scores, whitened)[0].advantages, wanted, 1e-5)
-    both = replace(plain, advantage=returns.Reinforce(whiten=True, clip=0.9))
+    both = replace(plain, advantage=advantages.Reinforce(whiten=True, clip=0.9))
     close(build_train_batch(rollouts, scores, both)[0].advantages, wanted.clamp(-0.9, 0.9), 1e-5)
 
 
@@ -180,7 +178,7 @@ def test_sequence_masking_takes_drifted_bad_responses_out():
     log_probs, entropy = policy(BATCH)
     loss, metrics = policy_objective(algorithm, mini, log_probs, entropy)
     loss.backward()
-    keep = sequence_losses.off_policy_sequence_mask(
+    keep = losses.off_policy_sequence_mask(
         log_probs, mini.rollout_log_probs, mini.advantages, mini.response_mask, mini.lengths, delta=0.0
     )
     assert 0 < metrics.values()["policy/opsm_fraction"] < 1

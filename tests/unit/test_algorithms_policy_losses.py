@@ -11,8 +11,19 @@ from hypothesis import given, settings
 from piece_inputs import micro_batch
 from ragged_batches import Batch, batches, close, flat
 
-from megatron_rl.algorithms.losses import Cispo, Dppo, PolicyGradient, PpoClip, Sapo
-from megatron_rl.algorithms.sequence_losses import ClipCov, Gmpo, Gspo, KlCov, Topr, off_policy_sequence_mask
+from megatron_rl.algorithms.losses import (
+    Cispo,
+    ClipCov,
+    Dppo,
+    Gmpo,
+    Gspo,
+    KlCov,
+    PolicyGradient,
+    PpoClip,
+    Sapo,
+    Topr,
+    off_policy_sequence_mask,
+)
 
 quick = settings(max_examples=25, deadline=None)
 LOW, HIGH, DUAL = 0.2, 0.28, 1.5

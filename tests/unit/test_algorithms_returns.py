@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ragged_batches import batches, close, flat
 
-from megatron_rl.algorithms.advantages import AdvantageInputs, whiten
+from megatron_rl.algorithms.advantages import (
+    AdvantageInputs,
+    Remax,
+    discounted_returns,
+    gae,
+    length_adaptive_lambda,
+    whiten,
+)
 from megatron_rl.algorithms.ragged import (
     discounted_sums,
     last_masked_token,
@@ -18,7 +25,6 @@ from megatron_rl.algorithms.ragged import (
     row_maxima,
     row_sums,
 )
-from megatron_rl.algorithms.returns import Remax, discounted_returns, gae, length_adaptive_lambda
 
 quick = settings(max_examples=30, deadline=None)
 factors = st.sampled_from([0.0, 0.5, 0.95, 1.0])

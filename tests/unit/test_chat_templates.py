@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data.records import Record
-from megatron_rl.data.responses import encode_responses
+from megatron_rl.data.sources import encode_responses
 from megatron_rl.data.template_renderer import Rendering, renderer_of
 from megatron_rl.data.tokenizing import PromptEncoder, end_token_ids
 from tests.unit.chat_templates import FORMS, QWEN_2, TOOL, ChatForm, tokenizer_of

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from megatron_rl.check.files import Files
-from megatron_rl.check.rewards.containment import check_enforced, check_limits
+from megatron_rl.check.rewards import check_enforced, check_limits
 from megatron_rl.config.sections.bounds import LimitsConfig
 from megatron_rl.contained import confinement
 from tests.campaign.attackers import as_user, without_namespaces

@@ -18,8 +18,7 @@ from megatron_rl.check.model.tokenizer import folder_renderer
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.load import load_text
 from megatron_rl.config.sections.data import fields_of
-from megatron_rl.data.prompts import load_prompts
-from megatron_rl.data.responses import load_responses
+from megatron_rl.data.sources import load_prompts, load_responses
 from megatron_rl.data.token_files import TokenFiles
 
 THINKS = (

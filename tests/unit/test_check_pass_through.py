@@ -28,8 +28,7 @@ from megatron_rl.check.model.megatron_settings import (
 from megatron_rl.config.field_types import value_paths
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.shapes.fit import trainer_problems
-from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.layout import ParallelLayout, trainer_problems
 from megatron_rl.shapes.pretrained import describe
 from megatron_rl.user_code import find_module
 from tests.hf_models import config_of

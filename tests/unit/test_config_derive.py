@@ -22,10 +22,9 @@ from megatron_rl.config.load import flatten, load, load_text
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.quickstart import SIZES
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.layout import ParallelLayout, default_stage_layers
 from megatron_rl.shapes.memory import stage_parameters
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.pipeline_stages import default_stage_layers
 from megatron_rl.shapes.published import read_trainable
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,9 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data import quickstart
-from megatron_rl.data.prompts import PromptSource, encode_prompts
 from megatron_rl.data.records import Record, load_records
-from megatron_rl.data.responses import encode_responses
+from megatron_rl.data.sources import PromptSource, encode_prompts, encode_responses
 from megatron_rl.data.token_files import Encoded, TokenFiles
 from megatron_rl.data.tokenizing import encode_texts, end_token_ids, load_tokenizer
 from megatron_rl.errors import UserError

@@ -33,9 +33,7 @@ from megatron_rl.config.checkpoint_meta import (
     read_meta,
     write_meta,
 )
-from megatron_rl.data.order import ShuffledOrder
-from megatron_rl.data.prompts import PromptSource
-from megatron_rl.data.responses import ResponseSource
+from megatron_rl.data.sources import PromptSource, ResponseSource, ShuffledOrder
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
 from megatron_rl.rollout.buffer import RolloutBuffer

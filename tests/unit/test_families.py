@@ -21,11 +21,11 @@ from megatron_rl.megatron.model import build_model
 from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.planning.reshard import actor_layout, plan_offline
 from megatron_rl.shapes.families import FAMILIES as TABLE
+from megatron_rl.shapes.families import REFUSED
 from megatron_rl.shapes.family import DEFAULTS
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import read_json, read_pretrained
 from megatron_rl.shapes.published import load_shape
-from megatron_rl.shapes.refused import REFUSED
 from tests.hf_models import FAMILIES, config_of, save_model
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/models.md"

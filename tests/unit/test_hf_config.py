@@ -208,7 +208,7 @@ def test_files_are_filled_in_order():
 
 def test_padded_and_duplicated_parts_fill_every_parameter():
     """The importer covers each parameter exactly, for every rank of a layout with padding and experts."""
-    from megatron_rl.hf.layout_boxes import megatron_layout
+    from megatron_rl.planning.reshard import megatron_layout
 
     device.initialize()
     assert ParallelGroups(ParallelLayout((0,))).member

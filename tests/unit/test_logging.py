@@ -23,7 +23,7 @@ from megatron_rl.metrics import read_metrics
 from megatron_rl.trainer import logging
 from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.logging import MetricsLog, Progress, clock, output_to
-from megatron_rl.trainer.samples import write_rollouts
+from megatron_rl.trainer.sample_log import write_rollouts
 from megatron_rl.trainer.trackers import Trackers
 
 

@@ -13,8 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.pipeline_stages import EMBEDDING, FIRST, LAST, LOSS, stage_ends, stage_layers
+from megatron_rl.shapes.layout import EMBEDDING, FIRST, LAST, LOSS, ParallelLayout, stage_ends, stage_layers
 
 
 def of_megatron(layers: int, stages: int, virtual: int, more: dict) -> list[list[int]]:

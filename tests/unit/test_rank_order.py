@@ -10,12 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.layout import FIRST, LAST, ParallelLayout
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.pipeline_stages import FIRST, LAST
 from megatron_rl.shapes.published import load_shape
-from megatron_rl.shapes.rank_order import assign, best_rank_order
-from megatron_rl.shapes.traffic import gathered_bytes, received_by_peers, shared_bytes
+from megatron_rl.shapes.traffic import (
+    assign,
+    best_rank_order,
+    gathered_bytes,
+    received_by_peers,
+    shared_bytes,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = ModelShape("small", 1024, 8, 8, 8, 128, 4096, 1024)

@@ -20,9 +20,8 @@ from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.config.load import load_text
 from megatron_rl.config.sections.data import DataConfig, fields_of
 from megatron_rl.data.forms import Consumers, RecordReader
-from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.records import Record, load_records
-from megatron_rl.data.responses import load_responses
+from megatron_rl.data.sources import load_prompts, load_responses
 from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.errors import UserError
 from megatron_rl.types import split_rows

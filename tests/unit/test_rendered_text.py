@@ -17,8 +17,8 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data.chat_format import ChatTemplate, VisibleText
-from megatron_rl.data.prompts import PromptSource, encode_prompts
 from megatron_rl.data.records import Record
+from megatron_rl.data.sources import PromptSource, encode_prompts
 from megatron_rl.data.tokenizing import end_token_ids, load_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import copy_tokenizer

@@ -22,7 +22,7 @@ from megatron_rl.trainer import curves, report
 from megatron_rl.trainer.compare import compare
 from megatron_rl.trainer.logging import MetricsLog
 from megatron_rl.trainer.report import PhaseTime
-from megatron_rl.trainer.samples import write_rollouts
+from megatron_rl.trainer.sample_log import write_rollouts
 from tests.browser import Browser, executable
 
 

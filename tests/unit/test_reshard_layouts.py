@@ -9,14 +9,12 @@ from hypothesis import strategies as st
 
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
-from megatron_rl.hf.layout_boxes import dense_shapes, expert_shapes, megatron_layout
 from megatron_rl.megatron.model import build_model, live_parameters
 from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.megatron.parameter_mapping import global_name
-from megatron_rl.planning.reshard import engine_layout
-from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.planning.reshard import dense_shapes, engine_layout, expert_shapes, megatron_layout
+from megatron_rl.shapes.layout import FIRST, ParallelLayout, stage_layers
 from megatron_rl.shapes.lora import Lora, adapted, default_targets
-from megatron_rl.shapes.pipeline_stages import FIRST, stage_layers
 from megatron_rl.shapes.traffic import shared_bytes
 from megatron_rl.weights.plan import build_plan
 from tests.hf_models import FAMILIES, config_of

@@ -14,7 +14,7 @@ import torch
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.data import quickstart
 from megatron_rl.data.records import Record, load_records
-from megatron_rl.data.responses import ResponseSource, encode_responses
+from megatron_rl.data.sources import ResponseSource, encode_responses
 from megatron_rl.data.tokenizing import end_token_ids, load_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.types import split_rows

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.check.rewards.functions import check_reward
+from megatron_rl.check.rewards import check_reward
 from megatron_rl.config.load import dump, without_secrets
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.data import DataConfig

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from megatron_rl.check.rewards.functions import check_reward
+from megatron_rl.check.rewards import check_reward
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.errors import UserError
 from megatron_rl.rewards import calls

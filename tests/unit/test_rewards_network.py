@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.check.rewards.servers import check_servers, silent_servers
+from megatron_rl.check.rewards import check_servers, silent_servers
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import dump, load_text, without_secrets
 from megatron_rl.config.sections.rewards import HttpRewardConfig, JudgeConfig, RewardConfig

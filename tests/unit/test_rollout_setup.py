@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.engines.servers.client import Lease
+from megatron_rl.rollout.engines.servers import Lease
 from megatron_rl.rollout.engines.vllm.setup import linear, local_rank, shared_memory_name
 from megatron_rl.rollout.engines.vllm_server.server import ServerRequirements, VllmServer, _require_model
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import UserError
-from megatron_rl.trainer import run_lock
-from megatron_rl.trainer.run_lock import only_job_in
+from megatron_rl.trainer import job as job_module
+from megatron_rl.trainer.job import only_job_in
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from megatron_rl.trainer.run_lock import only_job_in
+from megatron_rl.trainer.job import only_job_in
 with only_job_in(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
@@ -52,7 +52,7 @@ def test_a_dead_hosts_lock_is_taken_over_and_a_living_ones_respected(tmp_path, m
     holder(tmp_path, "another-host", age=3600)
     with only_job_in(tmp_path):
         pass
-    monkeypatch.setattr(run_lock, "STALE_SECONDS", 2.0)
+    monkeypatch.setattr(job_module, "STALE_SECONDS", 2.0)
     holder(tmp_path, "another-host", age=0)
     begun = time.monotonic()
     with only_job_in(tmp_path):  # no sign of life comes

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.algorithms import algorithm_of
 from megatron_rl.check.configuration import check_config
 from megatron_rl.config.load import load
-from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.sources import load_prompts
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.roles.build import build_roles

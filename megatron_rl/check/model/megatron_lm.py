@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.check.model.tokenizer import vocabulary_of
-from megatron_rl.check.rewards.functions import FunctionRef, check_function
+from megatron_rl.check.rewards import FunctionRef, check_function
 from megatron_rl.config.roles import explicit_model_paths, role_of, with_role_sections
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import RunConfig

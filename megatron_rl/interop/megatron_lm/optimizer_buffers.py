@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 from megatron_rl.errors import UserError
 from megatron_rl.interop.megatron_lm.pickles import Bucket
 from megatron_rl.shapes.layer_weights import Weight, outer_weights
-from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.layout import EMBEDDING, FIRST, LAST, LOSS, ParallelLayout, stage_chunks
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.pipeline_stages import EMBEDDING, FIRST, LAST, LOSS, stage_chunks
 
 _ALIGNMENT = 64
 """Parameters of a bucket begin at multiples of this number of elements."""

@@ -25,7 +25,7 @@ from math import ceil, log, sqrt
 
 from megatron_rl.planning.predict.batch import StepBatch
 from megatron_rl.shapes.hardware import Cluster, Constants, Machine
-from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.layout import ParallelLayout, default_stage_layers, end_settings
 from megatron_rl.shapes.lora import Lora, adapted_parameter_count, adapter_parameter_count
 from megatron_rl.shapes.memory import (
     RUNTIME_BYTES,
@@ -38,7 +38,6 @@ from megatron_rl.shapes.memory import (
     training_memory,
 )
 from megatron_rl.shapes.model import LayerKind, ModelShape
-from megatron_rl.shapes.pipeline_stages import default_stage_layers, end_settings
 
 _BACKWARD_LAUNCHES = 1.5
 """Assumed ratio of the kernel launches, and waits for the host, of a layer's backward to its forward pass."""

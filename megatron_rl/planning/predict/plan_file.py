@@ -20,8 +20,7 @@ from megatron_rl.planning.predict.placement import OPEN_ORDER, OVERSAMPLE, Place
 from megatron_rl.planning.predict.search import TrainPlan
 from megatron_rl.planning.predict.step import RunStats, RunStep, predict_run
 from megatron_rl.shapes.hardware import GB
-from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.pipeline_stages import end_settings
+from megatron_rl.shapes.layout import ParallelLayout, end_settings
 from megatron_rl.shapes.pretrained import download_command
 from megatron_rl.shapes.traffic import WeightTraffic, byte_text
 

@@ -21,13 +21,11 @@ from megatron_rl.planning.predict.learn import (
     score_memory,
     score_seconds,
 )
-from megatron_rl.shapes.fit import trainer_problems
 from megatron_rl.shapes.hardware import Machine
-from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.layout import ParallelLayout, end_settings, trainer_problems
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.memory import OptimizerChoice, fullest_parameters
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.pipeline_stages import end_settings
 
 RECOMPUTE = ("none", "full")  # with flash attention, selective saves nothing
 _MICRO_BATCHES = (1, 2, 4)

@@ -28,11 +28,10 @@ from megatron_rl.planning.predict.learn import (
     score_seconds,
 )
 from megatron_rl.shapes.hardware import Constants, Machine
-from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.layout import ParallelLayout, end_settings
 from megatron_rl.shapes.lora import Lora
 from megatron_rl.shapes.memory import OptimizerChoice
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.pipeline_stages import end_settings
 from megatron_rl.shapes.traffic import SharedBytes, WeightTraffic, shared_bytes
 
 PHASES = ("generate", "reshard", "reward", "score", "learn")

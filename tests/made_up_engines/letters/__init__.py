@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.rollout.engines.servers.base import ServerError
+from megatron_rl.rollout.engines.servers import ServerError
 from megatron_rl.rollout.types import Completion, GenerationRequest
 
 SECONDS = 20.0
@@ -23,7 +23,7 @@ def make_server(url: str) -> LetterServer:
 
 
 class LetterServer:
-    """See `rollout.engines.servers.base.Server`."""
+    """See `rollout.engines.servers.Server`."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")

@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from megatron_rl.check.engine.servers import TRANSFER_BACKEND
 from megatron_rl.config.sections.rollout import HybridEngineConfig
-from megatron_rl.rollout.engines.servers.base import start_call
+from megatron_rl.rollout.engines.servers import start_call
 from megatron_rl.rollout.engines.vllm.orphans import end_with_server
 from megatron_rl.rollout.engines.vllm.weights import LiveWeights, check_writable
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.rollout.engines.servers.base import Server
+from megatron_rl.rollout.engines.servers import Server
 
 
 def make_server(url: str) -> Server:

@@ -22,7 +22,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError
 from megatron_rl.megatron.model_spec import read_hf_config
-from megatron_rl.rollout.engines.servers.base import ServerError
+from megatron_rl.rollout.engines.servers import ServerError
 from megatron_rl.rollout.sampling import part_seed, vllm_filters, vllm_finish, vllm_parameters
 from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
 from megatron_rl.shapes.pretrained import read_pretrained
@@ -51,7 +51,7 @@ _EXPECTED_BY_STATUS = {
 
 
 class VllmServer:
-    """One API server of vLLM; see `servers.base.Server`."""
+    """One API server of vLLM; see `engines.servers.Server`."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")

@@ -1,24 +1,30 @@
-"""Source of rows with given responses: one per prompt for supervised training, pairs for preferences.
+"""The sources of a run: prompts, and rows with given responses.
 
-The one idea: a row has the tokens that the policy would have sampled. A token that is read and not trained
-on, such as one of a message of the user, is stored as its complement (``~token``, a negative number), so that
-a row and its loss mask are one array.
+The order of an epoch is a function of (seed, epoch), so the state of a source is two numbers. A fingerprint
+of the items makes sure that a restored state belongs to the same items.
+
+A row with a given response has the tokens that the policy would have sampled. A token that is read and not
+trained on, such as one of a message of the user, is stored as its complement (``~token``, a negative number),
+so that a row and its loss mask are one array.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.data import DataConfig
+from megatron_rl.config.sections.data import DataConfig, fields_of
+from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data.chat_format import ConversationText
-from megatron_rl.data.forms import RecordReader, template_source
+from megatron_rl.data.forms import REWARDED, Consumers, RecordReader, prompt_consumers, template_source
 from megatron_rl.data.messages import (
     closing_thought_tag,
     is_trained_turn,
@@ -27,7 +33,6 @@ from megatron_rl.data.messages import (
     uninformative_text,
     uses_chat_template,
 )
-from megatron_rl.data.order import ShuffledOrder, fingerprint, ragged
 from megatron_rl.data.records import DataPath, Record
 from megatron_rl.data.rendered_text import (
     EXAMINED_RECORDS,
@@ -35,6 +40,7 @@ from megatron_rl.data.rendered_text import (
     response_pieces,
     response_warnings,
 )
+from megatron_rl.data.template_renderer import renderer_of
 from megatron_rl.data.token_files import Encoded, TokenFiles
 from megatron_rl.data.tokenizing import (
     PromptEncoder,
@@ -44,15 +50,331 @@ from megatron_rl.data.tokenizing import (
     encode_pieces,
     encode_texts,
     end_token_ids,
+    sampling_by_task,
     template_marks,
     template_turn_end,
     turn_end_warning,
 )
 from megatron_rl.errors import UserError
-from megatron_rl.types import TrainBatch
+from megatron_rl.types import PromptBatch, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class ShuffledOrder:
+    """Order of the item numbers 0 … count-1, epoch after epoch, with a permutation per epoch.
+
+    ``fingerprint`` identifies the items: a state of other items is refused.
+
+    Example:
+        >>> order = ShuffledOrder(3, seed=1, shuffle=False, fingerprint="a")
+        >>> order.next(4), order.epoch
+        ([0, 1, 2, 0], 1)
+    """
+
+    def __init__(self, count: int, seed: int, shuffle: bool, fingerprint: str) -> None:
+        if count < 1:
+            raise ValueError("an order needs at least one item")
+        self.count = count
+        self.seed = seed
+        self.shuffle = shuffle
+        self.fingerprint = fingerprint
+        self.epoch = 0
+        self.position = 0
+        self._order = self._permutation()
+
+    def _permutation(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.count))
+        return numpy.random.default_rng([self.seed, self.epoch]).permutation(self.count).tolist()
+
+    def next(self, count: int) -> list[int]:
+        """Return the next ``count`` item numbers, crossing into further epochs as needed."""
+        numbers: list[int] = []
+        while len(numbers) < count:
+            # The next epoch begins with its first item, not with the last item of this one: a source at the
+            # end of its data is still in the epoch that it has finished.
+            if self.position == self.count:
+                self.epoch += 1
+                self.position = 0
+                self._order = self._permutation()
+
+            remaining = count - len(numbers)
+            selected = self._order[self.position : self.position + remaining]
+            numbers.extend(selected)
+            self.position += len(selected)
+        return numbers
+
+    def state_dict(self) -> dict[str, int | str | bool]:
+        """Return the state from which an order of the same items continues."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "fingerprint": self.fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
+        """Continue from ``state``; raises UserError for a state of other data, seed or shuffling."""
+        # Compare the fingerprint first: with other data, seed and shuffling do not matter.
+        current = self.state_dict()
+        for name in ("fingerprint", "seed", "shuffle"):
+            if state[name] == current[name]:
+                continue
+            noun = "data set" if name == "fingerprint" else name
+            raise UserError(
+                f"the checkpoint was made with another {noun}",
+                where="data",
+                expected=f"{name} {state[name]}",
+                got=f"{name} {current[name]}",
+                fix="resume with the data, seed and shuffling of the checkpoint, or start a new run",
+            )
+
+        self.epoch = int(state["epoch"])
+        self.position = int(state["position"])
+        self._order = self._permutation()
+
+
+def ragged(rows: Sequence[numpy.ndarray]) -> torch.Tensor:
+    """Concatenate rows of token ids into one [N] int64 tensor."""
+    return torch.from_numpy(numpy.concatenate(rows).astype(numpy.int64))
+
+
+def fingerprint(lengths: Sequence[int], rows: Iterable[numpy.ndarray]) -> str:
+    """Return 16 hexadecimal digits that depend on the number, order, lengths and token ids of rows."""
+    digest = hashlib.sha256(numpy.asarray(lengths, numpy.int64).tobytes())
+    for ids in rows:
+        digest.update(ids.tobytes())
+    return digest.hexdigest()[:16]
+
+
+DEFAULT_TASK = "default"
+"""Task of a record without one."""
+
+
+class PromptSource:
+    """Batches of prompts in an order that the seed determines, epoch after epoch.
+
+    ``encoded`` is the result of `encode_prompts`. Prompts over ``data.max_prompt_tokens`` are dropped and
+    counted in ``length_report``, or raise a UserError under ``data.over_long: error``. A record's task
+    (``data.task_field``, else "default") selects its sampling profile. All fields other than prompt, ground
+    truth and task become metadata. ``prompt_ids`` are indices of records.
+    """
+
+    def __init__(
+        self,
+        encoded: Encoded,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        rollout: RolloutConfig,
+        *,
+        seed: int,
+        model_path: str | None = None,
+        setting: str = "data.train",
+    ) -> None:
+        self._encoded = encoded
+        self._records = encoded.records
+        self._texts = encoded.texts
+        (self._tokens,) = encoded.tokens
+        self._data = data
+        self.remarks = encoded.remarks
+        """Warnings about the records, for the console."""
+
+        # `RecordReader` refuses data sets of two kinds, so the first prompt decides for all.
+        templated = data.chat_template
+        if templated is None:
+            templated = not isinstance(self._records[0].values[data.prompt_field], str)
+        self.templated = templated
+        """Whether the prompts went through the tokenizer's chat template."""
+
+        ends = end_token_ids(tokenizer, model_path, templated=self.templated)
+        self._default_sampling, self._sampling_by_task = sampling_by_task(rollout, tokenizer, ends)
+        self.text_warnings = list(self._text_warnings(tokenizer, ends, model_path, setting))
+        """Warnings about the texts of the first records, and about the template that renders them."""
+
+        # A template that writes the date would render other prompts tomorrow, so checkpoints store the time.
+        self._clock = None
+        renderer = renderer_of(tokenizer) if self.templated else None
+        if renderer is not None and renderer.has_clock:
+            self._clock = renderer.now.isoformat()
+
+        # Indices of the records within the limit: they are the items that the order permutes.
+        lengths = [len(ids) for ids in self._tokens]
+        self._ids, self.length_report = drop_over_long(
+            lengths,
+            self._records,
+            data.max_prompt_tokens,
+            data.over_long,
+            setting,
+            "data.max_prompt_tokens",
+        )
+        prompts = fingerprint([lengths[row] for row in self._ids], (self._tokens[row] for row in self._ids))
+        self._order = ShuffledOrder(len(self._ids), seed, data.shuffle, prompts)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def _text_warnings(
+        self,
+        tokenizer: Any,
+        ends: Sequence[int],
+        model_path: str | None,
+        setting: str,
+    ) -> Iterator[UserError]:
+        """Yield the warnings about the chat template and about the texts of the first records."""
+        if self.templated and model_path:
+            problem = turn_end_warning(tokenizer, model_path)
+            if problem is not None:
+                yield problem
+
+        # Mistakes of rendering are in every record: the first ones are enough.
+        records = self._records[:EXAMINED_RECORDS]
+        texts = self._texts[:EXAMINED_RECORDS]
+        end_texts = [tokenizer.convert_ids_to_tokens(token) for token in ends]
+        yield from prompt_warnings(records, texts, self._data, setting, end_texts, template_marks(tokenizer))
+
+    @property
+    def epoch(self) -> int:
+        """Return the number of complete passes over the prompts so far."""
+        return self._order.epoch
+
+    def next(self, count: int) -> PromptBatch:
+        """Return the next ``count`` prompts, crossing into further epochs as needed."""
+        return self._batch(self._order.next(count))
+
+    def everything(
+        self,
+        limit: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+    ) -> PromptBatch:
+        """Return the first ``limit`` prompts in file order, without moving the source's position.
+
+        ``temperature`` and ``top_p`` override the sampling profiles; temperature 0 is greedy and switches
+        their filters off.
+        """
+        # Does not use the order, so that an evaluation during a run does not move its position.
+        count = len(self)
+        if limit is not None:
+            count = min(limit, count)
+        batch = self._batch(range(count))
+        if temperature is None:
+            return batch
+
+        if temperature == 0:
+            sampling = [parameters.greedy() for parameters in batch.sampling]
+        else:
+            changes = {"temperature": temperature}
+            if top_p is not None:
+                changes["top_p"] = top_p
+            sampling = [parameters._replace(**changes) for parameters in batch.sampling]
+        return replace(batch, sampling=tuple(sampling))
+
+    def state_dict(self) -> dict[str, int | str | bool]:
+        """Return the position in the data, the seed, and fingerprints of prompts and records."""
+        return self._order.state_dict() | {"records": self._digest, "clock": self._clock or ""}
+
+    def load_state_dict(self, state: dict[str, int | str | bool]) -> str | None:
+        """Continue from ``state`` with exactly the prompts that followed it; raises UserError for other data.
+
+        Return a warning if the prompts are the same and other fields of the records differ.
+        """
+        # Older checkpoints have neither `clock` nor `records`.
+        clock = state.get("clock") or None
+        has_other_prompts = state["fingerprint"] != self._order.fingerprint
+        if has_other_prompts and clock is not None and clock != self._clock:
+            raise UserError(
+                "the chat template writes the date, and the checkpoint's prompts have another one",
+                where="data",
+                expected=f"the time at which the run started first: {clock}",
+                got=str(self._clock),
+                fix="resume in the run's own folder, whose file `first_start` has that time, or write it "
+                "into the file `first_start` of run_dir",
+            )
+
+        self._order.load_state_dict(state)
+        if state.get("records", self._digest) == self._digest:
+            return None
+        return "warning: records hold something else beside their prompts than when the checkpoint was made"
+
+    @cached_property
+    def _digest(self) -> str:
+        return self._encoded.digest()
+
+    def _batch(self, rows: Sequence[int]) -> PromptBatch:
+        """Return the prompts at positions ``rows`` of the source."""
+        ids = [self._ids[row] for row in rows]
+        records = [self._records[row] for row in ids]
+        tokens = [self._tokens[row] for row in ids]
+
+        # A record without a task has the default one, and with it the default sampling.
+        data = self._data
+        tasks = tuple(str(record.values.get(data.task_field) or DEFAULT_TASK) for record in records)
+        return PromptBatch(
+            tokens=ragged(tokens),
+            lengths=torch.tensor([len(row) for row in tokens], dtype=torch.long),
+            prompt_ids=torch.tensor(ids, dtype=torch.long),
+            tasks=tasks,
+            prompts=tuple(self._texts[row] for row in ids),
+            ground_truths=tuple(record.values.get(data.ground_truth_field) for record in records),
+            metadata=tuple(self._metadata(record) for record in records),
+            sampling=tuple(self._sampling_by_task.get(task, self._default_sampling) for task in tasks),
+        )
+
+    def _metadata(self, record: Record) -> Mapping[str, Any]:
+        reserved = {self._data.prompt_field, self._data.ground_truth_field}
+        return {name: value for name, value in record.values.items() if name not in reserved}
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    setting: str,
+    records: Sequence[Record],
+    consumers: Consumers = REWARDED,
+) -> Encoded:
+    """Return records with the tokens of their prompts; raises UserError as `RecordReader` does."""
+    template = template_source(getattr(tokenizer, "chat_template", None))
+    reader = RecordReader(data, setting, consumers=consumers, template=template)
+    records = [reader.read(record) for record in records]
+    texts, tokens = PromptEncoder(tokenizer, data, setting).encode(records, data.max_prompt_tokens)
+    return Encoded(records, texts, (tokens,), remarks=reader.remark_lines())
+
+
+def load_prompts(
+    config: RunConfig,
+    setting: str,
+    path: DataPath,
+    tokenizer: PreTrainedTokenizerBase,
+    files: TokenFiles,
+) -> PromptSource:
+    """Return the prompts of the data set at ``path``.
+
+    ``setting`` is the key that names it: ``data.train``, or ``evaluation.sets.NAME.data``, whose section may
+    override the names of fields.
+    """
+    data = config.data
+    evaluation_set = None
+    section = setting.rpartition(".")[0]
+    if section != "data":
+        evaluation_set = section.removeprefix("evaluation.sets.")
+        data = fields_of(data, config.evaluation.sets[evaluation_set], section)
+
+    # Everything that changes the encoded records must be in `inputs`, which names the file of tokens.
+    consumers = prompt_consumers(config, evaluation_set)
+    encode = partial(encode_prompts, tokenizer, data, setting, consumers=consumers)
+    inputs = ("prompts", *data.record_fields, data.chat_template, data.max_prompt_tokens, consumers)
+    return PromptSource(
+        files.encoded(path, setting, tokenizer, inputs, encode),
+        tokenizer,
+        data,
+        config.rollout,
+        seed=config.seed,
+        model_path=config.model.path,
+        setting=setting,
+    )
 
 
 class ResponseSource:

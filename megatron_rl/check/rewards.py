@@ -1,0 +1,784 @@
+"""Rules on whatever computes a reward: functions, servers, evaluation, and the limits of contained code.
+
+A function's source is first parsed, not imported: the file must exist, parse and define the function, whose
+parameters must fit the call. Then functions that compute rewards are loaded as a run loads them, each in a
+contained process, all in parallel: whatever a module does on import (raise, exit, never return) becomes one
+error of the report. Parsing comes first because its errors name the function's line, and need no process. The
+same rules hold for evaluators, parsers, templates and model providers.
+"""
+
+from __future__ import annotations
+
+import ast
+import http.client
+import os
+import re
+import ssl
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_rl.check.files import Files
+from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.config.sections.bounds import LONGEST_NAME, LimitsConfig
+from megatron_rl.config.sections.evaluation import EvaluationSetConfig
+from megatron_rl.config.sections.rewards import SENDABLE_PARTS, JudgeConfig, RewardConfig, RewardServerConfig
+from megatron_rl.contained.process import LoadFailed, unenforced_protections
+from megatron_rl.error_forms import requires, unknown_choice
+from megatron_rl.errors import UserError, nearest
+from megatron_rl.redaction import HIDDEN, is_hidden, is_secret
+from megatron_rl.rewards.calls import loading_errors
+from megatron_rl.rewards.judgement import JUDGEMENT, is_function
+from megatron_rl.rewards.worker import ARGUMENTS, GROUP, TOKENS, TURNS, parameter_hints
+from megatron_rl.user_code import find_module, missing_file
+
+RESERVED_ARGUMENTS = (*ARGUMENTS, TURNS, TOKENS, GROUP)
+"""Names that `reward.arguments` cannot use: the arguments that a run passes itself."""
+
+_EXPECTED_SPEC = "module:function, or path/to/file.py:function"
+
+_MAX_PROCESSES = 8
+"""Contained processes at a time; a configuration rarely names more functions."""
+
+_AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class FunctionRef(NamedTuple):
+    """Function that a configuration names, and the arguments that it will be called with.
+
+    Example:
+        >>> FunctionRef("rewards.py:score", "reward.function", extra=("bonus",)).noun
+        'reward function'
+    """
+
+    spec: str
+    """``module:function`` or ``path/to/file.py:function``."""
+    key: str
+    """The key that names the function."""
+    extra: tuple[str, ...] = ()
+    """Further arguments: those that the configuration gives, and those of this function's calls alone."""
+    accepts_group: bool = True
+    """Whether it may take `GROUP`, all samples of a prompt at once, in place of ``response``."""
+    arguments: tuple[str, ...] = ARGUMENTS
+    """Arguments of every call."""
+    optional: tuple[str, ...] = (TURNS, TOKENS)
+    """Arguments that are passed only where the function has a parameter of that name."""
+    passes_all: bool = False
+    """Whether all ``arguments`` are passed; by default only those that the function has a parameter for."""
+
+    @property
+    def noun(self) -> str:
+        """Return the kind of function as a noun for error texts."""
+        return "reward function" if self.key == "reward.function" else self.key
+
+
+def check_reward(reward: RewardConfig) -> list[UserError]:
+    """Return the errors of the reward function, and of the parser and template of an LLM judge."""
+    errors: list[UserError] = []
+    if reward.function is not None:
+        errors += _argument_errors(reward)
+        if not errors:
+            function = FunctionRef(reward.function, "reward.function", extra=tuple(reward.arguments))
+            errors += check_function(function)
+
+    # An LLM judge: the parser of its answers, and the function that writes its prompts.
+    if reward.judge is not None:
+        parser = FunctionRef(
+            reward.judge.parser, "reward.judge.parser", extra=(JUDGEMENT,), accepts_group=False
+        )
+        errors += check_function(parser)
+
+        # The template is a text or a function.
+        if is_function(reward.judge.template):
+            template = FunctionRef(reward.judge.template, "reward.judge.template", accepts_group=False)
+            errors += check_function(template)
+    return errors
+
+
+def _argument_errors(reward: RewardConfig) -> list[UserError]:
+    """Return the errors of ``reward.arguments``: reserved names, and values hidden by a run folder."""
+    # A reserved name would replace an argument of the call.
+    reserved = [name for name in reward.arguments if name in RESERVED_ARGUMENTS]
+    if not reserved:
+        return check_not_hidden("reward.arguments", reward.arguments)
+    return [
+        UserError(
+            f"reserved argument name: the run passes {name} itself",
+            where=f"reward.arguments.{name}",
+            expected=f"names other than {', '.join(RESERVED_ARGUMENTS)}",
+            got=repr(name),
+            fix="give it another name, in the function too",
+        )
+        for name in reserved
+    ]
+
+
+def check_not_hidden(key: str, value: Any) -> list[UserError]:
+    """Return the error of a value that was copied from a run folder, which hides secrets."""
+    if not is_hidden(value):
+        return []
+    return [
+        UserError(
+            f"`{key}` contains a value that a run folder hides, since it may be a secret",
+            where=key,
+            expected="the value itself",
+            got=HIDDEN,
+            fix="give it again, in a file of your own or on the command line",
+        )
+    ]
+
+
+def check_function(function: FunctionRef) -> list[UserError]:
+    """Return the errors of a function's name, file and parameters, read from its source."""
+    location, colon, name = function.spec.rpartition(":")
+    if not colon or not location or not name.isidentifier():
+        return [_spec_error(function)]
+
+    # Find the file, or the file of the module, without importing it.
+    if location.endswith(".py") or "/" in location:
+        path = Path(location)
+        if not path.exists():
+            return [missing_file(location, function.key, f"file of the {function.noun}")]
+        if not path.is_file() or path.suffix != ".py":
+            return [_not_python_error(function, path)]
+    else:
+        path, missing_module = find_module(location)
+        if missing_module is not None:
+            return [
+                UserError(
+                    f"the module of the {function.noun} does not exist: {missing_module}",
+                    where=function.key,
+                    expected=_EXPECTED_SPEC,
+                    got=f"no module {missing_module!r} in the current directory or among installed packages",
+                    fix="correct the name, or name the file: path/to/file.py:function",
+                )
+            ]
+
+    if path is None or path.suffix != ".py":  # a compiled module has no source to read
+        return []
+    return _source_errors(path, name, function)
+
+
+def _not_python_error(function: FunctionRef, path: Path) -> UserError:
+    kind = f"a file {path.suffix or 'without a suffix'}"
+    if path.is_dir():
+        kind = "a folder"
+    return UserError(
+        f"the file of the {function.noun} is not a Python file: {path}",
+        where=function.key,
+        expected=_EXPECTED_SPEC,
+        got=f"{path} is {kind}",
+        fix="name the file that defines the function, which ends in .py",
+    )
+
+
+def _spec_error(function: FunctionRef) -> UserError:
+    """Return the error of a spec that is not ``module:function``, with the right spec if it is clear."""
+    spec = function.spec
+    fix = "for example megatron_rl.rewards.arithmetic:exact_match"
+    if spec.endswith(".py"):
+        fix = f"add the function's name: {spec}:NAME"
+    elif ":" not in spec and "." in spec:
+        module, _, name = spec.rpartition(".")
+        fix = f"write {module}:{name}"
+    return UserError(
+        f"the {function.noun} is not named as module:function",
+        where=function.key,
+        expected=_EXPECTED_SPEC,
+        got=repr(spec),
+        fix=fix,
+    )
+
+
+def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserError]:
+    """Return the errors of the Python file that should define the function ``name``."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    except (SyntaxError, ValueError, OSError, RecursionError) as error:
+        line = f":{error.lineno}" if isinstance(error, SyntaxError) else ""
+        fix = "correct the file"
+        if isinstance(error, UnicodeDecodeError):
+            fix = "save it as UTF-8"
+        return [
+            UserError(
+                f"the file of the {function.noun} is not valid Python",
+                where=f"{path}{line}",
+                expected="a Python file",
+                got=getattr(error, "msg", None) or str(error),
+                fix=fix,
+            )
+        ]
+
+    definitions = {node.name: node for node in tree.body if isinstance(node, _AnyFunction)}
+
+    if name in definitions:
+        return _signature_errors(definitions[name], path, function)
+    if _binds(tree, name):  # not a plain function: its signature is only available after an import
+        return []
+
+    suggestion = nearest(name, definitions)
+    fix = f"define {name} in the file, or name another function"
+    if suggestion is not None:
+        fix = f"did you mean {suggestion}?"
+    return [
+        UserError(
+            f"the {function.noun} {name} is not in {path.name}",
+            where=function.key,
+            expected=f"one of the functions of {path}: {', '.join(definitions) or '(none)'}",
+            got=name,
+            fix=fix,
+        )
+    ]
+
+
+def _binds(tree: ast.Module, name: str) -> bool:
+    """Return whether a module may bind a name by an import, an assignment, a class or inside a branch."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                if alias.name == "*" or (alias.asname or alias.name).split(".")[0] == name:
+                    return True
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            if node.id == name:
+                return True
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return True
+    return False
+
+
+def _signature_errors(node: _AnyFunction, path: Path, function: FunctionRef) -> list[UserError]:
+    """Return the error of a signature that refuses arguments of the call, or needs further ones."""
+    parameters = node.args
+
+    # Parameters that an argument can be passed to by name.
+    accepted = {item.arg for item in (*parameters.args, *parameters.kwonlyargs)}
+
+    # Parameters without a default.
+    positional = parameters.args[: len(parameters.args) - len(parameters.defaults)]
+    required = {item.arg for item in (*parameters.posonlyargs, *positional)}
+    for item, default in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True):
+        if default is None:
+            required.add(item.arg)
+
+    # Arguments of the call: a function with a parameter for the group gets it in place of one response.
+    judges_group = function.accepts_group and GROUP in accepted
+    arguments = list(function.arguments)
+    if judges_group and "response" in arguments:
+        arguments[arguments.index("response")] = GROUP
+    arguments += function.extra
+
+    # Every passed argument needs a parameter. Without `passes_all` only the extra ones are always passed.
+    refused: list[str] = []
+    if parameters.kwarg is None:
+        passed = function.extra
+        if function.passes_all:
+            passed = tuple(arguments)
+        refused = [name for name in passed if name not in accepted]
+    unfilled = sorted(required - {*arguments, *function.optional})
+    if not refused and not unfilled:
+        return []
+
+    problems: list[str] = []
+    if refused:
+        problems.append(f"it does not take {', '.join(refused)}")
+
+    if unfilled:
+        problems.append(f"it requires {', '.join(unfilled)}")
+
+    expected = f"parameters among {', '.join((*arguments, *function.optional))}"
+    if function.passes_all:
+        expected = f"parameters for the call {node.name}({', '.join(f'{name}=' for name in arguments)})"
+    return [
+        UserError(
+            f"the {function.noun} {node.name} does not fit the arguments of its call",
+            where=f"{path}:{node.lineno}",
+            expected=expected,
+            got=" and ".join(problems),
+            fix=_signature_fix(function, bool(refused), unfilled),
+        )
+    ]
+
+
+def _signature_fix(function: FunctionRef, refused: bool, unfilled: Sequence[str]) -> str:
+    """Return the fix of a function that refuses arguments, has unfilled parameters, or both."""
+    if refused and unfilled:
+        return "call it from a function with the expected parameters, or rename them and add **kwargs"
+    if refused:
+        return "add **kwargs for the arguments that it does not use"
+    fixes = ["give them a default"]
+    if function.key == "reward.function":
+        fixes.insert(0, "set them in reward.arguments")
+    if not function.passes_all:
+        hints = parameter_hints(unfilled)
+        fixes.insert(0, hints or "rename them to arguments of the call")
+    return ", or ".join(fixes)
+
+
+class _Loading(NamedTuple):
+    """A function to load in a contained process, with the settings of that process."""
+
+    config: RewardConfig
+    """Settings with the function as ``config.function``, and with the limits and arguments of the process."""
+    key: str
+    """The key that names the function."""
+    writes: bool = False
+    """Whether the function is the template of an LLM judge and returns the prompt as text."""
+    extra: Sequence[str] = ()
+    accepts_group: bool = True
+
+    def errors(self) -> list[UserError]:
+        """Load the function as a run does; return why that fails."""
+        return loading_errors(self.config, self.key, self.writes, self.extra)
+
+    def source_errors(self) -> list[UserError]:
+        """Return the errors of the function's source, which other rules report."""
+        extra = (*self.config.arguments, *self.extra)
+        function = FunctionRef(self.config.function or "", self.key, extra, self.accepts_group)
+        return check_function(function)
+
+
+def function_errors(config: RunConfig) -> list[UserError]:
+    """Load reward and evaluation functions in contained processes; return the errors of loading them.
+
+    Functions whose source has errors are skipped, so that one mistake is one error.
+    """
+    # A process for each function: importing one must not affect another.
+    loadings = [
+        loading
+        for loading in _loadings(config)
+        # Skip the package's own functions, whose import is known to work.
+        if not (loading.config.function or "").startswith("megatron_rl.") and not loading.source_errors()
+    ]
+
+    if not loadings:
+        return []
+
+    errors: list[UserError] = []
+    with ThreadPoolExecutor(_MAX_PROCESSES) as pool:
+        for loading_failures in pool.map(_Loading.errors, loadings):
+            errors.extend(loading_failures)
+    return errors
+
+
+def _loadings(config: RunConfig) -> Iterator[_Loading]:
+    """Yield the functions of rewards, evaluation sets and the LLM judge."""
+    reward = replace(config.reward, workers=1)
+    if reward.function is not None:
+        yield _Loading(reward, "reward.function")
+    for name, evaluation_set in config.evaluation.sets.items():
+        for key, function in evaluation_set.functions().items():
+            settings = replace(reward, function=function, arguments={})
+            yield _Loading(settings, f"evaluation.sets.{name}.{key}")
+    if reward.judge is None:
+        return
+
+    # The judge's functions have the judge's limits.
+    limits = reward.judge.limits
+    parser = RewardConfig(reward.judge.parser, limits=limits)
+    yield _Loading(parser, "reward.judge.parser", extra=(JUDGEMENT,), accepts_group=False)
+    if is_function(reward.judge.template):
+        template = RewardConfig(reward.judge.template, limits=limits)
+        yield _Loading(template, "reward.judge.template", writes=True, accepts_group=False)
+
+
+PATIENCE = 2.0
+"""Timeout for the responses of all servers together, in seconds: `check` should take less than five."""
+
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+"""Pattern of an HTTP header name: a token of RFC 9110, section 5.6.2."""
+
+_VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+_SET_BY_JUDGE = ("model", "messages", "stream", "n")
+"""Parameters of a judge's request that the run sets itself."""
+
+
+def servers(reward: RewardConfig) -> Iterator[tuple[str, RewardServerConfig]]:
+    """Yield the key and the settings of every reward server: ``reward.http`` and ``reward.judge``."""
+    for name, config in (("http", reward.http), ("judge", reward.judge)):
+        if config is not None:
+            yield f"reward.{name}", config
+
+
+def check_servers(reward: RewardConfig) -> Iterator[UserError]:
+    """Yield the errors of the servers' settings, without sending a request."""
+    for section, config in servers(reward):
+        yield from _url_errors(f"{section}.url", config.url)
+        for header, variable in config.headers.items():
+            yield from _header_errors(f"{section}.headers", header)
+            yield from _variable_errors(f"{section}.headers", variable)
+
+    if reward.http is not None:
+        yield from _sends_errors(reward.http.sends)
+    if reward.judge is not None:
+        yield from _judge_errors(reward.judge)
+
+
+def _url_errors(path: str, url: str) -> Iterator[UserError]:
+    """Yield the error of an invalid URL, or of one with a secret, which is not shown."""
+    # urlsplit accepts almost any text, so check each part.
+    try:
+        address = urllib.parse.urlsplit(url)
+        parameters = [name for name, _ in urllib.parse.parse_qsl(address.query)]
+        valid = (
+            address.scheme in ("http", "https") and address.hostname and not re.search(r"[\s\x00-\x1f]", url)
+        )
+        has_login = address.username is not None or address.password is not None
+
+        # Do not print a URL with a secret in the report.
+        if valid and (has_login or any(map(is_secret, parameters))):
+            yield UserError(
+                "the server URL contains a secret, and a run writes its settings to files",
+                where=path,
+                expected="a URL without user, password or key",
+                got=f"a URL of {address.hostname} with one",
+                fix="name an environment variable that holds it in headers: Authorization: SERVER_TOKEN",
+            )
+            return
+
+        # urlsplit accepts port 0, on which no server listens.
+        problem = None if valid and address.port != 0 else repr(url)
+    except ValueError as error:  # brackets or a port that urlsplit refuses
+        problem = f"{url!r}: {error}"
+    if problem is not None:
+        yield UserError(
+            "invalid server URL",
+            where=path,
+            expected="http://HOST:PORT/PATH or https://HOST/PATH",
+            got=problem,
+            fix="correct it",
+        )
+
+
+def _header_errors(path: str, header: str) -> Iterator[UserError]:
+    if not _HEADER_NAME.fullmatch(header):
+        yield UserError(
+            "invalid name of an HTTP header",
+            where=path,
+            expected="letters, digits and -",
+            got=repr(header),
+            fix="correct the name",
+        )
+
+
+def _variable_errors(path: str, name: str) -> Iterator[UserError]:
+    """Yield the error of an environment variable for a secret: an invalid name, or no valid value here.
+
+    An invalid name may be the secret itself, so it is not printed.
+    """
+    if not _VARIABLE_NAME.fullmatch(name) or not is_secret(name):
+        yield UserError(
+            "a secret has to be named by an environment variable that user code cannot read",
+            where=path,
+            expected="the name of an environment variable that looks like a secret's, as SERVER_TOKEN or "
+            "MY_API_KEY",
+            got=f"{len(name)} characters that are no such name",
+            fix="put the secret into such a variable, and write its name here",
+        )
+        return
+
+    # The run reads the variable on this machine.
+    value = os.environ.get(name, "")
+    if value.strip() and value.isprintable() and value.isascii():
+        return
+    yield UserError(
+        f"the environment variable {name} holds no secret",
+        where=path,
+        expected="one line of printable characters",
+        got="text that no header can hold" if value.strip() else "nothing",
+        fix=f"export {name}=... where the run is started",
+    )
+
+
+def _sends_errors(sends: tuple[str, ...]) -> Iterator[UserError]:
+    """Yield the errors of ``reward.http.sends``, the fields of a sample in a request."""
+    if not sends:
+        yield UserError(
+            "`reward.http.sends` is empty: a request would have no sample",
+            where="reward.http.sends",
+            expected=f"some of {', '.join(SENDABLE_PARTS)}",
+            got="nothing",
+            fix="remove the setting",
+        )
+    for name in sends:
+        if name not in SENDABLE_PARTS:
+            suggestion = nearest(name, SENDABLE_PARTS)
+            fix = f"write {suggestion}" if suggestion else "remove it"
+            yield unknown_choice("reward.http.sends", name, list(SENDABLE_PARTS), fix=fix)
+
+
+def _judge_errors(judge: JudgeConfig) -> Iterator[UserError]:
+    """Yield the errors of an LLM judge: its key, its template and its request's parameters."""
+    if judge.key_from is not None:
+        yield from _variable_errors("reward.judge.key_from", judge.key_from)
+    if not is_function(judge.template) and "{response}" not in judge.template:
+        yield UserError(
+            "the judge's template does not contain the response",
+            where="reward.judge.template",
+            expected="text with {response}, or path/to/file.py:function",
+            got=f"{judge.template!r:.80}",
+            fix="write {response} where the response is to stand",
+        )
+
+    # The run sets these itself, since they decide the form of the judge's response.
+    for name in _SET_BY_JUDGE:
+        if name in judge.parameters:
+            yield UserError(
+                f"`reward.judge.parameters.{name}` is set by the run itself",
+                where=f"reward.judge.parameters.{name}",
+                expected=f"parameters other than {', '.join(_SET_BY_JUDGE)}",
+                got=repr(name),
+                fix="set reward.judge.model" if name == "model" else "remove it",
+            )
+
+
+def silent_servers(
+    reward: RewardConfig, samplers: Sequence[str] = (), health_path: str | None = None
+) -> Iterator[UserError]:
+    """Yield warnings of servers that do not respond now; they may be up when the run starts.
+
+    ``samplers`` are the URLs of the rollout engine's servers; each must answer at ``health_path``, if
+    their engine has one.
+    """
+    # Any response of a reward server counts; the engine's servers have a health endpoint.
+    reward_urls = {section: config.url for section, config in servers(reward)}
+
+    requests: list[tuple[str, str | None]] = [(url, None) for url in reward_urls.values()]
+    requests += [(url, health_path) for url in samplers]
+
+    problems = _request_all(requests)
+
+    reward_problems = problems[: len(reward_urls)]
+    for section, problem in zip(reward_urls, reward_problems, strict=True):
+        if problem is not None:
+            yield UserError(
+                "the reward server does not answer now",
+                where=f"{section}.url",
+                expected="an answer of any kind",
+                got=problem,
+                fix="start it before the run, or correct the address",
+            )
+
+    sampler_problems = problems[len(reward_urls) :]
+    silent = [
+        f"{url}: {problem}"
+        for url, problem in zip(samplers, sampler_problems, strict=True)
+        if problem is not None
+    ]
+    if silent:
+        yield UserError(
+            f"{len(silent)} of {len(samplers)} servers of the rollout engine do not answer now",
+            where="rollout.server.urls",
+            expected="a server of rollout.engine at each address, started as SERVERS shows",
+            got="\n".join(silent),
+            fix="start them before the run, or correct the addresses",
+        )
+
+
+def _request_all(requests: Sequence[tuple[str, str | None]]) -> list[str | None]:
+    """Send a request to each (URL, health path) in parallel; return the problem of each, None for a response.
+
+    It uses daemon threads and no pool: a DNS lookup can block longer than `check` waits, and a pool would
+    wait for it at exit.
+    """
+    problems: list[str | None] = [f"no answer within {PATIENCE:g} s"] * len(requests)
+
+    def send(index: int) -> None:
+        problems[index] = _request(*requests[index])
+
+    threads = [threading.Thread(target=send, args=(index,), daemon=True) for index in range(len(requests))]
+    deadline = time.monotonic() + PATIENCE
+    for thread in threads:
+        thread.start()
+
+    # All threads share one deadline.
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return list(problems)  # a copy, since late threads still write to it
+
+
+def _request(url: str, health_path: str | None) -> str | None:
+    """Send one request; return the problem, None for a healthy server.
+
+    Without a ``health_path`` any status is healthy, with one only status 200 at that path.
+    """
+    address = urllib.parse.urlsplit(url)
+    connection: http.client.HTTPConnection
+    try:
+        if address.scheme == "https":
+            context = ssl.create_default_context()
+            connection = http.client.HTTPSConnection(address.netloc, timeout=PATIENCE, context=context)
+        else:
+            connection = http.client.HTTPConnection(address.netloc, timeout=PATIENCE)
+
+        # A HEAD request starts no computation on a reward server, and any response shows that it is up.
+        if health_path is not None:
+            connection.request("GET", health_path)
+        else:
+            connection.request("HEAD", address.path or "/")
+
+        status = connection.getresponse().status
+        connection.close()
+    except (OSError, http.client.HTTPException) as error:
+        return f"{type(error).__name__}: {error}"
+
+    if health_path is not None and status != 200:
+        return f"HTTP status {status} at {health_path}"
+    return None
+
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+"""Names that metrics and files can contain on every system and in every tracker."""
+
+
+def evaluation_set_errors(name: str, evaluation_set: EvaluationSetConfig) -> Iterator[UserError]:
+    """Yield the errors of an evaluation set's name, of its evaluators' names and of its functions."""
+    path = f"evaluation.sets.{name}"
+    yield from _name_errors(path, name)
+
+    # Evaluators report under their own names, beside the set's metrics.
+    failure_metrics = [f"{evaluator}_failed" for evaluator in evaluation_set.evaluators]
+    reserved = [*evaluation_set.metrics(), *failure_metrics]
+
+    for evaluator in evaluation_set.evaluators:
+        yield from _name_errors(f"{path}.evaluators", evaluator, reserved)
+
+    for key, function in evaluation_set.functions().items():
+        yield from check_function(FunctionRef(function, f"{path}.{key}"))
+
+
+def _name_errors(path: str, name: str, reserved: Sequence[str] = ()) -> Iterator[UserError]:
+    """Yield the error of a name that cannot be part of a metric's name, or that is ``reserved``."""
+    if _NAME.fullmatch(name) and name not in reserved and len(name) <= LONGEST_NAME:
+        return
+
+    message = "a name of evaluation cannot be part of a metric's name"
+    if name in reserved:
+        message = "a name of evaluation is that of a metric already"
+    expected = f"letters, digits, underscores, dots and hyphens, {LONGEST_NAME} at most"
+    if reserved:
+        expected += f"; none of {', '.join(reserved)}"
+    yield UserError(
+        message, where=path, expected=expected, got=repr(name[: LONGEST_NAME + 1]), fix="give it another name"
+    )
+
+
+def best_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the error of a ``checkpoint.best`` that no evaluation computes, or of patience without it."""
+    # Patience counts evaluations in which the metric of `checkpoint.best` has not improved.
+    best = config.checkpoint.best
+    if best is None:
+        if config.evaluation.patience is not None:
+            fix = "set checkpoint.best=eval/NAME/accuracy, or remove evaluation.patience"
+            patience = config.evaluation.patience
+            yield requires("evaluation.patience", patience, "checkpoint.best", got="no value", fix=fix)
+        return
+
+    # An evaluator that returns several numbers has a metric for each, whose name begins with the evaluator's.
+    metrics: list[str] = []
+    evaluators: list[str] = []
+    for name, evaluation_set in config.evaluation.sets.items():
+        metrics += [f"eval/{name}/{metric}" for metric in evaluation_set.metrics()]
+        evaluators += [f"eval/{name}/{evaluator}" for evaluator in evaluation_set.evaluators]
+    metrics += evaluators
+    if best in metrics or any(best.startswith(f"{evaluator}/") for evaluator in evaluators):
+        return
+
+    if not metrics:
+        fix = "add a set to evaluation.sets, or remove checkpoint.best"
+        yield requires("checkpoint.best", best, "an evaluation set that measures it", got="none", fix=fix)
+        return
+    suggestion = nearest(best, metrics)
+    fix = f"write {suggestion}" if suggestion else "name a metric of a set in evaluation.sets"
+    yield unknown_choice("checkpoint.best", best, metrics, fix=fix)
+
+
+_FORBIDDEN_FOLDERS = ("/", "/proc", "/dev", "/sys")
+"""Folders that contained code may never read as a whole: they expose other processes and every device."""
+
+
+def contained_sections(config: RunConfig) -> dict[str, LimitsConfig]:
+    """Return the limits of the code that a run contains, by the key of their section."""
+    if config.job != TRAIN:
+        return {}
+
+    # Functions of evaluation sets run under the limits of the reward function.
+    reward = config.reward
+    sections: dict[str, LimitsConfig] = {}
+    if reward.function is not None or config.evaluation.sets:
+        sections["reward.limits"] = reward.limits
+    if reward.code is not None:
+        sections["reward.code.limits"] = reward.code.limits
+    if reward.judge is not None:
+        sections["reward.judge.limits"] = reward.judge.limits
+    if config.rollout.environment is not None:
+        sections["rollout.environment.limits"] = config.rollout.environment.limits
+
+    return sections
+
+
+def check_limits(section: str, limits: LimitsConfig, files: Files) -> Iterator[UserError]:
+    """Yield the errors of the paths and variables that a section's limits name.
+
+    Paths that do not exist are added to ``files``.
+    """
+    for entry in limits.read:
+        # Compare the real path, since a link may lead to a forbidden folder.
+        path = Path(os.path.expanduser(entry))
+        if os.path.realpath(path) in _FORBIDDEN_FOLDERS:
+            yield UserError(
+                f"contained code cannot read all of {entry}",
+                where=f"{section}.read",
+                expected="files and folders that it reads, or devices by name",
+                got=entry,
+                fix="name the files in it that the code reads",
+            )
+        elif not path.exists():
+            message = f"a path for contained code does not exist: {entry}"
+            files.miss(path, message, f"{section}.read", "existing files and folders")
+
+    for name in limits.environment:
+        if not name or "=" in name:
+            yield UserError(
+                "invalid name of an environment variable",
+                where=f"{section}.environment",
+                expected="names of variables, without values",
+                got=repr(name),
+                fix="name the variable, and set it where the run is started",
+            )
+
+
+def check_enforced(sections: Mapping[str, LimitsConfig]) -> Iterator[UserError]:
+    """Yield warnings of limits that this machine's kernel does not enforce.
+
+    A contained process is started with the limits of each section and reports which of them are not in force;
+    sections with the same report get one warning.
+    """
+    reports: set[str] = set()
+    for section, limits in sections.items():
+        # Environments connect to the engine over the loopback interface.
+        settings = asdict(limits) | {"loopback": section.startswith("rollout.environment")}
+        try:
+            unenforced = unenforced_protections(settings)
+        except LoadFailed as error:
+            unenforced = [f"no contained process can be started ({error.reason})"]
+
+        # One warning for sections with the same report.
+        report = "\n".join(unenforced)
+        if not report or report in reports:
+            continue
+
+        reports.add(report)
+        yield UserError(
+            "the code of the run is not contained in full on this machine",
+            where=section,
+            expected="a kernel that gives a process namespaces, Landlock and seccomp",
+            got=report,
+            fix="see the table of containment in docs/limits.md; in a container, allow namespaces "
+            "(docker run --security-opt seccomp=unconfined --security-opt systempaths=unconfined)",
+        )
