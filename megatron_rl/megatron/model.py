@@ -187,7 +187,7 @@ class ParallelModel:
         return slice(size * shard, size * (shard + 1))
 
     def pack(self, lengths: Sequence[int]) -> Any:
-        """Return the row boundaries in the format of this model's attention."""
+        """Return the row boundaries in the form that this model's attention takes."""
         if not self.takes_rows:
             return pack_for_transformer_engine(lengths, device.device())
         pack = pack_whole_rows if self.uses_transformer_engine else pack_rows

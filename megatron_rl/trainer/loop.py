@@ -401,7 +401,7 @@ def _no_tokens_error(values: Mapping[str, float]) -> UserError:
         fix = "raise rollout.max_response_tokens, or set algorithm.overlong.filter=false"
 
     return UserError(
-        "no token of this step's responses has a loss",
+        "no token of this step's responses is left to learn from",
         where=path,
         expected="responses that take part in the loss",
         got=f"{rejected:.0%} of the tokens rejected, with a mean log ratio of trainer to rollout of "

@@ -22,7 +22,7 @@ from tests.campaign.features import ENVIRONMENT, REWARDS
 PATIENCE = 420.0
 ASKED_TO_STOP = "was asked to stop (SIGTERM)"
 CLEAR_ENDS = {
-    "no token of this step's responses has a loss": "models answer at random, and filters",
+    "no token of this step's responses is left to learn from": "models answer at random, and filters",
     "are longer than the limit": "`check` tokenises nothing",
     "on a host without accelerator": "`check` may be asked on another machine",
 }
