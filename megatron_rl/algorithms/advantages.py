@@ -363,7 +363,7 @@ class Gpg(GroupAdvantage):
         valid = inputs.valid
         count, mean, _ = ragged.group_statistics(rewards, inputs.group, valid)
 
-        # Share of rows with a reward other than 0, inverted.
+        # Inverse of the fraction of rows with a reward other than 0, at least 1.
         valid_count = valid.sum().to(rewards.dtype)
         nonzero_count = (valid & (rewards != 0)).sum()
         alpha = valid_count / nonzero_count.clamp(min=1)

@@ -124,6 +124,7 @@ class Correction(Piece):
             weights = self.importance_weights(log_probs, rollout_log_probs, mask, lengths)
             # Log the weights before normalisation, which would hide their size.
             token_weights = weights[mask].double()
+            # Limited are weights at the threshold, or outside the band, which sets them to 0.
             limited = token_weights >= (self.threshold or math.inf)
             if self.band is not None:
                 limited = token_weights == 0
@@ -132,6 +133,7 @@ class Correction(Piece):
             if self.batch_normalize:
                 weights = batch_normalized(weights, mask, lengths, level=self.level)
 
+        # Rejection reads log-probs alone, so it does not depend on the weights and combines with any level.
         accepted = mask
         if self.rejection:
             accepted = rejection_mask(log_probs, rollout_log_probs, mask, lengths, self.rejection)

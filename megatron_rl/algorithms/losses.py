@@ -167,6 +167,7 @@ class PpoClip(PolicyLoss):
 
     clip_low: float = setting(0.2, LOW_MEANING, at_least=0)
     clip_high: float = setting(0.2, HIGH_MEANING, at_least=0)
+    # 3 is the value of the paper on dual clip.
     dual_clip: float | None = setting(
         3.0,
         "Bound of the loss for a negative advantage, in units of the advantage.",
@@ -252,6 +253,8 @@ class Sapo(PolicyLoss):
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
         ratio = log_ratio(log_probs, old_log_probs).exp()
 
+        # The paper's argument for a steeper gate: a negative advantage raises the logits of all other tokens,
+        # which makes training less stable.
         positive = ratio.new_tensor(self.temperature_positive)
         negative = ratio.new_tensor(self.temperature_negative)
         tau = torch.where(advantages > 0, positive, negative)
@@ -298,6 +301,7 @@ class Dppo(PolicyLoss):
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
         """Compute the loss of every token [N]."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
+        # The weight is a constant of the gradient (sg), as in CISPO.
         ratio = log_ratio(log_probs, old_log_probs).exp().detach()
 
         # Divergence between old and new probability, in float64: p - q cancels digits of close policies.
@@ -448,6 +452,7 @@ class Gmpo(PolicyLoss):
         pessimistic = sign * torch.minimum(sign * difference, sign * clamped)
         is_clipped = sign * difference > sign * clamped
 
+        # The mean in log space is the geometric mean: one extreme token changes it less than the product.
         ratio = ragged.masked_row_means(pessimistic, *rows).exp()
         advantage = ragged.masked_row_means(advantages, *rows)
         loss = ragged.broadcast_rows(-advantage * ratio, micro.lengths)
@@ -476,6 +481,7 @@ class Topr(PolicyLoss):
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
         """Compute the loss of every token [N]."""
         rollout_log_probs, advantages = fields_of(micro, "rollout_log_probs", "advantages")
+        # The ratio is a constant of the gradient (sg), and prompts must not enter it.
         difference = torch.where(micro.response_mask, log_probs.detach() - rollout_log_probs, 0)
         row_log_ratio = ragged.row_sums(difference, micro.lengths).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -509,6 +515,7 @@ def off_policy_sequence_mask(
         >>> off_policy_sequence_mask(new, old, a, mask, torch.tensor([2]), delta=1e-4).tolist()
         [False, True]
     """
+    # Detached: the mask selects tokens and must not contribute to the gradient.
     drift = ragged.masked_row_means(rollout_log_probs - log_probs.detach(), mask, lengths)
     return ~((advantages < 0) & ragged.broadcast_rows(drift > delta, lengths))
 
@@ -543,6 +550,7 @@ class ClipCov(PolicyLoss):
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
         """Compute the loss of every token [N]."""
+        # Without dual clip: the paper changes PPO's loss on the selected tokens alone.
         ppo_clip = PpoClip(
             clip_low=self.clip_low,
             clip_high=self.clip_high,

@@ -142,6 +142,7 @@ def dpo_objective(
     per_token = settings.kind in ("simpo", "ipo")
     chosen_log_probs, rejected_log_probs = _split_pairs(mean_log_probs if per_token else row_log_probs)
 
+    # SimPO's implicit reward is the mean log-prob itself, without a reference (arXiv 2405.14734).
     if settings.kind == "simpo":
         loss = simpo_loss(chosen_log_probs, rejected_log_probs, beta=settings.beta, margin=settings.margin)
         chosen_rewards = settings.beta * chosen_log_probs.detach()
@@ -171,6 +172,7 @@ def dpo_objective(
     # Weighted sum over pairs, exact under any split that keeps pairs together.
     weights = _pair_weights(micro)
     total = (weights * loss).sum()
+    # A loss of the margin alone lets both log-probs of a pair fall; this term counteracts that.
     if settings.sft_coef:
         chosen_mean_log_probs, _ = _split_pairs(mean_log_probs)
         total = total - settings.sft_coef * (weights * chosen_mean_log_probs).sum()
