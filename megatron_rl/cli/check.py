@@ -145,7 +145,7 @@ def report_json(report: CheckReport) -> dict[str, Any]:
         "memory": memory,
         "weight_sync": weight_sync,
         "training_records": report.records,
-        "data": [dataclasses.asdict(stats) for stats in report.looked],
+        "data": [dataclasses.asdict(stats) for stats in report.data_stats],
     }
 
 

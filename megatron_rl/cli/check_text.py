@@ -47,7 +47,7 @@ def report_text(report: CheckReport, name: str, simulated: list[Simulated] | Non
     blocks = [f"{name} on {_count(report.world_size, 'process', 'es')}", _configuration(report)]
     if report.layouts is not None:
         blocks.append(summary(report))
-    if report.looked:
+    if report.data_stats:
         blocks.append(_data_section(report))
     if report.memory:
         note = "estimate; phases of one step"
@@ -181,9 +181,9 @@ def _value(value: object) -> str:
 
 def _data_section(report: CheckReport) -> str:
     """Return the section of the data sets."""
-    note = "what was looked at; a run reads every record and leaves out or refuses longer ones"
-    width = max(len(stats.where) for stats in report.looked)
-    return _section("DATA", note, [f"{stats.where:<{width}}  {stats.line()}" for stats in report.looked])
+    note = "of the records that were read; a run reads all records, and skips or rejects longer ones"
+    width = max(len(stats.where) for stats in report.data_stats)
+    return _section("DATA", note, [f"{stats.where:<{width}}  {stats.line()}" for stats in report.data_stats])
 
 
 # ---------------------------------------------------------------- batch
@@ -430,7 +430,7 @@ def layout_text(role: str, layout: ParallelLayout) -> str:
 
     # Data-parallel copies of the engine are called replicas.
     copies = "replicas" if role == ROLLOUT.name else "data"
-    text = f"{layout.words(copies)} = {_count(len(layout.ranks), 'rank')}"
+    text = f"{layout.text(copies)} = {_count(len(layout.ranks), 'rank')}"
     if notes:
         text += f"  ({', '.join(notes)})"
     return text

@@ -178,7 +178,7 @@ class TokenFiles:
                 return stored
             damage = "cannot be read"
 
-        self.say(f"warning: {setting}: {file} {damage}; its tokens are made anew")
+        self.say(f"warning: {setting}: {file} {damage}; the data set is tokenised again")
         file.unlink()  # processes that wait would read it
         return None
 

@@ -303,7 +303,7 @@ class EnvironmentPool:
 
             event = _event(frame, host.episodes)
             if event is None:
-                host.process.disorder = f"its process sent a malformed message: {frame!r:.200}"
+                host.process.protocol_error = f"its process sent a malformed message: {frame!r:.200}"
                 break
             if isinstance(event, TurnRequest):
                 host.episodes[event.number].busy_since = None
@@ -313,7 +313,7 @@ class EnvironmentPool:
                 del host.episodes[event.number]
             events.append(event)
 
-        if not is_open or host.process.disorder is not None:
+        if not is_open or host.process.protocol_error is not None:
             self._lose(host, events, CRASHED)
 
     def _check_deadlines(self, host: _Host, events: list[Event]) -> None:
@@ -364,8 +364,8 @@ class EnvironmentPool:
         limit = exceeded_limit(status, asdict(self.config.limits), f"{protocol.WHERE}.limits")
         if reason == TIMEOUT:
             message = self._timeout_message()
-        elif host.process.disorder:
-            message = host.process.disorder
+        elif host.process.protocol_error:
+            message = host.process.protocol_error
         elif limit:
             message = limit
 

@@ -31,7 +31,7 @@ from megatron_rl.user_code import require_file
 
 LIMIT = "limit"
 """Reason of a sample: the worker went over one of its limits."""
-DISORDER = "disorder"
+PROTOCOL_ERROR = "disorder"
 """Reason of a sample: the worker sent a malformed reply."""
 CHUNK = 64
 """Largest number of calls that a plain function gets at once: it hides the pipe's latency."""
@@ -329,8 +329,8 @@ class FunctionReward:
         """Return the reason and the message of a sample over which a worker was replaced."""
         if reason == TIMEOUT:
             return TIMEOUT, f"ran longer than {self.config.timeout:g} s"
-        if worker.process.disorder is not None:
-            return DISORDER, worker.process.disorder
+        if worker.process.protocol_error is not None:
+            return PROTOCOL_ERROR, worker.process.protocol_error
         if message := exceeded_limit(status, asdict(self.config.limits), f"{self._section}.limits"):
             return LIMIT, message
         return CRASHED, f"the worker process ended with status {status}"

@@ -393,7 +393,7 @@ def test_a_damaged_file_of_tokens_is_named_and_made_anew(
     (other,) = set((tmp_path / "tokens").glob("*.arrow")) - {file}
     damage(file, other)
     assert not told and tokens("set.jsonl", [30, 31, 32]) == expected
-    assert len(told) == 1 and f"{file} {named}" in told[0] and "made anew" in told.pop()
+    assert len(told) == 1 and f"{file} {named}" in told[0] and "tokenised again" in told.pop()
     assert tokens("set.jsonl", [30, 31, 32]) == expected and not told
 
 

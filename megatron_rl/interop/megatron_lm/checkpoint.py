@@ -97,7 +97,7 @@ class MegatronCheckpoint:
         text = f"Adam resumes from {self.steps} steps"
         if self.states:
             return text
-        return f"{text}, in buffers of {writer_layout(self.arguments).short_words()}"
+        return f"{text}, in buffers of {writer_layout(self.arguments).short_text()}"
 
     def optimizer_errors(self, shape: ModelShape, setting: str) -> list[UserError]:
         """Return the errors of an optimizer state from which Adam cannot resume the training of a model.

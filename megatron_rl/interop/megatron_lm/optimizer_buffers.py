@@ -172,7 +172,7 @@ def flat_parameters(
 
     # Buckets that no parameter is in belong to another model or layout.
     if expected_buckets != set(sizes):
-        expected = f"{len(expected_buckets)} buckets, by {layout.short_words()} of its arguments"
+        expected = f"{len(expected_buckets)} buckets, by {layout.short_text()} of its arguments"
         raise other_buffers(expected, f"{len(sizes)}")
     return flat
 

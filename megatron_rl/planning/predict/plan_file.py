@@ -366,7 +366,7 @@ def _memory_text(run: PlannedRun) -> str:
 def _role_line(problem: Problem, role: str, gpus: int, plan: TrainPlan) -> str:
     """Return the line of one role: its GPUs, layout and settings."""
     choice = plan.choice
-    line = f"     {role:10} {gpus:5} GPUs  {choice.layout.short_words()}"
+    line = f"     {role:10} {gpus:5} GPUs  {choice.layout.short_text()}"
 
     trains = spec_of(role).trains
     if trains:
