@@ -382,7 +382,7 @@ def _check_world_size(check: _Check) -> int:
             f"the number of processes is not stated; {world} is the smallest that fits",
             where="world_size",
             got="neither world_size, --world-size nor a launcher",
-            fix="say --world-size N, or write world_size: N",
+            fix="pass --world-size N, or write world_size: N",
         )
     )
     return world

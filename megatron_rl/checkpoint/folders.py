@@ -247,7 +247,7 @@ def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, s
 def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint in ``folder`` whose files match their digests; None if there are none.
 
-    ``log`` gets a line for each damaged checkpoint, which stays on the disk, and for each that gets its name
+    ``log`` gets a line for each damaged checkpoint, which is not deleted, and for each that gets its name
     back after a kill had interrupted its replacement. Remains of interrupted saves are deleted beside an
     intact checkpoint. Raises UserError if there are checkpoints and all are
     damaged. Collective over the world.
@@ -264,7 +264,7 @@ def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
             return path
         summary = summarize_damages(problems)
         newest_damage = newest_damage or f"{path.name}: {summary}"
-        log(f"{path} is damaged and stays unused: {summary}")
+        log(f"{path} is damaged and is not used: {summary}")
 
     if newest_damage:
         raise UserError(
@@ -306,7 +306,7 @@ def require_intact_models(keys_by_folder: Mapping[str, str]) -> None:
                 where=f"{key}: {path}",
                 expected="files that are what was written",
                 got=summarize_damages(problems),
-                fix="restore it from a copy, or make it anew; if the change is meant, remove "
+                fix="restore it from a copy, or make it again; if the change is intended, remove "
                 f"{Path(path) / durable.DIGESTS}, which holds the digests of before",
             )
 

@@ -27,7 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--world-size", metavar="N", type=int, help="number of processes (GPUs) of the job")
     parser.add_argument(
-        "--for", dest="job", metavar="COMMAND", choices=JOBS, help=f"what it is to run: {', '.join(JOBS)}"
+        "--for",
+        dest="job",
+        metavar="COMMAND",
+        choices=JOBS,
+        help=f"command that will run it: {', '.join(JOBS)}",
     )
 
     parser.add_argument("--json", action="store_true", help="print one JSON object for machines")

@@ -339,7 +339,7 @@ def _scoring_line(report: CheckReport) -> list[tuple[str, str]]:
         return []
     reason = scoring_reason(report.config, report.algorithm)
     if reason is None:
-        text = "one optimizer step: those of its own pass, the actor scores nothing before"
+        text = "one optimizer step: from its own forward pass, without a separate one of the actor"
     else:
         text = f"a scoring pass of the actor: {reason}"
     return [("old log-probs", text)]
@@ -502,7 +502,7 @@ def _servers(config: RunConfig) -> list[str]:
         return ["the command that starts one is printed here once the model is in model.path"]
     command = ENGINES[config.rollout.engine].start_command
     if command is None:
-        return ["start them as the engine's own documentation says"]
+        return ["start them as described in the engine's documentation"]
     # Import the function by its path, since an engine's module may import packages that are missing here.
     module, _, function = command.partition(":")
     return getattr(import_module(module), function)(config)
@@ -531,4 +531,7 @@ def _sync(report: CheckReport) -> list[str]:
     lines = [f"{name:<{width}}  {byte_text(value)}" for name, value in rows]
     if adapters_alone:
         lines.append("the weights beneath the adapters move once, at the first sync")
-    return [*lines, "a rank receives what it lacks; what it holds as an actor rank is copied inside the rank"]
+    return [
+        *lines,
+        "a rank receives the bytes that it lacks, and copies the bytes that it has as an actor rank",
+    ]

@@ -80,7 +80,7 @@ class RunFolder:
         return self.path, self.tensorboard, self.rollouts, self.checkpoints, self.rank_logs
 
     def create(self) -> RunFolder:
-        """Create the folder and its directories; existing ones stay as they are."""
+        """Create the folder and its directories; existing ones are not changed."""
         for directory in self.directories():
             directory.mkdir(parents=True, exist_ok=True)
         return self

@@ -95,7 +95,7 @@ class Setting:
     choices: tuple[str, ...] = ()
     """Allowed texts; empty for any."""
     or_path: bool = False
-    """Whether ``file.py:Name`` is allowed beside the choices."""
+    """Whether ``file.py:Name`` is allowed in addition to the choices."""
     spelled: Mapping[str, str] = field(default_factory=dict)
     """Alternative spelling in lower case -> the choice."""
     refused: Mapping[str, str] = field(default_factory=dict)

@@ -433,7 +433,7 @@ def uninformative_text(wheres: Sequence[str], total: int, pairs: bool) -> str:
     first = f"first: {', '.join(wheres[:3])}"
     if pairs:
         return f"{count} pairs prefer a response to itself and teach nothing; {first}"
-    return f"{count} responses are empty and teach to say nothing; {first}"
+    return f"{count} responses are empty, and training on them teaches empty answers; {first}"
 
 
 def closing_thought_tag(opening: str) -> str | None:

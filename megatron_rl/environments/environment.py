@@ -52,7 +52,7 @@ class Message(str):
 
     tool_calls: tuple[dict[str, Any], ...]
     """Tool calls in OpenAI's form, if the episode was opened with tools and `rollout.environment.tool_parser`
-    is set; the text is then the one beside the calls."""
+    is set; the text is then the turn's text without the calls."""
 
     def __new__(
         cls,

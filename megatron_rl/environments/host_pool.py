@@ -77,7 +77,7 @@ class EpisodeEnd(NamedTuple):
     """Reward of the environment, None if it leaves the reward to others, or has failed."""
 
     components: Mapping[str, float] = {}
-    """Named numbers beside the reward."""
+    """Named components, in addition to the reward."""
 
     truncated: bool = False
     """Whether the environment was refused a turn."""

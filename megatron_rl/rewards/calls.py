@@ -102,7 +102,7 @@ class Worker:
         return [str(item) for item in ready.get("missing", ())]
 
     def _require_parameters(self) -> None:
-        """Raise UserError for parameters that no call has, and for arguments that are not parameters."""
+        """Raise UserError for parameters without an argument, and for arguments without a parameter."""
         available = {*ARGUMENTS, TURNS, TOKENS, GROUP, *self._extra_arguments}
         if GROUP in self.traits.takes:
             available.discard("response")

@@ -36,8 +36,8 @@ PROTOCOL_ERROR = "disorder"
 CHUNK = 64
 """Largest number of calls that a plain function gets at once: it hides the pipe's latency."""
 Sample = Mapping[str, Any]
-"""Arguments of a call: ``prompt``, ``response``, ``ground_truth`` and ``metadata``, with those that the
-function asks for; ``group`` is the number of the sample's group."""
+"""Arguments of a call: ``prompt``, ``response``, ``ground_truth`` and ``metadata``, with the others that
+are parameters of the function; ``group`` is the number of the sample's group."""
 NO_METRICS = Metrics()
 
 
@@ -145,7 +145,7 @@ class FunctionReward:
     ``section`` and ``name`` are the section and the key that name the function to the user; ``key`` is the
     complete key if it is in another section than the function's limits. A function that ``writes`` returns
     text or a list of messages for a sample, and no reward. ``extra_arguments`` are names that samples have
-    beside the usual ones of `Sample`.
+    in addition to the usual ones of `Sample`.
     """
 
     def __init__(

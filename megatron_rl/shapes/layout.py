@@ -578,7 +578,7 @@ def learning_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserErr
     key = f"{layout.path}.sequence_parallel"
     return [
         UserError(
-            "Megatron trains experts on tensor-parallel ranks with sequence parallelism alone",
+            "training experts on tensor-parallel ranks requires sequence parallelism in Megatron",
             where=key,
             expected="true, or unset",
             got="false",

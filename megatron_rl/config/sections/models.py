@@ -209,7 +209,7 @@ class OptimizerConfig:
 
     VALUE_KEY: ClassVar[str] = "learning_rate"
 
-    # The choices are the optimizers whose state checkpoints know.
+    # The choices are the optimizers whose state checkpoints support.
     name: str = setting(
         "adam",
         "AdamW (adam), or SGD with momentum (sgd), which needs `distributed: false`.",
@@ -217,7 +217,7 @@ class OptimizerConfig:
         spelled={"adamw": "adam"},
         refused={
             "muon": "Megatron-Core 0.16 makes it of emerging_optimizers, which no index has, and checkpoints "
-            "do not know its state"
+            "do not support its state"
         },
         also_called={"Megatron-LM": "optimizer", "TRL": "optim", "common": "optimizer_type, optimizer_name"},
     )
@@ -491,7 +491,7 @@ class ReferenceConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """Critic of PPO: a model with one output per token, which is trained beside the actor."""
+    """Critic of PPO: a model with one output per token, which is trained together with the actor."""
 
     VALUE_KEY: ClassVar[str] = "path"
 
@@ -517,8 +517,8 @@ class CriticConfig:
     )
     lora: LoraConfig | None = setting(
         None,
-        "Adapters to train in place of the weights, beside the head. If the actor has adapters too, over the "
-        "same model on the same ranks, both share one base in memory.",
+        "Adapters to train in place of the weights, together with the head. If the actor has adapters too, "
+        "over the same model on the same ranks, both share one base in memory.",
         unset="every weight is trained",
     )
     recompute: str = setting("none", RECOMPUTED, choices=RECOMPUTES)

@@ -119,7 +119,7 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
 
 
 def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
-    """Return the arguments of a mixture of experts; the router's are the family's settings of Megatron."""
+    """Return the arguments of a mixture of experts; a family's Megatron settings are those of the router."""
     shape = model.shape
     routing = model.family.megatron(model.config)
 

@@ -135,7 +135,7 @@ class MegatronCheckpoint:
                 expected="Adam's moments for each tensor: of the distributed optimizer "
                 "dp_reshardable or fully_reshardable",
                 got=f"{self.path}: {got}",
-                fix=f"{fix}; or remove {setting}: the optimizer starts anew",
+                fix=f"{fix}; or remove {setting}: the optimizer starts from zero",
             )
         ]
 
@@ -179,7 +179,7 @@ class MegatronCheckpoint:
             if any(state_sizes != sizes[0] for state_sizes in sizes):
                 raise other_buffers(f"the same buckets of {', '.join(self.buffers)}", "others")
         except UserError as error:
-            fix = f"{error.fix}; or remove {setting}: the optimizer starts anew"
+            fix = f"{error.fix}; or remove {setting}: the optimizer starts from zero"
             errors.append(replace(error, where=setting, got=f"{self.path}: {error.got}", fix=fix))
         return errors
 
@@ -308,7 +308,7 @@ class MegatronCheckpoint:
             where=str(self.path),
             expected=expected,
             got=got,
-            fix="name the configuration that belongs to this checkpoint; layers beside GPTModel's own cannot "
+            fix="name the configuration that belongs to this checkpoint; layers other than GPTModel's cannot "
             "be read",
         )
 
@@ -446,7 +446,7 @@ def _iteration_folder(path: Path, setting: str) -> Path:
         raise UserError(
             "the newest iteration of the Megatron checkpoint is not there",
             where=str(tracker),
-            expected=f"{folder.name}, as the tracker says ({text[:20]!r})",
+            expected=f"{folder.name}, by the tracker ({text[:20]!r})",
             got=folders,
             fix=f"copy {folder.name}, or name one that is there",
         )
