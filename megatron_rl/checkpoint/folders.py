@@ -198,7 +198,7 @@ class PendingCheckpoint:
             if new_size != size:
                 size = new_size
                 # This thread waits as long as the writing takes: growing files keep the hang detector quiet.
-                count_progress("looks at a growing checkpoint")
+                count_progress("checks of a growing checkpoint")
 
         if self._failure is not None:
             raise self._failure
@@ -248,7 +248,7 @@ def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint in ``folder`` whose files match their digests; None if there are none.
 
     ``log`` gets a line for each damaged checkpoint, which is not deleted, and for each that gets its name
-    back after a kill had interrupted its replacement. Remains of interrupted saves are deleted beside an
+    back after a kill had interrupted its replacement. Remains of interrupted saves are deleted next to an
     intact checkpoint. Raises UserError if there are checkpoints and all are
     damaged. Collective over the world.
     """

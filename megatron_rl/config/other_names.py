@@ -150,7 +150,7 @@ _NO_COUNTERPART: Mapping[str, str] = {
 NO_COUNTERPART: Mapping[str, str] = {
     name: reason for reason, names in _NO_COUNTERPART.items() for name in names.split()
 }
-"""Name in other projects without a counterpart -> why there is none, or what replaces it."""
+"""Name in other projects without a counterpart -> the reason, or its replacement."""
 
 # Sections of other projects whose keys are spread over several of our sections.
 FOREIGN_SECTIONS: Mapping[str, ForeignName] = {
@@ -206,7 +206,7 @@ class OtherName:
 def foreign_names() -> Mapping[str, OtherName]:
     """Return every name of other projects with its counterpart.
 
-    A key of a class that several sections have, such as a layout, is that of the first section.
+    If several sections have a class of keys, such as a layout, the key is of the first section.
     """
     names: dict[str, OtherName] = {}
     for path, name in foreign_keys():

@@ -49,7 +49,7 @@ class RunFolder:
         """Return the metrics file of a stage, with a line per step."""
         return self.path / f"{stage}.jsonl"
 
-    def stages_measured(self) -> list[str]:
+    def measured_stages(self) -> list[str]:
         """Return the stages that have a metrics file, the supervised one first."""
         names = [path.stem for path in self.path.glob("*.jsonl") if path != self.metrics]
         # A name with a dot is a file that `set_aside` renamed.

@@ -462,7 +462,7 @@ def named_end_ids(tokenizer: Any, model_path: str | Path | None) -> tuple[int, .
     """Return the token ids that a model's files name as ends of responses, the tokenizer's EOS first.
 
     As in transformers, config.json counts only if generation_config.json names none. It often has a default
-    that nobody chose, so only added tokens count there.
+    that was not chosen, so only added tokens count there.
     """
     ids: list[int] = []
     if tokenizer.eos_token_id is not None:

@@ -151,7 +151,7 @@ class EnvironmentPool:
         # Episodes without a process, first in first out.
         self._waiting: list[_OpenEpisode] = []
         self._hosts: list[_Host] = []
-        # Processes must not outlive this object, also when nobody closes it.
+        # Processes must not outlive this object, even if it is not closed.
         self._finalizer = weakref.finalize(self, kill_all, self._hosts)
 
         try:

@@ -148,12 +148,12 @@ def _conflicts() -> list[Finding]:
             fix = f"install torch=={required}, or another {name}"
             findings.append(Finding("error", name, text, fix))
 
-    # The index has CUDA builds of these three alone; beside a host build of torch they do not import.
+    # The index has only CUDA builds of these three, which cannot be imported with a host build of torch.
     for name in ("torchvision", "torchaudio", "torchcodec"):
         version = installed(name)
         if version is not None and version.partition("+")[2] != build:
             text = (
-                f"{version} beside torch {torch}: builds for different machines break imports of transformers"
+                f"{version} with torch {torch}: builds for different machines break imports of transformers"
             )
             fix = f"pip uninstall {name}, or install the build of torch"
             findings.append(Finding("warning", name, text, fix))
@@ -168,7 +168,7 @@ def _required_torch(name: str) -> str | None:
         return None
     for requirement in requirements:
         match = re.match(r"torch\s*==\s*([0-9.]+)\s*(;.*)?$", requirement)
-        # A marker with an extra is a requirement of an option that nobody may have chosen.
+        # A requirement with an extra in its marker is optional, and may not be installed.
         if match and "extra" not in (match[2] or ""):
             return match[1]
     return None

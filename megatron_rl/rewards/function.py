@@ -81,7 +81,7 @@ class RewardResult:
     answers: Sequence[Answer]
     """B answers."""
     measured: Metrics = NO_METRICS
-    """What computing the rewards took, such as requests."""
+    """Metrics of the computation itself, such as the number of requests."""
 
     @property
     def valid(self) -> Tensor:
@@ -113,9 +113,9 @@ class RewardResult:
         )
 
     def metrics(self, reasons: Iterable[str] = ()) -> Metrics:
-        """Return ``measured``, and ``reward/invalid_<reason>``: the share of samples per reason.
+        """Return ``measured``, and ``reward/invalid_<reason>``: the fraction of samples that failed for it.
 
-        ``reasons`` are the reasons on other ranks: a mean over ranks needs the samples of all ranks.
+        ``reasons`` are the reasons that occur on other ranks: their means need this rank's samples, too.
         """
         # A reason without a failure on this rank still counts its samples.
         counts = Counter(failure.reason for failure in self.failures)

@@ -84,8 +84,8 @@ class RolloutRole:
     ) -> NewTokens:
         """Sample a round; return this rank's new tokens. Collective over the role's ranks.
 
-        ``on_finished`` is called with each group of this rank that is finished. A round of the open order
-        ends only when every rank without an engine waits in `gather`.
+        ``on_finished`` is called with each group that this rank finishes. In the open order the call returns
+        only after all ranks without an engine have called `gather`.
         """
         if self.engine is None:
             return collect_new_tokens([], [], [], {}, self._routing)

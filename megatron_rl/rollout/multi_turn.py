@@ -178,7 +178,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         return SchedulerOutput(tuple(requests), tuple(aborts))
 
     def _start_environments(self) -> None:
-        """Admit sequences while there is room beside the busy ones, and start their environments."""
+        """Admit sequences up to the in-flight limit, and start their environments."""
         num_busy = sum(not conversation.is_idle for conversation in self._conversations)
         self.admit(num_busy)
 

@@ -407,7 +407,7 @@ class ReplicaScheduler:
                 sequence.finish_reason = completion.finish_reason
 
     def admit(self, num_in_flight: int) -> list[int]:
-        """Admit sequences while there is room beside ``num_in_flight`` others; return the unfinished ones.
+        """Admit sequences up to the limit, of which ``num_in_flight`` is used; return the unfinished ones.
 
         They are indices in ``admitted``. A sequence without room for a response is finished at once.
         """

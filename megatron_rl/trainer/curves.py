@@ -289,7 +289,7 @@ def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
     """Draw the curve of one metric."""
     steps, values = series(lines, panel.metric)
     _set_title(axis, panel.title)
-    # A smoothed curve over the values, or points with the first and the last value written beside them.
+    # A smoothed curve over the values, or points with labels for the first and the last value.
     if panel.smooth:
         axis.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1)
         axis.plot(steps, smoothed(values), color=BLUE, linewidth=1.8)
@@ -341,7 +341,7 @@ def _annotate(
     alignment: str,
     colour: str,
 ) -> None:
-    """Write a value beside its point; ``offset`` in points."""
+    """Label a point with its value; ``offset`` in points."""
     axis.annotate(
         number_text(value, ".3f"),
         (step, value),

@@ -55,7 +55,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a job to stop: from launchers, terminals, and schedulers before they preempt it."""
 
 CURRENT_CODE = "current"
-"""File beside the code copies that names the one in use."""
+"""File next to the code copies that names the one in use."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def run_metrics(folder: RunFolder) -> RunMetrics:
     """Return the metrics of a run and of its stages; raise UserError for a folder without any."""
     lines = _readable_lines(folder.metrics)
     stages: dict[str, Lines] = {}
-    for name in folder.stages_measured():
+    for name in folder.measured_stages():
         stage_lines = _readable_lines(folder.stage_metrics(name))
         if stage_lines:
             stages[escape_unprintable(name)] = stage_lines

@@ -371,7 +371,7 @@ class Run:
         return metrics
 
     def _evaluate_or_defer(self, log: MetricsLog | None, step: int, metrics: Metrics) -> Metrics:
-        """Run the evaluation that is due after a step, or defer it to run beside the next step.
+        """Run the evaluation that is due after a step, or defer it to run during the next step.
 
         Returns the step's metrics, including the evaluation's if it has run. Collective over the world.
         """

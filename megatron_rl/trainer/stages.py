@@ -293,7 +293,7 @@ def require_stage_models(config: RunConfig) -> None:
 def set_damaged_models_aside(job: Job) -> None:
     """Rename damaged models of ended stages, which then run again from their beginning.
 
-    Only for a run without a checkpoint to resume from: one with a checkpoint needs the very model that it was
+    Only for a run without a checkpoint to resume from: another run needs exactly the model that it was
     saved with. Collective over the world.
     """
     ended_plans = from_first_rank(lambda: [plan for plan in stage_plans(job.config) if plan.ended])

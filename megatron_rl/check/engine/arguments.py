@@ -218,7 +218,7 @@ def host_arguments(max_model_len: int, tensor: int = 1) -> dict[str, Any]:
 
 
 def host_errors(values: Mapping[str, Any]) -> list[UserError]:
-    """Return the error of a ``rollout.vllm`` with chunked prefill, for a host (see `host_arguments`)."""
+    """Return the error of chunked prefill in ``rollout.vllm`` on a host (see `host_arguments`)."""
     path = "rollout.vllm.enable_chunked_prefill"
     value = values.get("enable_chunked_prefill")
     if not value:
@@ -227,7 +227,7 @@ def host_errors(values: Mapping[str, Any]) -> list[UserError]:
         UserError(
             f"`{path}` does not work on a host without an accelerator",
             where=path,
-            expected="no value: vLLM resets a generator after each chunk, which a host's cannot do",
+            expected="no value: vLLM resets a random generator after each chunk, which generators of the host do not support",
             got=str(value).lower(),
             fix=f"remove {path}, which is false on a host, and true on an accelerator",
         )

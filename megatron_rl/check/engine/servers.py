@@ -58,7 +58,10 @@ def plain_settings(settings: Mapping[str, Any], section: str = "") -> dict[str, 
 
 
 def server_commands(config: RunConfig) -> list[str]:
-    """Return the lines of the command that starts a server for this run, with further flags for a host."""
+    """Return the lines of the command that starts a server for this run.
+
+    The last two lines have the additional environment and flags for a host without an accelerator.
+    """
     model = read_pretrained(Path(config.model.path) / "config.json")
 
     rollout = config.rollout

@@ -244,7 +244,7 @@ class Planner:
     def group(self, roles: Sequence[str], gpus: int, generates: bool, alone: bool = True) -> GroupPlan | None:
         """Return the fastest plan of a group of roles on ``gpus`` GPUs; None where it does not fit.
 
-        A role's limit is the memory beside the states of the other roles. If that is too little and the
+        A role's limit is the memory that the other roles' states leave free. If that is too little and the
         problem allows it, idle roles are moved to host memory, and every step includes the transfers.
         ``alone``: no other group has a model.
         """
@@ -288,7 +288,7 @@ class Planner:
                 return None
             plans[role] = plan
 
-        # One role works at a time, beside the states of all roles.
+        # One role works at a time, while the states of all roles are resident.
         states = [plan.memory.states for plan in plans.values()]
         work_bytes = max(plan.memory.total - plan.memory.states for plan in plans.values())
         resident_bytes = sum(states)
@@ -308,7 +308,7 @@ class Planner:
         return self._with_generation(group, resident_bytes)
 
     def _follower(self, role: str, lead: TrainPlan, gpus: int, spread: float) -> TrainPlan | None:
-        """Return a role's plan beside its lead's; None where it does not fit."""
+        """Return the plan of a role in a group with this lead; None if no plan fits."""
         # Roles that share the split of uneven stages, or the base of adapters, need the lead's layout.
         uneven = lead.choice.model.layers % lead.choice.layout.pipeline > 0
         shares_base = spec_of(role).shares == INITIAL and lead.choice.lora is not None
@@ -386,7 +386,7 @@ class Planner:
         return min(plans, key=lambda plan: plan.busy, default=None)
 
     def rollout(self, gpus: int, reserved: float = 0.0) -> RolloutPlan | None:
-        """Return the fastest rollout beside ``reserved`` bytes on each GPU, None if no rollout fits."""
+        """Return the fastest rollout that leaves ``reserved`` bytes of each GPU free; None if none fits."""
         machine = self.problem.machine
         free = (machine.usable_memory - reserved) / machine.gpu.memory
         # Round down to hundredths, as configurations do, so that the cached search below is reused.
