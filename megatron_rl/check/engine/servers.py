@@ -97,7 +97,7 @@ def server_commands(config: RunConfig) -> list[str]:
     return [
         *(f"{line} \\" for line in lines[:-1]),
         lines[-1],
-        "on a host without accelerator also, behind VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1:",
+        "on a host without accelerator, set VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1, and add:",
         " ".join(_flags(host)),
     ]
 
