@@ -227,7 +227,7 @@ def host_errors(values: Mapping[str, Any]) -> list[UserError]:
         UserError(
             f"`{path}` does not work on a host without an accelerator",
             where=path,
-            expected="no value: vLLM resets a random generator after each chunk, and the host's has no such reset",
+            expected="no value: vLLM resets a random generator after each chunk, not possible on a host",
             got=str(value).lower(),
             fix=f"remove {path}, which is false on a host, and true on an accelerator",
         )
