@@ -144,6 +144,7 @@ class MegatronCheckpoint:
 
         Raises UserError for buffers of another model or layout than the arguments.
         """
+        # The arguments do not give the sizes of buckets and of the padded vocabulary: stored tensors do.
         sizes = {bucket: tensor.shape[0] for bucket, tensor in self.buffers[MASTERS[0]].items()}
         rows = self.tensors["embedding.word_embeddings.weight"].shape[0]
 
@@ -200,6 +201,7 @@ class MegatronCheckpoint:
             stored = self.tensors[location.key].shape
             size = stored[len(location.index) :]
             in_range = all(index < extent for index, extent in zip(location.index, stored, strict=False))
+            # Megatron-LM pads the vocabulary so that tensor-parallel ranks have equal shards of it.
             padded = name.endswith(("word_embeddings.weight", "output_layer.weight"))
             if padded:
                 fits = size[0] >= expected[0] and size[1:] == expected[1:]
@@ -251,7 +253,7 @@ class MegatronCheckpoint:
         ]
         if gaps:
             yield UserError(
-                "tensors of the Megatron checkpoint are not whole",
+                "tensors of the Megatron checkpoint are incomplete",
                 where=str(self.path / DIRECTORY),
                 expected="pieces that make up each tensor",
                 got=join_names(gaps, _LISTED),
@@ -356,7 +358,7 @@ def read_checkpoint(path: str | Path, setting: str) -> MegatronCheckpoint:
     common = read_common(folder)
     if common.arguments is None:
         raise UserError(
-            "the checkpoint does not hold the arguments it was trained with",
+            "the checkpoint has no training arguments",
             where=str(folder),
             expected="args, as Megatron-LM saves them",
             got=", ".join(common.names) or "nothing",
