@@ -249,8 +249,7 @@ def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
 
     ``log`` gets a line for each damaged checkpoint, which is not deleted, and for each that gets its name
     back after a kill had interrupted its replacement. Remains of interrupted saves are deleted next to an
-    intact checkpoint. Raises UserError if there are checkpoints and all are
-    damaged. Collective over the world.
+    intact checkpoint. Raises UserError if all existing checkpoints are damaged. Collective over the world.
     """
     for path in from_first_rank(lambda: durable.recover_replaced(folder)):
         log(f"{path}: restored from {durable.replaced_name(path).name}, which an interrupted save left")
@@ -259,7 +258,7 @@ def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
     for path in reversed(from_first_rank(lambda: named_checkpoints(folder))):
         problems = find_damages(path)
         if not problems:
-            # A run that was interrupted in its last save makes no other one, which would delete the remains.
+            # If the last save of a run was interrupted, no later save deletes its remains.
             from_first_rank(lambda: remove_interrupted_saves(folder))
             return path
         summary = summarize_damages(problems)

@@ -327,7 +327,7 @@ def _read(file: Path) -> Encoded | None:
 
     try:
         batch = pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).get_batch(0)
-        lines, wheres, texts, *columns = batch.columns
+        lines, locations, texts, *columns = batch.columns
         tokens = tuple(_token_rows(column) for column in columns)
     except (pyarrow.ArrowException, ValueError):
         return None
@@ -336,7 +336,7 @@ def _read(file: Path) -> Encoded | None:
     remarks = json.loads((batch.schema.metadata or {}).get(_REMARKS, b"[]"))
     count = batch.num_rows
     return Encoded(
-        _LazyRows(count, lambda row: Record(json.loads(lines[row].as_py()), wheres[row].as_py())),
+        _LazyRows(count, lambda row: Record(json.loads(lines[row].as_py()), locations[row].as_py())),
         _LazyRows(count, lambda row: texts[row].as_py()),
         tokens,
         _LazyRows(count, lambda row: lines[row].as_py()),

@@ -276,7 +276,7 @@ class EnvironmentPool:
             episode.busy_since = time.monotonic()
 
     def _deadlines(self, host: _Host) -> list[float]:
-        """Return the times at which `_check_deadlines` has something to do for a process."""
+        """Return the times at which a process has to be checked for lateness."""
         if host.pinged is not None:
             return [host.pinged + GRACE_SECONDS]
         deadlines = list(host.closing.values())

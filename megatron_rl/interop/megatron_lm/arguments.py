@@ -150,7 +150,7 @@ def _inexpressible(model: PretrainedModel, activation: str, rope: Mapping[str, A
     shape = model.shape
     rope_type = rope.get("rope_type", "default")
     if shape.sandwich_norms:
-        return "norms behind attention and MLP"
+        return "norms after attention and MLP"
     # A reward model's or a critic's head.
     if shape.scalar_head:
         return "a head of one number"
