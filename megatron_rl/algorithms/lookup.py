@@ -319,7 +319,7 @@ def _check_call(function: Any, arguments: tuple[str, ...], call: str, key: str) 
         signature.bind(*arguments)
     except TypeError as error:
         raise UserError(
-            "a piece of the algorithm has other parameters than its call",
+            "a piece of the algorithm does not accept the arguments it is called with",
             where=key,
             expected=call,
             got=f"{signature}: {error}",
