@@ -120,7 +120,7 @@ def main() -> None:
                 layout,
                 rank,
                 generation_round,
-                next_ticket=lambda: store_increment(counter),
+                next_queue_index=lambda: store_increment(counter),
                 max_in_flight=max_in_flight,
             )
             return timed_engine.steps

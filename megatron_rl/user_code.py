@@ -50,7 +50,7 @@ class _CopyFinder:
     def find_spec(
         fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module with a copy, None for every other."""
+        """Return the import spec of a module that has a copy; None for other modules."""
         name = fullname.rpartition(".")[2]
         if path is None:
             path = sys.path

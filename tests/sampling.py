@@ -94,7 +94,7 @@ def unfinished(groups: abc.Sequence[SequenceGroup]) -> list[Sequence]:
 
 def take_in(scheduler: ReplicaScheduler, routing: tuple[int, int] | None = None) -> None:
     """Append the new tokens of the only replica to the sequences of its round."""
-    scheduler.admit_rest()
+    scheduler.admit_remaining()
     # `append_new_tokens` expects tokens in the order of the round, not in the order of admission.
     order = sorted(range(len(scheduler.admitted)), key=lambda index: scheduler.admitted[index].position)
     scheduler.admitted = [scheduler.admitted[index] for index in order]

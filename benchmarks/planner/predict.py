@@ -360,7 +360,7 @@ def placement_choice(scenario: Scenario) -> Prediction:
         roles_swap=True,
         context_parallel=True,
         exchanges_heads=False,
-        stages_stated_once=False,
+        shared_stage_split=False,
     )
     # Each candidate with the sizes of its groups that make its step shortest.
     planner = Planner(problem)

@@ -3,8 +3,8 @@
 A run calls `get_algorithm` once. A step then calls, in this order: `build_train_batch`, `minibatches`,
 `policy_objective` and `value_objective` per micro-batch, and `next_state`.
 
-`algorithm` (the named algorithms and pieces) and `lookup` can be imported without torch. The names below are
-imported on first use, so that this module can be, too.
+`algorithm` (the named algorithms and pieces) and `lookup` can be imported without torch. So can this module,
+since the names below are imported on first use.
 """
 
 from __future__ import annotations

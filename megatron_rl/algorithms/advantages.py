@@ -1,4 +1,4 @@
-"""Advantage estimators: their interface, those that compare samples of one prompt, those along a response.
+"""Advantage estimators: their interface, comparisons of the samples of a prompt, returns along a response.
 
 GRPO and its variants, RLOO, OPO, GPG and GDPO compute one advantage per row [B]. An invalid row enters no
 statistic and gets advantage 0. Rewards of invalid rows are not read and may be NaN.
@@ -89,7 +89,10 @@ class Advantage(Piece, ABC):
         False, "Whether advantages are shifted and scaled to mean 0 and variance 1 over the batch."
     )
     clip: float | None = setting(
-        None, "Largest absolute value of an advantage, after whitening.", unset="no bound", more_than=0
+        None,
+        "Largest absolute value of an advantage, after whitening.",
+        unset="no bound",
+        more_than=0,
     )
 
     needs_critic: ClassVar[bool] = False
@@ -360,7 +363,7 @@ class Gpg(GroupAdvantage):
         valid = inputs.valid
         count, mean, _ = ragged.group_statistics(rewards, inputs.group, valid)
 
-        # Share of rows with a reward other than 0, inverted.
+        # Inverse of the fraction of rows with a reward other than 0, at least 1.
         valid_count = valid.sum().to(rewards.dtype)
         nonzero_count = (valid & (rewards != 0)).sum()
         alpha = valid_count / nonzero_count.clamp(min=1)
@@ -493,7 +496,10 @@ class Gae(Advantage):
 
     gamma: float = setting(1.0, GAMMA_MEANING, at_least=0, at_most=1)
     lam: float = setting(
-        1.0, "Lambda: 1 uses the rewards alone, 0 the critic's next value.", at_least=0, at_most=1
+        1.0,
+        "Lambda: 1 uses the rewards alone, 0 the critic's next value.",
+        at_least=0,
+        at_most=1,
     )
 
     needs_critic: ClassVar[bool] = True
@@ -534,7 +540,13 @@ class Vapo(Advantage):
         return Advantages(policy.advantages, critic.returns)
 
 
-def discounted_returns(rewards: Tensor, mask: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
+def discounted_returns(
+    rewards: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    *,
+    gamma: float,
+) -> Tensor:
     """Sum the discounted rewards from each response token on: ``G_t = r_t + gamma G_(t+1)``, [N].
 
     With gamma = 1 and the reward on the last token this is REINFORCE++'s return before whitening.
@@ -556,7 +568,13 @@ def discounted_returns(rewards: Tensor, mask: Tensor, lengths: Tensor, *, gamma:
 
 
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, lengths: Tensor, *, gamma: float, lam: Tensor | float
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    *,
+    gamma: float,
+    lam: Tensor | float,
 ) -> Advantages:
     """Estimate advantages from rewards and values [N] with the trade-off lambda (a number or [B]).
 

@@ -60,7 +60,12 @@ class Aggregation(Piece, ABC):
     def weights(self, mask: Tensor, lengths: Tensor, counts: Counts) -> Tensor:
         """Compute the weight of every token [N]; ``mask`` [N] float64 is 1 on participating tokens."""
 
-    def loss_weights(self, mask: Tensor, lengths: Tensor, counts: Tensor | None = None) -> Tensor:
+    def loss_weights(
+        self,
+        mask: Tensor,
+        lengths: Tensor,
+        counts: Tensor | None = None,
+    ) -> Tensor:
         """Compute w [N] float32 so that the aggregated loss is ``sum_t w_t l_t``; 0 outside ``mask`` [N].
 
         ``counts`` [B] are the rows' response tokens before masking, read for ``denominator: all``. An empty
@@ -184,7 +189,11 @@ class SeqMeanTokenMean(Aggregation):
 
 
 def minibatches(
-    batch: TrainBatch, algorithm: Algorithm, optimizer_steps: int, epochs: int, seed: int
+    batch: TrainBatch,
+    algorithm: Algorithm,
+    optimizer_steps: int,
+    epochs: int,
+    seed: int,
 ) -> Iterator[TrainBatch]:
     """Yield ``optimizer_steps`` mini-batches per epoch, each with its loss weights set.
 
@@ -227,7 +236,9 @@ def minibatches(
 
 
 def with_loss_weights(
-    minibatch: TrainBatch, algorithm: Algorithm, generator: torch.Generator | None = None
+    minibatch: TrainBatch,
+    algorithm: Algorithm,
+    generator: torch.Generator | None = None,
 ) -> TrainBatch:
     """Return the mini-batch with its loss weights and, if the policy loss selects tokens, those tokens.
 

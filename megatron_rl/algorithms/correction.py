@@ -48,7 +48,10 @@ class Correction(Piece):
 
     level: str = setting("none", "Ratio that is a token's importance weight.", choices=IS_LEVELS)
     threshold: float | None = setting(
-        2.0, "Largest importance weight.", unset="weights are not cut off", more_than=0
+        2.0,
+        "Largest importance weight.",
+        unset="weights are not cut off",
+        more_than=0,
     )
     band: tuple[float, ...] | None = setting(
         None, "[low, high]: weights outside become 0, and `threshold` is not used.", unset="no band"
@@ -103,7 +106,11 @@ class Correction(Piece):
         return replace(self, level="none")
 
     def correct(
-        self, log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, lengths: Tensor
+        self,
+        log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        mask: Tensor,
+        lengths: Tensor,
     ) -> tuple[Tensor | None, Tensor, Metrics]:
         """Compute importance weights [N], the mask without rejected tokens [N] bool, and metrics.
 
@@ -117,6 +124,7 @@ class Correction(Piece):
             weights = self.importance_weights(log_probs, rollout_log_probs, mask, lengths)
             # Log the weights before normalisation, which would hide their size.
             token_weights, inside = _masked_in(weights.double(), mask)
+            # Limited are weights at the threshold, or outside the band, which sets them to 0.
             limited = token_weights >= (self.threshold or math.inf)
             if self.band is not None:
                 limited = token_weights == 0
@@ -125,6 +133,7 @@ class Correction(Piece):
             if self.batch_normalize:
                 weights = batch_normalized(weights, mask, lengths, level=self.level)
 
+        # Rejection reads log-probs alone, so it does not depend on the weights and combines with any level.
         accepted = mask
         if self.rejection:
             accepted = rejection_mask(log_probs, rollout_log_probs, mask, lengths, self.rejection)
@@ -134,7 +143,11 @@ class Correction(Piece):
         return weights, accepted, metrics
 
     def importance_weights(
-        self, log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, lengths: Tensor
+        self,
+        log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        mask: Tensor,
+        lengths: Tensor,
     ) -> Tensor:
         """Compute truncated importance weights per token: [N], 1 outside the mask.
 
@@ -239,7 +252,13 @@ def rejection_limits(kind: str, limit: float | Sequence[float]) -> tuple[float, 
     return -math.inf, float(limit)
 
 
-def batch_normalized(weights: Tensor, mask: Tensor, lengths: Tensor, *, level: str = "token") -> Tensor:
+def batch_normalized(
+    weights: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    *,
+    level: str = "token",
+) -> Tensor:
     """Divide the weights by their mean over the step: [N].
 
     The mean is over masked-in tokens or, for weights of a response ``level``, over the responses with such
@@ -266,7 +285,12 @@ def batch_normalized(weights: Tensor, mask: Tensor, lengths: Tensor, *, level: s
     return torch.where(mask, (weights / mean).to(weights.dtype), weights)
 
 
-def _reduce_rows(divergence: Tensor, mask: Tensor, lengths: Tensor, reduction: str) -> Tensor:
+def _reduce_rows(
+    divergence: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    reduction: str,
+) -> Tensor:
     """Reduce a divergence [N] over each row and repeat the result on the row's tokens: [N]."""
     if reduction == "token":
         return divergence
@@ -325,7 +349,12 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
-def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, lengths: Tensor) -> Metrics:
+def mismatch_metrics(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+) -> Metrics:
     """Compare the trainer's log-probs with the rollout's, both [N], on masked-in tokens.
 
     With ``d = log_probs - rollout_log_probs`` and ``rho = exp(clamp(d, +-20))``, means over tokens:

@@ -1,7 +1,7 @@
 """From rollouts and their scores to a training batch: rewards, advantages, corrections, metrics.
 
-A failed sample is excluded from every statistic and from the loss; its reward never counts as 0. The state
-that an algorithm carries from step to step is here too: the KL coefficient and the running reward moments.
+A failed sample is excluded from every statistic and from the loss; its reward never counts as 0. The module
+also has an algorithm's state between steps: the KL coefficient and the running reward moments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, Rollouts, Scores, Tr
 
 
 def build_train_batch(
-    rollouts: Rollouts, scores: Scores, algorithm: Algorithm, state: AlgorithmState | None = None
+    rollouts: Rollouts,
+    scores: Scores,
+    algorithm: Algorithm,
+    state: AlgorithmState | None = None,
 ) -> tuple[TrainBatch, Metrics]:
     """Compute one step's training batch and metrics from its rollouts and scores.
 
@@ -92,7 +95,11 @@ def build_train_batch(
     return batch, metrics + step_metrics(rollouts, scores, inputs, batch)
 
 
-def old_policy_log_probs(rollouts: Rollouts, scores: Scores, algorithm: Algorithm) -> Tensor | None:
+def old_policy_log_probs(
+    rollouts: Rollouts,
+    scores: Scores,
+    algorithm: Algorithm,
+) -> Tensor | None:
     """Return the old policy's log-probs [N], as ratios, KL penalty, its metric and its controller use them.
 
     With `Correction.bypass` these are the engine's; otherwise the trainer's, None until a pass computes them.
@@ -103,7 +110,10 @@ def old_policy_log_probs(rollouts: Rollouts, scores: Scores, algorithm: Algorith
 
 
 def old_policy_metrics(
-    rollouts: Rollouts, scores: Scores, algorithm: Algorithm, state: AlgorithmState
+    rollouts: Rollouts,
+    scores: Scores,
+    algorithm: Algorithm,
+    state: AlgorithmState,
 ) -> Metrics:
     """Compute ``mismatch/*`` and, with a reference policy's log-probs, ``kl/ref`` and ``kl/coef``.
 
@@ -205,7 +215,10 @@ def _response_limits(rollouts: Rollouts, algorithm: Algorithm) -> Tensor:
 
 
 def _correct(
-    rollouts: Rollouts, scores: Scores, algorithm: Algorithm, mask: Tensor
+    rollouts: Rollouts,
+    scores: Scores,
+    algorithm: Algorithm,
+    mask: Tensor,
 ) -> tuple[Tensor | None, Tensor, Metrics]:
     """Compute correction weights [N], the mask without rejected tokens, and metrics.
 
@@ -219,7 +232,7 @@ def _correct(
 
 @dataclass(frozen=True)
 class AlgorithmState:
-    """State that an algorithm carries from step to step, saved with a checkpoint.
+    """State of an algorithm between steps, saved with a checkpoint.
 
     Example: ``AlgorithmState(kl_coef=0.001).state_dict()`` is
     ``{"kl_coef": 0.001, "moments": [0.0, 0.0, 0.0]}``.
@@ -246,7 +259,10 @@ def initial_state(algorithm: Algorithm) -> AlgorithmState:
 
 
 def next_state(
-    algorithm: Algorithm, state: AlgorithmState, rollouts: Rollouts, scores: Scores
+    algorithm: Algorithm,
+    state: AlgorithmState,
+    rollouts: Rollouts,
+    scores: Scores,
 ) -> AlgorithmState:
     """Compute the state after a step from the step's rollouts and scores.
 
@@ -294,7 +310,12 @@ def valid_rows(rollouts: Rollouts, scores: Scores, algorithm: Algorithm) -> Tens
     return valid
 
 
-def step_metrics(rollouts: Rollouts, scores: Scores, inputs: AdvantageInputs, batch: TrainBatch) -> Metrics:
+def step_metrics(
+    rollouts: Rollouts,
+    scores: Scores,
+    inputs: AdvantageInputs,
+    batch: TrainBatch,
+) -> Metrics:
     """Compute a step's ``reward/*``, ``response/*``, ``group/*``, ``advantage/*`` and ``critic/*`` metrics.
 
     ``reward/mean`` is of raw rewards, ``reward/shaped_mean`` after shaping and penalties. ``group/*`` are
@@ -359,7 +380,12 @@ def _group_metrics(scores: Scores, inputs: AdvantageInputs) -> Metrics:
     return metrics
 
 
-def _response_metrics(rollouts: Rollouts, batch: TrainBatch, valid: Tensor, valid_count: int) -> Metrics:
+def _response_metrics(
+    rollouts: Rollouts,
+    batch: TrainBatch,
+    valid: Tensor,
+    valid_count: int,
+) -> Metrics:
     """Compute ``response/*`` over the valid rows; lengths in tokens, before any were rejected."""
     if batch.response_counts is None:
         return Metrics()

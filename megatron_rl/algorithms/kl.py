@@ -79,10 +79,16 @@ class KlPenalty(Kl):
     )
     target: float = setting(0.1, "Divergence that an adaptive coefficient aims at.", unit="nats", more_than=0)
     horizon: float = setting(
-        10000.0, "Rows over which an adaptive coefficient may change by a fifth.", unit="rows", more_than=0
+        10000.0,
+        "Rows over which an adaptive coefficient may change by a fifth.",
+        unit="rows",
+        more_than=0,
     )
     coef_max: float | None = setting(
-        None, "Largest value of an adaptive coefficient.", unset="no bound", at_least=0
+        None,
+        "Largest value of an adaptive coefficient.",
+        unset="no bound",
+        at_least=0,
     )
 
     @property
@@ -204,7 +210,13 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Ten
 
 
 def adapt_kl_coef(
-    coef: float, kl: float, rows: int, *, target: float, horizon: float, ceiling: float | None = None
+    coef: float,
+    kl: float,
+    rows: int,
+    *,
+    target: float,
+    horizon: float,
+    ceiling: float | None = None,
 ) -> float:
     """Return the next step's KL coefficient; ``kl`` is this step's mean KL over ``rows`` sequences.
 

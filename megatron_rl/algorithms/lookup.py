@@ -61,7 +61,10 @@ def scoring_reason(config: RunConfig, algorithm: Algorithm) -> str | None:
 
 
 def get_algorithm(
-    name: str, pieces: Mapping[str, Any] | None = None, *, max_response_tokens: int | None = None
+    name: str,
+    pieces: Mapping[str, Any] | None = None,
+    *,
+    max_response_tokens: int | None = None,
 ) -> Algorithm:
     """Return the algorithm called ``name`` with some pieces replaced or settings changed.
 
@@ -141,7 +144,12 @@ def _make_piece(name: str, value: Any, current: Piece | None) -> Piece:
     return _with_settings(piece, settings, kind, key)
 
 
-def _load_piece(piece_name: Any, kind: Kind, kind_name: str, key: str) -> Piece | type[Piece]:
+def _load_piece(
+    piece_name: Any,
+    kind: Kind,
+    kind_name: str,
+    key: str,
+) -> Piece | type[Piece]:
     """Return the piece of a name or path, or the class of a path; raise UserError for any other value."""
     if isinstance(piece_name, str) and piece_name in kind.named:
         return kind.named[piece_name]
@@ -150,7 +158,12 @@ def _load_piece(piece_name: Any, kind: Kind, kind_name: str, key: str) -> Piece 
     return user_piece(load_path(piece_name, key), kind, piece_name, key)
 
 
-def _with_settings(piece: Piece | type[Piece], settings: dict[str, Any], kind: Kind, key: str) -> Piece:
+def _with_settings(
+    piece: Piece | type[Piece],
+    settings: dict[str, Any],
+    kind: Kind,
+    key: str,
+) -> Piece:
     """Return a piece with changed settings; a class is constructed with them and its own defaults."""
     piece_class = type(piece)
     defaults = piece
@@ -205,7 +218,12 @@ def _setting_of_other_pieces(error: UserError, piece: str, kind: Kind) -> UserEr
     )
 
 
-def _unknown_name(subject: str, name: Any, table: Mapping[str, Any], key: str) -> UserError:
+def _unknown_name(
+    subject: str,
+    name: Any,
+    table: Mapping[str, Any],
+    key: str,
+) -> UserError:
     """Return the error of a name that is not in a table, with the nearest name as the fix."""
     suggestion = nearest(str(name), table)
     fix = "choose one of these"
@@ -301,7 +319,7 @@ def _check_call(function: Any, arguments: tuple[str, ...], call: str, key: str) 
         signature.bind(*arguments)
     except TypeError as error:
         raise UserError(
-            "a piece of the algorithm takes other arguments than it is given",
+            "a piece of the algorithm does not accept the arguments it is called with",
             where=key,
             expected=call,
             got=f"{signature}: {error}",

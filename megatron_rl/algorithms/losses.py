@@ -112,7 +112,7 @@ def checked_loss(piece: Piece, loss: Any, tokens: Tensor) -> TokenLoss:
 
 
 def fields_of(batch: TrainBatch, *names: str) -> list[Tensor]:
-    """Return the named fields of a batch; raise ValueError if one is None."""
+    """Return the named fields of a batch; raise ValueError for absent ones."""
     absent_names = [name for name in names if getattr(batch, name) is None]
     if absent_names:
         raise ValueError(f"the batch has no {' and no '.join(absent_names)}")
@@ -167,6 +167,7 @@ class PpoClip(PolicyLoss):
 
     clip_low: float = setting(0.2, LOW_MEANING, at_least=0)
     clip_high: float = setting(0.2, HIGH_MEANING, at_least=0)
+    # 3 is the value of the paper on dual clip.
     dual_clip: float | None = setting(
         3.0,
         "Bound of the loss for a negative advantage, in units of the advantage.",
@@ -189,7 +190,12 @@ class PpoClip(PolicyLoss):
         return TokenLoss(loss, {**indicators, "dual_clip_fraction": exceeds_bound})
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> TokenLoss:
+def clipped_surrogate(
+    ratio: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLoss:
     """Compute the larger of clipped and unclipped loss for a token or sequence ratio [N]; see `PpoClip`."""
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -247,6 +253,8 @@ class Sapo(PolicyLoss):
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
         ratio = log_ratio(log_probs, old_log_probs).exp()
 
+        # The paper's argument for a steeper gate: a negative advantage raises the logits of all other tokens,
+        # which makes training less stable.
         positive = ratio.new_tensor(self.temperature_positive)
         negative = ratio.new_tensor(self.temperature_negative)
         tau = torch.where(advantages > 0, positive, negative)
@@ -277,16 +285,23 @@ class Dppo(PolicyLoss):
 
     divergence: str = setting("tv", "Divergence between old and new probability.", choices=("tv", "kl"))
     clip_low: float | None = setting(
-        None, "Largest divergence of a token that becomes less likely.", unset=_THRESHOLDS, at_least=0
+        None,
+        "Largest divergence of a token that becomes less likely.",
+        unset=_THRESHOLDS,
+        at_least=0,
     )
     clip_high: float | None = setting(
-        None, "Largest divergence of a token that becomes more likely.", unset=_THRESHOLDS, at_least=0
+        None,
+        "Largest divergence of a token that becomes more likely.",
+        unset=_THRESHOLDS,
+        at_least=0,
     )
     ratio_cap: float = setting(20.0, "Largest weight of a token.", more_than=0)
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
         """Compute the loss of every token [N]."""
         old_log_probs, advantages = fields_of(micro, "old_log_probs", "advantages")
+        # The weight is a constant of the gradient (sg), as in CISPO.
         ratio = log_ratio(log_probs, old_log_probs).exp().detach()
 
         # Divergence between old and new probability, in float64: p - q cancels digits of close policies.
@@ -345,7 +360,10 @@ class ClippedValueLoss(ValueLoss):
     """
 
     clip: float | None = setting(
-        0.5, "Largest distance of a value from the old one.", unset="any distance", more_than=0
+        0.5,
+        "Largest distance of a value from the old one.",
+        unset="any distance",
+        more_than=0,
     )
     coef: float = setting(0.5, "Weight of the squared error.", more_than=0)
 
@@ -435,6 +453,7 @@ class Gmpo(PolicyLoss):
         pessimistic = sign * torch.minimum(sign * difference, sign * clamped)
         is_clipped = sign * difference > sign * clamped
 
+        # The mean in log space is the geometric mean: one extreme token changes it less than the product.
         ratio = ragged.masked_row_means(pessimistic, *rows).exp()
         advantage = ragged.masked_row_means(advantages, *rows)
         loss = ragged.broadcast_rows(-advantage * ratio, micro.lengths, len(log_probs))
@@ -463,6 +482,7 @@ class Topr(PolicyLoss):
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
         """Compute the loss of every token [N]."""
         rollout_log_probs, advantages = fields_of(micro, "rollout_log_probs", "advantages")
+        # The ratio is a constant of the gradient (sg), and prompts must not enter it.
         difference = torch.where(micro.response_mask, log_probs.detach() - rollout_log_probs, 0)
         row_log_ratio = ragged.row_sums(difference, micro.lengths).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -497,6 +517,7 @@ def off_policy_sequence_mask(
         >>> off_policy_sequence_mask(new, old, a, mask, torch.tensor([2]), delta=1e-4).tolist()
         [False, True]
     """
+    # Detached: the mask selects tokens and must not contribute to the gradient.
     drift = ragged.masked_row_means(rollout_log_probs - log_probs.detach(), mask, lengths)
     return ~((advantages < 0) & ragged.broadcast_rows(drift > delta, lengths, len(mask)))
 
@@ -531,7 +552,12 @@ class ClipCov(PolicyLoss):
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
         """Compute the loss of every token [N]."""
-        ppo_clip = PpoClip(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=None)
+        # Without dual clip: the paper changes PPO's loss on the selected tokens alone.
+        ppo_clip = PpoClip(
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=None,
+        )
         loss, indicators = ppo_clip.token_loss(micro, log_probs)
         selected = _selected_tokens(micro)
         return TokenLoss(torch.where(selected, 0, loss), {**indicators, "selected_fraction": selected})

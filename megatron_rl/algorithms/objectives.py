@@ -79,7 +79,11 @@ def policy_objective(
     return total, metrics + Metrics.of_tensors(sums)
 
 
-def value_objective(algorithm: Algorithm, micro: TrainBatch, values: Tensor) -> tuple[Tensor, Metrics]:
+def value_objective(
+    algorithm: Algorithm,
+    micro: TrainBatch,
+    values: Tensor,
+) -> tuple[Tensor, Metrics]:
     """Compute the critic's loss of a micro-batch, and its metrics; ``values`` [N] carries the gradient.
 
     The loss is the algorithm's `ValueLoss` weighted by ``value_weights``, exact under any split like
@@ -120,7 +124,11 @@ def sft_objective(micro: TrainBatch, log_probs: Tensor) -> tuple[Tensor, Metrics
     return total, Metrics.of_tensors({"sft/loss": (total, micro.loss_weights.sum())})
 
 
-def _corrected_loss(algorithm: Algorithm, micro: TrainBatch, log_probs: Tensor) -> tuple[TokenLoss, Metrics]:
+def _corrected_loss(
+    algorithm: Algorithm,
+    micro: TrainBatch,
+    log_probs: Tensor,
+) -> tuple[TokenLoss, Metrics]:
     """Compute the policy loss per token with mismatch correction and off-policy sequence masking."""
     policy_loss = algorithm.policy_loss
     token_loss = policy_loss.token_loss(micro, log_probs)
@@ -139,7 +147,12 @@ def _corrected_loss(algorithm: Algorithm, micro: TrainBatch, log_probs: Tensor) 
     if delta is not None:
         rollout_log_probs, advantages = fields_of(micro, "rollout_log_probs", "advantages")
         on_policy = off_policy_sequence_mask(
-            log_probs, rollout_log_probs, advantages, micro.response_mask, micro.lengths, delta=delta
+            log_probs,
+            rollout_log_probs,
+            advantages,
+            micro.response_mask,
+            micro.lengths,
+            delta=delta,
         )
         loss = torch.where(on_policy, loss, 0)
         indicators = {**indicators, "opsm_fraction": ~on_policy}
@@ -148,7 +161,9 @@ def _corrected_loss(algorithm: Algorithm, micro: TrainBatch, log_probs: Tensor) 
 
 
 def _bypass_correction(
-    algorithm: Algorithm, micro: TrainBatch, log_probs: Tensor
+    algorithm: Algorithm,
+    micro: TrainBatch,
+    log_probs: Tensor,
 ) -> tuple[Tensor | None, Metrics]:
     """Compute loss weights [N] of the policy in training against the rollout, and mismatch metrics.
 
@@ -173,7 +188,11 @@ def _bypass_correction(
     return loss_weights, metrics + correction_metrics
 
 
-def _policy_shift_metrics(micro: TrainBatch, log_probs: Tensor, token_count: Tensor) -> Metrics:
+def _policy_shift_metrics(
+    micro: TrainBatch,
+    log_probs: Tensor,
+    token_count: Tensor,
+) -> Metrics:
     """Compute the distance of the policy from the old policy: mean KL and largest ratio."""
     if micro.old_log_probs is None or not len(log_probs):
         return Metrics()

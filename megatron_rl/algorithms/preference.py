@@ -38,7 +38,9 @@ class PreferenceSettings:
 
 
 def bradley_terry_loss(
-    chosen_rewards: Tensor, rejected_rewards: Tensor, margin: Tensor | float = 0.0
+    chosen_rewards: Tensor,
+    rejected_rewards: Tensor,
+    margin: Tensor | float = 0.0,
 ) -> Tensor:
     """Compute ``-log sigmoid(chosen - rejected - margin)`` per pair: [P].
 
@@ -102,7 +104,11 @@ def dpo_loss(
 
 
 def simpo_loss(
-    chosen_log_probs: Tensor, rejected_log_probs: Tensor, *, beta: float = 2.0, margin: float = 0.5
+    chosen_log_probs: Tensor,
+    rejected_log_probs: Tensor,
+    *,
+    beta: float = 2.0,
+    margin: float = 0.5,
 ) -> Tensor:
     """Compute ``-log sigmoid(beta (chosen - rejected) - margin)`` from log-probs averaged per token: [P].
 
@@ -116,7 +122,9 @@ def simpo_loss(
 
 
 def dpo_objective(
-    settings: PreferenceSettings, micro: TrainBatch, log_probs: Tensor
+    settings: PreferenceSettings,
+    micro: TrainBatch,
+    log_probs: Tensor,
 ) -> tuple[Tensor, Metrics]:
     """Compute the DPO loss of a micro-batch of complete pairs, and its metrics.
 
@@ -134,6 +142,7 @@ def dpo_objective(
     per_token = settings.kind in ("simpo", "ipo")
     chosen_log_probs, rejected_log_probs = _split_pairs(mean_log_probs if per_token else row_log_probs)
 
+    # SimPO's implicit reward is the mean log-prob itself, without a reference (arXiv 2405.14734).
     if settings.kind == "simpo":
         loss = simpo_loss(chosen_log_probs, rejected_log_probs, beta=settings.beta, margin=settings.margin)
         chosen_rewards = settings.beta * chosen_log_probs.detach()
@@ -163,6 +172,7 @@ def dpo_objective(
     # Weighted sum over pairs, exact under any split that keeps pairs together.
     weights = _pair_weights(micro)
     total = (weights * loss).sum()
+    # A loss of the margin alone lets both log-probs of a pair fall; this term counteracts that.
     if settings.sft_coef:
         chosen_mean_log_probs, _ = _split_pairs(mean_log_probs)
         total = total - settings.sft_coef * (weights * chosen_mean_log_probs).sum()
@@ -171,7 +181,10 @@ def dpo_objective(
 
 
 def reward_model_objective(
-    micro: TrainBatch, values: Tensor, *, margin: float = 0.0
+    micro: TrainBatch,
+    values: Tensor,
+    *,
+    margin: float = 0.0,
 ) -> tuple[Tensor, Metrics]:
     """Compute the Bradley-Terry loss of a micro-batch of complete pairs, and its metrics.
 
@@ -185,7 +198,11 @@ def reward_model_objective(
     weights = _pair_weights(micro)
     total = (weights * bradley_terry_loss(chosen_rewards, rejected_rewards, margin)).sum()
     metrics = _pair_metrics(
-        "reward_model", total, weights, chosen_rewards.detach(), rejected_rewards.detach()
+        "reward_model",
+        total,
+        weights,
+        chosen_rewards.detach(),
+        rejected_rewards.detach(),
     )
     return total, metrics
 
@@ -212,7 +229,11 @@ def _last_tokens(micro: TrainBatch) -> Tensor:
 
 
 def _pair_metrics(
-    name: str, total: Tensor, weights: Tensor, chosen_rewards: Tensor, rejected_rewards: Tensor
+    name: str,
+    total: Tensor,
+    weights: Tensor,
+    chosen_rewards: Tensor,
+    rejected_rewards: Tensor,
 ) -> Metrics:
     """Compute loss, accuracy, margin and mean rewards of the pairs, named ``NAME/*``."""
     pair_count = torch.tensor(len(weights), device=weights.device)

@@ -164,7 +164,11 @@ def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> GroupStat
     )
 
 
-def leave_one_out_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> GroupStatistics:
+def leave_one_out_statistics(
+    rewards: Tensor,
+    group: Tensor,
+    valid: Tensor,
+) -> GroupStatistics:
     """Compute the statistics of the *other* valid rows of each valid row's group: [B] each.
 
     ``size`` is the number of other rows, ``mean`` is 0 without other rows, and ``std`` (unbiased over the

@@ -73,7 +73,10 @@ class RewardShaping(Piece):
     )
     ema_decay: float = setting(0.99, "Decay of the running mean and variance.", at_least=0, at_most=1)
     smoothing: float = setting(
-        0.0, "Share of the running mean mixed into every reward.", at_least=0, at_most=1
+        0.0,
+        "Share of the running mean mixed into every reward.",
+        at_least=0,
+        at_most=1,
     )
 
     def contradictions(self, path: str) -> Iterator[UserError]:
@@ -101,15 +104,26 @@ class RewardShaping(Piece):
             values = values.clamp(self.clip_low, self.clip_high)
         return torch.where(valid, values, 0)
 
-    def moments_after(self, moments: RunningMoments, rewards: Tensor, valid: Tensor) -> RunningMoments:
+    def moments_after(
+        self,
+        moments: RunningMoments,
+        rewards: Tensor,
+        valid: Tensor,
+    ) -> RunningMoments:
         """Update the running moments with a step's raw rewards."""
         return update_moments(moments, self.scaled(rewards, valid), valid, decay=self.ema_decay)
 
-    def shape(self, values: Tensor, rewards: Tensor, valid: Tensor, moments: RunningMoments) -> Tensor:
+    def shape(
+        self,
+        values: Tensor,
+        rewards: Tensor,
+        valid: Tensor,
+        moments: RunningMoments,
+    ) -> Tensor:
         """Shape ``values`` [B]: float64, 0 on invalid rows. ``moments`` include this step's rewards.
 
         ``values`` are the samples' ``rewards`` [B] or the rewards of responses that are compared with them,
-        such as greedy ones. The batch statistics are those of ``rewards``.
+        such as greedy ones. Batch statistics are computed from ``rewards``.
         """
         shaped = self.scaled(values, valid)
         samples = self.scaled(rewards, valid)[valid]
@@ -174,7 +188,13 @@ class Overlong(Piece):
                     fix="lower it; below 1 it is a share of the limit, such as 0.2",
                 )
 
-    def punish(self, rewards: Tensor, valid: Tensor, response_lengths: Tensor, limits: Tensor) -> Tensor:
+    def punish(
+        self,
+        rewards: Tensor,
+        valid: Tensor,
+        response_lengths: Tensor,
+        limits: Tensor,
+    ) -> Tensor:
         """Return the rewards with the penalty added: [B], 0 on invalid rows.
 
         ``response_lengths`` [B] are compared with ``limits`` [B], the length limit of each response, or with
@@ -192,7 +212,12 @@ class Overlong(Piece):
         if self.buffer >= 1:
             buffer = torch.full_like(limits, self.buffer)
 
-        penalty = overlong_penalty(response_lengths, limit=limits, buffer=buffer, penalty=self.penalty)
+        penalty = overlong_penalty(
+            response_lengths,
+            limit=limits,
+            buffer=buffer,
+            penalty=self.penalty,
+        )
         return torch.where(valid, rewards + penalty, 0)
 
 
@@ -206,7 +231,13 @@ class Imitation(Piece):
     coef: float = setting(0.0, "Weight of the mean over the good responses' tokens.", at_least=0)
     threshold: float = setting(0.0, "Responses with a larger raw reward are good.")
 
-    def marks(self, rewards: Tensor, valid: Tensor, mask: Tensor, lengths: Tensor) -> Tensor | None:
+    def marks(
+        self,
+        rewards: Tensor,
+        valid: Tensor,
+        mask: Tensor,
+        lengths: Tensor,
+    ) -> Tensor | None:
         """Mark the tokens to imitate with 1: [N]; `weights` converts the marks to weights."""
         if not self.coef:
             return None
@@ -220,7 +251,11 @@ class Imitation(Piece):
 
 
 def update_moments(
-    moments: RunningMoments, rewards: Tensor, valid: Tensor, *, decay: float
+    moments: RunningMoments,
+    rewards: Tensor,
+    valid: Tensor,
+    *,
+    decay: float,
 ) -> RunningMoments:
     """Return the moments after a step's rewards; a step without a valid reward changes nothing.
 
@@ -264,7 +299,11 @@ def smooth(rewards: Tensor, valid: Tensor, mean: float, share: float) -> Tensor:
 
 
 def overlong_penalty(
-    response_lengths: Tensor, *, limit: float | Tensor, buffer: float | Tensor, penalty: float
+    response_lengths: Tensor,
+    *,
+    limit: float | Tensor,
+    buffer: float | Tensor,
+    penalty: float,
 ) -> Tensor:
     """Compute the penalty of responses near or beyond the length limit: [B], at most 0.
 
@@ -307,7 +346,10 @@ class RefillGroups(DynamicSampling):
     """
 
     max_rounds: int = setting(
-        10, "Largest number of additional sampling rounds of a step.", unit="rounds", at_least=1
+        10,
+        "Largest number of additional sampling rounds of a step.",
+        unit="rounds",
+        at_least=1,
     )
 
     @property
@@ -316,7 +358,13 @@ class RefillGroups(DynamicSampling):
         return self.max_rounds
 
 
-def informative_groups(rewards: Tensor, group: Tensor, valid: Tensor, *, tolerance: float = 1e-6) -> Tensor:
+def informative_groups(
+    rewards: Tensor,
+    group: Tensor,
+    valid: Tensor,
+    *,
+    tolerance: float = 1e-6,
+) -> Tensor:
     """Mark the rows of groups whose raw rewards differ: [B] bool.
 
     A group is informative if the standard deviation of its valid rewards is above ``tolerance``; a group with
@@ -359,8 +407,14 @@ def take_groups(informative: Tensor, group: Tensor, group_count: int) -> list[in
     return sorted(row for rows in selected for row in rows)
 
 
-def prompts_to_sample(required: int, informative: int, sampled: int, *, ceiling: int) -> int:
-    """Return how many more prompts to sample for ``required`` informative groups: 0 if there are enough.
+def prompts_to_sample(
+    required: int,
+    informative: int,
+    sampled: int,
+    *,
+    ceiling: int,
+) -> int:
+    """Return the number of prompts to sample for ``required`` informative groups, 0 if there are enough.
 
     ``informative`` of the ``sampled`` groups so far were informative. The number of groups still needed is
     divided by that rate and rounded up; ``ceiling`` bounds one round. The rate counts half a group more, so

@@ -108,7 +108,7 @@ class CheckReport:
         memory: Memory of each rank in each phase.
         sync: Bytes that one weight sync moves; None for engines outside the ranks.
         records: Number of training records, None where they were not counted.
-        looked: Statistics of the data sets that were read.
+        data_stats: Statistics of the data sets that were read.
         algorithm: The constructed algorithm, None for an unknown one.
         files_missing: Whether some files do not exist yet but are not errors: a preparation command makes
             them, or the check allows missing files.
@@ -129,7 +129,7 @@ class CheckReport:
     memory: tuple[RankMemory, ...] = ()
     sync: WeightTraffic | None = None
     records: int | None = None
-    looked: tuple[DatasetStats, ...] = ()
+    data_stats: tuple[DatasetStats, ...] = ()
     algorithm: Algorithm | None = None
     files_missing: bool = False
     untried: bool = False
@@ -399,7 +399,7 @@ def _check_world_size(check: _Check) -> int:
             f"the number of processes is not stated; {world} is the smallest that fits",
             where="world_size",
             got="neither world_size, --world-size nor a launcher",
-            fix="say --world-size N, or write world_size: N",
+            fix="pass --world-size N, or write world_size: N",
         )
     )
     return world
@@ -553,7 +553,7 @@ def _report(
         origins=filled,
         shape=inputs.shape,
         algorithm=algorithm,
-        looked=tuple(inputs.tokens.stats) if inputs.tokens else (),
+        data_stats=tuple(inputs.tokens.stats) if inputs.tokens else (),
         untried=bool(check.untried),
         accelerator=check.accelerator,
         files_missing=bool(inputs.files.missing or inputs.files.to_be_made),

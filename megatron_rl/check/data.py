@@ -472,7 +472,7 @@ class TokenCounter:
             return None
         end_texts = [*self.end_tokens.values()]
 
-        # A turn may end with another token than a response, such as <|im_end|> beside <|endoftext|>.
+        # A turn may end with another token than a response, such as <|im_end|> instead of <|endoftext|>.
         if self.turn_end is not None and self.turn_end.token is not None:
             end_texts.append(self.tokenizer.id_to_token(self.turn_end.token))
         return ConversationText(self.renderer, end_texts)

@@ -521,7 +521,7 @@ def _judge_errors(judge: JudgeConfig) -> Iterator[UserError]:
             where="reward.judge.template",
             expected="text with {response}, or path/to/file.py:function",
             got=f"{judge.template!r:.80}",
-            fix="write {response} where the response is to stand",
+            fix="write {response} at the position of the response",
         )
 
     # The run sets these itself, since they decide the form of the judge's response.
@@ -636,7 +636,7 @@ def evaluation_set_errors(name: str, evaluation_set: EvaluationSetConfig) -> Ite
     path = f"evaluation.sets.{name}"
     yield from name_errors(path, name)
 
-    # Evaluators report under their own names, beside the set's metrics.
+    # Evaluators report under their own names, next to the set's metrics.
     failure_metrics = [f"{evaluator}_failed" for evaluator in evaluation_set.evaluators]
     reserved = [*evaluation_set.metrics(), *failure_metrics]
 

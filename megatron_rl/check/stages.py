@@ -115,7 +115,7 @@ def _stages_alone_errors(config: RunConfig) -> Iterator[UserError]:
             yield UserError(
                 "the configuration has stages, and no reinforcement learning after them",
                 where=plans[0].where,
-                expected="data.train, reward and steps beside it",
+                expected="data.train, reward and steps as well",
                 got=", ".join(plan.where for plan in plans),
                 fix=f"for the stage alone: python -m megatron_rl {job} CONFIG; check CONFIG --for {job}",
             )

@@ -289,7 +289,7 @@ def _valid_replacements(entry: _UnknownEntry, candidates: Iterable[str]) -> dict
 def _guess(entry: _UnknownEntry, replacements: Mapping[str, _Replacement]) -> UserError:
     """Return the error that suggests one of ``replacements``, by key."""
     suggestions = " or ".join(f"`{key}`" for key in replacements)
-    fix = f"write {suggestions}, whichever is meant"
+    fix = f"write {suggestions}, whichever is intended"
 
     if len(replacements) == 1:
         (replacement,) = replacements.values()

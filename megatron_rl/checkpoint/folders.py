@@ -198,7 +198,7 @@ class PendingCheckpoint:
             if new_size != size:
                 size = new_size
                 # This thread waits as long as the writing takes: growing files keep the hang detector quiet.
-                count_progress("looks at a growing checkpoint")
+                count_progress("checks of a growing checkpoint")
 
         if self._failure is not None:
             raise self._failure
@@ -247,10 +247,9 @@ def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, s
 def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint in ``folder`` whose files match their digests; None if there are none.
 
-    ``log`` gets a line for each damaged checkpoint, which stays on the disk, and for each that gets its name
-    back after a kill had interrupted its replacement. Remains of interrupted saves are deleted beside an
-    intact checkpoint. Raises UserError if there are checkpoints and all are
-    damaged. Collective over the world.
+    ``log`` gets a line for each damaged checkpoint, which is not deleted, and for each that gets its name
+    back after a kill had interrupted its replacement. Remains of interrupted saves are deleted next to an
+    intact checkpoint. Raises UserError if all existing checkpoints are damaged. Collective over the world.
     """
     for path in from_first_rank(lambda: durable.recover_replaced(folder)):
         log(f"{path}: restored from {durable.replaced_name(path).name}, which an interrupted save left")
@@ -259,12 +258,12 @@ def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
     for path in reversed(from_first_rank(lambda: named_checkpoints(folder))):
         problems = find_damages(path)
         if not problems:
-            # A run that was interrupted in its last save makes no other one, which would delete the remains.
+            # If the last save of a run was interrupted, no later save deletes its remains.
             from_first_rank(lambda: remove_interrupted_saves(folder))
             return path
         summary = summarize_damages(problems)
         newest_damage = newest_damage or f"{path.name}: {summary}"
-        log(f"{path} is damaged and stays unused: {summary}")
+        log(f"{path} is damaged and is not used: {summary}")
 
     if newest_damage:
         raise UserError(
@@ -306,7 +305,7 @@ def require_intact_models(keys_by_folder: Mapping[str, str]) -> None:
                 where=f"{key}: {path}",
                 expected="files that are what was written",
                 got=summarize_damages(problems),
-                fix="restore it from a copy, or make it anew; if the change is meant, remove "
+                fix="restore it from a copy, or make it again; if the change is intended, remove "
                 f"{Path(path) / durable.DIGESTS}, which holds the digests of before",
             )
 

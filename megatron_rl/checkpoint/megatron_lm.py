@@ -286,7 +286,7 @@ def _verified_buffers(
         "each from a multiple of 64 elements",
         got=f"{checkpoint.path}: other values in the place of {', '.join(sorted(set(differing))[:_LISTED])}",
         fix="load and save it with Megatron-LM on its layout, with --dist-ckpt-optim-fully-reshardable; "
-        "or remove model.resume_optimizer: the optimizer starts anew",
+        "or remove model.resume_optimizer: the optimizer starts from zero",
     )
 
 

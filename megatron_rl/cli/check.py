@@ -28,7 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--world-size", metavar="N", type=int, help="number of processes (GPUs) of the job")
     parser.add_argument(
-        "--for", dest="job", metavar="COMMAND", choices=JOBS, help=f"what it is to run: {', '.join(JOBS)}"
+        "--for",
+        dest="job",
+        metavar="COMMAND",
+        choices=JOBS,
+        help=f"command that will run it: {', '.join(JOBS)}",
     )
 
     parser.add_argument("--json", action="store_true", help="print one JSON object for machines")
@@ -157,7 +161,7 @@ def report_json(report: CheckReport) -> dict[str, Any]:
         "memory": memory,
         "weight_sync": weight_sync,
         "training_records": report.records,
-        "data": [dataclasses.asdict(stats) for stats in report.looked],
+        "data": [dataclasses.asdict(stats) for stats in report.data_stats],
     }
 
 

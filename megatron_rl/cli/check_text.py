@@ -54,7 +54,7 @@ def report_text(report: CheckReport, name: str, simulated: list[Simulated] | Non
     blocks = [f"{name} on {_count(report.world_size, 'process', 'es')}", _configuration(report)]
     if report.layouts is not None:
         blocks.append(summary(report))
-    if report.looked:
+    if report.data_stats:
         blocks.append(_data_section(report))
     if report.accelerator:
         note = "defaults of this run because it is on GPUs; a value of yours wins"
@@ -191,9 +191,9 @@ def _value(value: object) -> str:
 
 def _data_section(report: CheckReport) -> str:
     """Return the section of the data sets."""
-    note = "what was looked at; a run reads every record and leaves out or refuses longer ones"
-    width = max(len(stats.where) for stats in report.looked)
-    return _section("DATA", note, [f"{stats.where:<{width}}  {stats.line()}" for stats in report.looked])
+    note = "of the records that were read; a run reads all records, and skips or rejects longer ones"
+    width = max(len(stats.where) for stats in report.data_stats)
+    return _section("DATA", note, [f"{stats.where:<{width}}  {stats.line()}" for stats in report.data_stats])
 
 
 # ---------------------------------------------------------------- batch
@@ -345,7 +345,7 @@ def _scoring_line(report: CheckReport) -> list[tuple[str, str]]:
         return []
     reason = scoring_reason(report.config, report.algorithm)
     if reason is None:
-        text = "one optimizer step: those of its own pass, the actor scores nothing before"
+        text = "one optimizer step: from its own forward pass, without a separate one of the actor"
     else:
         text = f"a scoring pass of the actor: {reason}"
     return [("old log-probs", text)]
@@ -439,7 +439,7 @@ def layout_text(role: str, layout: ParallelLayout) -> str:
 
     # Data-parallel copies of the engine are called replicas.
     copies = "replicas" if role == ROLLOUT.name else "data"
-    text = f"{layout.words(copies)} = {_count(len(layout.ranks), 'rank')}"
+    text = f"{layout.text(copies)} = {_count(len(layout.ranks), 'rank')}"
     if notes:
         text += f"  ({', '.join(notes)})"
     return text
@@ -527,7 +527,7 @@ def _servers(config: RunConfig) -> list[str]:
         return ["the command that starts one is printed here once the model is in model.path"]
     command = ENGINES[config.rollout.engine].start_command
     if command is None:
-        return ["start them as the engine's own documentation says"]
+        return ["start them as described in the engine's documentation"]
     # Import the function by its path, since an engine's module may import packages that are missing here.
     module, _, function = command.partition(":")
     return getattr(import_module(module), function)(config)
@@ -556,4 +556,7 @@ def _sync(report: CheckReport) -> list[str]:
     lines = [f"{name:<{width}}  {byte_text(value)}" for name, value in rows]
     if adapters_alone:
         lines.append("the weights beneath the adapters move once, at the first sync")
-    return [*lines, "a rank receives what it lacks; what it holds as an actor rank is copied inside the rank"]
+    return [
+        *lines,
+        "a rank receives the bytes that it lacks, and copies the bytes that it has as an actor rank",
+    ]

@@ -53,7 +53,7 @@ def require_directory(path: Path, argument: str) -> None:
         siblings = sorted(item.name for item in path.parent.iterdir() if item.is_dir())
     fix = "correct the path"
     if siblings:
-        fix = f"directories beside it: {', '.join(siblings[:8])}"
+        fix = f"other directories there: {', '.join(siblings[:8])}"
     raise UserError(
         f"there is no directory {path}",
         where=argument,

@@ -14,11 +14,11 @@ from megatron_rl.launcher import report_errors, without_proxy
 
 COMMANDS = {
     "train": ("megatron_rl.cli.train", "train a configuration; under torchrun for more than one process"),
-    "sft": ("megatron_rl.cli.train", "train the actor on given responses alone, as the section sft says"),
-    "prefer": ("megatron_rl.cli.train", "train the actor on preferences alone, as preference says"),
+    "sft": ("megatron_rl.cli.train", "train the actor on given responses alone, by the section sft"),
+    "prefer": ("megatron_rl.cli.train", "train the actor on preferences alone, by the section preference"),
     "reward-model": (
         "megatron_rl.cli.train",
-        "train reward models on preferences alone, as reward.models.NAME.training says",
+        "train reward models on preferences alone, by reward.models.NAME.training",
     ),
     "check": ("megatron_rl.cli.check", "check a configuration and show what follows from it, in seconds"),
     "plan": ("megatron_rl.cli.plan", "find layouts and placements for a model and a number of GPUs"),
@@ -29,8 +29,8 @@ COMMANDS = {
     "eval": ("megatron_rl.cli.eval", "answer the evaluation sets with checkpoints, as a table"),
     "export": ("megatron_rl.cli.export", "write a checkpoint as a Hugging Face model, or for Megatron-LM"),
     "report": ("megatron_rl.cli.report", "make the table, the learning curve and report.html of a run"),
-    "compare": ("megatron_rl.cli.compare", "put runs beside each other: settings, results, curves"),
-    "doctor": ("megatron_rl.cli.doctor", "check the environment and say what to fix"),
+    "compare": ("megatron_rl.cli.compare", "compare runs: settings, results, curves"),
+    "doctor": ("megatron_rl.cli.doctor", "check the environment and list the fixes"),
 }
 """Command -> its module, and its help."""
 

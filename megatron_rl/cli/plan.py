@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    """Print a run's phases beside their predictions, and print or write the constants that fit them."""
+    """Print a run's phases with their predictions, and print or write the constants that fit them."""
     override, phases = calibrate(args.calibrate, args.gpu, load_constants(args.constants), args.model)
     print(f"{'phase':12} {'predicted s':>12} {'measured s':>12} {'factor':>8}")
     for name, (predicted, seconds) in phases.items():

@@ -44,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to", dest="target", required=True, metavar="LAYOUT", help="engine: tp8, or ep8 for whole experts"
     )
     parser.add_argument(
-        "--rollout-ranks", type=int, metavar="N", help="N ranks beside the actor's (default: the same ranks)"
+        "--rollout-ranks",
+        type=int,
+        metavar="N",
+        help="N ranks other than the actor's (default: the same ranks)",
     )
 
     parser.add_argument("--ranks-per-node", type=int, default=8, metavar="N")
@@ -135,9 +138,9 @@ def _engine_layout(text: str) -> tuple[int, bool]:
     sizes = read_layout(text, "--to")
     if len(sizes) != 1 or not set(sizes) <= {"tensor", "expert"}:
         raise UserError(
-            "this is not a layout of the engine",
+            "not a layout of the engine",
             where="--to",
-            expected="tpN, or epN for whole experts dealt out over the N ranks of a replica",
+            expected="tpN, or epN for complete experts distributed over the N ranks of a replica",
             got=text,
         )
 

@@ -61,7 +61,7 @@ _NAMES_HEAD = f"""\
 # Names of other projects
 
 What other projects call our keys. A configuration with one of these names is refused with our name and how
-the value differs, so a recipe is translated by running `check` until it is silent.
+the value differs, so a recipe is translated by running `check` until it reports no further name.
 
 {_MADE.format("other_names")}"""
 _COLUMNS = ("Key", "Type", "Default", "Allowed", "Meaning", "Elsewhere called")

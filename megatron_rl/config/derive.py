@@ -1,6 +1,6 @@
 """Derived values of a configuration for a number of processes, and the arithmetic of its batches.
 
-The one idea: every key that is None is filled in here, once, with a reason that ``check`` prints beside the
+The one idea: every key that is None is filled in here, once, with a reason that ``check`` prints next to the
 value. Later code reads a resolved configuration and never derives a value again.
 """
 
@@ -438,7 +438,7 @@ def has_transformer_engine() -> bool:
         return False
     folders = [Path(location) for location in package.submodule_search_locations or ()]
 
-    # Wheels put the extension into wheel_lib, builds from source beside the package.
+    # Wheels put the extension into wheel_lib, builds from source next to the package.
     has_extension = False
     for folder in folders:
         for parent in (folder, folder / "wheel_lib", folder.parent):

@@ -36,7 +36,7 @@ class EngineCapabilities:
     """`Completion.experts` lists the experts that each token was routed to."""
 
     adapter_sync: bool = False
-    """Adapters have storage of their own, beside the weights that they are added to."""
+    """Adapters have storage of their own, separate from the weights that they adapt."""
 
     keeps_cache: bool = False
     """Interrupted requests can keep their key-value cache while weights are updated."""

@@ -201,7 +201,7 @@ def without_secrets(config: RunConfig) -> RunConfig:
 
 
 def dump(config: RunConfig, origins: Mapping[str, Origin] | None = None) -> str:
-    """Return YAML that loads to an equal configuration; ``origins`` become comments beside the values."""
+    """Return YAML that loads to an equal configuration; ``origins`` become comments next to the values."""
     lines: list[str] = []
     _dump(config, 0, "", origins or {}, lines)
     return "\n".join(lines) + "\n"

@@ -71,7 +71,7 @@ _NO_COUNTERPART: Mapping[str, str] = {
         balance_batch balance_data""",
     "weights move to the engine after every update": """
         enable_resharding reshard_interval weight_sync_interval update_weights_interval sync_every""",
-    "gradients are reduced beside the backward pass wherever that works, see actor.ddp": """
+    "gradients are reduced during the backward pass if possible, see actor.ddp": """
         overlap_comm overlap_communication""",
     # The rollout engine.
     "the number of replicas follows from the ranks of the rollout and rollout.tensor": """
@@ -135,7 +135,7 @@ _NO_COUNTERPART: Mapping[str, str] = {
         num_workers dataloader_num_workers preprocessing_num_workers filter_overlong_prompts_workers
         return_raw_chat return_raw_input_ids custom_cls data_loader_seed remove_unused_columns max_samples
         train_max_samples""",
-    "rows of a step are dealt into mini-batches by their work": """
+    "rows of a step are distributed over mini-batches by their work": """
         actor.shuffle ppo_shuffle""",
     # Training.
     "quantized weights are not synced": """
@@ -150,7 +150,7 @@ _NO_COUNTERPART: Mapping[str, str] = {
 NO_COUNTERPART: Mapping[str, str] = {
     name: reason for reason, names in _NO_COUNTERPART.items() for name in names.split()
 }
-"""Name in other projects without a counterpart -> why there is none, or what replaces it."""
+"""Name in other projects without a counterpart -> the reason, or its replacement."""
 
 # Sections of other projects whose keys are spread over several of our sections.
 FOREIGN_SECTIONS: Mapping[str, ForeignName] = {
@@ -206,7 +206,7 @@ class OtherName:
 def foreign_names() -> Mapping[str, OtherName]:
     """Return every name of other projects with its counterpart.
 
-    A key of a class that several sections have, such as a layout, is that of the first section.
+    If several sections have a class of keys, such as a layout, the key is of the first section.
     """
     names: dict[str, OtherName] = {}
     for path, name in foreign_keys():

@@ -27,7 +27,7 @@ HALF_PRESETS = tuple(dict.fromkeys(spec.placement for spec in ROLES if spec.plac
 def with_ranks(config: RunConfig, world_size: int) -> RunConfig:
     """Return the configuration with the ranks of every role set as its placement defines them.
 
-    A critic, reference or reward model without a layout gets the actor's sizes. Explicit ranks stay.
+    A critic, reference or reward model without a layout gets the actor's sizes. Explicit ranks are kept.
     """
     has_halves = config.placement in HALF_PRESETS and world_size >= 2
     half = world_size // 2

@@ -49,7 +49,7 @@ class RunFolder:
         """Return the metrics file of a stage, with a line per step."""
         return self.path / f"{stage}.jsonl"
 
-    def stages_measured(self) -> list[str]:
+    def measured_stages(self) -> list[str]:
         """Return the stages that have a metrics file, the supervised one first."""
         names = [path.stem for path in self.path.glob("*.jsonl") if path != self.metrics]
         # A name with a dot is a file that `set_aside` renamed.
@@ -80,7 +80,7 @@ class RunFolder:
         return self.path, self.tensorboard, self.rollouts, self.checkpoints, self.rank_logs
 
     def create(self) -> RunFolder:
-        """Create the folder and its directories; existing ones stay as they are."""
+        """Create the folder and its directories; existing ones are not changed."""
         for directory in self.directories():
             directory.mkdir(parents=True, exist_ok=True)
         return self

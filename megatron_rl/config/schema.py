@@ -188,7 +188,9 @@ class CheckpointConfig:
             "greater_is_better": {True: "highest", False: "lowest"},
         },
     )
-    keep_best: int = setting(1, "Number of best checkpoints that are retained beside the newest.", **ENDLESS)
+    keep_best: int = setting(
+        1, "Number of best checkpoints that are retained in addition to the newest.", **ENDLESS
+    )
     # How checkpoints are written.
     optimizer_layout: str | None = setting(
         None,

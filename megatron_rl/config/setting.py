@@ -95,7 +95,7 @@ class Setting:
     choices: tuple[str, ...] = ()
     """Allowed texts; empty for any."""
     or_path: bool = False
-    """Whether ``file.py:Name`` is allowed beside the choices."""
+    """Whether ``file.py:Name`` is allowed in addition to the choices."""
     spelled: Mapping[str, str] = field(default_factory=dict)
     """Alternative spelling in lower case -> the choice."""
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -194,9 +194,9 @@ def setting(
     also_called_below: Mapping[str, Mapping[str, str]] | None = None,
     conversion: str | Mapping[str, str] = "",
     their_values: Mapping[str, Mapping[Any, Any]] | None = None,
-    **says: Any,
+    **attributes: Any,
 ) -> Any:
-    """Return a dataclass field with a default; ``says`` are further fields of `Setting`.
+    """Return a dataclass field with a default; ``attributes`` are further fields of `Setting`.
 
     ``also_called`` maps a project to its names for the key, separated by commas. ``conversion`` describes how
     their values differ from ours, for all names or by name. ``their_values`` maps a name to a mapping from
@@ -214,7 +214,7 @@ def setting(
         for name in _foreign_names(projects, conversion, values, piece):
             names_below.append((key_below, name))
 
-    description = Setting(meaning, foreign_names=names, foreign_names_below=tuple(names_below), **says)
+    description = Setting(meaning, foreign_names=names, foreign_names_below=tuple(names_below), **attributes)
     metadata = {"setting": description}
     if default is dataclasses.MISSING:
         return field(metadata=metadata)
@@ -225,9 +225,9 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
-def required(meaning: str, **says: Any) -> Any:
-    """Return a dataclass field without a default; ``says`` are further fields of `Setting`."""
-    return setting(dataclasses.MISSING, meaning, **says)
+def required(meaning: str, **attributes: Any) -> Any:
+    """Return a dataclass field without a default; ``attributes`` are further fields of `Setting`."""
+    return setting(dataclasses.MISSING, meaning, **attributes)
 
 
 def setting_of(item: dataclasses.Field) -> Setting:

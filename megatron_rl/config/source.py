@@ -495,7 +495,7 @@ def set_value(tree: Section, names: Sequence[str], node: Leaf | Section) -> None
 
 
 def override_node(tree: Section, name: str, node: Leaf | Section) -> None:
-    """Replace the node at a name; null in place of another value restores the default."""
+    """Replace the node of a name; a null that replaces another value restores the default."""
     is_null = isinstance(node, Leaf) and node.value is None
     if is_null and name in tree.children:
         node = Leaf(None, node.origin, unsets=True)
@@ -561,7 +561,7 @@ def _yaml_files_beside(path: Path) -> str:
         names = []
     if not names:
         return "check the spelling and the current directory"
-    return f"files beside it: {', '.join(names)}"
+    return f"other files in its folder: {', '.join(names)}"
 
 
 def describe(value: Any) -> str:

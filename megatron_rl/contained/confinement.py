@@ -6,7 +6,7 @@ filter of system calls for a network namespace, a supervisor that measures for a
 
 bubblewrap, nsjail and Firejail build such roots from the same namespaces. They are not used: each needs the
 permissions that are needed here (they fail where namespaces are refused, as in most containers), none is
-installed on a node that nobody prepared, none counts memory over processes, and a second implementation would
+installed on an unprepared node, none counts memory over processes, and a second implementation would
 be tested half as well.
 """
 

@@ -109,7 +109,7 @@ class ContainedProcess:
         limits: a section of limits, as `megatron_rl.config.sections.bounds.LimitsConfig`, as a mapping.
         code: ``module:name`` or ``file.py:name`` of the user's code; the process sees its folder.
 
-    `replies` is the descriptor to wait for. `disorder` is the reason if the process has violated the
+    `replies` is the descriptor to wait for. `protocol_error` is the reason if the process has violated the
     protocol, else None; after that no further reply of the process may be used.
     """
 
@@ -119,7 +119,7 @@ class ContainedProcess:
         limits: Mapping[str, Any],
         code: str = "",
     ) -> None:
-        self.disorder: str | None = None
+        self.protocol_error: str | None = None
         self._buffer = bytearray()
         self._output_closed = False
 
@@ -162,7 +162,7 @@ class ContainedProcess:
                 while (payload := self._requests.get()) is not None:
                     _write_frame(stream, payload)
         except (MemoryError, OSError) as error:
-            self.disorder = f"a request could not be written to the process: {error!r}"
+            self.protocol_error = f"a request could not be written to the process: {error!r}"
             self.process.terminate()
 
     def ask(self, request: Any) -> None:
@@ -221,7 +221,7 @@ class ContainedProcess:
         while len(self._buffer) >= HEADER.size:
             (size,) = HEADER.unpack_from(self._buffer)
             if size > LARGEST_FRAME:
-                self.disorder = f"the process announced an answer of {size} bytes"
+                self.protocol_error = f"the process announced an answer of {size} bytes"
                 break
 
             end = HEADER.size + size

@@ -73,7 +73,7 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 def _with_arguments(call: Any) -> Any:
     """Return a tool call with the JSON text of its arguments parsed; other calls unchanged."""
-    # Text that is not JSON stays as it is: the template may print it.
+    # Text that is not JSON is not changed: the template may print it.
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -174,7 +174,7 @@ class ConversationText:
             with suppress(UserError):  # a template may refuse some roles
                 tails.add(self.tail(_FOLLOW_UP, history))
         if len(tails) > 1:
-            raise _template_error("what follows a turn depends on what was said before", sorted(tails))
+            raise _template_error("the text after a turn depends on the earlier messages", sorted(tails))
         self._has_steady_tails = True
 
     def tail(self, new: Sequence[Message], history: Sequence[Message] = _QUESTION) -> str:
@@ -191,7 +191,9 @@ class ConversationText:
             # another content makes no difference.
             changed = [*new[:index], {**message, "content": "?"}, *new[index + 1 :]]
             if self._after_sentinel([*history, _SENTINEL_TURN, *changed]) == tail:
-                raise _template_error(f"it leaves out what a message of {message.get('role')} says", [tail])
+                raise _template_error(
+                    f"it omits the content of a message of the role {message.get('role')}", [tail]
+                )
         return tail
 
     @cached_property
@@ -344,7 +346,7 @@ class ConversationText:
         # The opening has a mark of thoughts that the template writes of no message: the content follows it.
         elif not further_fields:
             return cut_at_end(content, self.ends) or content
-        raise _template_error("a turn does not stand between what opens and what ends one", [conversation])
+        raise _template_error("a turn is not enclosed by the texts that open and end a turn", [conversation])
 
     def _after_sentinel(self, messages: Sequence[Message], tools: Any = None, opens: bool = True) -> str:
         """Return the text after the sentinel turn of ``messages``; raises UserError if it is not unique."""
@@ -460,7 +462,7 @@ def named_end_ids(tokenizer: Any, model_path: str | Path | None) -> tuple[int, .
     """Return the token ids that a model's files name as ends of responses, the tokenizer's EOS first.
 
     As in transformers, config.json counts only if generation_config.json names none. It often has a default
-    that nobody chose, so only added tokens count there.
+    that was not chosen, so only added tokens count there.
     """
     ids: list[int] = []
     if tokenizer.eos_token_id is not None:
@@ -630,7 +632,9 @@ class ChatTemplate(PlainText):
         super().__init__(tokenizer)
         renderer = renderer_of(tokenizer)
         if renderer is None:
-            raise _template_error("there is none", ["a tokenizer without a chat template"])
+            raise _template_error(
+                "the tokenizer has no chat template", ["a tokenizer without a chat template"]
+            )
         self._conversation_text = ConversationText(renderer)
         self._conversation_text.require_steady_tails()
 

@@ -81,7 +81,7 @@ _DEFAULT_PARSER = JudgeConfig.__dataclass_fields__["parser"].default
 """The package's own parser of verdicts, which reads the judge's answer alone."""
 
 
-# Settings that read the fields beside the prompt
+# Settings that read the fields other than the prompt
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class RecordReader:
         try:
             require_fields(record, data.reward_fields, self.setting)
         except UserError as error:
-            alternative = f"where there is none, let {reader} not read `ground_truth`"
+            alternative = f"without one, make {reader} not read `ground_truth`"
             raise replace(error, fix=f"{error.fix}; {alternative}") from None
 
     def _require_one_kind(self, record: Record) -> None:
@@ -764,7 +764,7 @@ def _normalise_weight(message: dict[str, Any]) -> None:
     `is_trained_turn` reads OpenAI's ``weight`` alone. Raises _MessageError for a weight other than 0 and 1,
     and for weights of spans of the message.
     """
-    # A turn is trained on unless one of the keys says otherwise.
+    # A turn is trained on unless one of the keys excludes it.
     is_trained = True
     for name in (*_LEARNED_IF, *_LEARNED_UNLESS):
         if name not in message:

@@ -427,13 +427,13 @@ def is_uninformative(response: object, *alternatives: object) -> bool:
     return not response
 
 
-def uninformative_text(wheres: Sequence[str], total: int, pairs: bool) -> str:
+def uninformative_text(locations: Sequence[str], total: int, pairs: bool) -> str:
     """Return the warning about the records, of ``total``, for which `is_uninformative` is true."""
-    count = f"{len(wheres)} of {total}"
-    first = f"first: {', '.join(wheres[:3])}"
+    count = f"{len(locations)} of {total}"
+    first = f"first: {', '.join(locations[:3])}"
     if pairs:
         return f"{count} pairs prefer a response to itself and teach nothing; {first}"
-    return f"{count} responses are empty and teach to say nothing; {first}"
+    return f"{count} responses are empty, and training on them teaches empty answers; {first}"
 
 
 def closing_thought_tag(opening: str) -> str | None:

@@ -140,11 +140,11 @@ def prompt_warnings(
         record for record, _ in rows if uses_chat_template(record, data) and _has_marks(record, data, marks)
     ]
     if rendered_before:
-        fix = "give the messages as they were before they were rendered"
+        fix = "give the original messages, from before they were rendered"
         if isinstance(rendered_before[0].values[data.prompt_field], str):
             fix = f"set {data.setting_of('chat_template')}=false for prompts that are rendered already"
         yield _warning(
-            "messages hold marks of the chat template: they seem to be rendered already, and are again",
+            "messages contain marks of the chat template: they seem to be rendered already",
             rendered_before,
             len(rows),
             setting,

@@ -297,7 +297,7 @@ class PromptSource:
         self._order.load_state_dict(state)
         if state.get("records", self._digest) == self._digest:
             return None
-        return "warning: records hold something else beside their prompts than when the checkpoint was made"
+        return "warning: the records' fields other than the prompt have changed since the checkpoint was made"
 
     @cached_property
     def _digest(self) -> str:

@@ -93,7 +93,7 @@ class TemplateRenderer:
         self._process: subprocess.Popen[str] | None = None
         self._finalizer: Any = None
         self._exhausted: str | None = None
-        """Reason for which the process ended over a single rendering; no rendering is tried after that."""
+        """Reason for which one rendering ended the process; no further one is tried. None before that."""
         self._lock = threading.Lock()
 
     def is_for(self, templates: Mapping[str, str], special: Mapping[str, str], now: datetime | None) -> bool:
@@ -313,7 +313,7 @@ def _render(compiled: Callable[[str], Any], setup: Mapping[str, Any], request: S
     except _Refused as error:
         return [None, str(error)]
     except MemoryError:
-        return [None, f"it asks for more than {MEMORY_BYTES >> 30} GiB of memory"]
+        return [None, f"it needs more than {MEMORY_BYTES >> 30} GiB of memory"]
     except Exception as error:  # a template can raise anything: it computes with values of the data
         return [None, f"{type(error).__name__}: {error}"[:2000]]
 
@@ -331,7 +331,7 @@ def _lower_limit(kind: int, limit: int) -> None:
 
 
 def main() -> None:
-    """Answer the renderings on standard input until it ends."""
+    """Serve the rendering requests on standard input until its end."""
     import jinja2  # noqa: F401 - before the limit of memory, which is for the templates
 
     _lower_limit(resource.RLIMIT_CORE, 0)

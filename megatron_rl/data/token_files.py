@@ -3,8 +3,8 @@
 The one idea: a file of tokens is stored in the run folder and named by a digest of everything that determines
 its content, so that a file with the right name has the right tokens. Processes that share a file system meet
 in the file's lock: the first makes the file, the others wait and map it. If it cannot be written, each
-process keeps tokens of its own. A digest of the content is stored beside the file; the first process of a
-node compares the two and makes a damaged file anew.
+process has its own tokens. A digest of the content is stored next to the file; the first process of a
+node compares the two and writes a damaged file again.
 
 Why not the cached ``map`` of HF ``datasets``? Tried with 5.2.0 on these four points:
 
@@ -158,7 +158,7 @@ class TokenFiles:
         # Outside the lock: processes that waited in vain tokenise at the same time, not one after another.
         if encoded is None:
             encoded = encode(load_records(path, setting=setting))
-        self.say(f"warning: {setting}: every process keeps tokens of its own: {reason}")
+        self.say(f"warning: {setting}: every process tokenises the data for itself: {reason}")
         return encoded
 
     def _stored(self, file: Path, setting: str, was_locked: bool) -> Encoded | None:
@@ -178,7 +178,7 @@ class TokenFiles:
                 return stored
             damage = "cannot be read"
 
-        self.say(f"warning: {setting}: {file} {damage}; its tokens are made anew")
+        self.say(f"warning: {setting}: {file} {damage}; the data set is tokenised again")
         file.unlink()  # processes that wait would read it
         return None
 
@@ -327,7 +327,7 @@ def _read(file: Path) -> Encoded | None:
 
     try:
         batch = pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).get_batch(0)
-        lines, wheres, texts, *columns = batch.columns
+        lines, locations, texts, *columns = batch.columns
         tokens = tuple(_token_rows(column) for column in columns)
     except (pyarrow.ArrowException, ValueError):
         return None
@@ -336,7 +336,7 @@ def _read(file: Path) -> Encoded | None:
     remarks = json.loads((batch.schema.metadata or {}).get(_REMARKS, b"[]"))
     count = batch.num_rows
     return Encoded(
-        _LazyRows(count, lambda row: Record(json.loads(lines[row].as_py()), wheres[row].as_py())),
+        _LazyRows(count, lambda row: Record(json.loads(lines[row].as_py()), locations[row].as_py())),
         _LazyRows(count, lambda row: texts[row].as_py()),
         tokens,
         _LazyRows(count, lambda row: lines[row].as_py()),

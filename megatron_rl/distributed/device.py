@@ -54,7 +54,7 @@ _ALIGNMENT = 512
 """Bytes to which PyTorch's allocator aligns device memory; kernels may rely on it."""
 
 _unbacked_bytes = 0
-"""Bytes that PyTorch counts as allocated although no memory backs them."""
+"""Bytes that PyTorch counts as allocated although they have no physical memory."""
 _earlier_peak = 0
 """Peak of allocated bytes up to the last `set_unbacked`, since the last reset."""
 
@@ -244,7 +244,7 @@ def peak_memory(reset: bool = False) -> int:
 
 
 def set_unbacked(size: int) -> None:
-    """Set the number of allocated bytes that no memory backs, as those of a sleeping engine.
+    """Set the number of allocated bytes without physical memory, such as those of a sleeping engine.
 
     vLLM's sleep mode unmaps memory that PyTorch continues to count as allocated.
     """
@@ -288,7 +288,8 @@ def initialize(timeout: float = 600.0, *, watched: bool = False) -> None:
 
     # A host may have fewer accelerators than ranks.
     if not _ON_HOST:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        local_rank = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
     if not dist.is_initialized():
         try:
@@ -417,7 +418,13 @@ def seed_tensor_parallel(seed: int, tensor_rank: int) -> None:
 class _HostMode(TorchFunctionMode):
     """Redirection of tensors that Megatron-Core creates on or moves to the accelerator."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
 
         if func is torch.Tensor.cuda:

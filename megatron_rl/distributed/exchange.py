@@ -80,7 +80,11 @@ class ReplicaGroup:
     is collective over the job: see `communicator`. ``gather_stats`` accumulates the cost of `gather_rows`.
     """
 
-    def __init__(self, ranks: tuple[int, ...] | None = None, gather_stats: GatherStats | None = None) -> None:
+    def __init__(
+        self,
+        ranks: tuple[int, ...] | None = None,
+        gather_stats: GatherStats | None = None,
+    ) -> None:
         if ranks is None:
             self.group = None
             self.ranks = tuple(range(dist.get_world_size()))
@@ -121,17 +125,23 @@ class ReplicaGroup:
         dist.all_gather_into_tensor(all_counts.view(-1), local_counts, group=self.group)
         return all_counts.tolist()
 
-    def _broadcast_shard(self, shard: RowShard, source: int, counts: list[int]) -> RowShard:
+    def _broadcast_shard(
+        self,
+        shard: RowShard,
+        source: int,
+        counts: list[int],
+    ) -> RowShard:
         """Return the shard of rank ``source`` as a copy on the host. Collective over the group."""
         fields = _list_fields(shard)
-        sizes = [
-            counts[kind] * math.prod(tensor.shape[1:]) * tensor.element_size() for _, tensor, kind in fields
-        ]
+        sizes = []
+        for _, tensor, kind in fields:
+            entry_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+            sizes.append(counts[kind] * entry_bytes)
 
         # Pack all fields into one message of bytes.
         if self.rank == source:
-            buffer = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor, _ in fields])
-            buffer = buffer.to(device.device())
+            parts = [tensor.contiguous().view(-1).view(torch.uint8) for _, tensor, _ in fields]
+            buffer = torch.cat(parts).to(device.device())
         else:
             buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device.device())
             self._gather_stats.bytes += sum(sizes)
@@ -143,13 +153,15 @@ class ReplicaGroup:
             shape = (counts[kind], *tensor.shape[1:])
             received.append(raw.clone().view(tensor.dtype).view(shape))
 
-        named = iter(received[2:])
+        # After rows and lengths, the message has the other fields in the order of `_list_fields`.
+        rows, lengths, *others = received
+        remaining = iter(others)
         return RowShard(
-            rows=received[0],
-            lengths=received[1],
-            tokens={name: next(named) for name in shard.tokens},
-            values={name: next(named) for name in shard.values},
-            items={name: next(named) for name in shard.items},
+            rows=rows,
+            lengths=lengths,
+            tokens={name: next(remaining) for name in shard.tokens},
+            values={name: next(remaining) for name in shard.values},
+            items={name: next(remaining) for name in shard.items},
         )
 
 
@@ -173,10 +185,9 @@ def _merge_in_row_order(shards: Sequence[RowShard]) -> RowShard:
     lengths = torch.cat([shard.lengths for shard in shards])
     index = token_index(lengths, order)
 
-    first = shards[0]
-    tokens = {name: torch.cat([shard.tokens[name] for shard in shards]) for name in first.tokens}
-    values = {name: torch.cat([shard.values[name] for shard in shards]) for name in first.values}
-    items = {name: torch.cat([shard.items[name] for shard in shards]) for name in first.items}
+    tokens = _concatenate([shard.tokens for shard in shards])
+    values = _concatenate([shard.values for shard in shards])
+    items = _concatenate([shard.items for shard in shards])
     return RowShard(
         rows=rows[order],
         lengths=lengths[order],
@@ -184,6 +195,11 @@ def _merge_in_row_order(shards: Sequence[RowShard]) -> RowShard:
         values={name: tensor[order] for name, tensor in values.items()},
         items={name: tensor[token_index(tokens[name], index)] for name, tensor in items.items()},
     )
+
+
+def _concatenate(shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the tensors of each name, joined in the order of the shards."""
+    return {name: torch.cat([tensors[name] for tensors in shards]) for name in shards[0]}
 
 
 def gather_metrics(metrics: Metrics) -> Metrics:
@@ -216,7 +232,11 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
-def run_on_all_ranks_or_raise(action: Callable[[], Any], purpose: str, group: Any = None) -> list[Any]:
+def run_on_all_ranks_or_raise(
+    action: Callable[[], Any],
+    purpose: str,
+    group: Any = None,
+) -> list[Any]:
     """Run ``action`` on every rank and return the results by rank; if it fails on one rank, raise on all.
 
     Without this, the ranks on which it succeeded would wait for the failed one in their next collective.
@@ -311,7 +331,7 @@ def store_value(name: str) -> int:
 
 def _add_to_counter(name: str, amount: int) -> int:
     store: Any = dist.distributed_c10d._get_default_store()
-    return store.add(f"ticket {name}", amount)
+    return store.add(f"counter {name}", amount)
 
 
 def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
@@ -324,7 +344,7 @@ def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
 
 
 def rank_in(group: Any = None) -> int:
-    """Return this process's global rank as ``group`` numbers it: in a span, the rank within the span."""
+    """Return this process's global rank, or its rank in a span across several jobs (`join_span`)."""
     if group is None:
         return dist.get_rank()
     return dist.get_global_rank(group, group.rank())

@@ -169,7 +169,13 @@ class ParallelGroups:
         return groups
 
 
-def join_span(address: str, port: int, rank: int, count: int, timeout: float = 600.0) -> Any:
+def join_span(
+    address: str,
+    port: int,
+    rank: int,
+    count: int,
+    timeout: float = 600.0,
+) -> Any:
     """Join a span: a process group across jobs, as between trainers and the workers of a rollout server.
 
     Its ``count`` processes meet at ``address:port``, which rank 0 opens. In calls on a span, global ranks are

@@ -59,11 +59,21 @@ def store_of_one_host(port: int, timeout: timedelta) -> dist.Store:
         except OSError as error:
             raise dist.DistNetworkError(f"port {port}: {error.strerror}") from error
     return dist.TCPStore(
-        address, port, current_launch().world_size, is_first, timeout, master_listen_fd=listener
+        address,
+        port,
+        current_launch().world_size,
+        is_first,
+        timeout,
+        master_listen_fd=listener,
     )
 
 
-def agree_on_attempt(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+def agree_on_attempt(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+) -> str:
     """Return a name of this attempt that all of its ranks agree on and no earlier attempt had.
 
     torchrun keeps its store when it restarts the ranks, and with it the addresses of the ranks that are gone:

@@ -74,7 +74,8 @@ class Report:
 
     def write(self) -> str:
         """Return the report as text."""
-        return "\n".join([self.beat, self.progress, "waits" if self.waits else "", self.text])
+        waits = "waits" if self.waits else ""
+        return "\n".join([self.beat, self.progress, waits, self.text])
 
 
 class HangDetector:
@@ -209,8 +210,9 @@ class Watch:
             return
         self._read_reports(detector, now, range(1, self._world_size if self._rank else 1))
 
-        deciding = next((rank for rank in range(self._world_size) if not detector.is_silent(now, rank)), None)
-        if deciding != self._rank:
+        # The lowest rank that still reports decides.
+        reporting = (rank for rank in range(self._world_size) if not detector.is_silent(now, rank))
+        if next(reporting, None) != self._rank:
             return
         message = detector.abort_message(now)
         if message is None or self._stopped.is_set():

@@ -2,7 +2,7 @@
 
 An environment is one side of one episode: the policy writes turns, the environment observes and rewards. Each
 episode has an object of its own, of the class that ``rollout.environment`` names, made with the settings
-beside that name. It runs in a contained process, never in the trainer's.
+next to that name. It runs in a contained process, never in the trainer's.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Message(str):
 
     tool_calls: tuple[dict[str, Any], ...]
     """Tool calls in OpenAI's form, if the episode was opened with tools and `rollout.environment.tool_parser`
-    is set; the text is then the one beside the calls."""
+    is set; the text is then the turn's text without the calls."""
 
     def __new__(
         cls,

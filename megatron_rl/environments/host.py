@@ -41,7 +41,7 @@ WHERE = "rollout.environment"
 """Key of the configuration that errors of this room name."""
 
 LOOP_FILES = 3
-"""Files that an episode's event loop has open, beside those of its environment."""
+"""Files that an episode's event loop has open, in addition to its environment's."""
 
 MOST_OWN = 32
 """Own files, and own processes, of one episode that the fixed limits of a process already include."""
@@ -256,7 +256,7 @@ class _RunningEpisode:
         """Send the observed messages to the trainer and return the turn that follows; see `TurnSource`."""
         self._require_order(observed, limit)
         if self._turns_left == 0:
-            raise Truncated("the episode had all its turns")
+            raise Truncated("the episode has used all its turns")
         self._turns_left -= 1
 
         frame: dict[str, Any] = {"kind": ASKS, "messages": observed, "limit": limit}

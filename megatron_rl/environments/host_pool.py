@@ -77,7 +77,7 @@ class EpisodeEnd(NamedTuple):
     """Reward of the environment, None if it leaves the reward to others, or has failed."""
 
     components: Mapping[str, float] = {}
-    """Named numbers beside the reward."""
+    """Named components, in addition to the reward."""
 
     truncated: bool = False
     """Whether the environment was refused a turn."""
@@ -151,7 +151,7 @@ class EnvironmentPool:
         # Episodes without a process, first in first out.
         self._waiting: list[_OpenEpisode] = []
         self._hosts: list[_Host] = []
-        # Processes must not outlive this object, also when nobody closes it.
+        # Processes must not outlive this object, even if it is not closed.
         self._finalizer = weakref.finalize(self, kill_all, self._hosts)
 
         try:
@@ -276,7 +276,7 @@ class EnvironmentPool:
             episode.busy_since = time.monotonic()
 
     def _deadlines(self, host: _Host) -> list[float]:
-        """Return the times at which `_check_deadlines` has something to do for a process."""
+        """Return the times at which a process has to be checked for lateness."""
         if host.pinged is not None:
             return [host.pinged + GRACE_SECONDS]
         deadlines = list(host.closing.values())
@@ -303,7 +303,7 @@ class EnvironmentPool:
 
             event = _event(frame, host.episodes)
             if event is None:
-                host.process.disorder = f"its process sent a malformed message: {frame!r:.200}"
+                host.process.protocol_error = f"its process sent a malformed message: {frame!r:.200}"
                 break
             if isinstance(event, TurnRequest):
                 host.episodes[event.number].busy_since = None
@@ -313,7 +313,7 @@ class EnvironmentPool:
                 del host.episodes[event.number]
             events.append(event)
 
-        if not is_open or host.process.disorder is not None:
+        if not is_open or host.process.protocol_error is not None:
             self._lose(host, events, CRASHED)
 
     def _check_deadlines(self, host: _Host, events: list[Event]) -> None:
@@ -364,8 +364,8 @@ class EnvironmentPool:
         limit = exceeded_limit(status, asdict(self.config.limits), f"{protocol.WHERE}.limits")
         if reason == TIMEOUT:
             message = self._timeout_message()
-        elif host.process.disorder:
-            message = host.process.disorder
+        elif host.process.protocol_error:
+            message = host.process.protocol_error
         elif limit:
             message = limit
 

@@ -29,6 +29,7 @@ from megatron_rl.hf.files import (
     copy_tensors,
     copy_tokenizer,
     shard_files,
+    tensor_bytes,
     write_index,
 )
 from megatron_rl.hf.peft import peft_boxes
@@ -43,10 +44,10 @@ from megatron_rl.weights.transfer import Exchange, connect, gather_layout
 
 FILE_BYTES = 5 * 2**30
 PIECE_BYTES = 64 * 2**20
-FURTHER = "further-layers.safetensors"
+MTP_FILE = "further-layers.safetensors"
 """File of the layers for multi-token prediction, which are copied and not trained."""
 FLOAT32_NAMES = ("e_score_correction_bias",)
-"""Endings of names of tensors that stay float32: biases that balance experts."""
+"""Endings of the names of tensors that stay float32: the biases that balance the load of experts."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,13 @@ def export(
     ranks.
     """
     parameters = policy_weights(model)
-    described = pretrained(model.hf_config)
+    hf_model = pretrained(model.hf_config)
     dtype = dtype or next(iter(parameters.values())).dtype
-    shapes = described.tensor_shapes()
+    shapes = hf_model.tensor_shapes()
     dtypes = {name: torch.float32 if name.endswith(FLOAT32_NAMES) else dtype for name in shapes}
 
     files = shard_files(shapes, dtypes, file_bytes)
-    extra_tensors = _mtp_tensors(described, source)
+    extra_tensors = _mtp_tensors(hf_model, source)
     if extra_tensors and SINGLE in files:
         # Readers that find `model.safetensors` ignore the index, and with it the file of MTP layers.
         files = {"model-00001-of-00001.safetensors": files[SINGLE]}
@@ -168,11 +169,11 @@ def _write(
     _run_or_raise(lambda: _publish(target, path, finish, digests) if is_first else None, path, group)
 
 
-def _mtp_tensors(described: PretrainedModel, source: str | Path | None) -> list[str]:
+def _mtp_tensors(hf_model: PretrainedModel, source: str | Path | None) -> list[str]:
     """Return the names of the tensors of ``source`` in multi-token prediction (MTP) layers."""
-    if source is None or not described.config.get("num_nextn_predict_layers"):
+    if source is None or not hf_model.config.get("num_nextn_predict_layers"):
         return []
-    return sorted(name for name in open_checkpoint(source).names() if described.is_mtp(name))
+    return sorted(name for name in open_checkpoint(source).names() if hf_model.is_mtp(name))
 
 
 def _schedule_pieces(
@@ -191,9 +192,11 @@ def _schedule_pieces(
 
     # Writers with fewer pieces have none in the last steps.
     count = max(len(queue) for queue in queues.values())
-    return [
-        {rank: queue[step] for rank, queue in queues.items() if step < len(queue)} for step in range(count)
-    ]
+    steps: list[dict[int, _Piece]] = [{} for _ in range(count)]
+    for rank, queue in queues.items():
+        for step, piece in zip(steps, queue, strict=False):
+            step[rank] = piece
+    return steps
 
 
 def _split_tensor(
@@ -205,8 +208,9 @@ def _split_tensor(
 ) -> Iterator[_Piece]:
     """Yield a tensor as pieces of complete rows, of at most ``piece_bytes`` or one row."""
     # A tensor is cut between rows, so that each piece is contiguous in the file.
-    row_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
+    row_bytes = tensor_bytes(shape[1:], dtype)
     rows = max(1, piece_bytes // max(row_bytes, 1))
+
     for begin in range(0, shape[0], rows):
         count = min(rows, shape[0] - begin)
         yield _Piece(
@@ -269,12 +273,16 @@ def _collect(
     Collective over the group.
     """
     rank = device.rank()
-    max_piece_bytes = max(
-        torch.Size(piece.size).numel() * piece.dtype.itemsize for step in steps for piece in step.values()
-    )
+    max_piece_bytes = 0
+    for step in steps:
+        for piece in step.values():
+            max_piece_bytes = max(max_piece_bytes, tensor_bytes(piece.size, piece.dtype))
+
     for step, flow in zip(steps, _flows(steps, sources), strict=True):
         target = step.get(rank)
-        values = torch.empty(target.size, dtype=target.dtype, device=device.device()) if target else None
+        values = None
+        if target is not None:
+            values = torch.empty(target.size, dtype=target.dtype, device=device.device())
         sends: dict[int, list[Any]] = {}
         receives: dict[int, list[Any]] = {}
         for region, receiver, sender in flow:
@@ -293,7 +301,7 @@ def _collect(
             elif source_view is not None:
                 sends.setdefault(receiver, []).append((source_view, region.dtype))
 
-        # A slot that holds a piece in one message, also with the alignment of its regions.
+        # A slot for a piece in one message, with room for the alignment of its regions.
         Exchange(sends, receives, 2 * max_piece_bytes + 4096, group).run()
         if target is not None and values is not None:
             writer.write(target, values)
@@ -301,8 +309,8 @@ def _collect(
 
 def _region_view(values: Tensor, piece: _Piece, region: Region) -> Tensor:
     """Return the view of a region in the values of a piece."""
-    for dim, (begin, count) in enumerate(zip(region.start, region.size, strict=True)):
-        values = values.narrow(dim, begin - piece.start[dim], count)
+    for dim, count in enumerate(region.size):
+        values = values.narrow(dim, region.start[dim] - piece.start[dim], count)
     return values
 
 
@@ -317,7 +325,13 @@ def _flows(
     for number, step in enumerate(steps):
         for writer, piece in step.items():
             box = TensorBox(
-                piece.name, piece.start, piece.size, writer, piece.name, 0, (0,) * len(piece.size)
+                piece.name,
+                piece.start,
+                piece.size,
+                writer,
+                piece.name,
+                0,
+                (0,) * len(piece.size),
             )
             boxes.setdefault(writer, []).append(box)
             dtypes[piece.name] = piece.dtype
@@ -329,7 +343,8 @@ def _flows(
         # The piece of a region is the last one that begins at or before its first row.
         (writer,) = region.receivers
         starts = steps_by_row[region.name]
-        step = starts[bisect_right(starts, (region.start[0], len(steps))) - 1][1]
+        index = bisect_right(starts, (region.start[0], len(steps))) - 1
+        step = starts[index][1]
         holders = region.holders
         sender = writer if writer in holders else holders[number % len(holders)]
         flows[step].append((region, writer, sender))
@@ -383,11 +398,10 @@ def _finish(
         setattr(config, key, value)
     config.save_pretrained(target)
 
-    sizes = content.shapes.items()
-    total_bytes = sum(torch.Size(shape).numel() * content.dtypes[name].itemsize for name, shape in sizes)
+    total_bytes = sum(tensor_bytes(shape, content.dtypes[name]) for name, shape in content.shapes.items())
     if source is not None and extra_tensors:
-        total_bytes += copy_tensors(source, target / FURTHER, extra_tensors)
-        files = {**files, FURTHER: extra_tensors}
+        total_bytes += copy_tensors(source, target / MTP_FILE, extra_tensors)
+        files = {**files, MTP_FILE: extra_tensors}
 
     # More than one file needs an index.
     if len(files) > 1:

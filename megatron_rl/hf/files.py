@@ -27,6 +27,11 @@ _DTYPE_NAMES = {
 }  # fmt: skip
 
 
+def tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the size of a tensor in bytes."""
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
 class CheckpointFiles:
     """Tensors of a checkpoint directory, of which slices can be read.
 
@@ -50,7 +55,8 @@ class CheckpointFiles:
                 expected = "JSON with a weight_map"
                 raise unreadable_file("the checkpoint's index", index, error, expected=expected) from error
 
-            absent_files = sorted({file for file in weight_map.values() if not (self.path / file).is_file()})
+            indexed_files = sorted(set(weight_map.values()))
+            absent_files = [file for file in indexed_files if not (self.path / file).is_file()]
             if absent_files:
                 raise UserError(
                     "The checkpoint's index names files that do not exist.",
@@ -72,18 +78,20 @@ class CheckpointFiles:
 
     def _handle(self, file: Path) -> Any:
         """Return the open safetensors file; raise UserError if it cannot be read."""
-        if file not in self._open:
-            try:
-                require_file(file)
-                self._open[file] = safe_open(file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise unreadable_file(
-                    "a file of the checkpoint",
-                    file,
-                    error,
-                    expected="a complete file of safetensors",
-                    fix="download the file again",
-                ) from error
+        if file in self._open:
+            return self._open[file]
+
+        try:
+            require_file(file)
+            self._open[file] = safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise unreadable_file(
+                "a file of the checkpoint",
+                file,
+                error,
+                expected="a complete safetensors file",
+                fix="download the file again",
+            ) from error
         return self._open[file]
 
     def names(self) -> set[str]:
@@ -96,7 +104,7 @@ class CheckpointFiles:
 
     def shape(self, name: str) -> Shape:
         """Return a tensor's shape."""
-        return tuple(self._handle(self._file_of[name]).get_slice(name).get_shape())
+        return tuple(self._slice_of(name).get_shape())
 
     def read(
         self,
@@ -105,8 +113,13 @@ class CheckpointFiles:
         size: Sequence[int],
     ) -> Tensor:
         """Return the box of a tensor that begins at ``start`` and has ``size``, in its stored dtype."""
-        box = tuple(slice(begin, begin + count) for begin, count in zip(start, size, strict=True))
-        return self._handle(self._file_of[name]).get_slice(name)[box]
+        dims = zip(start, size, strict=True)
+        box = tuple(slice(begin, begin + count) for begin, count in dims)
+        return self._slice_of(name)[box]
+
+    def _slice_of(self, name: str) -> Any:
+        """Return safetensors' lazy view of a tensor."""
+        return self._handle(self._file_of[name]).get_slice(name)
 
 
 class SafetensorsWriter:
@@ -125,7 +138,7 @@ class SafetensorsWriter:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         position = 0
         for name, shape in shapes.items():
-            end = position + torch.Size(shape).numel() * dtypes[name].itemsize
+            end = position + tensor_bytes(shape, dtypes[name])
             header[name] = {
                 "dtype": _DTYPE_NAMES[dtypes[name]],
                 "shape": list(shape),
@@ -144,7 +157,8 @@ class SafetensorsWriter:
 
     def write(self, piece: Tensor) -> None:
         """Append the next elements, in the tensor's dtype and row-major order."""
-        data = piece.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        values = piece.detach().cpu().contiguous()
+        data = values.reshape(-1).view(torch.uint8).numpy()
         self._remaining -= data.nbytes
         self._append(data.data)
 
@@ -179,7 +193,7 @@ def shard_files(
     groups: list[list[str]] = [[]]
     group_bytes = 0
     for name, shape in shapes.items():
-        size = torch.Size(shape).numel() * dtypes[name].itemsize
+        size = tensor_bytes(shape, dtypes[name])
         # A group has at least one tensor, however large.
         if groups[-1] and group_bytes + size > max_bytes:
             groups.append([])
@@ -235,7 +249,7 @@ def copy_tensors(
     for name, shape in shapes.items():
         writer.write(files.read(name, (0,) * len(shape), shape))
     writer.close()
-    return sum(torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in shapes.items())
+    return sum(tensor_bytes(shape, dtypes[name]) for name, shape in shapes.items())
 
 
 def copy_tokenizer(source: str | Path, path: Path) -> None:

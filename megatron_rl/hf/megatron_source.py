@@ -105,7 +105,11 @@ class MegatronFiles:
     the tensors are not the model's, or files are missing.
     """
 
-    def __init__(self, path: str | Path, checkpoint: MegatronCheckpoint | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        checkpoint: MegatronCheckpoint | None = None,
+    ) -> None:
         model = read_pretrained(Path(path) / "config.json")
         self.checkpoint = read_pointed(path) if checkpoint is None else checkpoint
         self.path = self.checkpoint.path
@@ -118,7 +122,10 @@ class MegatronFiles:
         self._shapes = model.tensor_shapes()
         shapes = {name: self._shape(location) for name, location in self._locations.items()}
         boxes = trace_import(
-            {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}, model, Shard(), 0
+            {name: torch.empty(shape, device="meta") for name, shape in shapes.items()},
+            model,
+            Shard(),
+            0,
         )
         self._boxes: dict[str, list[TensorBox]] = {}
         for box in boxes:
@@ -158,7 +165,8 @@ class MegatronFiles:
                 continue
 
             # Coordinates of the overlap, counted from the start of the box.
-            box_start = [low - first for low, first in zip(overlap[0], box.start, strict=True)]
+            corners = zip(overlap[0], box.start, strict=True)
+            box_start = [low - first for low, first in corners]
             stored = self._stored(box, box_start, overlap[1])
             # The stored dtype is known from the first piece.
             if values is None:
@@ -183,7 +191,8 @@ class MegatronFiles:
         for stride in strides(self._shape(location)):
             position, offset = divmod(offset, stride)
             origin.append(position)
-        begin = (*location.index, *(low + first for low, first in zip(origin, start, strict=True)))
+        first_element = [low + first for low, first in zip(origin, start, strict=True)]
+        begin = (*location.index, *first_element)
         counts = (1,) * len(location.index) + tuple(size)
 
         # Copy the intersection with each chunk.
@@ -202,7 +211,9 @@ class MegatronFiles:
 
     def _chunks_of(self, key: str, entry: int) -> list[Chunk]:
         """Return the chunks of a stored tensor that may contain index ``entry`` of its first dimension."""
-        return self._chunks.get((key, entry), []) + self._chunks.get((key, None), [])
+        single_entry = self._chunks.get((key, entry), [])
+        several_entries = self._chunks.get((key, None), [])
+        return single_entry + several_entries
 
 
 class BufferFiles(MegatronFiles):
@@ -210,7 +221,7 @@ class BufferFiles(MegatronFiles):
 
     The state is the master weights in float32; `with_state` gives the others. ``parameters`` are the ranges
     of the parameters in the flat buffers. Tensors that the optimizer does not update, as the biases that
-    balance experts, are read from the model's weights.
+    balance the load of experts, are read from the model's weights.
     """
 
     def __init__(
@@ -287,8 +298,9 @@ class BufferFiles(MegatronFiles):
 
 def _within(values: Tensor, start: Sequence[int], box: Span) -> Tensor:
     """Return the view of a ``box`` in values that begin at the coordinates ``start``."""
-    for dim, (low, first, count) in enumerate(zip(box[0], start, box[1], strict=True)):
-        values = values.narrow(dim, low - first, count)
+    box_start, box_size = box
+    for dim, count in enumerate(box_size):
+        values = values.narrow(dim, box_start[dim] - start[dim], count)
     return values
 
 

@@ -225,35 +225,35 @@ def require_finite(values: Tensor, name: str, files: Checkpoint) -> None:
 
 def check_tensors(files: Checkpoint, model: Chunked) -> None:
     """Raise UserError unless a checkpoint has the tensors, of the shapes, that the model needs."""
-    described = pretrained(model.hf_config)
-    expected = described.tensor_shapes()
+    hf_model = pretrained(model.hf_config)
+    expected = hf_model.tensor_shapes()
     stored = files.names()
     if SCALAR not in stored:
         expected.pop(SCALAR, None)
 
-    absent = sorted(set(expected) - stored)
+    absent_names = sorted(set(expected) - stored)
     extra = stored - set(expected)
-    unexpected = sorted(name for name in extra if not described.is_ignorable(name))
-    if absent or unexpected:
+    unexpected = sorted(name for name in extra if not hf_model.is_ignorable(name))
+    if absent_names or unexpected:
         hint = None
-        if absent == [OUTPUT]:
+        if absent_names == [OUTPUT]:
             hint = "set tie_word_embeddings in config.json if the output layer shares the embedding"
         raise UserError(
             "The checkpoint's tensors are not those of the model in its config.json.",
             where=str(files.path),
-            expected=f"missing: {join_names(absent, _MAX_NAMES_LISTED)}" if absent else None,
+            expected=f"missing: {join_names(absent_names, _MAX_NAMES_LISTED)}" if absent_names else None,
             got=f"unexpected: {join_names(unexpected, _MAX_NAMES_LISTED)}" if unexpected else None,
             fix=hint or "use a checkpoint saved from this architecture and number of layers",
         )
 
-    if described.has_separate_head(stored):
+    if hf_model.has_separate_head(stored):
         _require_equal_head(files)
 
     # All tensors exist: compare their shapes.
     for name, shape in expected.items():
         if files.shape(name) != shape:
             raise UserError(
-                f"The checkpoint's tensor {name} has another shape than its config.json says.",
+                f"The shape of the checkpoint's tensor {name} does not match its config.json.",
                 where=str(files.path),
                 expected=str(list(shape)),
                 got=str(list(files.shape(name))),
@@ -262,13 +262,18 @@ def check_tensors(files: Checkpoint, model: Chunked) -> None:
 
 
 def _require_equal_head(files: Checkpoint) -> None:
-    """Raise UserError unless an output layer that config.json ties equals the embedding."""
+    """Raise UserError if a stored output layer differs from the embedding that config.json ties it to."""
     shapes = {name: files.shape(name) for name in (OUTPUT, EMBEDDING)}
-    rows, width = shapes[EMBEDDING]
     equal = shapes[OUTPUT] == shapes[EMBEDDING]
-    # Tensors of different shapes are not compared.
-    for first in range(0, rows if equal else 0, _COMPARED_ROWS):
-        box = (first, 0), (min(_COMPARED_ROWS, rows - first), width)
-        equal = equal and torch.equal(files.read(OUTPUT, *box), files.read(EMBEDDING, *box))
+
+    # Compare blocks of rows up to the first difference.
+    rows, width = shapes[EMBEDDING]
+    first = 0
+    while equal and first < rows:
+        start = (first, 0)
+        size = (min(_COMPARED_ROWS, rows - first), width)
+        equal = torch.equal(files.read(OUTPUT, start, size), files.read(EMBEDDING, start, size))
+        first += _COMPARED_ROWS
+
     if not equal:
         raise separate_head_error(files.path, shapes, "other values")

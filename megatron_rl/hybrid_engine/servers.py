@@ -65,7 +65,7 @@ def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator
     if rank == 0:
         try:
             capacity = sum(server.require_fit(config) for server in servers)
-            lease.take()
+            lease.acquire()
             for server in servers:
                 server.require_open()
         except UserError as error:

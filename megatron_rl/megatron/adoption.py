@@ -1,4 +1,4 @@
-"""Models that a user's own Megatron script has set up: the chunks and the optimizer of the script itself."""
+"""Adoption of a model and an optimizer that a user's own Megatron script has set up."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def require_set_up(model: Any, optimizer: Any, scheduler: Any) -> None:
 
 
 def _wrong_type(name: str, expected: str, got: str) -> UserError:
-    """Return the error of a result of the training script that is of another type than Megatron's."""
+    """Return the error of a training script's object that is not of Megatron's type."""
     return UserError(
         f"the training script's {name} is not one of Megatron's",
         where=name,
@@ -115,7 +115,7 @@ def _unwrapped_chunk(chunk: Any) -> Any:
     while not hasattr(chunk, "decoder"):
         inner: Any = chunk.module
         if isinstance(chunk, Float16Module):
-            # Its forward would convert hidden states to float32 in the last stage.
+            # Float16Module would convert the hidden states of the last stage to float32.
             chunk.forward = partial(inner)
         chunk = inner
     return chunk

@@ -27,7 +27,7 @@ _megatron_exchanges: dict[str, Any] = {}
 
 
 def prepare_experts() -> None:
-    """Define what Megatron-Core's router and dispatcher leave undefined on this machine. Idempotent."""
+    """Define the names that Megatron-Core's router and dispatcher lack on this machine. Idempotent."""
     utilities: Any = moe_utils
     if not hasattr(utilities, "te_general_gemm"):
         # Megatron defines the name only where Transformer Engine has it; the router compares it with None.
@@ -92,9 +92,9 @@ def host_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False
 class RoutedTokens:
     """Expert routing of one micro-batch's T tokens on this rank.
 
-    ``replayed`` [T, layers, k] are the experts that routers must take, -1 where the router chooses, None
-    where it always does. The first ``real`` of the T tokens are not padding. ``choices`` maps a layer to
-    the experts [T, k] that its router took.
+    ``replayed`` [T, layers, k] are the experts that routers must select, -1 where the router decides; None if
+    it decides for all tokens. The first ``real`` of the T tokens are not padding. ``choices`` maps a layer to
+    the experts [T, k] that its router selected.
     """
 
     def __init__(self, replayed: Tensor | None, real: int) -> None:
@@ -106,8 +106,8 @@ class RoutedTokens:
 class _RouterReplay:
     """Recording and replay for the router of one layer, counted from 0.
 
-    Has the interface of Megatron-Core's RouterReplay, which the router calls for the top-k. Megatron's own
-    class keeps one list for all models of a process, so that actor and reference would mix, and records only
+    It has the interface of Megatron-Core's RouterReplay, which the router calls for the top-k. Megatron's own
+    class has one list for all models of a process, so that actor and reference would mix, and records only
     the last of a pipeline's micro-batches.
     """
 
@@ -130,7 +130,7 @@ class _RouterReplay:
         trains = self._routing.trains
 
         if tokens is None:
-            # Recomputation in the backward pass, which takes micro-batches in the order of the forward pass.
+            # Recomputation in the backward pass, where micro-batches have the order of the forward pass.
             tokens = self.pending_recompute.popleft()
         elif trains:
             self._routing.count(self.layer, tokens, experts)

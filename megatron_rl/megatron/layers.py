@@ -61,8 +61,8 @@ def require_transformer_engine() -> None:
 def warn_of_unfused_attention() -> None:
     """Warn, once per process, where Transformer Engine has computed attention without a fused kernel.
 
-    It chooses silently (`get_attention_backend`). On an H100, packed rows of 660 tokens of a 1.5B model were
-    learned from at 11 % of the card's rate that way, and the scores of every row were held in memory.
+    It selects a kernel silently (`get_attention_backend`). On an H100, training a 1.5B model on packed rows
+    of 660 tokens reached 11 % of the GPU's peak: unfused attention was one cause, and stored all scores.
     """
     global _unfused
     backends = getattr(sys.modules.get(_ATTENTION), "_attention_backends", {})
@@ -108,9 +108,9 @@ def _unfused_attention_refused() -> Iterator[None]:
 
 
 def _refusals(backends: Mapping[str, Any]) -> str:
-    """Make Transformer Engine choose its attention kernel again; return the reasons that it logs.
+    """Make Transformer Engine select its attention kernel again; return the reasons that it logs.
 
-    It logs them at a level that is off by default.
+    They are logged at a level that is off by default.
     """
     messages: list[str] = []
     handler = logging.Handler()
@@ -586,8 +586,8 @@ def _in_group(function: Callable[..., Any], group: Any, *args: Any, **kwargs: An
 def allow_shared_heads() -> None:
     """Support fewer key-value heads than tensor-parallel ranks, by sharing heads. Idempotent.
 
-    Megatron then gathers the ranks' projections, and selects this rank's by its index in the process-global
-    group, unless its version passes the attention's own. `bind_tensor_group` provides that group instead.
+    Megatron gathers the projections of all ranks and selects this rank's by its index in the process-global
+    group, unless its version uses the attention's own group. `bind_tensor_group` provides that group.
     """
     module: Any = megatron_attention
     module.all_gather_last_dim_from_tensor_parallel_region = _gather_projections
@@ -679,10 +679,10 @@ def allow_without_transformer_engine() -> None:
 
 
 class LatentSelfAttention(multi_latent_attention.MLASelfAttention):
-    """Latent attention of the projections and norms in the layer's spec, in any version of Megatron-Core.
+    """Latent attention with the projections and norms of the layer's spec, in any version of Megatron-Core.
 
-    Megatron-Core 0.19 chooses some itself: it builds a norm of the query even where that is not compressed,
-    which DeepSeek's models do not have, and refuses to build one without Transformer Engine.
+    Megatron-Core 0.19 selects some modules itself: it builds a norm of the query even if the query is not
+    compressed, which DeepSeek's models do not have, and refuses to build a norm without Transformer Engine.
     """
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
@@ -698,9 +698,9 @@ def fit_latent_spec(layer: Any, group: Any) -> None:
 
 
 def _bound_projection(linear: type, group: Any) -> type:
-    """Return the class of a projection that is built in ``group`` where no group is named.
+    """Return a subclass of a projection whose default tensor-parallel group is ``group``.
 
-    Megatron names none for a query that is not compressed, and would take the process-global one.
+    Megatron passes no group for a query that is not compressed, and would use the process-global one.
     """
 
     def __init__(self: Any, *args: Any, tp_group: Any = None, **kwargs: Any) -> None:
@@ -712,8 +712,9 @@ def _bound_projection(linear: type, group: Any) -> type:
 def prepare_latent_attention(chunk: Any, inverse_frequencies: Tensor) -> None:
     """Adapt every layer of a GPTModel chunk to packed rows.
 
-    Attention of a user's own, and its rotary angles, stay. In all layers the projections to latents return
-    complete latents, whose gradients are summed over tensor-parallel ranks and counted once in the norm.
+    A user's own attention and its rotary angles are not replaced. In all layers the projections to latents
+    return complete latents; their gradients are summed over tensor-parallel ranks and counted once in the
+    norm.
     """
     for layer in chunk.decoder.layers:
         attention = layer.self_attention
@@ -748,10 +749,10 @@ def _gather_latent(
     inputs: Any,
     output: tuple[Tensor, Any],
 ) -> tuple[Tensor, Any]:
-    """Return a complete projection [.., latent + key], which Megatron then does not gather itself.
+    """Gather a projection [.., latent + key] completely, so that Megatron does not gather it.
 
-    Megatron's gather, over the process-global group, would give the key, which the heads of all ranks use,
-    the gradient of each rank's own heads alone.
+    The heads of all ranks use the key, but Megatron's gather, over the process-global group, would return to
+    it only the gradient of each rank's own heads.
     """
     projected, bias = output
     if projected.shape[-1] != latent_size + key_size:

@@ -3,7 +3,7 @@
 The layer computes W x, the adapter adds ``alpha / rank * B (A x)``. Where the rows of W are cut (Megatron's
 ColumnParallelLinear: linear_qkv, linear_fc1), B is cut by rows and every rank has all of A. Where the columns
 of W are cut (RowParallelLinear: linear_proj, linear_fc2), A is cut by columns and every rank has all of B.
-What ranks exchange is only as wide as A x.
+Ranks exchange only A x, which has ``rank`` features per token.
 
 A and B are imported, exported, cut and checkpointed by the rules of the layer's own weight: A has its
 columns, B its rows. Each routed expert has an A and a B of its own.
@@ -50,12 +50,12 @@ from megatron_rl.weights.boxes import view_of
 
 
 class Adapter(nn.Module):
-    """A [kinds x rank, in] and B [out, rank] of one linear layer, this rank's share of them.
+    """This rank's share of A [kinds x rank, in] and B [out, rank] of one linear layer.
 
-    One layer of Megatron's may hold several tensors of the checkpoint ("kinds": query, key and value in
-    linear_qkv), each with an A of its own. ``mask`` [out, kinds] is 1 where a row of B belongs to a kind.
-    ``columns`` if the layer's weight is cut by columns over ``group``, ``expert`` if it is a routed expert's.
-    ``state`` chooses between the trained values and the initial ones.
+    A layer of Megatron's may contain several tensors of the checkpoint ("kinds": query, key and value in
+    linear_qkv), each with its own A. ``mask`` [out, kinds] is 1 where a row of B belongs to a kind.
+    ``columns``: the layer's weight is cut by columns over ``group``. ``expert``: it is a routed expert's.
+    ``state`` selects the trained or the initial values.
     """
 
     mask: Tensor
@@ -158,9 +158,9 @@ class Adapter(nn.Module):
     def _exchange(self, low_rank: Tensor) -> Tensor:
         """Exchange A x as the layer exchanges its inputs or outputs. Collective over the layer's group."""
         if self.expert:
-            # The dispatcher gives every rank of an expert all of its tokens, and sums the ranks' outputs on
-            # the way back, B (A x) with W x. Each rank thus has a part of the gradient of the factor that all
-            # of them hold: see `partial_gradient`.
+            # The dispatcher sends all tokens of an expert to each of its ranks, and sums their outputs, W x
+            # and B (A x) alike. Each rank thus has a part of the gradient of the factor that is replicated
+            # over them: see `partial_gradient`.
             return low_rank
         if self.columns and self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(low_rank, group=self.group)
@@ -297,17 +297,17 @@ def attach_adapters(
         linear.register_forward_hook(add_adapter_output, prepend=True)
 
     if trainable and settings.recompute_granularity is not None and model.chunks[0].pre_process:
-        # Under recompute a layer has gradients only if an input has one, which a frozen embedding's output
-        # has not: all gradients would be zero, without an error.
+        # Under recompute a layer has gradients only if an input requires one. A frozen embedding's output
+        # does not, and all gradients would be zero, without an error.
         model.chunks[0].embedding.register_forward_hook(_require_gradient)
     start_adapters(model, seed, initial)
 
 
 @torch.no_grad()
 def share_base(model: ParallelModel, base_model: ParallelModel) -> None:
-    """Share the frozen weights of another model of the same checkpoint and layout; free the model's own.
+    """Replace a model's frozen weights by those of another model of the same checkpoint and layout.
 
-    Both have adapters over them. Call before the model is wrapped.
+    Both models have adapters. The replaced weights are freed. Call before the model is wrapped.
     """
     for chunk, base_chunk in zip(model.chunks, base_model.chunks, strict=True):
         frozen = {name: value for name, value in base_chunk.named_parameters() if not value.requires_grad}
@@ -327,8 +327,8 @@ def _scalar_head(model: ParallelModel, chunk: Any) -> Tensor | None:
 def start_adapters(model: ParallelModel, seed: int, initial: TensorSource | None = None) -> None:
     """Set a model's adapters to the values of ``initial`` by their PEFT names, or to new values.
 
-    Tensors without a value in ``initial`` are new. With ``initial`` the values are also kept as the initial
-    policy's, which serves as the reference.
+    Tensors without a value in ``initial`` are new. With ``initial`` the values are also stored as those of
+    the initial policy, which serves as the reference.
     """
     assert model.adapters is not None
     stored_names = set() if initial is None else initial.names()
@@ -360,7 +360,7 @@ def _new_values(
     shape: tuple[int, ...],
     seed: int,
 ) -> Tensor:
-    """Return uniform values within 1 / sqrt(inputs), as ``torch.nn.Linear`` starts with."""
+    """Return uniform values within 1 / sqrt(inputs), the initialisation of ``torch.nn.Linear``."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     bound = shape[1] ** -0.5
     return torch.rand(shape, generator=generator) * 2 * bound - bound
@@ -413,8 +413,9 @@ def _missing_layer(path: str, target: str, targets: Iterable[str]) -> UserError:
 def _kind_mask(model: ParallelModel, name: str, rows: int) -> Tensor:
     """Return [rows, kinds], 1 where a row of an adapter's B belongs to one of its checkpoint tensors.
 
-    ``name`` is the adapter's over the whole model, with ``{expert}`` for the number of an expert. The mask is
-    found by importing, with the rules of the layer's weight, tensors that hold the number of their kind.
+    ``name`` is the adapter's name over the whole model, with ``{expert}`` for the number of an expert. To
+    compute the mask, tensors filled with the number of their kind are imported by the rules of the layer's
+    weight.
     """
     assert model.adapters is not None
     layer_number, module = name.removeprefix("decoder.layers.").split(".", 1)
@@ -448,7 +449,7 @@ def _adapters(model: Chunked) -> Iterator[tuple[str, Adapter]]:
 
 
 def _adapted_weight(adapter_name: str) -> str:
-    """Return the storage name of the weight that an adapter belongs to."""
+    """Return the storage name of the weight that an adapter adapts."""
     layer, _, expert = adapter_name.rpartition(f".{ADAPTER}")
     return f"{layer}.weight{expert.removeprefix('.')}"
 
@@ -463,7 +464,7 @@ def adapter_parameters(model: Chunked) -> dict[str, Tensor]:
 
 
 def sum_partial_gradients(chunks: Iterable[nn.Module]) -> None:
-    """Sum the gradients of the factors that all tensor ranks of an expert hold, each rank having a part.
+    """Sum the partial gradients of the factors that are replicated over an expert's tensor ranks.
 
     Collective over the experts' tensor-parallel group.
     """
@@ -603,8 +604,8 @@ def sharded_adapters(model: ParallelModel, chunk: Any) -> dict[str, Any]:
             name = global_name(model, f"{adapter_name}.{factor}")
             key, expert_row = _checkpoint_key(model, name)
 
-            # A sharded factor: which dimension is cut, counted after the dimension of experts. A replicated
-            # factor: which rank saves it.
+            # The dimension that is cut, for a sharded factor, counted after the dimension of experts; the
+            # rank that saves it, for a replicated factor.
             is_replicated = adapter.columns == (factor == "B")
             tensor_cut: tuple[tuple[int, int, int], ...] = ()
             replica = (0, tensor_rank, data_group.rank())

@@ -53,7 +53,7 @@ class Chunked(Protocol):
 def live_parameters(model: Chunked) -> dict[str, Tensor]:
     """Return this rank's weights by storage name, ``<chunk>.<parameter name>``, without adapters.
 
-    Biases that balance experts are buffers in Megatron, but weights of the checkpoint.
+    Biases that balance the load of experts are buffers in Megatron, but weights in the checkpoint.
     """
     weights: dict[str, Tensor] = {}
     for index, chunk in enumerate(model.chunks):
@@ -117,7 +117,7 @@ class ParallelModel:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Allow calls of Megatron inside the block on any device; a provider's code gets role groups."""
+        """Prepare the process for calls of Megatron inside the block: the device, and a provider's groups."""
         groups = nullcontext() if self.provider is None else self.provider.scope(self.groups)
         with device.megatron_mode(), groups:
             yield
@@ -138,7 +138,7 @@ class ParallelModel:
         return self.spec.hf_config
 
     def freeze(self) -> None:
-        """End training: drop DDP wrappers and gradient buffers, keep the weights in place."""
+        """End training: remove DDP wrappers and gradient buffers; the weights remain in place."""
         for wrapped in self.wrapped:
             if getattr(wrapped, "use_forward_hook", False):
                 wrapped.disable_forward_pre_hook(param_sync=False)  # pyright: ignore[reportCallIssue]
@@ -154,7 +154,7 @@ class ParallelModel:
         """
         config = self.transformer_config
 
-        # Sinkhorn's routers choose by other scores, and do not call the replay.
+        # Sinkhorn routers select experts by other scores, and do not call the replay.
         if config.num_moe_experts and config.moe_router_load_balancing_type != "sinkhorn":
             self.routing = Routing(
                 self.chunks, config.num_layers, config.num_moe_experts, config.moe_router_topk

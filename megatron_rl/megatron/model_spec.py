@@ -35,12 +35,12 @@ from megatron_rl.shapes.pretrained import PretrainedModel, describe
 
 
 def pretrained(hf_config: Any) -> PretrainedModel:
-    """Describe the model of a transformers config by the table of model families."""
+    """Return the model of a transformers config, as the table of model families describes it."""
     return describe(hf_config.to_dict())
 
 
 def read_hf_config(path: str | Path) -> Any:
-    """Return the transformers config of a checkpoint; raises UserError for what transformers refuses."""
+    """Return the transformers config of a checkpoint; raise UserError if transformers rejects it."""
     try:
         return AutoConfig.from_pretrained(path)
     except Exception as error:  # transformers' validation may raise anything
@@ -76,7 +76,7 @@ class ModelSpec:
     hf_config: Any
     """The model's transformers config."""
     inverse_frequencies: Tensor
-    """RoPE's, [rotary_dim / 2] float32; of two kinds of attention both, as `both_frequencies` returns."""
+    """[rotary_dim / 2] float32, of RoPE; for two kinds of attention as `both_frequencies` returns them."""
 
     @property
     def shares_heads(self) -> bool:

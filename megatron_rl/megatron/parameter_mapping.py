@@ -89,7 +89,7 @@ def _query_key_value(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> No
     target_begin = cut.index * rows
     group_sizes = (cut.heads_per_group * cut.head_dim, cut.head_dim, cut.head_dim)
 
-    # Walk over the rows of the complete parameter, and copy those between target_begin and the target's end.
+    # Iterate over the complete parameter's rows, and copy the rows from target_begin to the target's end.
     position = 0
     for group in range(cut.groups):
         for source, size in zip(sources, group_sizes, strict=True):
@@ -225,7 +225,7 @@ def trace_import(
 
 
 class _MetaTensors(Mapping[str, Tensor]):
-    """Meta tensors of a checkpoint, created on first use: a large model has very many."""
+    """Meta tensors of a checkpoint, created on first use, since a large model has very many."""
 
     def __init__(
         self,

@@ -99,7 +99,7 @@ class Provider:
     reference: str
     """Its name in the configuration, ``module:function`` or ``file.py:function``."""
     function: Callable[..., Any]
-    """Called with those of `PROVIDER_ARGUMENTS` that it has parameters for; returns a GPTModel."""
+    """Function that returns a GPTModel, called with the `PROVIDER_ARGUMENTS` that are its parameters."""
     arguments: Namespace
     """Megatron-LM's arguments, for code that reads them."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class Provider:
         groups: ParallelGroups,
         stage: int | None = None,
     ) -> Iterator[None]:
-        """Provide Megatron's global groups from the role, and get_args() of Megatron-LM if it is not set."""
+        """Set Megatron's global groups to the role's and, unless it is set, Megatron-LM's ``get_args()``."""
         global_vars: Any = sys.modules.get("megatron.training.global_vars")
         if global_vars is None or global_vars._GLOBAL_ARGS is not None:
             with global_groups(groups, stage):
@@ -318,8 +318,9 @@ def _norms_of_any_layout() -> Iterator[None]:
 def fit_packed_rows(chunk: Any, spec: ModelSpec) -> None:
     """Replace attention and rotary angles of Megatron's layers by modules that take packed rows.
 
-    These are Megatron's plain layers and Transformer Engine's; attention of the user's own stays. If some of
-    it is among Transformer Engine's layers, they all stay: a chunk gets rows in one form.
+    Both Megatron's plain layers and Transformer Engine's are supported; a user's own attention is not
+    replaced. If it occurs among Transformer Engine's layers, none is replaced: a chunk gets rows in one
+    format.
     """
     attentions: list[Any] = [getattr(layer, "self_attention", None) for layer in chunk.decoder.layers]
     cores: list[Any] = [getattr(attention, "core_attention", None) for attention in attentions]

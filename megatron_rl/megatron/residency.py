@@ -34,9 +34,9 @@ class Use(IntEnum):
 class Residency:
     """Residency of one model: its parts are in host memory except inside `resident` blocks.
 
-    Host copies of weights that no phase has written are reused, not copied again. With ``offload`` false
-    nothing ever moves. Weights shared with the model of ``base`` move with that model, which is resident
-    whenever this one is.
+    Host copies of weights that no phase has written are reused, not copied again. Without ``offload`` all
+    parts remain on the device. Weights shared with the model of ``base`` move with that model, which is
+    resident whenever this one is.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Residency:
         return {key: storage for key, storage in storages.items() if key not in base_weights}
 
     def _state_storages(self) -> dict[int, Any]:
-        """Return the optimizer's storages without those of float32 weights, which main weights may view."""
+        """Return the optimizer's storages, except for float32 weights, of which main weights may be views."""
         weights = {_identity(value) for value in _weights(self.model)}
         storages = _storages(_optimizer_states(self.optimizer))
         return {key: storage for key, storage in storages.items() if key not in weights}
@@ -138,8 +138,8 @@ class Residency:
 class _OffloadedStorages:
     """Storages that are offloaded and loaded together.
 
-    With ``copies`` false their contents are dropped, and they are loaded as zeros. ``stale`` if the contents
-    may have changed since the host's copies were made.
+    Without ``copies`` their contents are dropped, and they are loaded as zeros. ``stale``: the contents may
+    have changed since they were copied to the host.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ def _identity(tensor: Tensor) -> int:
 
 
 def _storages(tensors: Iterator[Tensor]) -> dict[int, Any]:
-    """Return the distinct, non-empty storages of tensors on the device, by identity; scalars are left out."""
+    """Return the distinct, non-empty storages of tensors on the device, by identity, without scalars."""
     storages: dict[int, Any] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()

@@ -85,7 +85,7 @@ def _attention_settings(shape: ModelShape) -> dict[str, Any]:
     if shape.mla:
         settings |= latent_sizes(shape)
     if shape.sliding_layers:
-        # A token sees ``sliding_window`` tokens, itself among them; Megatron counts those before it.
+        # A token attends to ``sliding_window`` tokens, itself included; Megatron counts the tokens before it.
         settings["window_size"] = (shape.sliding_window - 1, 0)
         if len(shape.sliding_layers) < shape.layers:
             settings["window_attn_skip_freq"] = [
@@ -136,7 +136,7 @@ def _layout_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, An
 def role_settings(
     layout: ParallelLayout, recompute: str = "none", overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the fields that a role adds to its model's: recompute, the user's own, the schedule's."""
+    """Return the role's fields of the TransformerConfig: recompute, the user's overrides, the schedule's."""
     settings: dict[str, Any] = {}
     if recompute == "full":
         settings |= {
@@ -168,7 +168,7 @@ def role_settings(
 
 
 def optimizer_settings(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the fields of Megatron's OptimizerConfig that select the optimizer, with the user's own."""
+    """Return the fields of Megatron's OptimizerConfig: the selected optimizer and the user's overrides."""
     overrides: dict[str, Any] = {}
     for name, value in config.megatron.items():
         if name.endswith("_dtype") and isinstance(value, str):

@@ -88,7 +88,7 @@ def _config_classes() -> tuple[Any, Any, Any, Any]:
     # None makes the import fail, as if the module did not exist.
     for name in _UNUSED_MODULES:
         sys.modules.setdefault(name, None)  # pyright: ignore[reportArgumentType]
-    # Nothing runs here, and importing the compiler takes longer than everything else.
+    # No kernel is compiled here, and importing the compiler takes longer than all other imports.
     setattr(torch, "compile", lambda function=None, **_: function or (lambda decorated: decorated))
 
     # Megatron's modules have circular imports, which work if this one is imported first.

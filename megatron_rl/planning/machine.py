@@ -40,7 +40,7 @@ _NVIDIA_SMI_SECONDS = 20
 
 OPTIONAL_PACKAGES = {
     "transformer_engine": "local layers instead of fused ones: slower attention and norms, no FP8; "
-    "needed on GPUs for speed, of no use without one",
+    "needed on GPUs for speed, without use on a host",
     "apex": "no fused optimizer and gradient-accumulation kernels: a slower optimizer step on GPUs",
     "flash_attn": "attention through torch's own kernels",
     "tensorboard": "no TensorBoard events in the run folder",
@@ -93,7 +93,7 @@ def _package(name: str, tested_version: str) -> Finding:
         return Finding("error", label, "not installed", fix)
     if version is None:
         return Finding("warning", label, "not installed: only rollout.engine=torch can generate", fix)
-    # A build tag such as +cpu or +cu130 is no other version.
+    # A build tag such as +cpu or +cu130 does not make another version.
     if version.split("+")[0] == tested_version:
         return Finding("ok", label, version)
     return Finding("note", label, f"{version}; tests run with {tested_version}")
@@ -117,7 +117,7 @@ def system_packages() -> dict[str, str]:
 
 
 def _shadowed() -> list[Finding]:
-    """Return the packages of this environment that hide the machine's own, which others were built for."""
+    """Return the packages of this environment that hide other versions of the machine's own packages."""
     own_versions = _built_together(in_environment=True)
     system_versions = system_packages()
     builds = "which this machine's packages are built for"
@@ -135,7 +135,7 @@ def _shadowed() -> list[Finding]:
 
 
 def _conflicts() -> list[Finding]:
-    """Return the packages that were built for another torch than the installed one."""
+    """Return a finding per package that was built for another version of torch than the installed one."""
     torch = installed("torch")
     if torch is None:
         return []
@@ -150,12 +150,12 @@ def _conflicts() -> list[Finding]:
             fix = f"install torch=={required}, or another {name}"
             findings.append(Finding("error", name, text, fix))
 
-    # The index has CUDA builds of these three alone; beside a host build of torch they do not import.
+    # The index has only CUDA builds of these three, which cannot be imported with a host build of torch.
     for name in ("torchvision", "torchaudio", "torchcodec"):
         version = installed(name)
         if version is not None and version.partition("+")[2] != build:
             text = (
-                f"{version} beside torch {torch}: builds for different machines break imports of transformers"
+                f"{version} with torch {torch}: builds for different machines break imports of transformers"
             )
             fix = f"pip uninstall {name}, or install the build of torch"
             findings.append(Finding("warning", name, text, fix))
@@ -170,14 +170,14 @@ def _required_torch(name: str) -> str | None:
         return None
     for requirement in requirements:
         match = re.match(r"torch\s*==\s*([0-9.]+)\s*(;.*)?$", requirement)
-        # A marker with an extra is a requirement of an option that nobody may have chosen.
+        # A requirement with an extra in its marker is optional, and may not be installed.
         if match and "extra" not in (match[2] or ""):
             return match[1]
     return None
 
 
 def optional_packages() -> list[Finding]:
-    """Return the optional packages, and for an absent one the cost of its absence."""
+    """Return a finding per optional package, with the cost of its absence."""
     has_gpus = bool(_nvidia_smi())
     findings = []
     for name, cost in OPTIONAL_PACKAGES.items():
@@ -314,7 +314,9 @@ def disk() -> list[Finding]:
     findings = []
     for label, folder in folders.items():
         if not folder.is_dir():
-            findings.append(Finding("error", label, f"{folder} is no directory", "set TMPDIR to a directory"))
+            findings.append(
+                Finding("error", label, f"{folder} is not a directory", "set TMPDIR to a directory")
+            )
             continue
 
         free = shutil.disk_usage(folder).free / _GIB

@@ -251,7 +251,7 @@ class Task:
     name: str
     """Folder of the job's run, below that of the proof."""
     shows: str
-    """Capability of the machines that the job tests, as the finding names it."""
+    """Capability of the machines that the job tests; the name of its finding."""
     command: str
     """Command of megatron_rl."""
     changes: tuple[str, ...]
@@ -261,8 +261,9 @@ class Task:
 
 
 def tasks(folder: Path, world: int) -> list[Task]:
-    """Return the jobs in the order in which they run; the comparison with one rank needs several."""
+    """Return the jobs in the order in which they run; the comparison with one rank needs several ranks."""
     warm_up = (f"sft.data={folder / 'material/sft.jsonl'}", f"sft.steps={_STEPS}", "sft.rows_per_step=64")
+
     # The first two jobs train the same steps, whose losses and gradient norms are compared.
     jobs = [
         Task(
@@ -295,13 +296,14 @@ def tasks(folder: Path, world: int) -> list[Task]:
             "resume a run of your own on one machine and compare its metrics.jsonl with an uninterrupted one",
         ),
     ]
+
     # With one rank, the second job would repeat the first.
     return [job for job in jobs if world > 1 or job.name != "all_ranks"]
 
 
 def settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
-    """Return the configuration of the jobs: a small model in as many kinds of parallelism as ranks allow."""
-    # Tensor parallelism needs two ranks, pipeline parallelism in addition four.
+    """Return the configuration of the jobs, with as many kinds of parallelism as the ranks allow."""
+    # Tensor parallelism needs two ranks, both together need four.
     tensor = 2 if world % 2 == 0 else 1
     pipeline = 2 if world % (2 * tensor) == 0 else 1
     material = folder / "material"
@@ -377,7 +379,7 @@ def _write_material(folder: Path, world: int, *, on_host: bool) -> None:
     """
     if not _has_material(folder) and folder.exists() and any(folder.iterdir()):
         raise UserError(
-            "the folder of the proof holds something else",
+            "the folder has files that are not of a proof",
             where="--out",
             expected="an empty folder, or one of an earlier proof",
             got=str(folder),
@@ -461,12 +463,12 @@ def _pair_findings(pairs: Mapping[str, PairProbe]) -> Iterator[Finding]:
         if pair.correct:
             yield Finding("ok", "point to point", text)
         else:
-            fix = "what arrived is not what was sent: check driver, firmware and cables"
+            fix = "the received data differ from those sent: check driver, firmware and cables"
             yield Finding("error", "point to point", text, fix)
 
 
 def rate_findings(devices: Sequence[DeviceProbe]) -> Iterator[Finding]:
-    """Yield the rates of the slowest rank, as a warning for a rank far behind the others."""
+    """Yield the rates of the slowest rank, a warning each if it is far behind the others."""
     for name, attribute, unit, scale in (
         ("matrix product", "flops", "TFLOP/s bfloat16", 1e12),
         ("memory", "memory", "GB/s", GB),
@@ -481,7 +483,7 @@ def rate_findings(devices: Sequence[DeviceProbe]) -> Iterator[Finding]:
         if values[slowest] >= STRAGGLER * median(values):
             yield Finding("ok", name, text)
         else:
-            fix = "look for other jobs, clocks that are held back, and a slot that is not the others'"
+            fix = "look for other jobs, throttled clocks, and a slot with fewer lanes than the others"
             yield Finding("warning", name, f"{text}; median {median(values) / scale:.3g}", fix)
 
 
@@ -490,7 +492,7 @@ def _kernel_finding(kernels: Sequence[tuple[bool, str]]) -> Finding:
     inaccurate = [rank for rank, (accurate, _) in enumerate(kernels) if not accurate]
     if not inaccurate:
         return Finding("ok", "log-prob kernel", kernels[0][1])
-    fix = f"on ranks {inaccurate} torch computes log-probs instead: right, and slower"
+    fix = f"none needed: on ranks {inaccurate} torch computes log-probs instead, correct but slower"
     return Finding("warning", "log-prob kernel", kernels[inaccurate[0]][1], fix)
 
 
@@ -545,8 +547,8 @@ def measured_constants(
     divided by that efficiency. The slowest rank counts. ``pairs`` are bytes per second by kind.
     """
     # A device reports a name such as "NVIDIA H100 80GB HBM3"; constants.json calls it "H100-80GB".
-    device_words = devices[0].name.lower().split()
-    names = [name for name in constants.gpus if name.split("-")[0].lower() in device_words]
+    name_parts = devices[0].name.lower().split()
+    names = [name for name in constants.gpus if name.split("-")[0].lower() in name_parts]
     if not names:
         return {}
 

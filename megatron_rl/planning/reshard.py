@@ -149,7 +149,13 @@ def plan_offline(
 
     # Assign ranks to replicas as a run would, by the bytes that they share with the actor.
     overlap = shared_bytes(
-        model.shape, actor, tensor, dtype.itemsize, settings=settings, whole_experts=whole_experts, lora=lora
+        model.shape,
+        actor,
+        tensor,
+        dtype.itemsize,
+        settings=settings,
+        whole_experts=whole_experts,
+        lora=lora,
     )
     order = best_rank_order(overlap, rollout_ranks, ranks_per_node)
     if lora is not None:
@@ -201,7 +207,11 @@ def engine_layout(
 
 
 def summarise(
-    plan: ReshardPlan, ranks_per_node: int, staging: int, constants: Constants, clusters: Sequence[str]
+    plan: ReshardPlan,
+    ranks_per_node: int,
+    staging: int,
+    constants: Constants,
+    clusters: Sequence[str],
 ) -> Summary:
     """Summarise a plan for ``staging`` bytes of buffers per rank, with its seconds on each cluster.
 
@@ -269,6 +279,7 @@ def predict_seconds(plan: ReshardPlan, transfers: Schedule, machine: Machine) ->
     The connections are those of earlier transfers.
     """
     domain = machine.cluster.domain
+
     # (rank, direction) -> bytes across and within domains. Directions are separate: links are full duplex.
     traffic: dict[tuple[int, str], list[float]] = {}
     messages: Counter[tuple[int, str]] = Counter()
@@ -352,16 +363,24 @@ def dense_shapes(
         for weight in model.weights(layer):
             if not weight.expert:
                 weights[f"decoder.layers.{layer}.{weight.name}"] = weight
+
     return {name: weight.local_shape(layout.tensor) for name, weight in weights.items()}
 
 
-def expert_shapes(model: PretrainedModel, layout: ParallelLayout, layers: list[int]) -> Shapes:
+def expert_shapes(
+    model: PretrainedModel,
+    layout: ParallelLayout,
+    layers: list[int],
+) -> Shapes:
     """Return the shapes of the parameters of a rank's experts, where each expert is a separate module."""
     shapes: Shapes = {}
     for layer in layers:
         weights = [weight for weight in model.weights(layer) if weight.expert]
         # Some layers of a mixture-of-experts model are dense.
-        local_experts = model.shape.experts // layout.expert if weights else 0
+        if not weights:
+            continue
+
+        local_experts = model.shape.experts // layout.expert
         for expert in range(local_experts):
             for weight in weights:
                 name = f"decoder.layers.{layer}.{weight.name.format(expert=expert)}"

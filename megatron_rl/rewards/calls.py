@@ -102,7 +102,7 @@ class Worker:
         return [str(item) for item in ready.get("missing", ())]
 
     def _require_parameters(self) -> None:
-        """Raise UserError for parameters that no call has, and for arguments that are not parameters."""
+        """Raise UserError for parameters without an argument, and for arguments without a parameter."""
         available = {*ARGUMENTS, TURNS, TOKENS, GROUP, *self._extra_arguments}
         if GROUP in self.traits.takes:
             available.discard("response")
@@ -181,7 +181,7 @@ class Worker:
             if call is not None:
                 answers = answers_of(frame, len(call.rows))
             if not isinstance(number, int) or call is None or answers is None:
-                self.process.disorder = f"the worker sent a malformed answer: {frame!r:.200}"
+                self.process.protocol_error = f"the worker sent a malformed answer: {frame!r:.200}"
                 break
 
             for row, answer in zip(call.rows, answers, strict=True):
@@ -192,7 +192,7 @@ class Worker:
             # The clock of the next call of a plain function starts now.
             if not self.traits.concurrent and self.calls:
                 next(iter(self.calls.values())).since = time.monotonic()
-        return is_open and self.process.disorder is None
+        return is_open and self.process.protocol_error is None
 
     def lost(self) -> tuple[list[Call], list[Call]]:
         """Return the calls that ended the process, and the calls to send again.

@@ -1,6 +1,6 @@
 """Rewards of programs by their tests: the reward function behind ``reward.code``, run contained.
 
-The one idea: the program decides its values, and nothing about how they are compared. It runs anew for each
+The one idea: the program decides its values, and nothing about how they are compared. It runs again for each
 test, in a process below the worker. The test runs in another process, which has the expected values and makes
 every comparison: it calls the program's functions and gets plain values back
 (`megatron_rl.rewards.program`). So a program that prints a verdict, ends early, defines its own ``isclose``
@@ -494,7 +494,7 @@ def _verdict_of_call(
     """Run program and test, each in a process of its own; return the verdict and its reason."""
     deadline = time.monotonic() + seconds
     with contextlib.ExitStack() as running:
-        # This process keeps none of the ends of the pipes, so that each process sees the end of the other.
+        # This process closes its ends of the pipes, so that each process sees the end of the other.
         with contextlib.ExitStack() as handed_over:
             requests_read, requests_write = _pipe(handed_over)
             answers_read, answers_write = _pipe(handed_over)

@@ -31,13 +31,13 @@ from megatron_rl.user_code import require_file
 
 LIMIT = "limit"
 """Reason of a sample: the worker went over one of its limits."""
-DISORDER = "disorder"
+PROTOCOL_ERROR = "disorder"
 """Reason of a sample: the worker sent a malformed reply."""
 CHUNK = 64
 """Largest number of calls that a plain function gets at once: it hides the pipe's latency."""
 Sample = Mapping[str, Any]
-"""Arguments of a call: ``prompt``, ``response``, ``ground_truth`` and ``metadata``, with those that the
-function asks for; ``group`` is the number of the sample's group."""
+"""Arguments of a call: ``prompt``, ``response``, ``ground_truth`` and ``metadata``, with the others that
+are parameters of the function; ``group`` is the number of the sample's group."""
 NO_METRICS = Metrics()
 
 
@@ -81,7 +81,7 @@ class RewardResult:
     answers: Sequence[Answer]
     """B answers."""
     measured: Metrics = NO_METRICS
-    """What computing the rewards took, such as requests."""
+    """Metrics of the computation itself, such as the number of requests."""
 
     @property
     def valid(self) -> Tensor:
@@ -113,9 +113,9 @@ class RewardResult:
         )
 
     def metrics(self, reasons: Iterable[str] = ()) -> Metrics:
-        """Return ``measured``, and ``reward/invalid_<reason>``: the share of samples per reason.
+        """Return ``measured``, and ``reward/invalid_<reason>``: the fraction of samples that failed for it.
 
-        ``reasons`` are the reasons on other ranks: a mean over ranks needs the samples of all ranks.
+        ``reasons`` are the reasons that occur on other ranks: their means need this rank's samples, too.
         """
         # A reason without a failure on this rank still counts its samples.
         counts = Counter(failure.reason for failure in self.failures)
@@ -145,7 +145,7 @@ class FunctionReward:
     ``section`` and ``name`` are the section and the key that name the function to the user; ``key`` is the
     complete key if it is in another section than the function's limits. A function that ``writes`` returns
     text or a list of messages for a sample, and no reward. ``extra_arguments`` are names that samples have
-    beside the usual ones of `Sample`.
+    in addition to the usual ones of `Sample`.
     """
 
     def __init__(
@@ -329,8 +329,8 @@ class FunctionReward:
         """Return the reason and the message of a sample over which a worker was replaced."""
         if reason == TIMEOUT:
             return TIMEOUT, f"ran longer than {self.config.timeout:g} s"
-        if worker.process.disorder is not None:
-            return DISORDER, worker.process.disorder
+        if worker.process.protocol_error is not None:
+            return PROTOCOL_ERROR, worker.process.protocol_error
         if message := exceeded_limit(status, asdict(self.config.limits), f"{self._section}.limits"):
             return LIMIT, message
         return CRASHED, f"the worker process ended with status {status}"

@@ -133,7 +133,7 @@ def _operation(name: str) -> Callable[..., Any]:
 
     def operate(self: Remote, *operands: Any) -> Any:
         if name in _COMPARISONS and not all(isinstance(operand, Remote) for operand in operands):
-            raise self._peer.cannot_compare(f"only the program knows `{name}` of its {self._kind}")
+            raise self._peer.cannot_compare(f"only the program has `{name}` of its {self._kind}")
         return self._peer.ask("operator", name, self, *operands)
 
     return operate
@@ -243,7 +243,7 @@ class Peer:
 
         # Only the program's end has names, and lets its objects be examined.
         if self._names is None:
-            raise PermissionError("what a test hands over can be called, and nothing more")
+            raise PermissionError("an object that a test passes can only be called")
         if operation == "operator":
             name, *values = operands
             return getattr(operator, name)(*values), []
@@ -271,7 +271,7 @@ class Peer:
         if type(value) in _VIEWS:
             return [_VIEWS[type(value)], self._encode_all(value)]
 
-        # Values of the standard library and of NumPy; every other object stays here.
+        # Values of the standard library and of NumPy; every other object remains in this process.
         plain = _plain(value)
         if plain is not None:
             return plain
@@ -414,7 +414,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "iterator": lambda _, value: iter(value),
     "next": lambda _, value: next(value),
 }
-"""Operations of a test on the program's names and objects, beside calls."""
+"""Operations of a test on the program's names and objects, except for calls."""
 
 
 def _plain(value: Any) -> list[Any] | None:

@@ -103,7 +103,7 @@ class _Attempt(NamedTuple):
     retryable: bool = False
     """Whether another try may succeed; if all fail, the server counts as gone."""
     pause: float = 0.0
-    """Seconds that the server asks everyone to wait."""
+    """Seconds for which the server requests all clients to wait."""
 
 
 class Server:
@@ -503,7 +503,7 @@ class JudgeReward:
         verdicts = self._parser.answers([{**samples[row], JUDGEMENT: text} for row, text in texts.items()])
         for (row, text), verdict in zip(texts.items(), verdicts, strict=True):
             if verdict.reason == WRONG_TYPE:
-                message = f"no verdict{self._verdict_hint} in what the judge said: {text!r:.500}"
+                message = f"no verdict{self._verdict_hint} in the judge's text: {text!r:.500}"
                 verdict = Answer(UNREADABLE, message)
             if verdict.reason is not None:
                 self._cache.pop(requests[row], None)

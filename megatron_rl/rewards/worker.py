@@ -454,7 +454,7 @@ class _Calls:
             task = asyncio.create_task(self._call(*call))
             open_calls.add(task)
             task.add_done_callback(open_calls.discard)
-        os._exit(0)  # nobody reads the answers of open calls any more
+        os._exit(0)  # the answers of open calls are no longer read
 
     def _listen(
         self,
@@ -479,7 +479,7 @@ class _Calls:
             frames = await asyncio.wait_for(self._await_frames(item), self._timeout)
         except TimeoutError:
             frames = _all_failed(item, TIMEOUT, f"ran longer than {self._timeout:g} s")
-        except asyncio.CancelledError:  # nobody but the function itself cancels it
+        except asyncio.CancelledError:  # only the function itself cancels it
             frames = _all_failed(item, EXCEPTION, "the function cancelled itself")
         self._reply(number, frames)
 

@@ -96,7 +96,7 @@ class Roles:
     reward: RewardRole
     """Rewards that are computed outside the training process."""
     scorers: Mapping[str, ModelRole] = field(default_factory=dict)
-    """Roles beside the actor that infer in the score phase, by name, in the order of the table of roles."""
+    """Roles other than the actor that infer in the score phase, by name, in the order of the roles' table."""
     reward_models: tuple[RewardModel, ...] = ()
     """Rewards by frozen models."""
     scoring_pass: bool = True
@@ -229,7 +229,7 @@ def build_actor(config: RunConfig, *, updates: int | None) -> ModelRole:
 
 
 def build_scorers(config: RunConfig, algorithm: Algorithm, actor: ModelRole) -> dict[str, ModelRole]:
-    """Build the roles beside the actor that infer in the score phase, by name.
+    """Build the roles other than the actor that infer in the score phase, by name.
 
     These are the roles that the algorithm needs, and the configured ones that no algorithm needs. Collective
     over the world.

@@ -47,7 +47,7 @@ COMPONENT = "component/"
 """Prefix of reward components among a shard's values, so that none is mistaken for ``rewards``."""
 NO_REWARD = "no_reward"
 MAX_REASON_CHARACTERS = 600
-"""Length to which the message of a failed reward is cut before it is stored beside its sample."""
+"""Length to which the message of a failed reward is cut before it is stored with its sample."""
 _NO_SCORER = "the environment returned no reward, and no other scorer is configured"
 
 EarlyRewards = Mapping[str, Mapping[int, Answer]]

@@ -28,7 +28,7 @@ from megatron_rl.rollout.scheduler import (
     ReplicaQueue,
     ReplicaScheduler,
     await_rendezvous,
-    draw_ticket,
+    draw_queue_index,
     sample_round,
 )
 from megatron_rl.rollout.types import SequenceGroup
@@ -84,8 +84,8 @@ class RolloutRole:
     ) -> NewTokens:
         """Sample a round; return this rank's new tokens. Collective over the role's ranks.
 
-        ``on_finished`` is called with each group of this rank that is finished. A round of the open order
-        ends only when every rank without an engine waits in `gather`.
+        ``on_finished`` is called with each group that this rank finishes. In the open order the call returns
+        only after all ranks without an engine have called `gather`.
         """
         if self.engine is None:
             return collect_new_tokens([], [], [], {}, self._routing)
@@ -113,8 +113,8 @@ class RolloutRole:
             self.layout,
             self.rank,
             generation_round,
-            next_ticket=partial(
-                draw_ticket,
+            next_queue_index=partial(
+                draw_queue_index,
                 f"of round {queue}",
                 self.layout,
                 self.rank,

@@ -58,8 +58,8 @@ class RolloutBuffer:
     def required(self, version: int, *, ahead: int, bound: int) -> tuple[bool, ...]:
         """Return for each started group whether it must finish in this step, before it becomes too old.
 
-        A group that finishes now is trained on when its tokens are ``ahead`` updates older. If it finishes in
-        the next step, they are one update older than that, and ``bound`` is the oldest age for training.
+        A group that finishes in this step is trained on after ``ahead`` further updates, and in the next step
+        after one more. ``bound`` is the largest number of updates between a token and its training.
         """
         # Age of a group for the learner, if it finishes in the next step.
         ages = [group.age(version) + ahead + 1 for group in self.started]

@@ -48,7 +48,7 @@ class _Conversation:
     sequence: Sequence
 
     number: int
-    """Index in `ReplicaScheduler.admitted`, and number of the sequence's requests."""
+    """Index in `ReplicaScheduler.admitted`, which is also the number of the sequence's requests."""
 
     episode: int
     """Number of the episode in `EnvironmentPool`."""
@@ -172,12 +172,13 @@ class MultiTurnScheduler(ReplicaScheduler):
 
         aborts = self._aborts
         self._aborts = []
-        if not requests and not aborts and all(conversation.is_idle for conversation in self._conversations):
+        all_idle = all(conversation.is_idle for conversation in self._conversations)
+        if not requests and not aborts and all_idle:
             return None
         return SchedulerOutput(tuple(requests), tuple(aborts))
 
     def _start_environments(self) -> None:
-        """Admit sequences while there is room beside the busy ones, and start their environments."""
+        """Admit sequences up to the in-flight limit, and start their environments."""
         num_busy = sum(not conversation.is_idle for conversation in self._conversations)
         self.admit(num_busy)
 
@@ -308,7 +309,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             if not self._append_observed(conversation, event):
                 return
         elif event.messages:
-            self._fail(conversation, WRONG_TYPE, "something was observed before the policy's first turn")
+            self._fail(conversation, WRONG_TYPE, "the environment observed before the policy's first turn")
             return
         elif event.opening is not None and not self._open(conversation, event.opening):
             return
@@ -330,7 +331,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             conversation.awaits_turn = True
 
     def _append_observed(self, conversation: _Conversation, event: TurnRequest) -> bool:
-        """Append the observed messages, or compare them with earlier ones; return whether a turn follows."""
+        """Append the observed messages, or compare those of a replay; return whether a turn follows."""
         sequence = conversation.sequence
         start = conversation.seen
 
@@ -341,7 +342,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         chat = self._chat.opened if conversation.has_own_prompt else self._chat.prompts
         observed = chat.extend(stop_token, event.messages)
         if not observed:
-            self._fail(conversation, WRONG_TYPE, "nothing was observed that has a token")
+            self._fail(conversation, WRONG_TYPE, "the observation has no tokens")
             return False
 
         end = start + len(observed)

@@ -112,7 +112,7 @@ def vllm_finish(
 
 
 def is_greedy(sampling: SamplingParameters) -> bool:
-    """Return whether the most likely token is taken instead of a draw."""
+    """Return whether decoding is greedy: the most likely token instead of a draw."""
     return sampling.temperature < GREEDY_BELOW
 
 

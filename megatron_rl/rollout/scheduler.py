@@ -1,4 +1,4 @@
-"""The schedule of sampling: which sequences a replica works on, and which requests its engine gets.
+"""Scheduler of sampling: which sequences a replica works on, and which requests it submits to its engine.
 
 Every unfinished sequence of a round just has a number of tokens that it may still get. A replica admits
 sequences while it has room, submits a request for each that waits for tokens, steps its engine and appends
@@ -161,12 +161,12 @@ class Admitted(NamedTuple):
 class ReplicaQueue:
     """Order in which one replica admits the sequences of a round, group after group.
 
-    At first each replica has its share of as many groups as all ``replicas`` have room for. It draws each
-    further group from the job's shared queue, once it has room for the group's first sequence. So no replica
-    is idle while groups are queued, and none waits for a group that a slower one has reserved. A round with
-    room for all groups is distributed alike in every run.
+    The first groups, as many as all ``replicas`` have room for, are assigned to the replicas in turn. A
+    replica draws each further group from the job's shared queue, once it has room for the group's first
+    sequence. So no replica is idle while groups are queued, and none waits for a group that a slower one has
+    reserved. A round with room for all groups is distributed in the same way in every run.
 
-    ``next_ticket`` draws from the shared queue: it returns the numbers from 0 on, each to one replica.
+    ``next_queue_index`` draws from the shared queue: over all replicas it returns 0, 1, 2, … once each.
     ``cached_on`` maps seeds of sequences to the replica whose engine retains their key-value cache; their
     groups are assigned to that replica.
     """
@@ -176,7 +176,7 @@ class ReplicaQueue:
         generation_round: GenerationRound,
         max_in_flight: int,
         max_model_len: int | None,
-        next_ticket: Callable[[], int] = lambda: 0,
+        next_queue_index: Callable[[], int] = lambda: 0,
         replica: int = 0,
         replicas: int = 1,
         cached_on: Mapping[int, int] | None = None,
@@ -184,7 +184,7 @@ class ReplicaQueue:
         self.round = generation_round
         self.max_in_flight = max_in_flight
         self._max_model_len = max_model_len
-        self._next_ticket = next_ticket
+        self._next_queue_index = next_queue_index
 
         # Positions of the unfinished sequences by group, and the replicas with a cache of one.
         self._positions: dict[int, list[int]] = {}
@@ -194,20 +194,20 @@ class ReplicaQueue:
             if cached_on and sequence.seed in cached_on:
                 cached[group] = cached_on[sequence.seed]
 
-        # The first groups that fill all replicas are dealt out, the others are drawn. With caches all others
-        # are drawn, since a replica first continues its cached groups, of which it may have any number.
+        # The first groups, which fill all replicas, are assigned in turn; the others are drawn. If any group
+        # is cached, all uncached ones are drawn: a replica may be full with the groups that it has cached.
         uncached = [group for group in self._positions if group not in cached]
         group_sizes = [len(group.sequences) for group in generation_round.groups]
         samples = max(group_sizes, default=1)
-        num_dealt = 0
+        num_assigned = 0
         if not cached:
-            num_dealt = max(1, max_in_flight // max(samples, 1)) * replicas
-        cached_here = [group for group, cached_replica in cached.items() if cached_replica == replica]
-        uncached_here = uncached[:num_dealt][replica::replicas]
-        self._assigned = [*cached_here, *uncached_here]
-        self._shared_queue = uncached[num_dealt:]
+            num_assigned = max(1, max_in_flight // max(samples, 1)) * replicas
+        cached_groups = [group for group, cached_replica in cached.items() if cached_replica == replica]
+        uncached_groups = uncached[:num_assigned][replica::replicas]
+        self._assigned = [*cached_groups, *uncached_groups]
+        self._shared_queue = uncached[num_assigned:]
 
-        # The rest of the group that is being admitted, and all admitted sequences of unfinished groups.
+        # The remaining sequences of the current group, and all admitted sequences of unfinished groups.
         self._admitting: list[Admitted] = []
         self._in_progress: dict[int, list[Admitted]] = {}
 
@@ -225,7 +225,7 @@ class ReplicaQueue:
         return self._admitting.pop(0)
 
     def pop_finished(self) -> list[tuple[int, SequenceGroup]]:
-        """Remove and return the groups that are finished here, with their index in the round."""
+        """Remove and return the groups that this replica has finished, with their index in the round."""
         finished = []
         for index, members in self._in_progress.items():
             if all(member.sequence.is_finished for member in members):
@@ -256,11 +256,11 @@ class ReplicaQueue:
         # An empty queue is never drawn from: a draw can be a collective.
         if not self._shared_queue:
             return None
-        number = self._next_ticket()
-        if number >= len(self._shared_queue):
+        index = self._next_queue_index()
+        if index >= len(self._shared_queue):
             self._shared_queue = []
             return None
-        return self._shared_queue[number]
+        return self._shared_queue[index]
 
     def _admit(self, position: int) -> Admitted:
         """Admit a copy of the sequence at ``position``; it fails at once if it has no room for a response."""
@@ -274,10 +274,14 @@ class ReplicaQueue:
 
 
 def response_room(sequence: Sequence, max_model_len: int | None) -> int:
-    """Return the most tokens that the response of a sequence can have; 0 or less without room, or prompt."""
+    """Return the maximum number of response tokens of a sequence.
+
+    0 or less if the prompt is empty, or leaves no room in the model's context.
+    """
     room = 0
     if sequence.prompt:
         room = sequence.sampling.max_response_tokens
+
     if max_model_len is None:
         return room
     return min(room, max_model_len - len(sequence.prompt))
@@ -349,9 +353,10 @@ class ReplicaScheduler:
     def start_token_round(self, tokens: int | None) -> None:
         """Start a token round: schedule all unfinished and new sequences for at most ``tokens`` tokens."""
         self._token_round = tokens
-        self._pending = [
-            number for number, admitted in enumerate(self.admitted) if not admitted.sequence.is_finished
-        ]
+        self._pending = []
+        for number, admitted in enumerate(self.admitted):
+            if not admitted.sequence.is_finished:
+                self._pending.append(number)
 
     def step(self) -> bool:
         """Submit the scheduled requests and run one engine step; return False at the end of the round."""
@@ -402,7 +407,7 @@ class ReplicaScheduler:
                 sequence.finish_reason = completion.finish_reason
 
     def admit(self, num_in_flight: int) -> list[int]:
-        """Admit sequences while there is room beside ``num_in_flight`` others; return the unfinished ones.
+        """Admit sequences up to the limit, of which ``num_in_flight`` is used; return the unfinished ones.
 
         They are indices in ``admitted``. A sequence without room for a response is finished at once.
         """
@@ -415,8 +420,8 @@ class ReplicaScheduler:
                 unfinished.append(number)
         return unfinished
 
-    def admit_rest(self) -> None:
-        """Admit the groups that no replica has admitted: every sequence is then reported by one replica."""
+    def admit_remaining(self) -> None:
+        """Admit the groups that no replica has admitted, so that one replica reports every sequence."""
         while self._admit_next() is not None:
             pass
 
@@ -428,7 +433,7 @@ class ReplicaScheduler:
         return len(self.admitted) - 1
 
     def room(self, sequence: Sequence) -> int:
-        """Return the number of tokens that may still follow."""
+        """Return the number of tokens by which the response may still grow."""
         return response_room(sequence, self.engine.max_model_len) - len(sequence.tokens)
 
     def request(self, number: int, limit: int | None) -> GenerationRequest:
@@ -483,7 +488,7 @@ def sample_round(
     rank: int,
     generation_round: GenerationRound,
     *,
-    next_ticket: Callable[[], int],
+    next_queue_index: Callable[[], int],
     make_scheduler: Callable[[Generator, ReplicaQueue], ReplicaScheduler] = ReplicaScheduler,
     routing: RoutingShape | None = None,
     max_in_flight: int | None = None,
@@ -491,16 +496,17 @@ def sample_round(
 ) -> NewTokens:
     """Continue the unfinished sequences of a round until enough of its groups are finished.
 
-    ``next_ticket`` and ``max_in_flight`` are as in `ReplicaQueue`; the latter defaults to the requests that
-    the engine works on at once. ``on_finished`` is called on the first rank of a replica, while other groups
-    continue. Collective over the ranks of ``layout``, whose communicator must exist.
+    ``next_queue_index`` and ``max_in_flight`` are those of `ReplicaQueue`; ``max_in_flight`` defaults to the
+    number of requests that the engine works on at once. ``on_finished`` is called on the first rank of a
+    replica, while other groups continue. Collective over the ranks of ``layout``, whose communicator must
+    exist.
     """
     all_ranks = ReplicaGroup(layout.ranks)
     coordinates = layout.coordinates(rank)
     is_output_rank = coordinates.tensor == 0
     is_open = generation_round.rendezvous is not None
 
-    # In the closed order no request is interrupted with tokens, so no engine has a cache to return to.
+    # In the closed order no request with tokens is interrupted, so no engine retains a cache.
     cached_on = None
     if is_open:
         cached_on = _cached_on(engine, layout, all_ranks)
@@ -510,7 +516,7 @@ def sample_round(
         generation_round,
         max_in_flight,
         engine.max_model_len,
-        next_ticket,
+        next_queue_index,
         coordinates.data,
         layout.data,
         cached_on,
@@ -529,7 +535,7 @@ def sample_round(
 
     # Every sequence needs a replica that reports it, also one that no replica has begun.
     scheduler.close()
-    scheduler.admit_rest()
+    scheduler.admit_remaining()
     if generation_round.token_round is None:
         for admitted in scheduler.admitted:
             admitted.sequence.finished_in = 1
@@ -593,7 +599,7 @@ def _cached_on(
     layout: ParallelLayout,
     all_ranks: ReplicaGroup,
 ) -> dict[int, int]:
-    """Return the replica of each sequence whose cache an engine retains, by seed.
+    """Gather the key-value caches that engines retain: seed of the sequence -> replica of the engine.
 
     Collective over the ranks of ``layout``.
     """
@@ -605,16 +611,16 @@ def _cached_on(
     return cached
 
 
-def draw_ticket(name: str, layout: ParallelLayout, rank: int, is_led: bool) -> int:
-    """Return the next number of the job's queue ``name``, drawn by the first rank of a replica.
+def draw_queue_index(name: str, layout: ParallelLayout, rank: int, is_led: bool) -> int:
+    """Return the next index of the job's queue ``name``; the first rank of a replica draws it.
 
     The other ranks receive it, unless the replica ``is_led``: then only its first rank admits sequences.
     """
     coordinates = layout.coordinates(rank)
     # The largest int is beyond the end of every queue, for ranks that do not draw.
-    number = sys.maxsize
+    index = sys.maxsize
     if coordinates.tensor == 0:
-        number = store_increment(name)
+        index = store_increment(name)
     if is_led:
-        return number
-    return broadcast_object(number, layout.groups("tensor")[coordinates.data])
+        return index
+    return broadcast_object(index, layout.groups("tensor")[coordinates.data])

@@ -88,7 +88,7 @@ def failed_completion(number: int) -> Completion:
 
 @dataclass
 class Sequence:
-    """One sample of one prompt, with everything that the learner needs of it; one row of the training batch.
+    """One sample of one prompt, with all values that the learner needs; one row of the training batch.
 
     Per-token values are arrays of machine numbers, not lists: a step may have tens of millions of tokens on
     every rank, and a list takes several times the memory.
@@ -112,7 +112,7 @@ class Sequence:
     """Seed of every random draw of the sequence, in [0, 2**63), and of its environment."""
 
     policy_version: int
-    """Version of the weights that sampled the first token; before it, that of the current weights."""
+    """Version of the weights that sampled the first token; before that, of the current weights."""
 
     tokens: array = field(default_factory=lambda: array("q"))
     """[n] int64: token ids of the response, the n tokens after the prompt."""
@@ -193,7 +193,7 @@ class Sequence:
 
 @dataclass
 class SequenceGroup:
-    """The samples of one prompt. Advantages compare them, so a group is trained on as a whole.
+    """The samples of one prompt. Advantages compare them, so all of a group are in one training batch.
 
     A group is *waiting* while it has no sequences, then *running*, and *finished* once all its sequences are.
 

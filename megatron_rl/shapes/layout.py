@@ -176,7 +176,7 @@ class ParallelLayout:
         last_stage = self.pipeline - 1
         return tuple(self.rank_of(data=data, pipeline=last_stage) for data in range(self.data))
 
-    def words(self, copies: str = "data") -> str:
+    def text(self, copies: str = "data") -> str:
         """Format the layout as ``tensor 2 x pipeline 2 x data 4``, with ``copies`` for the word "data"."""
         sizes = [
             ("tensor", self.tensor),
@@ -186,7 +186,7 @@ class ParallelLayout:
         ]
         return _product(sizes, always=("tensor", copies))
 
-    def short_words(self) -> str:
+    def short_text(self) -> str:
         """Format the layout as ``TP2 PP2 DP4``: TP and DP always, others above 1, never expert-tensor."""
         terms = []
         for name, abbreviation in SHORT_NAMES.items():
@@ -194,6 +194,10 @@ class ParallelLayout:
             if name in ("tensor", "data") or (size > 1 and name != "expert_tensor"):
                 terms.append(f"{abbreviation.upper()}{size}")
         return " ".join(terms)
+
+    # Former names, which users may still call.
+    words = text
+    short_words = short_text
 
 
 def _slices(
@@ -617,7 +621,7 @@ def learning_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserErr
     key = f"{layout.path}.sequence_parallel"
     return [
         UserError(
-            "Megatron trains experts on tensor-parallel ranks with sequence parallelism alone",
+            "training experts on tensor-parallel ranks requires sequence parallelism in Megatron",
             where=key,
             expected="true, or unset",
             got="false",

@@ -210,7 +210,7 @@ def separate_head_error(path: Path, shapes: Mapping[str, Sequence[int]], what: s
         f"the checkpoint has an output layer of its own, and config.json ties it to {EMBEDDING}",
         where=str(path),
         expected=f"{OUTPUT} equal to {EMBEDDING}, or tie_word_embeddings: false in config.json",
-        got=f"tie_word_embeddings: true beside {OUTPUT} {list(head)} with {what}",
+        got=f"tie_word_embeddings: true with {OUTPUT} {list(head)} with {what}",
         fix=fix,
     )
 
@@ -271,9 +271,9 @@ def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
     if inner_family:
         fix = f"save the language model alone: {FAMILIES[inner_family].architecture}.from_pretrained(PATH)"
     elif close:
-        fix = f"correct the name, if {close} is meant"
+        fix = f"correct the name, if {close} is intended"
     else:
-        fix = "use a checkpoint of one of these architectures; docs/models.md says what each can do"
+        fix = "use a checkpoint of one of these architectures; docs/models.md lists the features of each"
 
     raise UserError(
         f"the model's architecture {name or '(none named)'} is not supported",

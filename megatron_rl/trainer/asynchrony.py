@@ -40,8 +40,9 @@ from megatron_rl.types import Rollouts
 class AheadBatches:
     """Batches that the rollout's own ranks sample ``steps_ahead`` steps before the other ranks use them.
 
-    Dynamic sampling cannot wait for rewards here. Each batch has as many prompts as the last learned batch's
-    fraction of informative groups calls for, and a step with too few informative groups uses those it has.
+    Dynamic sampling cannot wait for rewards here. The number of prompts of a batch follows from the fraction
+    of informative groups in the last learned batch, and a step with too few informative groups uses all of
+    them.
 
     ``queue``: batches that are sampled and not yet learned from; part of the checkpoint.
     ``sets``: evaluation sets to sample during the next step, with the weights that sample its batch.

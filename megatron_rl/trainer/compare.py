@@ -100,7 +100,7 @@ def compare(folders: Sequence[Path]) -> Comparison:
 def _group_runs(
     runs: Sequence[ComparedRun], keys: Sequence[str]
 ) -> tuple[dict[str, list[ComparedRun]], list[str]]:
-    """Return the groups of runs with equal settings by name, and notes on the copies that are left out."""
+    """Return the groups of runs with equal settings by name, and notes on the omitted copies."""
     # Settings as JSON text, since values such as lists cannot be keys of a dictionary.
     common_keys = [key for key in keys if key not in OF_ONE_RUN]
     by_settings: dict[str, list[ComparedRun]] = {}
@@ -109,7 +109,7 @@ def _group_runs(
         by_settings.setdefault(settings, []).append(run)
 
     # A copy of a run would count as a second seed.
-    notes = [note for group in by_settings.values() for note in _leave_out_copies(group)]
+    notes = [note for group in by_settings.values() for note in _remove_copies(group)]
     # Groups are named after their first run; equal names get numbers.
     groups = {_group_name(group): group for group in by_settings.values()}
     if len(groups) < len(by_settings):
@@ -148,12 +148,12 @@ def _result_rows(
     return rows
 
 
-def _leave_out_copies(group: list[ComparedRun]) -> list[str]:
+def _remove_copies(group: list[ComparedRun]) -> list[str]:
     """Remove all but the longest copy of a run's folder from a group; return notes on the removed copies.
 
     Two folders whose first steps took exactly the same time are copies of one run.
     """
-    # Runs that share their first step are copies of each other. A run without one is kept.
+    # Runs with the same first step are copies of each other. A run without a step is no copy.
     by_first_step: dict[str, list[ComparedRun]] = {}
     for run in group:
         first_step = _first_timed_step(run.metrics)
@@ -170,7 +170,7 @@ def _leave_out_copies(group: list[ComparedRun]) -> list[str]:
             if run is not original:
                 group.remove(run)
                 notes.append(
-                    f"{run.name} begins with the very steps of {original.name}: it is a copy, and left out."
+                    f"{run.name} begins with the same steps as {original.name}: it is a copy, and omitted."
                 )
     return notes
 
@@ -190,7 +190,7 @@ def write(folders: Sequence[Path], out: Path) -> str:
     names = list(comparison.groups)
     notes = [*comparison.notes, MEANING]
 
-    # The page for browsers, and below the same tables as Markdown.
+    # The page for browsers; the Markdown below has the same tables.
     sections = [page.paragraph(note) for note in notes]
     sections.append(page.heading("Results"))
     numeric = range(1, len(names) + 1)

@@ -78,7 +78,7 @@ class Panel:
     logarithmic: bool = False
     """Whether the vertical axis is logarithmic if the values allow it."""
     limits: tuple[float, float] | None = None
-    """Range of the vertical axis, None for that of the values."""
+    """Range of the vertical axis, None for the range of the values."""
     main: bool = False
     """Whether the picture of the whole run has this panel."""
 
@@ -125,7 +125,7 @@ def measured_accuracies(lines: Lines) -> list[str]:
 
 
 def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
-    """Return for each value the mean of it and ``window // 2`` values before and after it."""
+    """Return for each value the mean over it and the ``window // 2`` values before and after it."""
     half = window // 2
     return [fmean(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]
 
@@ -289,7 +289,7 @@ def _draw_panel(axis: Axes, lines: Lines, panel: Panel) -> None:
     """Draw the curve of one metric."""
     steps, values = series(lines, panel.metric)
     _set_title(axis, panel.title)
-    # A smoothed curve over the values, or points with the first and the last value written beside them.
+    # A smoothed curve over the values, or points with labels for the first and the last value.
     if panel.smooth:
         axis.plot(steps, values, color=BLUE, alpha=0.25, linewidth=1)
         axis.plot(steps, smoothed(values), color=BLUE, linewidth=1.8)
@@ -341,7 +341,7 @@ def _annotate(
     alignment: str,
     colour: str,
 ) -> None:
-    """Write a value beside its point; ``offset`` in points."""
+    """Label a point with its value; ``offset`` in points."""
     axis.annotate(
         number_text(value, ".3f"),
         (step, value),

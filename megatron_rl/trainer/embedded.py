@@ -42,11 +42,11 @@ class EmbeddedTrainer:
     ``model``: DDP chunks, as Megatron-LM's setup_model_and_optimizer returns them.
     ``optimizer``, ``scheduler``: optimizer and learning-rate scheduler from the same function.
     ``increment``: argument of ``scheduler.step`` after each optimizer step.
-    ``overrides``: settings such as ``batch.prompts_per_step=8`` that replace those of the file.
+    ``overrides``: settings such as ``batch.prompts_per_step=8``, which replace the file's settings.
 
-    Arguments, layout, optimizer, timers and checkpoints remain the script's, which saves `state_dict` in its
+    Arguments, layout, optimizer, timers and checkpoints belong to the script, which saves `state_dict` in its
     checkpoints. Training starts from the weights that ``model`` has. Raises UserErrors for settings that do
-    not fit. Collective over the world, as `step` is.
+    not fit. Construction and `step` are collective over the world.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class EmbeddedTrainer:
             TokenFiles(None, print),
         )
 
-        # The actor wraps what the script has built; all other roles are built here.
+        # The actor wraps the script's model and optimizer; all other roles are built here.
         parallel_model = adopt_model(model, read_hf_config(self.config.model.path))
         adopted_optimizer = Optimizer.adopted(parallel_model, optimizer, scheduler, increment)
         actor = adopted_actor(self.config, parallel_model, adopted_optimizer)
@@ -115,10 +115,10 @@ class EmbeddedTrainer:
         return gather_step(result, phases.metrics()).values()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save beside the script's model, optimizer, schedule and RNG state.
+        """Return the state to save with the script's model, optimizer, schedule and RNG state.
 
-        It has the step, the position in the data, the algorithm's state and the responses that are not
-        finished or not learned from. It is small and the same on every rank: save it on one of them.
+        It has the step, the position in the data, the algorithm's state and the responses that are unfinished
+        or not learned from yet. It is small and the same on every rank, so that one rank can save it.
         """
         return self.state.state_dict(self.roles)
 

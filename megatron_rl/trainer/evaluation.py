@@ -86,7 +86,7 @@ class EvaluationResult:
     reasons: tuple[str | None, ...]
     """[B], why an answer has no reward; None if it has one."""
     failures: tuple[tuple[str, Failure], ...]
-    """Examples of failed rewards and evaluators on this rank, each with the name of what failed."""
+    """Examples of failures on this rank, each with the name of the reward or evaluator that failed."""
 
 
 def evaluation_sets(
@@ -205,7 +205,7 @@ def _reward_set(
     statistics = _answer_statistics(evaluation_set, rollouts, correct, texts)
     metrics += Metrics.of({f"{prefix}/{key}": value for key, value in statistics.items()})
 
-    # Evaluators see the same answers; their failures are shown beside those of the reward.
+    # Evaluators get the same answers; their failures are reported with those of the reward.
     failures = [("the reward", failure) for failure in distinct_failures(result.failures)]
     for key, role in evaluation_set.evaluators.items():
         evaluator_metrics, evaluator_failures = _run_evaluator(
@@ -263,7 +263,7 @@ def _run_evaluator(
     rollouts: Rollouts,
     world: ReplicaGroup,
 ) -> tuple[Metrics, tuple[Failure, ...]]:
-    """Return the means of one evaluator's results over the answers that it did not fail on.
+    """Return the means of one evaluator's results over the answers on which it succeeded.
 
     Collective over the world.
     """
@@ -361,8 +361,8 @@ def diversity(responses: Sequence[ndarray], samples: int) -> dict[str, float]:
     """Return the diversity of responses, given as token ids, ``samples`` consecutive ones per prompt.
 
     ``distinct_n``: distinct n-grams as a fraction of all n-grams in the answers to a prompt, mean over
-    prompts (Li et al. 2016, arXiv 1510.03055). ``ngram_entropy``: entropy of the 2-grams of all responses, in
-    nats.
+    prompts (Li et al. 2016, arXiv 1510.03055).
+    ``ngram_entropy``: entropy of the 2-grams of all responses, in nats.
     ``repetition``: fraction of a response's 4-grams that occur earlier in it, mean over responses.
     """
     groups = [responses[start : start + samples] for start in range(0, len(responses), samples)]

@@ -56,12 +56,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a job to stop: from launchers, terminals, and schedulers before they preempt it."""
 
 CURRENT_CODE = "current"
-"""File beside the code copies that names the one in use."""
+"""File next to the code copies that names the one in use."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Settings and surroundings of a job on this rank, which every part of it shares."""
+    """Settings and resources of a job on this rank, which all its parts share."""
 
     config: RunConfig
     """Resolved configuration."""
@@ -86,9 +86,9 @@ class Job:
         return TokenFiles(self.folder.tokens, self.say)
 
     def say(self, text: str) -> None:
-        """Print a text on the console, on the main rank; its lines after the first are indented.
+        """Print a text on the console of the main rank; its lines after the first are indented.
 
-        So a text from outside, such as a reward function's message, cannot look like a line of the run.
+        Thus a text from outside, such as a reward function's message, cannot look like a line of the run.
         """
         if self.main:
             self.console.write(escape_unprintable(text).replace("\n", "\n    ") + "\n")
@@ -125,7 +125,7 @@ class Job:
         job = accelerated_job(self.config, layouts)
         device.set_environment(accelerator_defaults(job, ENVIRONMENT))
 
-        # From here on the hang detector ends ranks that wait for one that never comes.
+        # From here on the hang detector ends ranks that wait for a rank that does not respond.
         watch.join(
             self.config.rank_timeout,
             lambda: f"{self.stop.rank_text} {self.phases.location}",
@@ -133,7 +133,7 @@ class Job:
             self.folder.flight_records,
         )
 
-        # The main rank writes the folder, after comparing with what an earlier job wrote there.
+        # The main rank writes the folder, after comparing with the files of an earlier job.
         if self.main:
             for change in self._changes():
                 self.say(f"warning: this run resumes with a changed setting: {change}")
@@ -222,7 +222,7 @@ def open_trackers(config: RunConfig, folder: RunFolder, console: TextIO) -> Trac
 
     # Configuration, versions and hardware, with which the numbers of runs can be compared later.
     resumed = folder.has_begun() and config.checkpoint.resume != "never"
-    about = {
+    run_info = {
         "configuration": to_plain(without_secrets(config)),
         "versions": installed_versions(NUMBERS_DEPEND_ON),
         "hardware": {
@@ -231,7 +231,7 @@ def open_trackers(config: RunConfig, folder: RunFolder, console: TextIO) -> Trac
             "ranks": device.world_size(),
         },
     }
-    return Trackers(config.logging, folder, about, resumed=resumed, say=say)
+    return Trackers(config.logging, folder, run_info, resumed=resumed, say=say)
 
 
 def describe_rank(config: RunConfig, rank: int) -> str:
@@ -315,9 +315,9 @@ def _removed_folder_error(config: RunConfig, error: BaseException) -> UserError 
     return UserError(
         "the run folder was removed, or moved, while the run wrote to it",
         where=f"run_dir: {config.run_dir}",
-        expected="a folder that stays until the run has ended",
+        expected="a folder that exists until the run has ended",
         got=f"no directory {removed[0]}; then {first_line(error)}",
-        fix="put it back and start again, which resumes from its newest checkpoint; or set another run_dir",
+        fix="move it back and start again, which resumes from its newest checkpoint; or set another run_dir",
     )
 
 
@@ -357,7 +357,7 @@ class Stop:
 
     @contextmanager
     def saves(self) -> Iterator[None]:
-        """Declare that inside the block every step ends with `Job.stop_if_asked`, which can save."""
+        """Defer a stop to the end of a step: inside the block every step ends with `Job.stop_if_asked`."""
         self._can_save = True
         try:
             yield
@@ -365,7 +365,7 @@ class Stop:
             self._can_save = False
 
     def handle(self, number: int) -> None:
-        """Handle a signal: wait for the end of the step if it can be saved; else, or the second time, end."""
+        """Handle a signal: stop after a step that can be saved, or else (or the second time) at once."""
         # The second signal ends at once: its sender does not want to wait for the step.
         name = signal.Signals(number).name
         if not self._can_save or self.signal_number is not None:
@@ -440,7 +440,7 @@ def report_stop(rank_text: str, phases: Phases, seconds: float) -> Iterator[Stop
 def keep_code(job: Job) -> None:
     """Copy the user's contained code into the run folder, and load it from the copy from now on.
 
-    Ranks that a launcher restarts use the copy of the ranks before. Collective over the world.
+    Ranks that a launcher restarts use the copy from before the restart. Collective over the world.
     """
     files = _code_files(job) if job.main else None
     use_copies_of(gather_objects(files)[0])
@@ -480,7 +480,7 @@ def _code_files(job: Job) -> dict[str, bytes]:
     if not files:
         return files
 
-    # Copies are named by their content: an unchanged file has the copy of the run before.
+    # Copies are named by their content: unchanged files share the copy of the previous run.
     copy = write_copy(folder, files)
     resumes = job.folder.has_begun() and job.config.checkpoint.resume != "never"
     if old_name and old_name != copy.name and resumes:

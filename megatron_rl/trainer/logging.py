@@ -37,8 +37,8 @@ COLUMNS = (
     ("tokens/s", "throughput/tokens_per_second", ".0f"),
     ("s/step", "time/step", ".2f"),
 )
-"""Label, metric and format of what the console line of a step shows, in order. Metrics that a step does not
-have are left out; the seconds of `PHASES` and the accuracies of evaluation sets follow."""
+"""Columns of a step's console line, in order: label, metric and format. Metrics that a step does not have are
+omitted; the seconds of `PHASES` and the accuracies of evaluation sets follow."""
 PHASES = (
     "generate",
     "reward",
@@ -60,10 +60,10 @@ def accuracies(names: Iterable[str]) -> list[str]:
 class MetricsLog:
     """Metrics file with one line per step, which are also printed and sent to the trackers.
 
-    ``resumed_step`` is the last step of the restored checkpoint: later lines are cut off the file, so that
-    every step appears once. If lines are missing or damaged, or are of steps beyond ``total_steps``, which
-    will not come again, a copy of the file is kept and a warning printed. None starts from the beginning: an
-    existing file is renamed, not lost. Only one rank may construct it.
+    ``resumed_step`` is the last step of the restored checkpoint: the lines of later steps are removed, so
+    that every step appears once. If lines are missing or damaged, or of steps beyond ``total_steps``, which
+    will not run again, a copy of the file is made and a warning printed. None starts from the beginning, and
+    an existing file is renamed. Only one rank may construct it.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class MetricsLog:
         self.console = console if console is not None else sys.stdout
         self.path = folder.metrics if phase == "train" else folder.stage_metrics(phase)
 
-        # A resumed run keeps the lines up to its step.
+        # A resumed run retains the lines up to its step.
         if resumed_step is None:
             set_aside(self.path)
         else:
@@ -138,7 +138,7 @@ class MetricsLog:
         return "  ".join(columns)
 
     def _cut_after(self, step: int) -> None:
-        """Remove the lines of later steps; keep a copy of the file if that loses any line for good."""
+        """Remove the lines of later steps; copy the file before if no later step will replace a line."""
         lines, damaged = read_lines(self.path)
         # A step that was taken twice has two lines, of which the later one counts.
         line_of = {line["step"]: json.dumps(line) + "\n" for line in lines}
@@ -155,7 +155,7 @@ class MetricsLog:
             if beyond_end or damaged:
                 copy = set_aside(self.path)
                 if copy is not None:
-                    warning += f"; the file is kept as {copy.name}"
+                    warning += f"; a copy of the file is {copy.name}"
             self.console.write(warning + "\n")
             self.console.flush()
         write_text(self.path, "".join(retained))

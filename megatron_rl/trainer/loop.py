@@ -154,11 +154,10 @@ def train_step(
 ) -> StepResult | None:
     """Run one step: sample and reward a batch, compute log-probs and advantages, update critic and actor.
 
-    The batch is the same value on every rank that learns. ``state`` is what the algorithm carries from step
-    to step, such as an adaptive KL coefficient. Returns None on ranks that only sample. Collective over the
-    world.
+    The batch is the same value on every rank that learns. ``state`` is the algorithm's state between steps,
+    such as an adaptive KL coefficient. Returns None on ranks that only sample. Collective over the world.
     """
-    # The ranks that hold the batch: all of them, unless some only sample for later steps.
+    # The ranks that hold the batch: all ranks, unless some only sample for later steps.
     learners = ReplicaGroup(batches.learners, phase.gather_stats)
     result = None
 
@@ -224,7 +223,7 @@ def compute_log_probs(
     for shard in shards:
         columns |= learners.gather_rows(shard).tokens
 
-    # The rest are outputs of roles that `Scores` has no field for.
+    # The remaining columns are outputs without a field in `Scores`.
     score_fields = {name: columns.pop(name) for name in _SCORE_FIELDS if name in columns}
     return replace(batch, scores=replace(batch.scores, **score_fields, columns=columns))
 

@@ -91,7 +91,7 @@ def evaluate_checkpoints(
                 path=str(hf_models[0]) if only_hf_models else None,
                 templated=_is_templated(sources),
             )
-        # The last collective work: one model after the other in the same roles.
+        # Evaluate one model after the other in the same roles.
         metrics = [_evaluate_path(config, path, roles, sets, phases, trusted) for path in paths]
 
         # Release processes and the engine before the job ends.
@@ -101,7 +101,7 @@ def evaluate_checkpoints(
         if device.rank() == 0:
             print(table([str(path) for path in paths], metrics), flush=True)
         watch.leave()
-        # After the table, which a user wants to see in any case.
+        # After the table, which shows the metrics even if too many rewards failed.
         _require_rewards(config, paths, metrics)
     return metrics
 
@@ -118,14 +118,14 @@ def _require_same_model(config: RunConfig, paths: Sequence[Path], hf_models: Seq
             "evaluate it with a configuration whose model.path it is",
         )
 
-    # A checkpoint of adapters is loaded into a model with adapters, which a whole model does not fit.
+    # A checkpoint of adapters is loaded into a model with adapters, which a complete model does not fit.
     if config.actor.lora is not None and 0 < len(hf_models) < len(paths):
         raise UserError(
-            "checkpoints with adapters and whole models cannot be evaluated by one command",
+            "checkpoints with adapters and complete models cannot be evaluated by one command",
             where="--checkpoint",
             expected="only checkpoints of runs, or only Hugging Face folders",
             got=f"{len(paths) - len(hf_models)} checkpoints and {len(hf_models)} folders, with actor.lora",
-            fix="call the command twice",
+            fix="run the command once for each kind",
         )
 
 
@@ -230,7 +230,7 @@ def export_checkpoint(path: Path, out: Path, *, form: str = "hf", trusted: bool 
             "peft",
             "a checkpoint of a run with actor.lora",
             got="a run that trained all weights",
-            fix="leave --format out: the whole model is written",
+            fix="remove --format, which writes the complete model",
         )
 
     phases = Phases()

@@ -68,7 +68,7 @@ def run_metrics(folder: RunFolder) -> RunMetrics:
     """Return the metrics of a run and of its stages; raise UserError for a folder without any."""
     lines = _readable_lines(folder.metrics)
     stages: dict[str, Lines] = {}
-    for name in folder.stages_measured():
+    for name in folder.measured_stages():
         stage_lines = _readable_lines(folder.stage_metrics(name))
         if stage_lines:
             stages[escape_unprintable(name)] = stage_lines
@@ -76,7 +76,7 @@ def run_metrics(folder: RunFolder) -> RunMetrics:
     # A run that ended before its first step has a folder without metrics.
     if not lines and not stages:
         raise UserError(
-            f"{folder.path} holds no metrics",
+            f"{folder.path} has no metrics",
             where=str(folder.metrics),
             expected="the folder of a run that has finished at least one step, of training or of a stage",
             got="no such file, and none of a stage" if not folder.metrics.exists() else "an empty file",
@@ -93,7 +93,7 @@ def _readable_lines(path: Path) -> list[dict[str, Any]]:
 def write(run_dir: str | Path, console: TextIO | None = None) -> Path:
     """Write ``learning_curve.png`` and ``report.html`` of a run and print its final table; return the page.
 
-    Reads metrics.jsonl, the metrics of stages, config.yaml and the stored samples, as far as they exist.
+    Reads metrics.jsonl, the metrics of stages, config.yaml and the stored samples, if they exist.
     Raises UserError for a folder without metrics.
     """
     folder = RunFolder(run_dir)
@@ -316,13 +316,13 @@ def stored_samples(
     unreadable: list[str] = []
     for kind in dict.fromkeys(kind for kind, _, _ in files):
         files_of_kind = [file for file in files if file[0] == kind]
-        # Backwards, so that the last step of each kind is always there.
+        # Backwards, so that the last step of each kind is always included.
         selected = files_of_kind[::-stride][::-1]
         for _, step, path in selected:
             try:
                 samples += _read_samples(kind, step, path)
             except Exception as error:  # anything that pyarrow, or a row of another form, raises
-                unreadable.append(f"{path.name} is left out, since it cannot be read: {first_line(error)}")
+                unreadable.append(f"{path.name} is omitted, since it cannot be read: {first_line(error)}")
     return samples, unreadable
 
 

@@ -345,7 +345,7 @@ def _concatenate_baselines(rounds: Sequence[ScoredBatch], name: str) -> Tensor |
     return torch.cat(baselines)
 
 
-# Failed rewards: what the console shows of them, and when they end the run.
+# Failed rewards: their lines on the console, and the limit at which they end the run.
 
 
 def distinct_failures(failures: Iterable[Failure]) -> list[Failure]:
@@ -360,7 +360,7 @@ def distinct_failures(failures: Iterable[Failure]) -> list[Failure]:
 
 
 def unused_scorers_warning(reward: RewardConfig, outcomes: Sequence[Outcome | None] | None) -> str | None:
-    """Return a warning if environments reward every episode, so that the configured scorers get none."""
+    """Return a warning if environments reward every episode, so that configured scorers are never called."""
     rewarded = [outcome is not None and outcome.reward is not None for outcome in outcomes or ()]
     if not rewarded or not all(rewarded) or not reward.scorers:
         return None
@@ -410,6 +410,6 @@ class FailureWatch:
             where=f"reward (step {step})",
             expected=f"at most {self._max_fraction:.0%} (reward.max_invalid_fraction)",
             got=got,
-            fix="repair what fails: the reward function, the environment and its agent, or the reward "
-            "server; with reward.max_invalid_fraction=1 the run continues whatever fails",
+            fix="repair the reward function, the environment and its agent, or the reward server; with "
+            "reward.max_invalid_fraction=1 the run continues regardless of failures",
         )

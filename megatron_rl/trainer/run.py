@@ -1,4 +1,4 @@
-"""A whole run: build or resume, run the stages, take the steps, evaluate, save, export and report."""
+"""A complete run: build or resume, run stages and steps, evaluate, save, export and report."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Run:
             )
         self._warn_of_missing_containment()
 
-        # The parts of a step, and what is written about it.
+        # The parts of a step, and the records of it.
         self.samples = Samples(job, self.roles)
         self.failures = FailureWatch(config.reward)
         self.source = RolloutSource(config, self.roles, self.algorithm, self.prompts.next)
@@ -171,7 +171,7 @@ class Run:
             self.job.say(f"warning: environments are not contained here: {limit}")
 
     def run(self) -> None:
-        """Resume or run the stages, take the remaining steps, and write the model and the report."""
+        """Resume or run the stages, run the remaining steps, and write the model and the report."""
         # Checkpoints of the run are only saved after its stages.
         if self.checkpoint is not None:
             self._resume(self.checkpoint)
@@ -241,7 +241,7 @@ class Run:
 
     def _resumed_checkpoint(self) -> Path | None:
         """Return the checkpoint that `checkpoint.resume` selects, None to start from the beginning."""
-        # "auto" takes what an earlier job left in the run folder; a path may be of another folder.
+        # "auto" selects the newest checkpoint in the run folder; a path may be in another folder.
         resume = self.config.checkpoint.resume
         if resume == "auto":
             return newest_intact(self.folder.checkpoints, self.job.say)
@@ -287,7 +287,7 @@ class Run:
                     self.job,
                 )
             else:
-                self.job.say(f"{plan.where}: has ended before, and left {plan.model}")
+                self.job.say(f"{plan.where}: complete since an earlier job, its model is {plan.model}")
                 delete_checkpoints(plan, self.job)
             # Each stage of the actor counts as one version, whether it ran now or before a restart.
             if plan.role == "actor":
@@ -304,11 +304,11 @@ class Run:
         start = time.perf_counter()
         deferred = self.state.deferred
         deferred_sets = self._sets_of(deferred)
-        result, answers = self._train_and_answer(step, deferred_sets)
+        result, answers = self._train_and_sample_sets(step, deferred_sets)
         self.state.step = step
         seconds = time.perf_counter() - start
 
-        # The previous step's evaluation was answered beside this step.
+        # The responses to the previous step's evaluation sets were sampled during this step.
         if deferred is not None:
             with self.phases("evaluate"):
                 results = reward_answers(self.roles, deferred_sets, answers)
@@ -324,7 +324,7 @@ class Run:
         self._check_failures(step, result, reasons, examples)
         self._save_if_due(step, is_best)
 
-    def _train_and_answer(
+    def _train_and_sample_sets(
         self, step: int, sets: Sequence[EvaluationSet]
     ) -> tuple[StepResult | None, list[Rollouts]]:
         """Run one step; return its result and the responses to the evaluation ``sets``.
@@ -371,7 +371,7 @@ class Run:
         return metrics
 
     def _evaluate_or_defer(self, log: MetricsLog | None, step: int, metrics: Metrics) -> Metrics:
-        """Run the evaluation that is due after a step, or defer it to run beside the next step.
+        """Run the evaluation that is due after a step, or defer it to run during the next step.
 
         Returns the step's metrics, including the evaluation's if it has run. Collective over the world.
         """
@@ -424,10 +424,10 @@ class Run:
             return False
 
         is_best = self.state.best.record(step, value, settings)
-        # Every rank has the same measurements, so all of them save or end together.
+        # Every rank has the same measurements, so all ranks save or end together.
         if is_best:
             self.job.say(
-                f"step {step}: {settings.best} {value:.4f} is among the best, and its checkpoint stays"
+                f"step {step}: {settings.best} {value:.4f} is among the best, and its checkpoint is retained"
             )
         elif self._patience_exhausted():
             best_step, best_value = self.state.best.kept[0]
@@ -439,7 +439,7 @@ class Run:
         return is_best
 
     def _patience_exhausted(self) -> bool:
-        """Return whether the last `evaluation.patience` measurements brought no new best one."""
+        """Return whether none of the last `evaluation.patience` measurements was a new best one."""
         patience = self.config.evaluation.patience
         return patience is not None and self.state.best.waited >= patience
 

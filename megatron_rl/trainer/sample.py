@@ -65,7 +65,7 @@ class Pending:
     generation_round: GenerationRound
     """The groups of the round, the same value on every rank."""
     new_tokens: NewTokens
-    """What this rank sampled."""
+    """Tokens that this rank sampled."""
     greedy: Pending | None = None
     """One greedy response per prompt, for algorithms with a greedy baseline; None for others."""
 
@@ -92,15 +92,15 @@ class SampledBatch:
 class RolloutSource:
     """Source of a step's responses, with the buffer of the groups in flight beyond that step.
 
-    With ``rollout.oversample`` that fraction of further prompts is sampled, and the step takes the groups
+    With ``rollout.oversample`` that fraction of further prompts is sampled, and the step selects the groups
     that finish first, counted in token rounds of ``rollout.round_tokens`` tokens per sequence. With
-    ``rollout.partial`` the next step continues the others with its newer weights; a group whose oldest token
-    would become older than ``asynchrony.max_staleness`` is waited for instead. Without ``rollout.partial``
-    the others are dropped and the next step starts with their prompts, so prompts with short responses are
-    trained on more often.
+    ``rollout.partial`` the next step continues the other groups with its newer weights; the step waits for a
+    group whose oldest token would otherwise exceed ``asynchrony.max_staleness``. Without ``rollout.partial``
+    the other groups are dropped and the next step starts with their prompts, so prompts with short responses
+    are trained on more often.
 
     The open order has no token rounds: the replicas sample until the learning ranks wait for them and enough
-    groups are finished. The next step continues the others, also groups that no replica has started.
+    groups are finished. The next step continues the other groups, started or not.
 
     ``draw``: returns the next n prompts of the training data.
     ``buffer``: the waiting, running and finished groups; part of the checkpoint.
@@ -185,7 +185,7 @@ class RolloutSource:
         metrics += Metrics.of({"rollout/partial_fraction": partial_fraction(rollouts)})
         metrics += self._carry_over_or_restart()
 
-        # Sequences that are sampled steps ahead age until they are trained on: staleness is measured then.
+        # With sampling ahead, staleness is measured when the sequences are trained on.
         if self.config.rollout.partial and not self.config.asynchrony.steps_ahead:
             assert self.config.asynchrony.max_staleness is not None
             version = self.roles.hybrid_engine.version
@@ -204,8 +204,8 @@ class RolloutSource:
         })  # fmt: skip
 
     def _carry_over_or_restart(self) -> Metrics:
-        """Keep the groups that were not selected, or return their prompts to the buffer; count them."""
-        # A restart loses nothing of a group without tokens, and the next weights sample all of it.
+        """Carry over the groups that were not selected, or restart their prompts; return their counts."""
+        # Restart groups without tokens: nothing is lost, and the next weights sample all of their tokens.
         unstarted = self.buffer.restart_unstarted()
         groups = float(len(self.buffer.started))
         tokens = float(sum(group.sampled_tokens for group in self.buffer.started))
@@ -282,8 +282,8 @@ class RolloutSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state; restart the prompt of each group that the current settings cannot continue.
 
-        That is so after a change of ``samples_per_prompt`` or ``rollout.partial``, and for groups that a
-        smaller ``max_staleness`` makes too old. The hybrid engine's version must be restored before.
+        Such groups exist after a change of ``samples_per_prompt`` or ``rollout.partial``, or if a smaller
+        ``max_staleness`` makes groups too old. The hybrid engine's version must be restored before.
         """
         self.informative = tuple(state["informative"])
         self.buffer.load_state_dict(state)
@@ -300,7 +300,7 @@ class RolloutSource:
             self.buffer.restart_all()
 
     def keep_learnable(self, queue: Sequence[SampledBatch]) -> list[SampledBatch]:
-        """Return the queued batches that can still be trained on, in order; restart the others' prompts."""
+        """Return the queued batches that can still be trained on, in order; restart the other prompts."""
         version = self.roles.hybrid_engine.version
         learnable: list[SampledBatch] = []
         too_old: list[SampledBatch] = []

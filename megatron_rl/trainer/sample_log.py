@@ -41,7 +41,7 @@ class Samples:
 
         Collective over the world.
         """
-        # Compare line i of all ranks, so that a failure that all of them have is printed once.
+        # Compare line i of all ranks, so that a failure on every rank is printed once.
         lines_by_rank = gather_objects(list(failure_lines(results, step)))
         for lines in zip_longest(*lines_by_rank, fillvalue=""):
             for line in dict.fromkeys(filter(None, lines)):
@@ -146,8 +146,7 @@ def write_rollouts(
             array = pyarrow.array(rows)
         except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
             array = pyarrow.array([json.dumps(row, default=str) for row in rows])
-        # A column of None alone, such as failures of a step without any, has text in the files of other
-        # steps.
+        # A column with None only, such as the failures of a step without any, has text in other steps' files.
         if pyarrow.types.is_null(array.type):
             array = array.cast(pyarrow.string())
         arrays[name] = array

@@ -197,7 +197,7 @@ def make_stage(
             at_end=at_end,
         )
 
-    # A reward model's output at a token is read there, not as a prediction of the next one.
+    # A reward model's output at a token is about that token, not a prediction of the next one.
     title = f"reward model {plan.name.removeprefix('reward_')}"
     options = {"unit": PAIR, "before": False}
     return Stage(
@@ -225,11 +225,11 @@ def _preference_objective(
 
 
 def stage_end(plan: StagePlan, roles: Roles, config: RunConfig) -> Callable[[], None]:
-    """Return the action that the roles of a run take at the end of a stage.
+    """Return the function that updates the roles of a run at the end of a stage.
 
     Roles that start from the actor's model load its weights; a trained reward model is frozen.
     """
-    # Roles with a model of their own still have the weights that the actor started from.
+    # Roles with separate models still have the weights from which the actor started.
     if plan.role == "actor":
         return partial(_load_into_dependents, plan, roles, config)
     return next(model.role.freeze for model in roles.reward_models if model.role.name == plan.role)
@@ -263,7 +263,7 @@ def require_stage_models(config: RunConfig) -> None:
     actor's adapters are read from the run folder.
     """
     for plan in stage_plans(config):
-        # A stage's model is read again by frozen roles that start from it, and as the base of adapters.
+        # Frozen roles that start from a stage's model read it again, and so does the base of adapters.
         frozen_roles = [
             path
             for path, model in explicit_model_paths(config).items()
@@ -274,7 +274,7 @@ def require_stage_models(config: RunConfig) -> None:
         if plan.ended or not is_read:
             continue
 
-        # The actor's stage cannot be removed: its model is what the checkpoint was trained from.
+        # The actor's stage cannot be removed: the checkpoint was trained from its model.
         if plan.role == "actor":
             key = f"{[*frozen_roles, 'reference'][0]}.path"
             change = f"set {key} to it"
@@ -293,7 +293,7 @@ def require_stage_models(config: RunConfig) -> None:
 def set_damaged_models_aside(job: Job) -> None:
     """Rename damaged models of ended stages, which then run again from their beginning.
 
-    Only for a run without a checkpoint to resume from: one with a checkpoint needs the very model that it was
+    Only for a run without a checkpoint to resume from: another run needs exactly the model that it was
     saved with. Collective over the world.
     """
     ended_plans = from_first_rank(lambda: [plan for plan in stage_plans(job.config) if plan.ended])
@@ -304,7 +304,7 @@ def set_damaged_models_aside(job: Job) -> None:
         new_path = from_first_rank(lambda plan=plan: set_aside(plan.model))
         job.say(
             f"warning: {plan.where}: its model is damaged: {summarize_damages(problems)}; "
-            f"it is kept as {new_path}, and the stage runs again"
+            f"it is renamed to {new_path}, and the stage runs again"
         )
 
 
@@ -365,9 +365,9 @@ def delete_checkpoints(plan: StagePlan, job: Job) -> None:
 
 
 def run_alone(job: Job) -> None:
-    """Run the stages of a job without reinforcement learning; the actor's model is the job's model, too.
+    """Run the stages of a job without reinforcement learning.
 
-    Collective over the world.
+    The model of the actor's last stage is published as the job's model. Collective over the world.
     """
     config = job.config
     tokenizer = load_tokenizer(config.model.path, job.first_start)
@@ -380,7 +380,7 @@ def run_alone(job: Job) -> None:
     with job.phases("data"):
         data_of = {plan.where: load_stage_data(plan, tokenizer, job) for plan in pending}
 
-    # Every stage builds its role anew, from the model that the stage before has left.
+    # Every stage builds its own role, from the model of the previous stage.
     for plan in stage_plans(config):
         if plan.where in data_of:
             with job.phases("build"):
@@ -390,7 +390,7 @@ def run_alone(job: Job) -> None:
                 job,
             )
         else:
-            job.say(f"{plan.where}: has ended before")
+            job.say(f"{plan.where}: complete since an earlier job")
             delete_checkpoints(plan, job)
 
         path = plan.model
@@ -452,7 +452,7 @@ def _take_steps(stage: Stage, job: Job) -> int:
         Progress(stage.title, data.steps, enabled=job.main, console=job.console) as progress,
         job.stop.saves(),
     ):
-        # The loss before the first step, which may be good enough already.
+        # The loss before the first step, which may already be at the target.
         progress.advance(step)
         if held_out is not None and newest is None:
             values = log.write(0, _held_out_metrics(stage, held_out, job))
@@ -467,7 +467,7 @@ def _take_steps(stage: Stage, job: Job) -> int:
             if held_out is not None and _is_due(step, plan.settings.evaluate_every, data.steps):
                 metrics += _held_out_metrics(stage, held_out, job)
 
-            # Gathered values: every rank takes the same decisions on the loss.
+            # Gathered values: every rank makes the same decisions on the loss.
             values = log.write(step, metrics)
             loss = values.get(f"{plan.name}/held_out_loss", loss)
             progress.advance(note=f"loss {values[f'{plan.name}/loss']:.3f}")
@@ -492,7 +492,7 @@ def _take_steps(stage: Stage, job: Job) -> int:
 
     if loss_target is not None:
         _require_loss(stage, loss)
-        job.say(f"{stage.title}: held-out loss {loss:.3f}, good enough after {step} of {data.steps} steps")
+        job.say(f"{stage.title}: held-out loss {loss:.3f}, target reached after {step} of {data.steps} steps")
     return step
 
 
@@ -508,7 +508,7 @@ def _require_loss(stage: Stage, loss: float | None) -> None:
     if _reaches(target, loss):
         return
     raise UserError(
-        f"the {stage.title} did not get good enough to continue",
+        f"the {stage.title} did not reach its target loss",
         where=f"{plan.where}.until_loss",
         expected=f"a held-out loss of {target:g} or less within {stage.data.steps} steps",
         got="no measurement" if loss is None else f"{loss:.4g}",
@@ -522,7 +522,7 @@ def _is_due(step: int, every: int | None, last_step: int) -> bool:
 
 
 def _batches(
-    stage: Stage, job: Job, done_steps: int
+    stage: Stage, job: Job, completed_steps: int
 ) -> tuple[Iterator[tuple[TrainBatch, Mapping[str, Any]]], TrainBatch | None]:
     """Return the remaining batches, each with the data's state after it, and the held-out rows.
 
@@ -532,7 +532,7 @@ def _batches(
     data = stage.data
 
     def draw() -> Iterator[tuple[TrainBatch, Mapping[str, Any]]]:
-        for step in range(done_steps + 1, data.steps + 1):
+        for step in range(completed_steps + 1, data.steps + 1):
             batch = data.train.next(data.size(step))
             yield batch, data.train.state_dict()
 
@@ -547,7 +547,7 @@ def _batches(
     if not stage.needs_reference:
         return draw(), held_out
 
-    # All batches now: the first update changes the weights that the reference is.
+    # Score all batches now: the reference has the current weights, which the first update changes.
     with job.phases("score"):
         batches = [(with_reference(batch), position) for batch, position in draw()]
         return iter(batches), held_out and with_reference(held_out)

@@ -85,10 +85,10 @@ class Best:
 
 @dataclass(frozen=True)
 class DeferredEvaluation:
-    """Evaluation of a step's weights that runs beside the next step, whose samples need the same weights."""
+    """Evaluation of a step's weights that runs during the next step, whose samples need the same weights."""
 
     step: int
-    """Step whose weights answer the sets."""
+    """Step whose weights are evaluated."""
     sets: tuple[str, ...]
     """Names of the evaluation sets."""
     metrics: Metrics
@@ -97,12 +97,12 @@ class DeferredEvaluation:
 
 @dataclass
 class TrainerState:
-    """Position of a run: everything that the next step depends on beside the roles' tensors."""
+    """Position of a run: everything that the next step depends on, except the roles' tensors."""
 
     prompts: PromptSource
     """Training prompts, with the position in their order."""
     algorithm: AlgorithmState
-    """What the algorithm carries from step to step."""
+    """State of the algorithm between steps."""
     seed: int
     """Seed of the run."""
     source: RolloutSource
@@ -126,7 +126,7 @@ class TrainerState:
         in_background: bool,
     ) -> checkpoint.PendingCheckpoint:
         """Save a checkpoint; arguments as for `checkpoint.save`. Collective over the world."""
-        # Checkpoints of the best steps stay, beside the newest ``keep``.
+        # The checkpoints of the best steps are retained in addition to the newest ``keep``.
         best_steps = [step for step, _ in self.best.kept]
         with roles.learners_resident():
             return checkpoint.save(
@@ -250,14 +250,14 @@ class Checkpoints:
             return
         with job.phases("checkpoint"):
             self.save(step, ANY)
-        job.say(f"step {step}: its checkpoint is written anew, for any layout")
+        job.say(f"step {step}: its checkpoint is rewritten for any layout")
 
     def save(self, step: int, layout: str, *, in_background: bool = False) -> None:
         """Save the current step; with ``in_background``, training continues meanwhile.
 
         Collective over the world.
         """
-        # Only one is written at a time: wait for the one before.
+        # Only one checkpoint is written at a time: wait for the previous one.
         self.complete()
         self._saving = self._write(checkpoint_path(self._folder, step), layout, in_background)
         if not in_background:

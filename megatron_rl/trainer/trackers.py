@@ -57,23 +57,23 @@ class Trackers:
 
     A tracker that raises is removed, which is printed once. Only one rank may construct it.
 
-    ``about``: configuration, versions and hardware of the run.
-    ``resumed``: whether the trackers continue the run that the folder names.
-    ``say``: prints a line on the console.
+    ``run_info``: configuration, versions and hardware of the run.
+    ``resumed``: whether the trackers continue the run whose ids are in the folder.
+    ``say``: function that prints a line on the console.
     """
 
     def __init__(
         self,
         config: LoggingConfig,
         folder: RunFolder,
-        about: Mapping[str, Any],
+        run_info: Mapping[str, Any],
         *,
         resumed: bool,
         say: Callable[[str], None],
     ) -> None:
         self._config = config
         self._folder = folder
-        self._about = about
+        self._run_info = run_info
         self._resumed = resumed
         self._say = say
         self._trackers: dict[str, Tracker] = {}
@@ -102,7 +102,7 @@ class Trackers:
         self._enqueue("close")
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self._say(f"warning: trackers have not taken everything within {seconds:g} s")
+            self._say(f"warning: trackers have not received all metrics within {seconds:g} s")
 
     def __enter__(self) -> Trackers:
         return self
@@ -142,7 +142,7 @@ class Trackers:
         except Exception as error:
             self._trackers.pop(name, None)
             reason = first_line(error)
-            self._say(f"warning: the tracker {name} failed, and gets nothing more of this run: {reason}")
+            self._say(f"warning: the tracker {name} failed and is disabled for this run: {reason}")
 
     def _open(self, name: str) -> None:
         """Open a tracker, and store the id of its run for a resumed job."""
@@ -154,7 +154,7 @@ class Trackers:
         ids_file = self._folder.path / "trackers.json"
         ids = self._read_ids(ids_file)
         resumed_id = ids.get(name) if self._resumed else None
-        tracker = CLIENTS[name](self._config, self._folder, self._about, resumed_id)
+        tracker = CLIENTS[name](self._config, self._folder, self._run_info, resumed_id)
         write_text(ids_file, json.dumps({**ids, name: tracker.id}, indent=1) + "\n")
         self._trackers[name] = tracker
 
@@ -170,13 +170,13 @@ class Trackers:
         except ValueError:
             ids = None
         if not isinstance(ids, dict):
-            self._say(f"warning: {file} cannot be read: trackers begin a new run of their own")
+            self._say(f"warning: {file} cannot be read: the trackers begin a new run")
             return {}
         return ids
 
 
 class TensorBoard:
-    """Event files, in a folder for each phase."""
+    """Event files of TensorBoard, in one folder per phase."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder.tensorboard
@@ -244,12 +244,12 @@ class Client:
         self,
         config: LoggingConfig,
         folder: RunFolder,
-        about: Mapping[str, Any],
+        run_info: Mapping[str, Any],
         resumed_id: str | None,
     ) -> None:
         self.id = resumed_id or uuid.uuid4().hex[:21]
         self.name = config.name or folder.path.resolve().name
-        self.about = about
+        self.run_info = run_info
 
     def begin(self, phase: str, resumed_step: int | None) -> None:
         """See `Tracker.begin`; a resumed run logs its repeated steps a second time."""
@@ -262,13 +262,13 @@ class Wandb(Client):
         self,
         config: LoggingConfig,
         folder: RunFolder,
-        about: Mapping[str, Any],
+        run_info: Mapping[str, Any],
         resumed_id: str | None,
     ) -> None:
         # Clients are imported only if the settings name them: they are optional packages.
         import wandb
 
-        super().__init__(config, folder, about, resumed_id)
+        super().__init__(config, folder, run_info, resumed_id)
         self._wandb = wandb
         self._run = wandb.init(
             project=config.project,
@@ -276,7 +276,7 @@ class Wandb(Client):
             id=self.id,
             resume="allow",
             dir=str(folder.path),
-            config=dict(self.about),
+            config=dict(self.run_info),
             allow_val_change=True,
             mode="offline" if config.offline else None,
         )
@@ -313,7 +313,7 @@ class Mlflow(Client):
         self,
         config: LoggingConfig,
         folder: RunFolder,
-        about: Mapping[str, Any],
+        run_info: Mapping[str, Any],
         resumed_id: str | None,
     ) -> None:
         # The client reads the variable when it is imported.
@@ -321,7 +321,7 @@ class Mlflow(Client):
             os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
         from mlflow import MlflowClient
 
-        super().__init__(config, folder, about, resumed_id)
+        super().__init__(config, folder, run_info, resumed_id)
         database: str | None = None
         artifacts: str | None = None
         if config.offline:
@@ -336,10 +336,10 @@ class Mlflow(Client):
         else:
             self._client.update_run(self.id, status="RUNNING")
 
-        # Tags can be searched in the tracker; the file has everything.
+        # Tags can be searched in the tracker; the file also has the configuration.
         for key in ("versions", "hardware"):
-            self._client.set_tag(self.id, key, json.dumps(self.about.get(key)))
-        self._client.log_dict(self.id, dict(self.about), "about.json")
+            self._client.set_tag(self.id, key, json.dumps(self.run_info.get(key)))
+        self._client.log_dict(self.id, dict(self.run_info), "about.json")
 
     def _experiment_id(self, project: str, artifacts: str | None) -> str:
         """Return the id of the project's experiment, which is created if it does not exist."""
@@ -373,13 +373,13 @@ class Swanlab(Client):
         self,
         config: LoggingConfig,
         folder: RunFolder,
-        about: Mapping[str, Any],
+        run_info: Mapping[str, Any],
         resumed_id: str | None,
     ) -> None:
         import swanlab
 
         # SwanLab has one run per process: its functions are those of the module.
-        super().__init__(config, folder, about, resumed_id)
+        super().__init__(config, folder, run_info, resumed_id)
         self._swanlab = swanlab
         swanlab.init(
             project=config.project,
@@ -387,7 +387,7 @@ class Swanlab(Client):
             id=self.id,
             resume="allow",
             log_dir=str(folder.path / "swanlab"),
-            config=dict(self.about),
+            config=dict(self.run_info),
             mode="offline" if config.offline else "online",
         )
 
@@ -471,7 +471,7 @@ def _rows(columns: Columns) -> list[list[Any]]:
 
 
 def _cell(value: Any) -> Any:
-    """Return a value that every tracker can store in a table: anything but plain values becomes JSON."""
+    """Return a value that every tracker can store in a table; values other than plain ones become JSON."""
     return value if isinstance(value, bool | int | float | str) else json.dumps(value, default=str)
 
 

@@ -36,7 +36,7 @@ class UncoveredError(RuntimeError):
 
 @dataclass(frozen=True)
 class BoxGroup:
-    """Boxes that several ranks hold, or need, alike.
+    """Boxes that several ranks have in common, as holders or as receivers.
 
     Example: rows 0 to 3 of a weight [8, 16] on tensor-parallel rank 0 of two replicas::
 
@@ -109,7 +109,8 @@ def needed_bytes(destinations: Sequence[BoxGroup]) -> dict[int, int]:
     by_ranks: dict[Ranks, int] = {}
     for name, target_spans in needed_boxes.items():
         for (_, size), receivers in disjoint(target_spans, ranks).items():
-            by_ranks[receivers] = by_ranks.get(receivers, 0) + math.prod(size) * dtypes[name].itemsize
+            num_bytes = math.prod(size) * dtypes[name].itemsize
+            by_ranks[receivers] = by_ranks.get(receivers, 0) + num_bytes
 
     result: dict[int, int] = {}
     for receivers, count in by_ranks.items():
@@ -154,7 +155,8 @@ def _boxes_by_tensor(
     for group in groups:
         group_ranks = ranks.intern(group.ranks)
         for box in group.boxes:
-            rank_sets = rank_sets_by_tensor.setdefault(box.name, {}).setdefault((box.start, box.size), [])
+            tensor_spans = rank_sets_by_tensor.setdefault(box.name, {})
+            rank_sets = tensor_spans.setdefault((box.start, box.size), [])
             # A group may have a box twice, in two storages.
             if not rank_sets or rank_sets[-1] is not group_ranks:
                 rank_sets.append(group_ranks)
@@ -188,10 +190,12 @@ def _intersect_boxes(
                 result.append((span, holders, receivers))
 
         # Disjoint sources cover the target exactly if the sizes of the intersections add up to its size.
-        if covered != math.prod(target[1]):
+        count = math.prod(target[1])
+        if covered != count:
+            start, size = target
             raise UncoveredError(
-                f"{name}: the box at {list(target[0])} of size {list(target[1])}, needed by ranks "
-                f"{list(receivers)}, is held by no rank in {math.prod(target[1]) - covered} elements"
+                f"{name}: no rank holds {count - covered} of the {count} elements in the box at "
+                f"{list(start)} of size {list(size)}, which ranks {list(receivers)} need"
             )
     return result
 
@@ -201,7 +205,11 @@ def intersect(first: Span, second: Span) -> Span | None:
     start = []
     size = []
     for first_start, first_size, second_start, second_size in zip(
-        first[0], first[1], second[0], second[1], strict=True
+        first[0],
+        first[1],
+        second[0],
+        second[1],
+        strict=True,
     ):
         low = max(first_start, second_start)
         high = min(first_start + first_size, second_start + second_size)
@@ -215,31 +223,41 @@ def intersect(first: Span, second: Span) -> Span | None:
 def disjoint(spans: Mapping[Span, Ranks], ranks: _RankSets | None = None) -> Mapping[Span, Ranks]:
     """Cut overlapping boxes at each other's edges; each part has the ranks of all boxes that contain it."""
     boxes = list(spans)
-    if not any(intersect(first, second) for first, second in _pairs_near(boxes)):
+    if not any(intersect(first, second) for first, second in _candidate_pairs(boxes)):
         return spans
 
     # The edges of all boxes form a grid in each dimension.
-    edges = [
-        sorted({edge for start, size in boxes for edge in (start[dim], start[dim] + size[dim])})
-        for dim in range(len(boxes[0][0]))
-    ]
+    dims = len(boxes[0][0])
+    edges = [_edges(boxes, dim) for dim in range(dims)]
 
     # Each box becomes the cells of the grid inside it.
     cells: dict[Span, set[int]] = {}
     for (start, size), box_ranks in spans.items():
-        edges_inside = [
-            [edge for edge in edges[dim] if start[dim] <= edge <= start[dim] + size[dim]]
-            for dim in range(len(edges))
-        ]
-        for intervals in itertools.product(*(itertools.pairwise(dim_edges) for dim_edges in edges_inside)):
-            cell = tuple(low for low, _ in intervals), tuple(high - low for low, high in intervals)
-            cells.setdefault(cell, set()).update(box_ranks)
+        intervals_by_dim = []
+        for dim in range(dims):
+            end = start[dim] + size[dim]
+            inner_edges = [edge for edge in edges[dim] if start[dim] <= edge <= end]
+            intervals_by_dim.append(itertools.pairwise(inner_edges))
+
+        for intervals in itertools.product(*intervals_by_dim):
+            cell_start = tuple(low for low, _ in intervals)
+            cell_size = tuple(high - low for low, high in intervals)
+            cells.setdefault((cell_start, cell_size), set()).update(box_ranks)
 
     intern = (ranks or _RankSets()).intern
     return {cell: intern(cells[cell]) for cell in sorted(cells)}
 
 
-def _pairs_near(boxes: list[Span]) -> Iterable[tuple[Span, Span]]:
+def _edges(boxes: list[Span], dim: int) -> list[int]:
+    """Return the distinct starts and ends of boxes in one dimension, in ascending order."""
+    edges: set[int] = set()
+    for start, size in boxes:
+        edges.add(start[dim])
+        edges.add(start[dim] + size[dim])
+    return sorted(edges)
+
+
+def _candidate_pairs(boxes: list[Span]) -> Iterable[tuple[Span, Span]]:
     """Yield the pairs of sorted boxes whose ranges in the first dimension overlap."""
     for index, first in enumerate(boxes):
         # A scalar has no dimensions.
@@ -268,8 +286,9 @@ class BoxIndex:
         result = []
         for box in self._by_name.get(region.name, ()):
             if intersect((box.start, box.size), span) == span:
-                shift = zip(region.start, box.start, box.stride, strict=True)
-                offset = box.offset + sum((inner - outer) * stride for inner, outer, stride in shift)
+                offset = box.offset
+                for inner, outer, stride in zip(region.start, box.start, box.stride, strict=True):
+                    offset += (inner - outer) * stride
                 result.append(replace(box, start=region.start, size=region.size, offset=offset))
         return result
 
@@ -297,7 +316,8 @@ def check_coverage(
     padding_gaps: dict[str, tuple[tuple[int, int], ...]] = {}
     for name, parameter in parameters.items():
         gaps, doubles = _find_gaps(boxes_by_storage.get(name, []), parameter.numel())
-        data_gaps = [gap for gap in gaps if gap[0] < padding.get(name, parameter.numel())]
+        data_end = padding.get(name, parameter.numel())
+        data_gaps = [gap for gap in gaps if gap[0] < data_end]
         if doubles:
             errors.append(f"{name}: {doubles} elements are written more than once")
         if data_gaps:
@@ -316,8 +336,9 @@ def _find_gaps(boxes: Sequence[TensorBox], count: int) -> tuple[list[tuple[int, 
     runs = [_contiguous_runs(box) for box in boxes]
 
     # An empty run at the end makes a gap after the last box visible.
-    starts = numpy.concatenate([start for start, _ in runs] + [numpy.array([count])])
-    ends = numpy.concatenate([start + length for start, length in runs] + [numpy.array([count])])
+    end_run = numpy.array([count])
+    starts = numpy.concatenate([*(start for start, _ in runs), end_run])
+    ends = numpy.concatenate([*(start + length for start, length in runs), end_run])
     order = numpy.argsort(starts, kind="stable")
     starts = starts[order]
     ends = ends[order]
@@ -325,13 +346,15 @@ def _find_gaps(boxes: Sequence[TensorBox], count: int) -> tuple[list[tuple[int, 
     # Compare each run with the end of everything before it.
     previous_ends = numpy.concatenate([[0], numpy.maximum.accumulate(ends)[:-1]])
     distance = starts - previous_ends
-    gaps = [(int(previous_ends[index]), int(starts[index])) for index in numpy.flatnonzero(distance > 0)]
+    is_gap = distance > 0
+    gaps = list(zip(previous_ends[is_gap].tolist(), starts[is_gap].tolist(), strict=True))
     return gaps, int(-distance[distance < 0].sum())
 
 
 def _contiguous_runs(box: TensorBox) -> tuple[numpy.ndarray, int]:
     """Return the first elements of a box's contiguous runs in its storage, and their common length."""
-    axes = sorted((stride, size) for stride, size in zip(box.stride, box.size, strict=True) if size > 1)
+    dims = zip(box.stride, box.size, strict=True)
+    axes = sorted((stride, size) for stride, size in dims if size > 1)
 
     # The innermost dimensions are one run as long as they are dense.
     length = 1

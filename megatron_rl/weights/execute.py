@@ -88,13 +88,13 @@ class Execution:
         return tuple(view_of(self._destinations[box.storage], box) for box in boxes)
 
     @torch.no_grad()
-    def run(self, mode: str = "off", turn: int = 0) -> None:
+    def run(self, mode: str = "off", sync_index: int = 0) -> None:
         """Move the weights. Collective over the ranks of the plan.
 
         Local copies overlap with the first messages, and so do this rank's reference checksums for a `verify`
-        with the same ``mode`` and ``turn``.
+        with the same ``mode`` and ``sync_index``.
         """
-        regions = self._regions_to_verify(mode, turn)
+        regions = self._regions_to_verify(mode, sync_index)
         if not self._exchanges:
             self._copy_local(regions)
         for index, exchange in enumerate(self._exchanges):
@@ -139,8 +139,11 @@ class Execution:
         self._reference_sums = self._compute_sums(regions, is_reference=True)
 
     @torch.no_grad()
-    def verify(self, mode: str, turn: int) -> int:
-        """Compare checksums of all regions, or of one in `SAMPLE`, and return the number of compared regions.
+    def verify(self, mode: str, sync_index: int) -> int:
+        """Compare checksums of holders and receivers, and return the number of compared regions.
+
+        ``mode``, of `VERIFY`: "full" compares all regions; "sampled" every `SAMPLE`-th one, from another
+        first region in each sync. ``sync_index`` is the number of earlier syncs.
 
         For each region one holder adds its checksum as often as all receivers together subtract theirs, so
         the sum over all ranks is 0 if they are equal. Raises WeightMismatchError on all ranks alike.
@@ -150,37 +153,44 @@ class Execution:
             return 0
 
         # The reference checksums are there if `run` computed them.
-        regions = self._regions_to_verify(mode, turn)
+        regions = self._regions_to_verify(mode, sync_index)
         computed = self._reference_sums or self._compute_sums(regions, is_reference=True)
         computed += self._compute_sums(regions, is_reference=False)
         self._reference_sums = []
 
         # Add up this rank's terms per region.
+        terms = [term for term, _ in computed]
+        sums = torch.zeros(0)
+        if computed:
+            sums = torch.stack([checksum for _, checksum in computed]).cpu()
+        indices = torch.tensor([term.region // regions.step for term in terms], dtype=torch.int64)
+        weights = torch.tensor([term.weight for term in terms], dtype=torch.int64)
         balances = torch.zeros(len(regions), dtype=torch.int64)
-        sums = torch.stack([checksum for _, checksum in computed]).cpu() if computed else torch.zeros(0)
-        indices = torch.tensor([term.region // regions.step for term, _ in computed], dtype=torch.int64)
-        weights = torch.tensor([term.weight for term, _ in computed], dtype=torch.int64)
         balances.index_add_(0, indices, sums.long() * weights)
 
         # A single number crosses ranks while all regions agree: gloo takes several times as long for a
         # vector. Odd factors show any single region that differs; several cancel with probability 2**-64.
-        folded = (balances * _mix(0, len(regions), balances.device)).sum()[None]
+        factors = _mix(0, len(regions), balances.device)
+        folded = (balances * factors).sum()[None]
         if sum_over_ranks(folded, self._group).item():
             sum_over_ranks(balances, self._group)
             differing = {regions[index] for index in balances.nonzero()[:, 0].tolist()}
-            terms = zip([term for term, _ in computed], sums.tolist(), strict=True)
             self._raise_mismatch(
-                [(term.region, term.is_reference, value) for term, value in terms if term.region in differing]
+                [
+                    (term.region, term.is_reference, value)
+                    for term, value in zip(terms, sums.tolist(), strict=True)
+                    if term.region in differing
+                ]
             )
         return len(regions)
 
-    def _regions_to_verify(self, mode: str, turn: int) -> range:
-        """Return the indices of the regions that are compared in a turn."""
+    def _regions_to_verify(self, mode: str, sync_index: int) -> range:
+        """Return the indices of the regions that are compared after a sync."""
         if mode == "off":
             return range(0)
         if mode == "full":
             return range(len(self._regions))
-        return range(turn % SAMPLE, len(self._regions), SAMPLE)
+        return range(sync_index % SAMPLE, len(self._regions), SAMPLE)
 
     def _compute_sums(
         self,
@@ -279,7 +289,7 @@ _WIDE_CHUNK_WORDS = 2**24
 
 
 class BoxSum:
-    """Checksum of one box of live storage, computed anew by each call of `compute`.
+    """Checksum of one box of live storage, computed from its current contents by each call of `compute`.
 
     ``values``: view of the box, of any strides.
     ``start``: first coordinates of the box in its tensor.
@@ -301,8 +311,9 @@ class BoxSum:
             values = values.reshape(1, -1)
             start = (0, *(start or (0,)))
 
-        self._elements_per_word = _elements_per_word(start[-1], values.shape[-1], dtype.itemsize)
-        self._column_weights = _column_weights(start[-1], values.shape[-1], dtype.itemsize, values.device)
+        columns = values.shape[-1]
+        self._elements_per_word = _elements_per_word(start[-1], columns, dtype.itemsize)
+        self._column_weights = _column_weights(start[-1], columns, dtype.itemsize, values.device)
         self._dtype = dtype
         self._has_product = _has_integer_product(values.device.type)
 
@@ -385,9 +396,9 @@ def _column_weights(
     """Return the weights of a row's words, [words] int32."""
     elements_per_word = _elements_per_word(start, count, itemsize)
     words_per_element = 2 if itemsize == 8 else 1
-    return _mix(
-        start * words_per_element // elements_per_word, count * words_per_element // elements_per_word, device
-    )
+    first_word = start * words_per_element // elements_per_word
+    words = count * words_per_element // elements_per_word
+    return _mix(first_word, words, device)
 
 
 def _matrices(
@@ -410,8 +421,11 @@ def _matrices(
 
 def _mix(start: int, count: int, device: torch.device) -> Tensor:
     """Return odd pseudo-random int32 numbers for ``count`` positions from ``start`` on (splitmix64)."""
-    # The constants of splitmix64, as signed 64-bit integers. torch's shift is arithmetic: mask its sign bits.
-    x = torch.arange(start, start + count, dtype=torch.int64, device=device) * -7046029254386353131
+    # The constants of splitmix64, as signed 64-bit integers.
+    x = torch.arange(start, start + count, dtype=torch.int64, device=device)
+    x *= -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+        # torch's shift is arithmetic: mask the copies of the sign bit.
+        shifted = (x >> shift) & ((1 << (64 - shift)) - 1)
+        x = (x ^ shifted) * factor
     return (x | 1).to(torch.int32)

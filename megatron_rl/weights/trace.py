@@ -249,7 +249,8 @@ def _merge_along(boxes: list[TensorBox], dim: int) -> list[TensorBox]:
             _drop_dim(box.size, dim),
             _drop_dim(box.stride, dim),
         )
-        groups.setdefault((box.name, box.rank, box.storage, other_dims), []).append(box)
+        key = (box.name, box.rank, box.storage, other_dims)
+        groups.setdefault(key, []).append(box)
 
     for group in groups.values():
         # Sorted along the dimension, adjacent boxes follow each other.
@@ -291,10 +292,11 @@ def _resolve(
     source: Tensor,
     target_stride: tuple[int, ...],
 ) -> tuple[list[int], list[_Axis]]:
-    """Express a view of a frame in source coordinates: its first element, and the axes of the view."""
+    """Return the source coordinates of a view's first element, and the axes of the view."""
     first = _coordinates(frame, int(source.storage_offset()) - frame.offset)
     axes: list[_Axis] = []
-    for count, stride, destination_stride in zip(source.shape, source.stride(), target_stride, strict=True):
+    dims = zip(source.shape, source.stride(), target_stride, strict=True)
+    for count, stride, destination_stride in dims:
         if count == 1:
             continue
         if stride == 0:
@@ -307,10 +309,13 @@ def _resolve(
     for axis in axes:
         if axis.dim is not None:
             last[axis.dim] += axis.step * (axis.length - 1)
-    if any(position >= size for position, size in zip(last, frame.size, strict=True)):
-        raise TraceError(f"a view of {frame.name!r} crosses the edges of its dimensions")
+    for position, size in zip(last, frame.size, strict=True):
+        if position >= size:
+            raise TraceError(f"a view of {frame.name!r} crosses the edges of its dimensions")
 
-    return [start + value for start, value in zip(frame.start, first, strict=True)], axes
+    # In coordinates of the source tensor, of which the frame is a box.
+    origin = [start + value for start, value in zip(frame.start, first, strict=True)]
+    return origin, axes
 
 
 def _split_axis(
@@ -383,8 +388,13 @@ def _split_into_boxes(
                 enumerated.append(axis)
     enumerated += [axis for axis in axes if axis.dim is None]
 
-    size = tuple(spanned[dim].length if dim in spanned else 1 for dim in range(dims))
-    stride = tuple(spanned[dim].destination_stride if dim in spanned else 0 for dim in range(dims))
+    # Every box has the size and strides of the spanned axes.
+    size = [1] * dims
+    stride = [0] * dims
+    for dim, axis in spanned.items():
+        size[dim] = axis.length
+        stride[dim] = axis.destination_stride
+
     for indices in itertools.product(*(range(axis.length) for axis in enumerated)):
         start = list(first)
         box_offset = offset
@@ -392,7 +402,7 @@ def _split_into_boxes(
             if axis.dim is not None:
                 start[axis.dim] += index * axis.step
             box_offset += index * axis.destination_stride
-        yield TensorBox(name, tuple(start), size, 0, "", box_offset, stride)
+        yield TensorBox(name, tuple(start), tuple(size), 0, "", box_offset, tuple(stride))
 
 
 def _merge_axes(axes: list[_Axis]) -> list[_Axis]:
@@ -410,7 +420,7 @@ def _merge_axes(axes: list[_Axis]) -> list[_Axis]:
 
 
 def _frame_of(name: str, tensor: Tensor) -> _Frame:
-    """Return the frame of a whole source tensor."""
+    """Return the frame of a complete source tensor."""
     shape = tuple(tensor.shape)
     return _Frame(
         name,
@@ -429,7 +439,11 @@ def _extent(tensor: Tensor) -> int:
     """Return the number of storage elements from a tensor's first to its last element, inclusive."""
     if not tensor.numel():
         return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+    extent = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        extent += (size - 1) * stride
+    return extent
 
 
 def _drop_dim(values: tuple[int, ...], dim: int) -> tuple[int, ...]:

@@ -31,6 +31,6 @@ def test_errors_of_another_machine_are_told_by_the_first_rank(fork):
     done = fork(WORKERS / "doctor_of_a_bad_machine.py", 2, check=False)
     host = socket.gethostname()
     assert done.returncode != 0
-    assert "temporary files" in done.stdout and f"{host}, rank 1: /nowhere is no directory" in done.stdout
+    assert "temporary files" in done.stdout and f"{host}, rank 1: /nowhere is not a directory" in done.stdout
     assert "NOT HEALTHY: 1 to fix" in done.stdout and "all-reduce" in done.stdout
-    assert f"{host}, rank 1: temporary files: /nowhere is no directory; fix: set TMPDIR" in done.stderr
+    assert f"{host}, rank 1: temporary files: /nowhere is not a directory; fix: set TMPDIR" in done.stderr

@@ -228,7 +228,7 @@ def test_sampling_ahead_is_stale_by_the_bound_and_loses_nothing_in_a_resume(fork
     assert state["held"]["sets"] == ("held_out",), "it is answered beside step 3"
     shutil.rmtree(tmp_path / "parted/run/checkpoints/step_4")
     again = fork("megatron_rl", 3, "train", parted, *teaches, module=True)
-    assert "step 2: its checkpoint is written anew, for any layout" in again.output
+    assert "step 2: its checkpoint is rewritten for any layout" in again.output
     expected, found = metrics(tmp_path / "whole"), metrics(tmp_path / "parted")
     assert [line["step"] for line in found] == [1, 2, 3, 4]
     answers = [name for name in expected[0] if name.startswith("eval/")]

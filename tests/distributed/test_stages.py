@@ -134,12 +134,16 @@ def test_a_stage_ends_when_it_is_good_enough_and_stops_the_job_when_it_is_not(fo
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     short = fork("megatron_rl", 2, "train", file, module=True, check=False)
-    assert short.returncode and "did not get good enough" in short.output and "sft.until_loss" in short.output
+    assert (
+        short.returncode
+        and "did not reach its target loss" in short.output
+        and "sft.until_loss" in short.output
+    )
     assert lines(run, "sft") == lines(whole, "sft") and not (run / "metrics.jsonl").exists()
     # Given a bar that it meets it goes on from its last step, and takes no further one.
     more = [f"sft.until_loss={measured[-1] + 1e-4}", "sft.epochs=9"]
     again = fork("megatron_rl", 2, "train", file, *more, module=True)
-    assert f"good enough after {SFT} of" in again.output and len(lines(run, "metrics")) == 2
+    assert f"target reached after {SFT} of" in again.output and len(lines(run, "metrics")) == 2
     # Met on the way, it ends there.
     job = write_job(tmp_path / "job", whole, material / "model", sft=config["sft"])
     fork("megatron_rl", 2, "sft", job, f"sft.until_loss={measured[1] + 1e-4}", module=True)
@@ -169,7 +173,7 @@ def test_stages_as_jobs_of_their_own_give_what_they_give_in_a_run(fork, material
     assert "shards of another layout" not in capsys.readouterr().out
     for_megatron = tmp_path / "megatron"
     again = fork("megatron_rl", 2, "sft", sft, f"checkpoint.megatron={for_megatron}", module=True)
-    assert "written anew, for any layout" in again.output
+    assert "rewritten for any layout" in again.output
     assert (for_megatron / f"iter_{SFT:07d}").is_dir()
     assert lines(tmp_path / "sft/run", "sft") == lines(whole, "sft")
     assert command(["report", str(tmp_path / "sft/run")]) == 0
@@ -202,4 +206,4 @@ def test_stages_as_jobs_of_their_own_give_what_they_give_in_a_run(fork, material
     (tmp_path / "train.yaml").write_text(yaml.safe_dump(config))
     fork("megatron_rl", 2, "train", tmp_path / "train.yaml", module=True)
     assert weights(tmp_path / "run/hf") == weights(whole / "hf")
-    assert "has ended before" in fork("megatron_rl", 2, "sft", sft, module=True).output
+    assert "complete since an earlier job" in fork("megatron_rl", 2, "sft", sft, module=True).output

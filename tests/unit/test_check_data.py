@@ -97,7 +97,7 @@ def test_every_record_is_read_where_there_are_not_too_many(monkeypatch: pytest.M
     report = check()
     assert not report.errors
     assert re.search(r"read the first 29\d of 600 records, counted", report_text(report, "run.yaml"))
-    assert not check(training=True).looked  # the job reads all of it anyway
+    assert not check(training=True).data_stats  # the job reads all of it anyway
 
 
 @pytest.mark.usefixtures("workspace")
@@ -127,7 +127,7 @@ def test_records_that_are_too_long_are_found_before_the_job(monkeypatch: pytest.
     assert (error.expected, error.fix) == ("at most 16 tokens", "raise sft.max_row_tokens")
     monkeypatch.setattr(data_rules, "CHARACTERS", 0)
     report = check()
-    assert report.looked[0].tokenised == 1
+    assert report.data_stats[0].tokenised == 1
 
 
 @pytest.mark.usefixtures("workspace")

@@ -111,7 +111,7 @@ def test_megatron_fields_that_the_run_sets_exist() -> None:
         ("max_loras", 4, "are the only ones"),
         ("speculative_config", {"model": "a"}, "draft model"),
         ("cpu_offload_gb", 4, "whole in the device's memory"),
-        ("logits_processors", ["a:b"], "what the trainer computes"),
+        ("logits_processors", ["a:b"], "must match the trainer's"),
         ("max_num_seqs", "64", "wrong type"),
         ("max_num_seqs", True, "wrong type"),
         ("kv_cache_dtype", "fp9", "wrong type"),

@@ -124,11 +124,11 @@ def test_a_resumed_source_goes_on_exactly(tokenizer: Any, taken: int) -> None:
         assert same(whole.next(count), second.next(count))
 
 
-def test_a_resumed_source_says_that_records_have_changed_beside_their_prompts(tokenizer: Any) -> None:
+def test_a_resumed_source_warns_of_changed_fields(tokenizer: Any) -> None:
     state = source(problems(3), tokenizer).state_dict()
     assert source(problems(3), tokenizer).load_state_dict(state) is None
     items = problems(2) + records([{**problems(3)[2].values, "ground_truth": "5"}])
-    assert "beside their prompts" in (source(items, tokenizer).load_state_dict(state) or "")
+    assert "fields other than the prompt" in (source(items, tokenizer).load_state_dict(state) or "")
     del state["records"]
     assert source(items, tokenizer).load_state_dict(state) is None, "a checkpoint that has no digest"
 
@@ -342,7 +342,7 @@ def test_processes_tokenise_a_data_set_once(tokenizer: Any, tmp_path: Path) -> N
     path.write_text(path.read_text() + path.read_text())
     assert len(prompts(files)) == 20, "another content is another data set"
     blocked = TokenFiles(made / "tokens", told.append)
-    assert len(prompts(blocked)) == 20 and len(told) == 1 and "tokens of its own" in told[0]
+    assert len(prompts(blocked)) == 20 and len(told) == 1 and "tokenises the data for itself" in told[0]
 
 
 def _flip_a_token(file: Path, other: Path) -> None:
@@ -393,7 +393,7 @@ def test_a_damaged_file_of_tokens_is_named_and_made_anew(
     (other,) = set((tmp_path / "tokens").glob("*.arrow")) - {file}
     damage(file, other)
     assert not told and tokens("set.jsonl", [30, 31, 32]) == expected
-    assert len(told) == 1 and f"{file} {named}" in told[0] and "made anew" in told.pop()
+    assert len(told) == 1 and f"{file} {named}" in told[0] and "tokenised again" in told.pop()
     assert tokens("set.jsonl", [30, 31, 32]) == expected and not told
 
 

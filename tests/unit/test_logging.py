@@ -98,7 +98,7 @@ def test_lost_and_later_lines_are_said_and_what_is_there_is_kept(folder: RunFold
     log_steps(folder, 1, 16, resumed=0)
     told = log_steps(folder, 9, 10, resumed=8).splitlines()[0]
     assert (
-        "has lines up to step 16, and this run resumes after step 8; the file is kept as metrics.2.jsonl"
+        "has lines up to step 16, and this run resumes after step 8; a copy of the file is metrics.2.jsonl"
         in told
     )
     assert (

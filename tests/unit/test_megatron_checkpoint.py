@@ -314,5 +314,5 @@ def test_code_in_a_checkpoint_does_not_run(checkpoint, tmp_path):
 
 def test_what_megatron_lm_has_no_arguments_for_is_not_written(tmp_path):
     save_model("gemma2", tmp_path)
-    with pytest.raises(UserError, match=r"(?s)norms behind attention.*--format hf"):
+    with pytest.raises(UserError, match=r"(?s)norms after attention.*--format hf"):
         checkpoint_arguments(tmp_path)

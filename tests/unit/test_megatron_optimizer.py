@@ -140,7 +140,7 @@ def test_buffers_with_other_weights_than_the_model_are_refused(tmp_path):
     optimizer = Optimizer(model, OptimizerConfig(distributed=True), steps=9)
     with pytest.raises(UserError, match="hold other weights than its model does") as raised:
         load_optimizer(optimizer, path)
-    assert says(raised.value, "where:.*model.resume_optimizer.*got:.*model.layers.3.*fix:.*starts anew")
+    assert says(raised.value, "where:.*model.resume_optimizer.*got:.*model.layers.3.*fix:.*starts from zero")
 
 
 @pytest.mark.parametrize("family", ["qwen2-tied", "qwen3", "llama-bias", "qwen3-moe", "deepseek-v3"])

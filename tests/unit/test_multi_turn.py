@@ -368,7 +368,7 @@ def test_a_chat_template_closes_the_turn_and_opens_the_next():
     tokenizer.chat_template = CHATML.replace(
         "{{ m['content'] }}", "{{ m['content'] }}{{ messages|length if loop.last }}"
     )
-    with pytest.raises(UserError, match="what follows a turn depends"):
+    with pytest.raises(UserError, match="the text after a turn depends"):
         ChatTemplate(tokenizer)
     tokenizer.chat_template = "{{ messages[-1]['content'] }}"
     with pytest.raises(UserError, match="does not show a turn exactly once"):

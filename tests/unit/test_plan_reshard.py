@@ -64,7 +64,7 @@ def test_the_page_of_benchmarks_says_what_the_command_says(capsys):
     ("words", "message"),
     [
         (["gone", "--from", "tp2", "--to", "tp2"], "unknown model 'gone'"),
-        (["qwen3-0.6b", "--from", "tp2", "--to", "pp2"], "this is not a layout of the engine"),
+        (["qwen3-0.6b", "--from", "tp2", "--to", "pp2"], "not a layout of the engine"),
         (["qwen3-0.6b", "--from", "tp2dp3", "--to", "tp4"], "4 does not divide the 6 ranks of the engine"),
         (
             ["qwen3-0.6b", "--from", "tp2", "--to", "tp2", "--staging-bytes", "0"],

@@ -99,7 +99,7 @@ def test_adapters_are_planned_without_states_of_the_weights_beneath() -> None:
     whole, adapters = (search(each).plans[0] for each in (replace(problem, lora=None), problem))
     actor, reference = (adapters.plan_of(role) for role in ("actor", "reference"))
     assert actor is not None and actor.memory.fullest.optimizer < 0.1 * actor.memory.fullest.weights
-    assert reference is not None and reference.memory.resting == 0 < reference.forward
+    assert reference is not None and reference.memory.states == 0 < reference.forward
     assert adapters.step.seconds["learn"] < whole.step.seconds["learn"]
     run = planned_run(problem, adapters, Paths("models/llama"))
     assert run.config.actor.lora is not None and run.config.actor.lora.rank == 32
@@ -327,7 +327,7 @@ def test_calibration_says_that_the_model_of_the_run_is_not_there(tmp_path) -> No
     _run_folder(tmp_path, dict.fromkeys((*PHASES, "rest"), 1.0))
     config = tmp_path / "config.yaml"
     config.write_text(config.read_text().replace("llama-3.1-8b", "models/gone"))
-    with pytest.raises(UserError, match="the model of the run is not there") as refused:
+    with pytest.raises(UserError, match="the run's model was not found") as refused:
         plan("--calibrate", str(tmp_path))
     assert refused.value.where == f"{config}: model.path" and "where the run was started" in refused.value.fix
 

@@ -29,7 +29,7 @@ def problem(model: str, gpus: int, gpu: str = "h100", algorithm: str = "grpo") -
     shape = load_shape(model)
     models = {role: shape for role in ROLES[algorithm]}
     machine = Machine(CONSTANTS.cluster(gpu, gpus), CONSTANTS)
-    return Problem(models, algorithm, BATCH, machine, context_parallel=True, stages_stated_once=False)
+    return Problem(models, algorithm, BATCH, machine, context_parallel=True, shared_stage_split=False)
 
 
 def cut(data: int = 1, **sizes: int) -> ParallelLayout:
@@ -105,8 +105,8 @@ def test_plans_fit_their_own_memory_check(gpu: str, algorithm: str) -> None:
         limit, gpu = asked.machine.usable_memory, asked.machine.gpu
         for group in plan.groups:
             memory = [entry.memory for entry in group.plans.values()]
-            working = max(held.total - held.resting for held in memory)
-            assert working + sum(held.resting for held in memory) <= limit, plan.name
+            working = max(held.total - held.states for held in memory)
+            assert working + sum(held.states for held in memory) <= limit, plan.name
             if group.rollout is not None:
                 engine = group.rollout.layout.memory_fraction * gpu.memory
                 assert engine + group.resident <= limit, plan.name
@@ -118,7 +118,12 @@ def test_plans_fit_their_own_memory_check(gpu: str, algorithm: str) -> None:
 
 def test_every_placement_is_searched() -> None:
     names = {plan.name for plan in search(problem("llama-3.1-8b", 32, algorithm="ppo")).plans}
-    assert {"colocated", "split", "mixed: critic and reward apart", "mixed: every role apart"} <= names
+    assert {
+        "colocated",
+        "split",
+        "mixed: critic and reward on other GPUs",
+        "mixed: every role on its own GPUs",
+    } <= names
     ahead, always = (
         next(plan for plan in search(problem("llama-3.1-8b", 32), way).plans if plan.name == way)
         for way in SPLITS[1:]

@@ -395,7 +395,7 @@ def test_runs_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[st
         log.write(21, {"reward/mean": 0.5, "time/step": 2.0})
     compared = compare([tmp_path / name for name in ("a", "b", "copy")])
     assert compared.results[0] == ["runs", "2"] and ["steps", "20 ± 1"] in compared.results
-    assert compared.notes == ["b begins with the very steps of copy: it is a copy, and left out."]
+    assert compared.notes == ["b begins with the same steps as copy: it is a copy, and omitted."]
 
     # Runs that are evaluated before their first step begin with a line that all of them may share.
     for name, seconds in (("first", 2.0), ("second", 3.0)):
@@ -407,7 +407,7 @@ def test_runs_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[st
     shutil.copytree(tmp_path / "begun/first", tmp_path / "begun/third")
     compared = compare([tmp_path / "begun" / name for name in ("first", "second", "third")])
     assert compared.results[0] == ["runs", "2"]
-    assert compared.notes == ["third begins with the very steps of first: it is a copy, and left out."]
+    assert compared.notes == ["third begins with the same steps as first: it is a copy, and omitted."]
 
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -415,5 +415,5 @@ def test_runs_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for words in (["compare", str(tmp_path / "a"), str(empty)], ["report", str(empty)]):
         assert command(words) == 2
         refusals.append(capsys.readouterr().err)
-    assert "holds no metrics" in refusals[0] and refusals[0] == refusals[1]
+    assert "has no metrics" in refusals[0] and refusals[0] == refusals[1]
     assert command(["compare", str(tmp_path / "gone")]) == 2

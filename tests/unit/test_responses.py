@@ -149,10 +149,10 @@ def test_every_turn_of_a_conversation_is_learned(material: Path) -> None:
     with pytest.raises(UserError, match="leaves out the tool_calls"):
         responses(records([{"prompt": messages}]), tokenizer, every_turn=True)
     tokenizer.chat_template = shown.replace("{% else %}", "{% elif m.role == 'user' %}")
-    with pytest.raises(UserError, match="leaves out what a message of tool says"):
+    with pytest.raises(UserError, match="omits the content of a message of the role tool"):
         responses(records([{"prompt": messages}]), tokenizer, every_turn=True)
     tokenizer.chat_template = shown + "{{ messages | length }}"
-    with pytest.raises(UserError, match="what was said before") as error:
+    with pytest.raises(UserError, match="depends on the earlier messages") as error:
         responses(records([{"prompt": messages}]), tokenizer, every_turn=True)
     assert error.value.where.startswith("test.jsonl:1") and "sft.turns=last" in error.value.fix
     with pytest.raises(UserError, match="does not go through the chat template"):

@@ -123,7 +123,7 @@ def test_two_addresses_of_one_server_are_told_apart_from_a_server_of_another_run
         threading.Thread(target=one.serve_forever, daemon=True).start()
         port = one.server_address[1]
         lease = Lease([VllmServer(f"http://{name}:{port}") for name in ("127.0.0.1", "localhost")], "run")
-        with pytest.raises(UserError, match="two addresses are of one server") as refused:
-            lease.take()
+        with pytest.raises(UserError, match="two URLs name the same server") as refused:
+            lease.acquire()
         one.shutdown()
     assert refused.value.fix == f"remove http://localhost:{port}"

@@ -161,7 +161,7 @@ def test_a_tracker_that_fails_is_said_once_and_stops_nothing(folder: RunFolder) 
                 log.write(step, {"reward/mean": 0.5})
                 told.samples("step", step, {"prompt": ["x"]})
     assert [line["step"] for line in read_metrics(folder.metrics)] == [1, 2, 3]
-    assert len(said) == 3 and all("failed, and gets nothing more of this run" in line for line in said)
+    assert len(said) == 3 and all("failed and is disabled for this run" in line for line in said)
     assert "mlflow" in said[0] and "not a database" in said[0]
     assert "prometheus" in said[1] and "Address already in use" in said[1] and "tensorboard" in said[2]
 

@@ -48,7 +48,7 @@ _REFUSED_BY_REASON: Mapping[str, str] = {
     "the run gives the engine token ids and takes token ids from it": """
         skip_tokenizer_init tokenizer tokenizer_mode tokenizer_revision enable_prompt_embeds tokens_only
         reasoning_parser reasoning_parser_plugin reasoning_config io_processor_plugin renderer_num_workers""",
-    "log-probs and sampling must be what the trainer computes": """
+    "log-probs and sampling must match the trainer's": """
         logprobs_mode generation_config override_generation_config logits_processors watermark_config
         return_sampling_mask""",
     "the weights come from the actor, not from files": """
@@ -73,7 +73,7 @@ _REFUSED_BY_REASON: Mapping[str, str] = {
     "the actor's adapters are the only ones, and are stored as a weight sync writes them": """
         max_loras default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype enable_tower_connector_lora
         specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels""",
-    "a weight sync brings the actor's tensors alone, without those of a draft model": """
+    "a weight sync transfers the actor's tensors only, not the tensors of a draft model": """
         speculative_config spec_method spec_model spec_tokens""",
     "a replica is sharded by rollout.tensor alone, and further rollout ranks make further replicas": """
         pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend
@@ -215,7 +215,7 @@ def host_arguments(max_model_len: int, tensor: int = 1) -> dict[str, Any]:
 
 
 def host_errors(values: Mapping[str, Any]) -> list[UserError]:
-    """Return the error of a ``rollout.vllm`` with chunked prefill, for a host (see `host_arguments`)."""
+    """Return the error of chunked prefill in ``rollout.vllm`` on a host (see `host_arguments`)."""
     path = "rollout.vllm.enable_chunked_prefill"
     value = values.get("enable_chunked_prefill")
     if not value:
@@ -224,7 +224,7 @@ def host_errors(values: Mapping[str, Any]) -> list[UserError]:
         UserError(
             f"`{path}` does not work on a host without an accelerator",
             where=path,
-            expected="no value: vLLM resets a generator after each chunk, which a host's cannot do",
+            expected="no value: vLLM resets a random generator after each chunk, not possible on a host",
             got=str(value).lower(),
             fix=f"remove {path}, which is false on a host, and true on an accelerator",
         )

@@ -58,7 +58,10 @@ def plain_settings(settings: Mapping[str, Any], section: str = "") -> dict[str, 
 
 
 def server_commands(config: RunConfig) -> list[str]:
-    """Return the lines of the command that starts a server for this run, with further flags for a host."""
+    """Return the lines of the command that starts a server for this run.
+
+    The last two lines have the additional environment and flags for a host without an accelerator.
+    """
     model = read_pretrained(Path(config.model.path) / "config.json")
 
     rollout = config.rollout
@@ -94,7 +97,7 @@ def server_commands(config: RunConfig) -> list[str]:
     return [
         *(f"{line} \\" for line in lines[:-1]),
         lines[-1],
-        "on a host without accelerator also, behind VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1:",
+        "on a host without accelerator, set VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1, and add:",
         " ".join(_flags(host)),
     ]
 

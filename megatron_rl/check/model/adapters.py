@@ -95,7 +95,7 @@ def idle_adapters(config: RunConfig) -> Iterator[UserError]:
             yield UserError(
                 f"`{path}.lora` has no effect: the reward model is not trained",
                 where=f"{path}.lora",
-                expected=f"{path}.training beside it",
+                expected=f"{path}.training as well",
                 got="no training",
                 fix=f"remove {path}.lora, or add {path}.training",
             )
@@ -157,7 +157,7 @@ def _damage_errors(folder: Path, key: str) -> Iterator[UserError]:
             where=key,
             expected="files that are what was written",
             got="; ".join(problems),
-            fix="restore it from a copy, or make it anew; if the change is meant, remove "
+            fix="restore it from a copy, or make it again; if the change is intended, remove "
             f"{folder / durable.DIGESTS}, which has the digests of before",
         )
 

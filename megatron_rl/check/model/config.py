@@ -30,7 +30,7 @@ _ROPE_NUMBERS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
-"""Type of rotary scaling -> the numbers that it needs beside ``rope_theta``."""
+"""Type of rotary scaling -> the numbers that it needs in addition to ``rope_theta``."""
 
 
 def check_model_config(file: Path, files: Files) -> PretrainedModel | None:

@@ -178,7 +178,7 @@ def _export_error(config: RunConfig, folders: Mapping[str, Path]) -> UserError |
             where="checkpoint.megatron",
             expected="a folder that is new, or that this run has written to",
             got=target,
-            fix="choose another folder: older iterations in it are removed, as checkpoint.keep says",
+            fix="choose another folder: older iterations in it are removed, by checkpoint.keep",
         )
 
     # Megatron-LM's arguments cannot describe every architecture.
@@ -204,7 +204,7 @@ def _write_model_folder(config: RunConfig, path: Path, key: str, folder: Path) -
     _require_free_folder(folder, "model.path" if is_actor else key)
     checkpoint = read_checkpoint(_starting_iteration(config, path, folder), key)
 
-    # Use the config.json beside the tokenizer, else derive one from the checkpoint's arguments.
+    # Use the config.json in the tokenizer's folder, else derive one from the checkpoint's arguments.
     tokenizer = _tokenizer_folder(config, checkpoint, key)
     hf_config: Mapping[str, Any] | None = None
     errors: list[UserError] = []
@@ -373,7 +373,7 @@ def _resume_optimizer_errors(config: RunConfig) -> list[UserError]:
         UserError(
             f"{path} does not go with the checkpoint's optimizer state",
             where=key,
-            expected="Adam on all of the weights, from those of the checkpoint",
+            expected="Adam on all weights, starting from the checkpoint's",
             got=f"{path}: {got}",
             fix=f"remove {key} or {path}",
         )

@@ -599,7 +599,7 @@ class TrialRole:
         return UserError(
             f"Megatron refuses the settings of the {self.role}'s {component}",
             where=key,
-            expected=f"values that fit the model and {self.layout.path}: {self.layout.words()}",
+            expected=f"values that fit the model and {self.layout.path}: {self.layout.text()}",
             got=message,
             fix=fix,
         )

@@ -69,8 +69,8 @@ class LimitsConfig:
     network: bool = setting(False, "Allow it to reach the network.")
     read: tuple[str, ...] = setting(
         (),
-        "Files and folders that it can read beside Python's own, the folder of its code and the folders that "
-        "modules are imported from: data, models, or a device such as /dev/nvidia0.",
+        "Files and folders that it can read in addition to Python's own, the folder of its code and the "
+        "folders that modules are imported from: data, models, or a device such as /dev/nvidia0.",
     )
     write: bool = setting(
         False,
@@ -79,6 +79,6 @@ class LimitsConfig:
     )
     environment: tuple[str, ...] = setting(
         (),
-        "Names of environment variables that it gets beside the usual ones (PATH, HOME, LANG, and those of "
-        "Python, OpenMP and torch). Secrets have to be named here, too.",
+        "Names of environment variables that it gets in addition to the usual ones (PATH, HOME, LANG, and "
+        "those of Python, OpenMP and torch). Secrets have to be named here, too.",
     )

@@ -129,11 +129,11 @@ class SetFields(DataConfig):
     """Fields of one data set: the names in ``data``, replaced by the set's own."""
 
     # Path of the section that has the set's own names.
-    stated_in: str = "data"
+    section_path: str = "data"
 
     def setting_of(self, name: str) -> str:
         """Return the path of the setting that names a field of this data set."""
-        return f"{self.stated_in}.{name}"
+        return f"{self.section_path}.{name}"
 
 
 # Settings of ``data`` that a data set may override.
@@ -151,9 +151,9 @@ def fields_of(data: DataConfig, section: Any, path: str) -> SetFields:
         if value is not None:
             values[name] = value
 
-    return SetFields(**values, stated_in=path)
+    return SetFields(**values, section_path=path)
 
 
-def own_field(name: str, meaning: str, **says: Any) -> Any:
+def own_field(name: str, meaning: str, **attributes: Any) -> Any:
     """Return the dataclass field with which a data set overrides one of `FIELDS`."""
-    return setting(None, meaning, unset=f"data.{name}", **says)
+    return setting(None, meaning, unset=f"data.{name}", **attributes)

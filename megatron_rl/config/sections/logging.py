@@ -1,4 +1,4 @@
-"""Experiment trackers that get a run's metrics beside its own folder."""
+"""Experiment trackers that get a run's metrics in addition to its own folder."""
 
 from __future__ import annotations
 

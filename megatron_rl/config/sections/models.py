@@ -209,15 +209,15 @@ class OptimizerConfig:
 
     VALUE_KEY: ClassVar[str] = "learning_rate"
 
-    # The choices are the optimizers whose state checkpoints know.
+    # The choices are the optimizers whose state checkpoints support.
     name: str = setting(
         "adam",
         "AdamW (adam), or SGD with momentum (sgd), which needs `distributed: false`.",
         choices=("adam", "sgd"),
         spelled={"adamw": "adam"},
         refused={
-            "muon": "Megatron-Core makes it of the package emerging_optimizers, and checkpoints do not know "
-            "its state"
+            "muon": "Megatron-Core makes it of the package emerging_optimizers, and checkpoints do not "
+            "support its state"
         },
         also_called={"Megatron-LM": "optimizer", "TRL": "optim", "common": "optimizer_type, optimizer_name"},
     )
@@ -490,7 +490,7 @@ class ReferenceConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """Critic of PPO: a model with one output per token, which is trained beside the actor."""
+    """Critic of PPO: a model with one output per token, which is trained together with the actor."""
 
     VALUE_KEY: ClassVar[str] = "path"
 
@@ -516,8 +516,8 @@ class CriticConfig:
     )
     lora: LoraConfig | None = setting(
         None,
-        "Adapters to train in place of the weights, beside the head. If the actor has adapters too, over the "
-        "same model on the same ranks, both share one base in memory.",
+        "Adapters to train in place of the weights, together with the head. If the actor has adapters too, "
+        "over the same model on the same ranks, both share one base in memory.",
         unset="every weight is trained",
     )
     recompute: str = setting("none", RECOMPUTED, choices=RECOMPUTES)

@@ -59,8 +59,8 @@ class RewardModelConfig:
     )
     lora: LoraConfig | None = setting(
         None,
-        "Adapters that `training` trains in place of the weights, beside the head. The model that it writes "
-        "has them added into its weights.",
+        "Adapters that `training` trains in place of the weights, together with the head. The model that it "
+        "writes has them added into its weights.",
         unset="every weight is trained",
     )
 
@@ -73,7 +73,7 @@ class RewardLimitsConfig(LimitsConfig):
     the machine does not enforce.
     """
 
-    # Beside the timeout, which is wall-clock time: a call that sleeps uses none of this.
+    # In addition to the timeout, which is wall-clock time: a call that sleeps uses no processor time.
     cpu_seconds: float = setting(60.0, "Processor time of a call.", **SECONDS)
 
 

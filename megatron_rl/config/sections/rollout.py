@@ -1,6 +1,6 @@
 """Generation of responses, and its connection with training: weight sync, mismatch, asynchrony.
 
-The one idea: the learner computes log-probs with the very distribution that was sampled from, so that every
+The one idea: the learner computes log-probs of exactly the distribution that was sampled from, so every
 sampling parameter is a key of the run and none is an argument of a single request.
 """
 
@@ -232,10 +232,10 @@ class RolloutConfig:
             _LONGEST_ROW,
         ),
     )
-    # One token each, since the engine gets them as stop token ids beside the model's own.
+    # One token each, since the engine gets them as stop token ids together with the model's own.
     stop: tuple[str, ...] = setting(
         (),
-        "Texts, of one token each, that end a response beside the model's own end tokens.",
+        "Texts, of one token each, that end a response in addition to the model's own end tokens.",
         per_task=True,
         also_called={
             "slime": "rollout_stop",
@@ -269,7 +269,7 @@ class RolloutConfig:
     # Over-sampling hides the longest responses: a step need not wait for them.
     oversample: float = setting(
         0.0,
-        "Further prompts sampled beside those of a step, as a fraction of them.",
+        "Prompts sampled in addition to a step's own, as a fraction of them.",
         **SHARE,
         advice="0.25 samples a quarter more prompts than a step needs; 0 is off",
         also_called={

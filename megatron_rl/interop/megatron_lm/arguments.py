@@ -119,7 +119,7 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
 
 
 def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
-    """Return the arguments of a mixture of experts; the router's are the family's settings of Megatron."""
+    """Return the arguments of a mixture of experts; a family's Megatron settings are those of the router."""
     shape = model.shape
     routing = model.family.megatron(model.config)
 
@@ -150,7 +150,7 @@ def _inexpressible(model: PretrainedModel, activation: str, rope: Mapping[str, A
     shape = model.shape
     rope_type = rope.get("rope_type", "default")
     if shape.sandwich_norms:
-        return "norms behind attention and MLP"
+        return "norms after attention and MLP"
     # A reward model's or a critic's head.
     if shape.scalar_head:
         return "a head of one number"

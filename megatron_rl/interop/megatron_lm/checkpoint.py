@@ -97,7 +97,7 @@ class MegatronCheckpoint:
         text = f"Adam resumes from {self.steps} steps"
         if self.states:
             return text
-        return f"{text}, in buffers of {writer_layout(self.arguments).short_words()}"
+        return f"{text}, in buffers of {writer_layout(self.arguments).short_text()}"
 
     def optimizer_errors(self, shape: ModelShape, setting: str) -> list[UserError]:
         """Return the errors of an optimizer state from which Adam cannot resume the training of a model.
@@ -135,7 +135,7 @@ class MegatronCheckpoint:
                 expected="Adam's moments for each tensor: of the distributed optimizer "
                 "dp_reshardable or fully_reshardable",
                 got=f"{self.path}: {got}",
-                fix=f"{fix}; or remove {setting}: the optimizer starts anew",
+                fix=f"{fix}; or remove {setting}: the optimizer starts from zero",
             )
         ]
 
@@ -144,6 +144,7 @@ class MegatronCheckpoint:
 
         Raises UserError for buffers of another model or layout than the arguments.
         """
+        # The arguments do not give the sizes of buckets and of the padded vocabulary: stored tensors do.
         sizes = {bucket: tensor.shape[0] for bucket, tensor in self.buffers[MASTERS[0]].items()}
         rows = self.tensors["embedding.word_embeddings.weight"].shape[0]
 
@@ -179,7 +180,7 @@ class MegatronCheckpoint:
             if any(state_sizes != sizes[0] for state_sizes in sizes):
                 raise other_buffers(f"the same buckets of {', '.join(self.buffers)}", "others")
         except UserError as error:
-            fix = f"{error.fix}; or remove {setting}: the optimizer starts anew"
+            fix = f"{error.fix}; or remove {setting}: the optimizer starts from zero"
             errors.append(replace(error, where=setting, got=f"{self.path}: {error.got}", fix=fix))
         return errors
 
@@ -200,6 +201,7 @@ class MegatronCheckpoint:
             stored = self.tensors[location.key].shape
             size = stored[len(location.index) :]
             in_range = all(index < extent for index, extent in zip(location.index, stored, strict=False))
+            # Megatron-LM pads the vocabulary so that tensor-parallel ranks have equal shards of it.
             padded = name.endswith(("word_embeddings.weight", "output_layer.weight"))
             if padded:
                 fits = size[0] >= expected[0] and size[1:] == expected[1:]
@@ -251,7 +253,7 @@ class MegatronCheckpoint:
         ]
         if gaps:
             yield UserError(
-                "tensors of the Megatron checkpoint are not whole",
+                "tensors of the Megatron checkpoint are incomplete",
                 where=str(self.path / DIRECTORY),
                 expected="pieces that make up each tensor",
                 got=join_names(gaps, _LISTED),
@@ -308,7 +310,7 @@ class MegatronCheckpoint:
             where=str(self.path),
             expected=expected,
             got=got,
-            fix="name the configuration that belongs to this checkpoint; layers beside GPTModel's own cannot "
+            fix="name the configuration that belongs to this checkpoint; layers other than GPTModel's cannot "
             "be read",
         )
 
@@ -356,7 +358,7 @@ def read_checkpoint(path: str | Path, setting: str) -> MegatronCheckpoint:
     common = read_common(folder)
     if common.arguments is None:
         raise UserError(
-            "the checkpoint does not hold the arguments it was trained with",
+            "the checkpoint has no training arguments",
             where=str(folder),
             expected="args, as Megatron-LM saves them",
             got=", ".join(common.names) or "nothing",
@@ -446,7 +448,7 @@ def _iteration_folder(path: Path, setting: str) -> Path:
         raise UserError(
             "the newest iteration of the Megatron checkpoint is not there",
             where=str(tracker),
-            expected=f"{folder.name}, as the tracker says ({text[:20]!r})",
+            expected=f"{folder.name}, by the tracker ({text[:20]!r})",
             got=folders,
             fix=f"copy {folder.name}, or name one that is there",
         )

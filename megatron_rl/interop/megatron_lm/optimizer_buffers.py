@@ -148,8 +148,9 @@ def flat_parameters(
     ``arguments`` has buckets of other sizes.
     """
     layout = writer_layout(arguments)
+    # An explicit layout string can place layers in any way, and is not parsed here.
     if arguments.get("pipeline_model_parallel_layout"):
-        raise other_buffers("stages that other arguments than this state", "pipeline_model_parallel_layout")
+        raise other_buffers("stages that follow from other arguments", "pipeline_model_parallel_layout")
     settings = {name: arguments.get(argument) for name, argument in _STAGES.items()}
     try:
         stages = stage_chunks(shape.layers, layout, settings)
@@ -170,9 +171,9 @@ def flat_parameters(
                 if not parameter.replica:
                     flat.append(FlatParameter(parameter.name, parameter.shape, *shard, bucket, start))
 
-    # Buckets that no parameter is in belong to another model or layout.
+    # Buckets without a parameter belong to another model or layout.
     if expected_buckets != set(sizes):
-        expected = f"{len(expected_buckets)} buckets, by {layout.short_words()} of its arguments"
+        expected = f"{len(expected_buckets)} buckets, by {layout.short_text()} of its arguments"
         raise other_buffers(expected, f"{len(sizes)}")
     return flat
 
@@ -310,6 +311,7 @@ def _with_offsets(
     """Yield each parameter of a buffer with bucket and first element; ``begin`` is the first bucket."""
     bucket = begin
     end = 0
+    # Reversed, since the backward pass completes the gradients of the last layer first.
     for parameter in reversed(parameters):
         count = math.prod(parameter.shape)
         start = -(-end // _ALIGNMENT) * _ALIGNMENT

@@ -32,7 +32,7 @@ class Lengths:
     """Scale of the exponential before truncation, tokens; None where every response has the same length."""
 
     def alive(self, length: float) -> float:
-        """Return the share of responses that are longer than ``length`` tokens."""
+        """Return the fraction of responses that are longer than ``length`` tokens."""
         # Responses are truncated at the limit.
         if length >= self.longest:
             return 0.0
@@ -51,14 +51,15 @@ class Lengths:
 
 @lru_cache(maxsize=256)
 def response_lengths(mean: float, limit: float, kind: str) -> Lengths:
-    """Build the distribution of ``kind`` fixed or variable.
+    """Return the distribution of response lengths with a given mean; ``kind`` is "fixed" or "variable".
 
-    Variable lengths are exponential; a response that reaches the ``limit`` ends there. The scale is
-    the one that gives the mean: scale (1 - e^(-limit / scale)) = mean.
+    Variable lengths are exponential, truncated at ``limit``. Their scale is the solution of
+    scale (1 - e^(-limit / scale)) = mean.
     """
     if kind == "fixed":
         length = min(mean, limit)
         return Lengths(length, length, None)
+
     # No truncated exponential has a mean this close to the limit: assume that every response reaches it.
     if mean >= _FIXED_ABOVE * limit:
         return Lengths(min(mean, limit), limit, None)
@@ -102,7 +103,7 @@ class StepBatch:
     epochs: int = 1
     """Passes over the rows of a step."""
     oversample: float | None = None
-    """Open order: rows in flight beyond those of a step, as a share of them; None: closed order."""
+    """Open order: rows in flight beyond those of a step, as a fraction of these; None: closed order."""
 
     @property
     def rows(self) -> int:

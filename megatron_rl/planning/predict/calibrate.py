@@ -49,14 +49,14 @@ def phase_seconds(step: Mapping[str, float]) -> dict[str, float]:
 
 
 def _require_file(path: Path, option: str) -> Path:
-    """Return the path of a file of a run folder; raises UserError where it does not exist."""
+    """Return a path in a run folder; raise UserError if there is no such file."""
     if path.is_file():
         return path
     raise missing_file(path, where=option, expected=str(path), fix="give a run folder")
 
 
 def read_steps(run_dir: str | Path, option: str = "--calibrate") -> list[dict[str, float]]:
-    """Return the lines of metrics.jsonl that are steps; the first, which warms up, is left out.
+    """Return the lines of metrics.jsonl that are steps, without the first step, which warms up.
 
     Raises UserError for a run without steps.
     """
@@ -138,7 +138,7 @@ def _train_factor(
 
 
 def _require_plausible(phases: Mapping[str, tuple[float, float]], run_dir: str, gpu: str) -> None:
-    """Raise UserErrors for phases that are too fast or too slow for such GPUs."""
+    """Raise UserErrors for phases that are implausibly fast or slow on such GPUs."""
     # The remainder of a step is time of the host, for which there is no bound.
     errors = [
         UserError(
@@ -156,7 +156,7 @@ def _require_plausible(phases: Mapping[str, tuple[float, float]], run_dir: str, 
 
 
 def _load_run_shape(path: str, run_dir: str) -> ModelShape:
-    """Return the shape of a run's model; raises UserError where its path does not exist from here."""
+    """Return the shape of a run's model; raise UserError if its path does not exist."""
     try:
         return load_shape(path)
     except UserError as error:
@@ -165,7 +165,7 @@ def _load_run_shape(path: str, run_dir: str) -> ModelShape:
 
         # A relative path depends on the folder in which the run was started.
         raise UserError(
-            "the model of the run is not there",
+            "the run's model was not found",
             where=f"{RunFolder(run_dir).config}: model.path",
             expected=f"{path}, from the current folder {Path.cwd()}",
             got="no such file or directory",

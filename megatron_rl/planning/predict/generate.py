@@ -239,7 +239,7 @@ def replica_seconds(
         length = (point + 0.5) * width
         alive = max(1.0, rows * lengths.alive(length))
         running = min(alive, sequence_limit, max(1.0, capacity / (cached_prompt + length)))
-        # Rows that do not fit wait, which multiplies the number of steps.
+        # Rows that do not fit wait for others to end, which multiplies the number of steps.
         total += width * cost.seconds(running, prompt + length) * alive / running
     return total
 

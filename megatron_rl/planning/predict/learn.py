@@ -40,9 +40,13 @@ from megatron_rl.shapes.memory import (
 from megatron_rl.shapes.model import LayerKind, ModelShape
 
 _BACKWARD_LAUNCHES = 1.5
-"""Kernel launches, and waits for the host, in a layer's backward pass over those in its forward pass."""
+"""Assumed ratio of the kernel launches, and waits for the host, of a layer's backward to its forward pass."""
 _ATTENTION_BACKWARD_FLOPS = 2.5
-"""FLOPs of attention's backward pass over those of its forward pass: five matrix products over two."""
+"""FLOPs of flash attention's backward pass over those of its forward pass.
+
+The forward pass has two matrix products, QK and PV. The backward pass has five: it computes QK again, then
+the gradients of P, V, Q and K (Dao 2023, arXiv 2307.08691, algorithm 2).
+"""
 _LOGITS_BYTES = 20.0
 """Bytes that the output layer moves through HBM per logit."""
 _PARAMETER_BYTES = 2.0
@@ -169,12 +173,17 @@ def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> floa
 
 
 def _exposed_communication(
-    model: ModelShape, layout: ParallelLayout, machine: Machine, tokens: float, fused: bool, exchanges: bool
+    model: ModelShape,
+    layout: ParallelLayout,
+    machine: Machine,
+    tokens: float,
+    fused: bool,
+    exchanges_heads: bool,
 ) -> float:
     """Return forward seconds of a layer's tensor, expert and context communication that is not overlapped.
 
-    Under context parallelism this package ``exchanges`` heads for complete rows before and after attention
-    (all-to-all); other systems gather keys and values, overlapped with attention.
+    ``exchanges_heads``: context-parallel ranks exchange heads for complete rows before and after attention
+    (all-to-all), as this package does; otherwise they gather keys and values, overlapped with attention.
     """
     efficiency = machine.constants.efficiency
     moe_share = model.moe_layers / model.layers
@@ -197,7 +206,7 @@ def _exposed_communication(
         total += 2.0 * moe_share * all_to_all_seconds(machine, layout.expert, dispatched, copies)
 
     # Context parallelism, by heads or by keys and values.
-    if layout.context > 1 and exchanges:
+    if layout.context > 1 and exchanges_heads:
         heads = model.heads / layout.tensor
         groups = model.kv_heads / layout.tensor
         # If the context size does not divide the key-value heads, they are repeated for every head.
@@ -223,19 +232,20 @@ def layer_seconds(
     context: float,
     fused: bool = True,
     frozen: bool = False,
-    exchanges: bool = True,
+    exchanges_heads: bool = True,
 ) -> LayerSeconds:
     """Return the seconds of one average layer for a micro-batch of ``tokens`` tokens.
 
     ``tokens`` is the number before context parallelism divides them; ``context`` is the mean number of keys
     that a token attends to. ``fused`` selects Transformer Engine's layers, else this package's own, which
     save more activations and move more bytes. ``frozen`` weights have no gradients; the products of adapters
-    on them are not counted. ``exchanges``: see `_exposed_communication`.
+    on them are not counted. ``exchanges_heads``: see `_exposed_communication`.
     """
     efficiency = machine.constants.efficiency
     gpu = machine.gpu
     tokens = tokens / layout.context
 
+    # Dense matrix products.
     active_experts = model.active_expert_parameters
     dense_flops = (model.layer_flops - 2.0 * active_experts) / model.layers
     inner_width = model.hidden * 2
@@ -265,7 +275,7 @@ def layer_seconds(
         fused_bytes = Layers(fused=True).saved_bytes(model, layout, kind, "none")
         memory_bound *= plain_bytes / fused_bytes
 
-    exposed = _exposed_communication(model, layout, machine, tokens, fused, exchanges)
+    exposed = _exposed_communication(model, layout, machine, tokens, fused, exchanges_heads)
     launch = efficiency.launch_seconds_layer
     # Without padding, the host must read the token count of each expert before it can launch the products.
     routing_wait = efficiency.routing_seconds_layer * model.moe_layers / model.layers
@@ -317,8 +327,8 @@ class TrainChoice:
     """Whether context-parallel ranks exchange heads around attention; else they gather keys and values."""
 
     @property
-    def built(self) -> Layers:
-        """Return the implementation of the layers."""
+    def layers(self) -> Layers:
+        """Return the implementation of the layers, with their recompute."""
         fused = self.transformer_engine and not self.model.plain_layers
         return Layers(fused=fused, recompute=self.recompute)
 
@@ -333,8 +343,8 @@ class RoleMemory:
 
     fullest: TrainingMemory
     """Parts of the memory on the GPU with the highest peak, while the role works."""
-    resting: float
-    """Most bytes that any GPU keeps while the role rests."""
+    states: float
+    """Most bytes of weights, gradients and optimizer states on any GPU, which an idle role has as well."""
 
     @property
     def total(self) -> float:
@@ -382,7 +392,10 @@ def replica_work(choice: TrainChoice, batch: StepBatch, rows: float) -> Work:
     replica_rows = max(1.0, rows / choice.layout.data)
 
     if batch.packing:
-        # A micro-batch is full when the next row does not fit, on average half a row below its limit.
+        # Assume that half a row of each micro-batch stays empty. The trainer's `partition` packs tighter:
+        # with 128 or 512 rows of exponential lengths, less than 0.2 rows stay empty in most cases. The
+        # constants are fitted with this assumption, which changes the number of micro-batches but not their
+        # total tokens.
         microbatch_rows = min(max(1.0, choice.micro_batch * row_limit / mean - 0.5), replica_rows)
         tokens = microbatch_rows * mean
     else:
@@ -422,6 +435,7 @@ def _pipeline_seconds(choice: TrainChoice, machine: Machine, work: Work, layer: 
     model = choice.model
     layout = choice.layout
     slowest, mean = _stage_seconds(model, layout, layer, head)
+
     # Every micro-batch passes the slowest stage; filling and draining the pipeline take mean stage times.
     total = slowest * work.micro_batches + mean * (layout.pipeline - 1) / layout.virtual_pipeline
     if layout.pipeline == 1:
@@ -430,9 +444,12 @@ def _pipeline_seconds(choice: TrainChoice, machine: Machine, work: Work, layer: 
     # Stages send activations to the next stage, and gradients back.
     cluster = machine.cluster
     efficiency = machine.constants.efficiency
+
     # With sequence parallelism each rank of a tensor group sends a shard, otherwise all send everything.
     shards = layout.tensor if layout.sequence_parallel else 1
     boundary_bytes = 2.0 * model.hidden * work.tokens / layout.context / shards
+
+    # Neighbouring stages are one stride of ranks apart; NVLink connects them if both fit into one domain.
     stride = layout.tensor * layout.context * layout.data
     link = cluster.network
     if stride * 2 <= cluster.domain:
@@ -449,6 +466,7 @@ def _trainable_parameters(choice: TrainChoice) -> tuple[int, int]:
     lora = choice.lora
     if lora is None:
         return fullest_parameters(model, layout)
+
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
     return max((adapter_parameter_count(model, layout, layers, lora) for layers in stages), key=sum)
 
@@ -497,9 +515,9 @@ def _average_layer(choice: TrainChoice, machine: Machine, work: Work) -> LayerSe
         machine,
         work.tokens,
         work.context,
-        choice.built.fused,
+        choice.layers.fused,
         frozen=choice.lora is not None,
-        exchanges=choice.exchanges_heads,
+        exchanges_heads=choice.exchanges_heads,
     )
 
 
@@ -598,7 +616,7 @@ def fullest_training(
         if choice.lora is not None:
             adapters = adapter_parameter_count(model, layout, stages[stage], choice.lora)
         memory = training_memory(
-            model, layout, stages, stage, choice.optimizer, choice.built, tokens, micro_batches, adapters
+            model, layout, stages, stage, choice.optimizer, choice.layers, tokens, micro_batches, adapters
         )
         if logits_bytes_per_element is not None and memory.logits:
             logits = tokens / layout.context * model.vocab / layout.tensor
@@ -622,6 +640,7 @@ def _role_memory(memories: Sequence[TrainingMemory]) -> RoleMemory:
 def learn_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
     """Return the bytes of a role while it learns from a batch."""
     work = replica_work(choice, batch, batch.rows / batch.optimizer_steps)
+
     # The fullest micro-batch contains a row of the largest length, even if the mean one is smaller.
     row_tokens = batch.longest
     if batch.packing:
@@ -637,9 +656,10 @@ def merged_bytes(choice: TrainChoice) -> float:
     # Without adapters the weights themselves are sent.
     if lora is None:
         return 0.0
+
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
     parameters = max(adapted_parameter_count(model, layout, layers, lora.targets) for layers in stages)
-    return float(choice.built.dtype_bytes * parameters)
+    return float(choice.layers.dtype_bytes * parameters)
 
 
 def score_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
@@ -647,9 +667,10 @@ def score_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:
     model = choice.model
     layout = choice.layout
     tokens = choice.micro_batch * batch.longest
+
     stages = default_stage_layers(model.layers, layout.pipeline, layout.virtual_pipeline)
     memories = [
-        scoring_memory(model, layout, stages, stage, choice.built, tokens)
+        scoring_memory(model, layout, stages, stage, choice.layers, tokens)
         for stage in representative_stages(len(stages))
     ]
     return _role_memory(memories)

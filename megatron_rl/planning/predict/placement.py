@@ -70,7 +70,7 @@ GROUPINGS: Mapping[str, Sequence[Sequence[Sequence[str]]]] = {
 """Groups of roles that share GPUs, by algorithm; those of PPO are HybridFlow's figure 12 and between."""
 
 _STATE_SPREADS = (1.0, 1.3, 2.0, 4.0, 1e9)
-"""Limits on a role's state while it rests, as multiples of the smallest one; the last is no limit."""
+"""Limits on the states of an idle role, as multiples of the smallest states; the last is no limit."""
 _MIXED_UNITS = 8
 """Number of units into which the GPUs are divided to size the groups of mixed and split placements."""
 _MIN_ENGINE_FRACTION = 0.05
@@ -114,13 +114,13 @@ class Problem:
     rollout_tensor: int | None = None
     """Tensor parallelism of the engine; None: any."""
     roles_swap: bool = False
-    """Whether resting roles wait in host memory."""
+    """Whether idle roles are moved to host memory if the roles of a group do not fit together."""
     context_parallel: bool = False
     """Whether sequences may be cut over ranks."""
     exchanges_heads: bool = True
     """Whether context-parallel ranks exchange heads around attention; else they gather keys and values."""
-    stages_stated_once: bool = True
-    """Whether uneven pipeline stages hold for every role."""
+    shared_stage_split: bool = True
+    """Whether all roles share one split into uneven pipeline stages, since a configuration has only one."""
 
     @property
     def gpus(self) -> int:
@@ -144,20 +144,23 @@ class GroupPlan:
     """Training bytes that stay on a GPU during generation."""
     offloaded: bool = False
     """Whether training state leaves the GPUs during generation."""
-    moving: Mapping[str, float] = field(default_factory=dict)
-    """Seconds to bring a role's state from host memory and back, each time it works."""
+    reload_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by role to load its states from host memory and to store them there, each time it works."""
 
     @property
     def busy(self) -> float:
         """Return the seconds that a step keeps this group's GPUs busy."""
-        generate = self.rollout.seconds if self.rollout else 0.0
-        return generate + sum(
-            work.forward + work.moving + (work.learn + work.moving if work.learn else 0.0)
-            for work in self.role_seconds(0)
-        )
+        total = 0.0
+        if self.rollout is not None:
+            total = self.rollout.seconds
+        for work in self.role_seconds(0):
+            total += work.forward + work.reload_seconds
+            if work.learn:
+                total += work.learn + work.reload_seconds
+        return total
 
     def role_seconds(self, rank: int) -> list[RoleSeconds]:
-        """Return the seconds of each role in a step; all ranks of the group are represented by ``rank``."""
+        """Return the seconds of each role in a step; ``rank`` represents all ranks of the group."""
         lead = next(iter(self.plans))
         return [
             RoleSeconds(
@@ -165,7 +168,7 @@ class GroupPlan:
                 (rank,),
                 forward=plan.forward,
                 learn=plan.learn + (self.swap if role == lead else 0.0),
-                moving=self.moving.get(role, 0.0),
+                reload_seconds=self.reload_seconds.get(role, 0.0),
             )
             for role, plan in self.plans.items()
         ]
@@ -242,16 +245,17 @@ class Planner:
     def group(self, roles: Sequence[str], gpus: int, generates: bool, alone: bool = True) -> GroupPlan | None:
         """Return the fastest plan of a group of roles on ``gpus`` GPUs; None where it does not fit.
 
-        A role's limit is the memory that the other roles' resting states leave; if that is too little,
-        resting roles wait in host memory and every step pays for the transfers. ``alone``: no other group has
-        a model.
+        A role's limit is the memory that the other roles' states leave free. If that is too little and the
+        problem allows it, idle roles are moved to host memory, and every step includes the transfers.
+        ``alone``: no other group has a model.
         """
         # Trained roles first, the actor before the critic: the memory of the lead limits the others.
         order = sorted(roles, key=lambda name: (not spec_of(name).trains, name != _ACTOR))
         spreads = _STATE_SPREADS
         if len(order) == 1:
             spreads = _STATE_SPREADS[:1]
-        even = self.problem.stages_stated_once and not alone
+        # Groups cannot share an uneven split, so only even ones are tried for several groups.
+        even = self.problem.shared_stage_split and not alone
 
         best: GroupPlan | None = None
         for lead in self.front(order[0], gpus, even):
@@ -263,13 +267,19 @@ class Planner:
         return best
 
     def _group_with_lead(
-        self, order: Sequence[str], lead: TrainPlan, gpus: int, generates: bool, spread: float, bound: float
+        self,
+        order: Sequence[str],
+        lead: TrainPlan,
+        gpus: int,
+        generates: bool,
+        spread: float,
+        bound: float,
     ) -> GroupPlan | None:
-        """Return the plan of a group around its lead.
+        """Return the plan of a group with a given plan of its first role, the lead.
 
-        The other roles take their fastest layout within ``spread`` times their least resting state, so that
-        the set of combinations does not depend on the memory limit. None where the group does not fit, or
-        takes ``bound`` seconds without generating.
+        Each other role gets its fastest layout whose states are at most ``spread`` times its smallest states,
+        so that the set of combinations does not depend on the memory limit. None where the group does not
+        fit, or takes ``bound`` seconds without generation.
         """
         problem = self.problem
         plans = {order[0]: lead}
@@ -279,37 +289,38 @@ class Planner:
                 return None
             plans[role] = plan
 
-        # One role works at a time, while the states of all others rest.
-        states = [plan.memory.resting for plan in plans.values()]
-        working = max(plan.memory.total - plan.memory.resting for plan in plans.values())
-        resting = sum(states)
+        # One role works at a time, while the states of all roles are resident.
+        states = [plan.memory.states for plan in plans.values()]
+        work_bytes = max(plan.memory.total - plan.memory.states for plan in plans.values())
+        resident_bytes = sum(states)
         swap = 0.0
-        # If they do not fit together, resting states are moved to the host while another role works.
-        if working + resting > problem.machine.usable_memory:
+        # If they do not fit together, idle states are moved to the host while another role works.
+        if work_bytes + resident_bytes > problem.machine.usable_memory:
             if not problem.roles_swap:
                 return None
-            swap = 2.0 * (resting - min(states)) / problem.machine.host_rate
-            resting = max(states)
+            swap = 2.0 * (resident_bytes - min(states)) / problem.machine.host_rate
+            resident_bytes = max(states)
 
         group = GroupPlan(gpus, plans, swap)
         if group.busy >= bound:
             return None
         if not generates:
             return group
-        return self._with_generation(group, resting)
+        return self._with_generation(group, resident_bytes)
 
     def _follower(self, role: str, lead: TrainPlan, gpus: int, spread: float) -> TrainPlan | None:
-        """Return a role's plan beside its lead's; None where it does not fit."""
+        """Return the plan of a role in a group with this lead; None if no plan fits."""
+        # Roles that share the split of uneven stages, or the base of adapters, need the lead's layout.
         uneven = lead.choice.model.layers % lead.choice.layout.pipeline > 0
         shares_base = spec_of(role).shares == INITIAL and lead.choice.lora is not None
-        if (self.problem.stages_stated_once and uneven) or shares_base:
+        if (self.problem.shared_stage_split and uneven) or shares_base:
             return self._with_layout_of(role, lead)
 
-        front = self.front(role, gpus, self.problem.stages_stated_once)
+        front = self.front(role, gpus, self.problem.shared_stage_split)
         if not front:
             return None
-        limit = spread * min(plan.memory.resting for plan in front)
-        return next(plan for plan in front if plan.memory.resting <= limit)
+        limit = spread * min(plan.memory.states for plan in front)
+        return next(plan for plan in front if plan.memory.states <= limit)
 
     def _with_layout_of(self, role: str, lead: TrainPlan) -> TrainPlan | None:
         """Return a role's plan in its lead's layout; None if the models differ.
@@ -335,30 +346,31 @@ class Planner:
             memory = RoleMemory(replace(memory.fullest, weights=0.0), 0.0)
         return TrainPlan(choice, 0.0, score_seconds(choice, batch, machine), memory)
 
-    def _with_generation(self, group: GroupPlan, resting: float) -> GroupPlan | None:
-        """Add generation beside ``resting`` bytes of the group, which stay on the GPU or leave for the host.
+    def _with_generation(self, group: GroupPlan, state_bytes: float) -> GroupPlan | None:
+        """Return the faster of two plans with generation: with and without states on the GPUs meanwhile.
 
-        Frozen models stay in any case unless roles swap. None where neither fits.
+        ``state_bytes`` are the group's states on a GPU. Frozen models remain on the GPU in both plans unless
+        roles swap. None where neither plan fits.
         """
         problem = self.problem
         machine = problem.machine
-        staying = replace(group, resident=resting)
+        on_gpu = replace(group, resident=state_bytes)
 
-        # The second option moves the states of trained roles to the host during generation.
-        moving = {}
+        # The second plan moves the states of trained roles to the host during generation.
+        reload_seconds = {}
         frozen_bytes = 0.0
         for role, plan in group.plans.items():
             if spec_of(role).trains:
-                moving[role] = 2.0 * plan.memory.resting / machine.host_rate
+                reload_seconds[role] = 2.0 * plan.memory.states / machine.host_rate
             else:
-                frozen_bytes += plan.memory.resting
+                frozen_bytes += plan.memory.states
         if problem.roles_swap:
             frozen_bytes = 0.0
-            leaving = replace(group, swap=group.swap + 2.0 * resting / machine.host_rate)
+            offloaded = replace(group, swap=group.swap + 2.0 * state_bytes / machine.host_rate)
         else:
-            leaving = replace(group, moving=moving)
-        leaving = replace(leaving, resident=frozen_bytes, offloaded=True)
-        after_offload = frozen_bytes + machine.constants.memory.after_offload_gigabytes * GB
+            offloaded = replace(group, reload_seconds=reload_seconds)
+        offloaded = replace(offloaded, resident=frozen_bytes, offloaded=True)
+        offloaded_bytes = frozen_bytes + machine.constants.memory.after_offload_gigabytes * GB
 
         # While weights move, the actor's merged weights are on the GPU as well.
         merged = 0.0
@@ -366,18 +378,18 @@ class Planner:
         if actor is not None:
             merged = merged_bytes(actor.choice)
 
-        options = []
-        for option, resident in ((staying, resting), (leaving, after_offload)):
+        plans = []
+        for plan, resident_bytes in ((on_gpu, state_bytes), (offloaded, offloaded_bytes)):
             # The trainer's CUDA context and communicators stay on the GPU during generation.
             # So do the connections of the weight sync, and while weights move its staging buffers.
             sync = HybridEngineConfig.staging_bytes + NETWORK_PEERS_BYTES
-            rollout = self.rollout(group.gpus, resident + merged + RUNTIME_BYTES + sync)
+            rollout = self.rollout(group.gpus, resident_bytes + merged + RUNTIME_BYTES + sync)
             if rollout is not None:
-                options.append(replace(option, rollout=rollout))
-        return min(options, key=lambda option: option.busy, default=None)
+                plans.append(replace(plan, rollout=rollout))
+        return min(plans, key=lambda plan: plan.busy, default=None)
 
     def rollout(self, gpus: int, reserved: float = 0.0) -> RolloutPlan | None:
-        """Return the fastest rollout that leaves ``reserved`` bytes of each GPU alone; None: none fits."""
+        """Return the fastest rollout that leaves ``reserved`` bytes of each GPU free; None if none fits."""
         machine = self.problem.machine
         free = (machine.usable_memory - reserved) / machine.gpu.memory
         # Round down to hundredths, as configurations do, so that the cached search below is reused.
@@ -387,7 +399,7 @@ class Planner:
         return self._rollout_within(gpus, fraction)
 
     def _rollout_within(self, gpus: int, fraction: float) -> RolloutPlan | None:
-        """Return the fastest rollout that takes ``fraction`` of each GPU's memory."""
+        """Return the fastest rollout with ``fraction`` of each GPU's memory, None if no rollout fits."""
         key = (gpus, fraction)
 
         if key not in self._rollouts:
@@ -438,7 +450,7 @@ def _placement(
 
 
 def place_groups(name: str, problem: Problem, groups: Sequence[GroupPlan]) -> PlacementPlan:
-    """Return the placement of planned groups; one group generates."""
+    """Return the placement of planned groups, of which one also generates."""
     rollout = next(group.rollout for group in groups if group.rollout is not None)
     return _placement(name, problem, groups, rollout)
 
@@ -482,7 +494,10 @@ def compositions(total: int, count: int) -> Iterator[tuple[int, ...]]:
 def best_grouping(
     name: str, planner: Planner, groups: Sequence[Sequence[str]], units: int = 16
 ) -> PlacementPlan | None:
-    """Size the groups for the shortest step, in units of 1/``units`` of the GPUs; None: nothing fits."""
+    """Return the placement with the group sizes of the shortest step, None if no sizes fit.
+
+    Sizes are multiples of 1/``units`` of the GPUs.
+    """
     gpus = planner.problem.gpus
     if len(groups) > gpus:
         return None
@@ -490,9 +505,9 @@ def best_grouping(
     if len(groups) > 1:
         unit = max(1, gpus // units)
 
+    # The plan of a group is cached by its size, and combined into every division of the GPUs.
     plans: dict[tuple[int, int], GroupPlan | None] = {}
     best: PlacementPlan | None = None
-    # The plan of a group is cached by its size, and combined into every division of the GPUs.
     for sizes in compositions(gpus // unit, len(groups)):
         planned_groups: list[GroupPlan] = []
         for index, size in enumerate(sizes):
@@ -522,9 +537,10 @@ class SearchResult:
 
 
 def job_sizes(gpus: int) -> Iterator[int]:
-    """Yield GPU counts to try in falling order: all, then 2^a and 3 x 2^a below; the others would idle.
+    """Yield the numbers of GPUs to try, in descending order: all GPUs, then 2^a and 3 x 2^a of them.
 
-    A count with awkward divisors can lose to a smaller one, and a small batch cannot fill a large job.
+    Fewer GPUs can be faster, since a number with few divisors allows few layouts, and a small batch does not
+    fill a large job.
     """
     yield gpus
     sizes = {base << power for base in (1, 3) for power in range(gpus.bit_length())}
@@ -580,12 +596,12 @@ def _faster(best: PlacementPlan | None, candidate: PlacementPlan | None) -> Plac
 def _grouping_name(groups: Sequence[Sequence[str]]) -> str:
     """Return the name of a mixed placement: the roles that do not share the actor's GPUs."""
     if len(groups) > 2:
-        return "mixed: every role apart"
-    return f"mixed: {' and '.join(groups[-1])} apart"
+        return "mixed: every role on its own GPUs"
+    return f"mixed: {' and '.join(groups[-1])} on other GPUs"
 
 
 def _placements(planner: Planner, roles: Sequence[str], split: str) -> Iterator[PlacementPlan | None]:
-    """Yield the best plan of every placement, None where nothing fits."""
+    """Yield the best plan of every placement, None for a placement in which no plan fits."""
     yield _colocated(planner, roles)
     yield _split(planner, roles, split)
     for grouping in GROUPINGS[planner.problem.algorithm]:
@@ -596,7 +612,7 @@ def _placements(planner: Planner, roles: Sequence[str], split: str) -> Iterator[
 
 
 def _roles(problem: Problem) -> tuple[str, ...]:
-    """Return the roles of the algorithm that the problem has a model for."""
+    """Return the roles of the algorithm for which the problem has a model."""
     return tuple(role for role in ROLES[problem.algorithm] if role in problem.models)
 
 
@@ -621,7 +637,7 @@ def _does_not_fit(problem: Problem) -> UserError:
     """Return the error of a job that fits in no placement, with the number of GPUs on which it would."""
     machine = problem.machine
     smallest = _smallest_job(problem)
-    fix = f"at least {smallest} GPUs should do" if smallest else "use more or larger GPUs"
+    fix = f"use at least {smallest} GPUs" if smallest else "use more or larger GPUs"
     return UserError(
         f"{problem.models[_ACTOR].name} does not fit on {problem.gpus} {machine.gpu.name}",
         where="--gpus",
@@ -632,22 +648,26 @@ def _does_not_fit(problem: Problem) -> UserError:
 
 
 def _least_need(problem: Problem) -> str:
-    """Return the least memory of a GPU as text."""
+    """Return a lower bound of the memory per GPU as text."""
     model = problem.models[_ACTOR]
-    # Weights in bfloat16, with gradients and optimizer states unless adapters learn, which hardly count.
+    # Weights in bfloat16. Gradients and optimizer states of adapters are negligible.
     bytes_per_parameter = 2
     if problem.lora is None:
         bytes_per_parameter += problem.optimizer.gradient_bytes + problem.optimizer.state_bytes
     need = bytes_per_parameter * model.parameters / problem.gpus / GB
-    return f"{need:.0f} GB a GPU of weights, gradients and optimizer even when cut evenly"
+    return f"{need:.0f} GB a GPU of weights, gradients and optimizer states, if they are split evenly"
 
 
 def _smallest_job(problem: Problem) -> int | None:
-    """Return the smallest job of 2^a GPUs on which everything fits colocated, up to 64 times as many."""
+    """Return the smallest number of GPUs, a power of 2, on which all roles fit colocated.
+
+    Up to 64 times the problem's GPUs are tried; None if they do not suffice.
+    """
     roles = _roles(problem)
     size = 1
     while size <= problem.gpus:
         size *= 2
+
     for _ in range(6):
         cluster = replace(problem.machine.cluster, num_gpus=size)
         larger = replace(problem, machine=replace(problem.machine, cluster=cluster))

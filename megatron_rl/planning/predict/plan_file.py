@@ -36,7 +36,7 @@ _LAYOUT_SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
 class Paths:
     """Paths that a plan does not determine.
 
-    Without data or a reward, the configuration has those of grade-school mathematics as placeholders.
+    Without data or a reward, the configuration has the ones of grade-school mathematics as placeholders.
     """
 
     model: str
@@ -77,6 +77,7 @@ def group_ranks(plan: PlacementPlan) -> dict[str, RankRange]:
     for group in groups:
         ranges |= {role: (first, group.gpus) for role in group.plans}
         first += group.gpus
+
     # Without separate GPUs, the rollout is on those of the actor's group.
     ranges[ROLLOUT.name] = (0, groups[0].gpus)
     if plan.rollout_gpus:
@@ -85,16 +86,17 @@ def group_ranks(plan: PlacementPlan) -> dict[str, RankRange]:
 
 
 def preset_of(ranges: Mapping[str, RankRange], world: int) -> str | None:
-    """Return the placement preset that gives every role its ranks, or None: they must be listed."""
+    """Return the placement preset that gives every role these ranks; None if no preset does."""
     if all(ranks == (0, world) for ranks in ranges.values()):
         return "colocate"
 
     first_half = (0, world // 2)
     second_half = (world // 2, world - world // 2)
     for preset in HALF_PRESETS:
-        preset_ranges = {
-            role: second_half if spec_of(role).placement == preset else first_half for role in ranges
-        }
+        preset_ranges: dict[str, RankRange] = {}
+        for role in ranges:
+            is_in_second_half = spec_of(role).placement == preset
+            preset_ranges[role] = second_half if is_in_second_half else first_half
         if preset_ranges == dict(ranges):
             return preset
     return None
@@ -168,7 +170,7 @@ class _ConfigWriter:
         return {"layout": self.layout(role, choice.layout)}
 
     def batch(self) -> dict[str, Any]:
-        """Return the batch section; one token budget holds for every role, the smallest of the plan."""
+        """Return the batch section."""
         batch = self.problem.batch
         # The configuration has one token budget for all roles: the smallest one fits them all.
         micro_batch = min(
@@ -188,6 +190,7 @@ class _ConfigWriter:
         """Return the reward section: a model where one is planned, else a function."""
         if self.plan.plan_of(REWARD_MODELS.name) is None:
             return {"function": self.paths.reward or _REWARD_FUNCTION}
+
         path = self.paths.reward_model or _REWARD_MODEL
         model = {"path": path, **self.frozen(REWARD_MODELS.name)}
         section: dict[str, Any] = {"models": {_REWARD_MODEL_NAME: model}}
@@ -256,7 +259,7 @@ class _ConfigWriter:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Plan with its configuration; every other value is derived from that by the functions of `check`."""
+    """Plan with its configuration, and the predictions that the functions of `check` derive from that."""
 
     plan: PlacementPlan
     """Plan that the configuration describes."""
@@ -273,12 +276,12 @@ class PlannedRun:
 
 
 def planned_run(problem: Problem, plan: PlacementPlan, paths: Paths) -> PlannedRun:
-    """Return a plan as the run that its configuration describes."""
+    """Write the configuration of a plan, and return it with the predictions of a run of it."""
     mapping = _ConfigWriter(problem, plan, paths).config()
     if prepare := _prepare_commands(paths, mapping):
         mapping["prepare"] = prepare
 
-    # Resolve the written configuration as `check` does, so that the prediction is of what will run.
+    # Predict from the resolved configuration, as `check` does, rather than from the plan's own estimates.
     actor = problem.models[ACTOR.name]
     loaded = load_text(yaml.safe_dump(mapping), name=plan.name).valid()
     config = resolve(loaded, plan.gpus, shape=actor).config
@@ -304,7 +307,7 @@ def peak_bytes(run: PlannedRun, phase: str) -> int:
 
 
 def plan_record(run: PlannedRun) -> dict[str, Any]:
-    """Return a planned run as plain JSON values: seconds, and 1e9 bytes on the fullest rank of each phase."""
+    """Return a planned run as plain JSON values: seconds, and gigabytes on the fullest rank of each phase."""
     plan = run.plan
     seconds = run.prediction.seconds
     roles = {}
@@ -363,7 +366,7 @@ def _memory_text(run: PlannedRun) -> str:
 def _role_line(problem: Problem, role: str, gpus: int, plan: TrainPlan) -> str:
     """Return the line of one role: its GPUs, layout and settings."""
     choice = plan.choice
-    line = f"     {role:10} {gpus:5} GPUs  {choice.layout.short_words()}"
+    line = f"     {role:10} {gpus:5} GPUs  {choice.layout.short_text()}"
 
     trains = spec_of(role).trains
     if trains:

@@ -74,7 +74,7 @@ class SearchCount:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a positive number in rising order."""
+    """Return the divisors of a positive number in ascending order."""
     return [value for value in range(1, number + 1) if number % value == 0]
 
 
@@ -100,7 +100,7 @@ def virtual_choices(model: ModelShape, pipeline: int) -> list[int]:
 
 
 def contexts(row_limit: float) -> list[int]:
-    """Return the context-parallel sizes to try, which leave a rank 4,096 tokens of the longest row."""
+    """Return the context-parallel sizes to try, which give each rank 4,096 tokens of the longest row."""
     return [size for size in _POWERS if size == 1 or row_limit / size >= _MIN_CONTEXT_TOKENS]
 
 
@@ -211,8 +211,8 @@ def training_front(
     if trained:
         rows = batch.rows // batch.optimizer_steps
     node = machine.cluster.gpus_per_node
-    fitting: list[TrainPlan] = []
 
+    plans: list[TrainPlan] = []
     for layout in training_layouts(model, gpus, node, int(batch.longest), max(1, rows)):
         # Skip layouts that the trainer does not support, or that other roles could not share.
         uneven = model.layers % layout.pipeline > 0
@@ -243,21 +243,24 @@ def training_front(
             if key not in forward_seconds:
                 forward_seconds[key] = score_seconds(choice, batch, machine)
             learn = learn_seconds(choice, batch, machine) if trained else 0.0
-            fitting.append(TrainPlan(choice, learn, forward_seconds[key], memory))
+            plans.append(TrainPlan(choice, learn, forward_seconds[key], memory))
 
-    return _pareto_front(sorted(fitting, key=lambda plan: plan.learn + plan.forward))
+    return _pareto_front(sorted(plans, key=lambda plan: plan.learn + plan.forward))
 
 
 def _pareto_front(plans: Iterable[TrainPlan]) -> list[TrainPlan]:
-    """Return the plans, fastest first, that need or keep less memory than every faster one."""
+    """Return the plans with a lower peak, or with smaller states, than every faster plan.
+
+    ``plans`` are sorted, fastest first.
+    """
     front: list[TrainPlan] = []
     lowest_peak = inf
-    lowest_resting = inf
+    lowest_states = inf
     for plan in plans:
-        if plan.memory.total < lowest_peak or plan.memory.resting < lowest_resting:
+        if plan.memory.total < lowest_peak or plan.memory.states < lowest_states:
             front.append(plan)
             lowest_peak = min(lowest_peak, plan.memory.total)
-            lowest_resting = min(lowest_resting, plan.memory.resting)
+            lowest_states = min(lowest_states, plan.memory.states)
     return front
 
 

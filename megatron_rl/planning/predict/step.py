@@ -54,8 +54,8 @@ class RoleSeconds:
     """Seconds of its forward pass over the step's rows; 0 where no phase needs its outputs."""
     learn: float = 0.0
     """Seconds of its optimizer steps."""
-    moving: float = 0.0
-    """Seconds to bring its state from host memory and back, each time it works."""
+    reload_seconds: float = 0.0
+    """Seconds to load its states from host memory and to store them there, each time it works."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ def compose_step(
         phase = spec_of(work.role).phase
         for rank in work.ranks:
             if work.forward:
-                busy[phase][rank] = busy[phase].get(rank, 0.0) + work.forward + work.moving
+                busy[phase][rank] = busy[phase].get(rank, 0.0) + work.forward + work.reload_seconds
             if work.learn:
-                busy["learn"][rank] = busy["learn"].get(rank, 0.0) + work.learn + work.moving
+                busy["learn"][rank] = busy["learn"].get(rank, 0.0) + work.learn + work.reload_seconds
 
     phase_seconds = {phase: max(seconds.values(), default=0.0) for phase, seconds in busy.items()}
     return Step({"generate": generate, "reshard": reshard, **phase_seconds}, fixed, ahead)
@@ -184,7 +184,10 @@ class RunStep:
         return self.step.total
 
     def rates(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """Return tokens per second and GPU of each phase that took ``seconds``; generate counts responses."""
+        """Return the throughput of each phase in tokens/s per GPU, from its ``seconds``.
+
+        Generation counts the tokens of responses, the other phases also the tokens of prompts.
+        """
         tokens_of = {"generate": self.response_tokens}
         return {
             name: tokens_of.get(name, self.tokens) / seconds[name] / self.world
@@ -193,7 +196,7 @@ class RunStep:
         }
 
     def utilization(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """Return the model FLOPs utilization of each phase that took ``seconds`` (causal attention)."""
+        """Return the model FLOPs utilization of each phase, from its ``seconds``; attention is causal."""
         job_peak = self.world * self.peak_flops
         return {
             name: flops / seconds[name] / job_peak
@@ -224,7 +227,7 @@ def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], stats: R
 
 
 def _train_choice(config: RunConfig, role: str, layout: ParallelLayout, model: ModelShape) -> TrainChoice:
-    """Return how a role's model is trained; a frozen role gets the actor's settings, without effect."""
+    """Return the settings with which a role's model runs; of a frozen role only the layout has an effect."""
     spec = spec_of(role)
     section: Any = config.actor
     lora = None
@@ -241,7 +244,7 @@ def _train_choice(config: RunConfig, role: str, layout: ParallelLayout, model: M
 
 
 def role_shapes(config: RunConfig, shape_of: Callable[[str], ModelShape]) -> dict[str, ModelShape]:
-    """Return the shape of every role's model; ``shape_of`` returns that of the model at a path."""
+    """Return the shape of every role's model; ``shape_of`` returns the shape of the model at a path."""
     actor = shape_of(config.model.path)
     shapes = {"actor": actor, "rollout": actor}
     for section, model_path in explicit_model_paths(config).items():
@@ -254,15 +257,15 @@ def role_shapes(config: RunConfig, shape_of: Callable[[str], ModelShape]) -> dic
     return shapes
 
 
-def _moving_seconds(
+def _reload_seconds(
     config: RunConfig, role: str, choice: TrainChoice, batch: StepBatch, machine: Machine
 ) -> float:
-    """Return seconds to bring a role's state from host memory and back, 0 where it stays on the GPU."""
+    """Return the seconds to load a role's states from the host and store them there, 0 without offload."""
     section = role_sections(config).get(section_of(role))
     if section is None or not section.offload:
         return 0.0
     memory_of = learn_memory if spec_of(role).trains else score_memory
-    return 2.0 * memory_of(choice, batch).resting / machine.host_rate
+    return 2.0 * memory_of(choice, batch).states / machine.host_rate
 
 
 def _rollout_layout(config: RunConfig, layout: ParallelLayout) -> RolloutLayout:
@@ -320,8 +323,8 @@ def predict_run(
             # A backward pass computes gradients of the inputs, and of the weights unless adapters train.
             passes = 3 if choice.lora is None else 2
             flops["learn"] += passes * batch.epochs * forward_flops
-        moving = _moving_seconds(config, role, choice, batch, machine)
-        role_seconds.append(RoleSeconds(role, layout.ranks, forward, learn, moving))
+        reload_seconds = _reload_seconds(config, role, choice, batch, machine)
+        role_seconds.append(RoleSeconds(role, layout.ranks, forward, learn, reload_seconds))
 
     # Generation and the weight sync.
     actor = shapes["actor"]

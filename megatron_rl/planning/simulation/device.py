@@ -96,7 +96,13 @@ class Simulation(TorchDispatchMode):
         usage.end = self._bytes
         self._usage = outer
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs)
@@ -193,14 +199,14 @@ class Simulation(TorchDispatchMode):
 
     def count(self, group: Any, size: int, message: bool = False) -> None:
         """Count one call of a group, of ``size`` bytes."""
-        # Messages between pipeline stages are counted apart from the group's collectives.
+        # Messages between pipeline stages are counted separately from the group's collectives.
         ranks = tuple(dist.get_process_group_ranks(group))
         kind = "messages" if message else self.kind(ranks)
         self._usage.calls[kind] += 1
         self._usage.bytes[kind] += size
 
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Count an operator of c10d, and answer it without the other ranks."""
+        """Count an operator of c10d, and return its result without the other ranks."""
         name = func.overloadpacket.__name__
         tensors = [list(_tensors(value)) for value in args]
         group = next(value for value in args if isinstance(value, torch.ScriptObject))
@@ -216,8 +222,8 @@ class Simulation(TorchDispatchMode):
             value = args[0][0]
             self._values[value.untyped_storage()._cdata] = torch.tensor(self.boundary)
         if "_tensor_coalesced" in name:
-            # PyTorch has no coalesced collectives for meta tensors: call them on empty host tensors.
-            args = [[torch.empty(0) for _ in value] if isinstance(value, list) else value for value in args]
+            # PyTorch 2.13 has no coalesced collectives for meta tensors: call them on empty host tensors.
+            args = [_empty_tensors(value) if isinstance(value, list) else value for value in args]
         return func(*args, **kwargs)
 
     def _read(self, value: Tensor, *_: Any, **options: Any) -> Tensor:
@@ -247,13 +253,17 @@ _READS: dict[Any, Callable[..., Any]] = {
 
 
 def _reads_device(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operator of `_READS` brings values of the device to the host."""
+    """Return whether a call of an operator of `_READS` copies values from the device to the host."""
     if func is _aten.copy_.default:
         return not args[0].is_meta and args[1].is_meta
     if func is _aten._to_copy.default:
         target = kwargs.get("device")
         return args[0].is_meta and target is not None and target.type != "meta"
     return args[0].is_meta
+
+
+def _empty_tensors(values: list[Any]) -> list[Tensor]:
+    return [torch.empty(0) for _ in values]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -287,7 +297,12 @@ def _accelerator_functions() -> Iterator[None]:
     torch_attention = functional.scaled_dot_product_attention
     torch_tensor = torch.tensor
 
-    def fused_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def fused_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        **options: Any,
+    ) -> Tensor:
         if not query.is_meta:
             return torch_attention(query, key, value, **options)
         mask = options["attn_mask"]

@@ -42,13 +42,13 @@ class Simulated:
     """Memory that `check` estimates for the rank."""
 
     def bytes(self, phase: str) -> int:
-        """Return the simulated bytes in a phase of the estimate; while the engine generates, models rest."""
+        """Return the simulated bytes in a phase of the estimate; during generation all models are idle."""
         if phase == "generate":
             return self.rank.resting
         return self.rank.phases[phase].peak
 
     def difference(self, phase: str) -> float:
-        """Return the estimate over the simulation minus 1; 0 where a phase has next to no bytes."""
+        """Return the relative error of the estimate, estimated / simulated - 1; 0 for less than 1 MiB."""
         simulated_bytes = self.bytes(phase)
         if simulated_bytes <= _MIN_BYTES:
             return 0.0
@@ -86,20 +86,24 @@ def simulate_ranks(report: CheckReport) -> list[Simulated]:
     # One fresh process per rank: a process can simulate once, and must not have forked threads of torch.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(_PROCESSES, spawn, max_tasks_per_child=1) as pool:
-        jobs = [
-            pool.submit(_simulate, config, dict(report.models), batch, estimate.rank, report.world_size)
-            for config, estimate in plans
-        ]
-        return [Simulated(job.result(), estimate) for job, (_, estimate) in zip(jobs, plans, strict=True)]
+        models = dict(report.models)
+        jobs = []
+        for config, estimate in plans:
+            job = pool.submit(_simulate, config, models, batch, estimate.rank, report.world_size)
+            jobs.append((job, estimate))
+        return [Simulated(job.result(), estimate) for job, estimate in jobs]
 
 
 def simulation_plan(report: CheckReport, rank: int) -> tuple[RunConfig, RankMemory]:
     """Return the configuration to simulate, and the estimate of its models' memory on a rank."""
     assert report.layouts is not None
     config = replace(report.config, model=replace(report.config.model, attention="torch"))
-    layouts = {role: layout for role, layout in report.layouts.items() if role != ROLLOUT.name}
+    layouts = dict(report.layouts)
+    layouts.pop(ROLLOUT.name, None)
+
     # Unset the memory of a GPU: the estimate then excludes the runtime's overhead, which is not simulated.
-    estimate = rank_memory(replace(config, gpu_memory_gib=None), layouts, report.shapes, report.batch, rank)
+    without_runtime = replace(config, gpu_memory_gib=None)
+    estimate = rank_memory(without_runtime, layouts, report.shapes, report.batch, rank)
     return config, estimate
 
 
@@ -116,7 +120,7 @@ def _simulate(*arguments: Any) -> SimulatedRank:
 
 
 def simulation_lines(simulated: list[Simulated]) -> list[str]:
-    """Return the table of bytes, then the kernels, reads and messages of each rank."""
+    """Return the lines of a report: a table of bytes, then kernels, reads and messages of each rank."""
     lines = [f"{'rank':>6}  {'phase':<8}{'simulated':>12}{'estimate':>12}{'difference':>12}"]
     for entry in simulated:
         for phase, name in _PHASES.items():

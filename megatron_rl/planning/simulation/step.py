@@ -39,9 +39,13 @@ _SUPPORT_TOKENS = 16
 
 
 def simulate(
-    config: RunConfig, models: Mapping[str, Path], batch: BatchPlan, rank: int, world_size: int
+    config: RunConfig,
+    models: Mapping[str, Path],
+    batch: BatchPlan,
+    rank: int,
+    world_size: int,
 ) -> SimulatedRank:
-    """Build a rank of the job in this process and take it through a step's phases on full micro-batches.
+    """Build a rank of the job in this process and run the phases of a step on full micro-batches.
 
     ``config`` is resolved, ``models`` are the config.json files of the roles. No weights are read, and the
     rollout engine is left out. A process can do this once.
@@ -79,6 +83,7 @@ def simulate(
                 role.residency.leave()
         resting = simulation.phases["first step"].end
 
+        # Forward passes without gradients, then a training step of each learner.
         for role in roles:
             with role.resident(Use.READ), simulation.phase("score"):
                 _set_boundary(simulation, role, rows)
@@ -94,7 +99,8 @@ def simulate(
                     role.step()
 
     job, *groups = memberships()
-    sizes = [("the job", len(job)), *((simulation.kind(ranks), len(ranks)) for ranks in groups)]
+    sizes = [("the job", len(job))]
+    sizes += [(simulation.kind(ranks), len(ranks)) for ranks in groups]
     sync = None
     if config.rollout.capabilities.in_process:
         sync = _sync_messages(config, models[ACTOR.name], actor.layout, rank)
@@ -143,7 +149,11 @@ def _with_model_folders(config: RunConfig, models: Mapping[str, Path]) -> RunCon
     return with_role_sections(replace(config, model=model), with_folder)
 
 
-def _full_rows(config: RunConfig, batch: BatchPlan, layouts: list[ParallelLayout]) -> TrainBatch:
+def _full_rows(
+    config: RunConfig,
+    batch: BatchPlan,
+    layouts: list[ParallelLayout],
+) -> TrainBatch:
     """Return rows that fill as many micro-batches as a pipeline has in flight, and one more."""
     # The longest rows that fit into a micro-batch.
     budget = batch.tokens_per_microbatch
@@ -203,9 +213,11 @@ def _counted_microbatches(simulation: Simulation, phase: str, role: ModelRole) -
 
 
 def _set_boundary(simulation: Simulation, role: ModelRole, rows: TrainBatch) -> None:
-    """Set the shape that pipeline stages send to each other: of equal micro-batches of the full budget."""
+    """Set the shape of the activations that pipeline stages exchange, for equal and full micro-batches."""
     if role.model is None:
         return
+
+    # The tokens of a micro-batch are padded for the kernels and sharded over ranks.
     layout = role.layout
     row_length = int(rows.lengths[0])
     length = row_length * max(1, role.tokens_per_microbatch // row_length)

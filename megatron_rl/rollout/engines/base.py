@@ -25,7 +25,7 @@ from megatron_rl.types import TensorBox
 from megatron_rl.user_code import load_path
 
 ToolParser = Callable[[str, list[dict[str, Any]]], tuple[str, list[dict[str, Any]]]]
-"""Parses a turn: (text, tools) -> (text beside the calls, name and arguments of each call)."""
+"""Parses a turn: (text, tools) -> (text without the calls, name and arguments of each call)."""
 
 
 class Generator(Protocol):

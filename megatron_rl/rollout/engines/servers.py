@@ -69,7 +69,7 @@ class Server(Protocol):
         weights: str,
         seconds: float,
     ) -> Completion:
-        """Sample a request from the weights of this name; raises ServerError if the server has others.
+        """Sample a request from the weights of this name; raise ServerError if the server has other weights.
 
         A coroutine, so that one thread can have many requests in flight.
         """
@@ -78,7 +78,7 @@ class Server(Protocol):
     # Before a run: whether the server fits the run and is free.
 
     def require_fit(self, config: RunConfig) -> int:
-        """Return the most requests that the server works on at once; raises UserError unless it fits."""
+        """Return the maximum number of requests in flight; raise UserError if the server does not fit."""
         ...
 
     def require_open(self) -> None:
@@ -124,7 +124,7 @@ class Server(Protocol):
         ...
 
     def receive_weights(self, version: int, seconds: float) -> None:
-        """Receive the weights of ``version`` in the workers. Collective: the actor's ranks sync, too."""
+        """Receive the weights of ``version`` in the workers. Collective over the workers and actor ranks."""
         ...
 
     def finish_update(self, name: str, seconds: float) -> None:
@@ -159,13 +159,13 @@ RENEW_SECONDS = 5.0
 
 
 class ServerGenerator:
-    """Generator that samples at several servers, and survives the loss of each of them.
+    """Generator that distributes requests over several servers and tolerates the loss of servers.
 
-    A sequence stays with its server, which has its prefix cached. A request whose server is lost, or answers
-    from other weights, is sent to another one, and counted; without a remaining server it fails.
+    A sequence stays with its server, which has its prefix cached. If the server is lost, or responds from
+    other weights, the request is sent to another one, and counted; without a remaining server it fails.
 
-    ``most_rows`` requests are open at once. ``client_index`` is the index of this client among all ranks that
-    sample: each begins with another server. ``on_close`` is called at the end.
+    At most ``most_rows`` requests are open at a time. ``client_index`` is the index of this client among all
+    sampling ranks: each begins with another server. ``on_close`` is called by `close`.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class ServerGenerator:
         self._session: aiohttp.ClientSession | None = None
 
     def use(self, servers: Sequence[Server], weights: str) -> None:
-        """Sample at these servers, from weights of this name."""
+        """Set the servers to sample from, and the name of their weights."""
         self._servers = list(servers)
         self._weights = weights
 
@@ -283,6 +283,7 @@ class ServerGenerator:
 
     def _choose(self, seed: int) -> Server | None:
         """Return the server of a sequence, or the least busy one for a new sequence; None without servers."""
+        # The server of an earlier request may be lost.
         if self._server_of.get(seed) not in self._in_flight:
             if not self._in_flight:
                 return None
@@ -322,10 +323,10 @@ class Lease:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
 
-    def take(self) -> None:
-        """Reserve the servers; wait for a server whose holder may have been killed.
+    def acquire(self) -> None:
+        """Reserve the servers; wait for leases of killed runs to expire.
 
-        Raises UserError if another run renews its lease of one, or if two URLs are of the same server.
+        Raises UserError if another run renews its lease of a server, or if two URLs name the same server.
         """
         # A killed run's lease expires within this time.
         deadline = time.monotonic() + LEASE_SECONDS + RENEW_SECONDS
@@ -337,19 +338,19 @@ class Lease:
             url, holder = reserved
             if holder.startswith(self._run):
                 raise UserError(
-                    "two addresses are of one server",
+                    "two URLs name the same server",
                     where="rollout.server.urls",
-                    expected="the address of each server once",
+                    expected="the URL of each server once",
                     got=f"{url} is the server of {holder.removeprefix(self._run).strip()}",
                     fix=f"remove {url}",
                 )
             if time.monotonic() > deadline:
                 raise UserError(
-                    "a server works for another run",
+                    "a server is reserved by another run",
                     where=f"{url}, of rollout.server.urls",
-                    expected="a server of this run's own: each brings it weights",
-                    got=f"{holder} has it",
-                    fix="name another server, or start this run when that one has ended",
+                    expected="a server for this run alone, since each run updates its weights",
+                    got=f"reserved by {holder}",
+                    fix="name another server, or start this run after the other one has ended",
                 )
             time.sleep(RENEW_SECONDS / 5)
         self._thread.start()

@@ -115,7 +115,7 @@ class TorchEngine:
         batch_rows: int = 256,
         rank: int = 0,
     ) -> None:
-        # Members of the protocols. Weights are available from the start: those of the decoder's model.
+        # Members of the protocols. The decoder's model has weights from the start.
         self.weights_version = -1
         self.needs_weights = False
         self.adapters = None

@@ -73,7 +73,7 @@ class TransferRendezvous(WeightTransferInitInfo):
 
     def __post_init__(self) -> None:
         if self.address is not None and not (self.port and self.trainers and self.workers):
-            raise ValueError("an address needs port, trainers and workers beside it")
+            raise ValueError("an address also needs port, trainers and workers")
 
 
 @dataclass
@@ -87,7 +87,7 @@ Connect = Callable[[TransferRendezvous, LiveWeights | None, int], tuple[Transfer
 """Connects a rank: (rendezvous, this process's vLLM weights, rank) -> (transfer, function that leaves it)."""
 
 _connect: list[Connect] = []
-"""The function that `register` received, alone; a list, since vLLM makes the backends by class."""
+"""The function that `register` received. Module state, since vLLM constructs the backends itself."""
 
 
 class HybridTransferEngine(WeightTransferEngine[TransferRendezvous, Update]):
@@ -191,10 +191,10 @@ class HybridTrainerEngine(TrainerWeightTransferEngine[TrainerMeeting]):
         call = None
         if init_info.is_sender:
             call = start_call(client.init_weight_transfer_engine, shared_fields)
-        transfer, end = _connect[0](rendezvous, None, init_info.rank)
+        transfer, leave = _connect[0](rendezvous, None, init_info.rank)
         if call is not None:
             call.result()
-        return cls(transfer, end, client, init_info.is_sender)
+        return cls(transfer, leave, client, init_info.is_sender)
 
     def send_weights(self) -> None:
         """Transfer and verify the next version. Collective over the ranks of the rendezvous."""

@@ -54,7 +54,7 @@ class _OpenRequest:
 
     @property
     def returned_tokens(self) -> int:
-        """Return how many sampled tokens earlier completions have returned."""
+        """Return the number of sampled tokens that earlier completions have returned."""
         return len(self.current.tokens) - len(self.original.tokens)
 
 
@@ -192,7 +192,7 @@ class VllmEngine:
             arguments |= _accelerator_arguments(config)
         if errors:
             raise UserErrors(errors)
-        # The user's own come last, so that they replace the ones above.
+        # The user's own arguments come last, so that they replace the ones above.
         return arguments | config.vllm
 
     def _host_arguments(
@@ -238,8 +238,9 @@ class VllmEngine:
         """Submit a request; one that is empty or has a token outside the vocabulary fails.
 
         Log-probs belong to the sampled distribution: at the temperature, after the filters. A sampled
-        completion depends on where its sequence was interrupted, since vLLM starts the random stream of each
-        request anew; a greedy one does not. The continuation of a retained request resumes it.
+        completion depends on the position at which its sequence was interrupted, since vLLM starts a new
+        random stream for each request; a greedy one does not. The continuation of a retained request resumes
+        it.
         """
         if self._resume(request):
             return
@@ -280,7 +281,7 @@ class VllmEngine:
             return False
         name, retained = self._retained[request.seed]
 
-        # A request that differs, in its limit for example, must start anew: vLLM's cannot be changed.
+        # A request that differs, in its limit for example, needs a new request of vLLM.
         expected = replace(retained.current, number=request.number)
         if expected != replace(request, tokens=list(request.tokens)):
             return False
@@ -295,7 +296,7 @@ class VllmEngine:
         completions = self._failed
         self._failed = []
 
-        # A retained request that was not resumed before this step belongs to no sequence any more.
+        # A retained request that was not resumed before this step no longer belongs to a sequence.
         for name, _ in self._retained.values():
             self._abort(name)
         self._retained.clear()
@@ -502,5 +503,5 @@ def _refusal(path: Path, config: RolloutConfig, error: Exception) -> UserError:
         where="rollout",
         expected=f"a model and settings that vLLM takes: {path}",
         got=f"{type(error).__name__}: {error}",
-        fix=f"correct what it names in the model's files{settings}, or set rollout.engine=torch",
+        fix=f"correct the model's files{settings}, or set rollout.engine=torch",
     )

@@ -82,7 +82,7 @@ def _processor() -> type:
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
     class TruncatingProcessor(LogitsProcessor):
-        """Logits processor that filters the requests with a support record, and fills the record."""
+        """Logits processor that filters the requests with a support record, and writes the record."""
 
         def __init__(
             self,
@@ -125,7 +125,7 @@ def _truncating_request(
     _: Any,
     tokens: list[int],
 ) -> tuple[SamplingParameters, Support, list[int]] | None:
-    """Return what the processor stores for a new request, None without a support record.
+    """Return the processor's entry for a new request, None without a support record.
 
     vLLM appends to ``tokens`` as it samples, so its length is the number of tokens sampled so far.
     """

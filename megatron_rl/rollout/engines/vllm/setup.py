@@ -327,8 +327,8 @@ class _TorchOfLayout:
 def join_groups(layout: ParallelLayout) -> None:
     """Create the process groups that engines on ``layout`` use.
 
-    Collective over the world: call it on every rank before the members build their engines. Where the
-    layout is the whole world the engines do it themselves.
+    Collective over the world, before ranks of the layout build their engines. If the layout is the whole
+    world, the engines create the groups themselves.
     """
     # vLLM's world, its tensor-parallel groups, and groups of one rank for every other kind of parallelism.
     # The order is equal on every rank.
@@ -408,9 +408,9 @@ def forget_groups() -> None:
 
 @contextmanager
 def unchanged_random_state() -> Iterator[None]:
-    """Restore the state of all random generators of the process afterwards.
+    """Restore the state of the process's random generators at the end of the context.
 
-    The trainer draws from them: its numbers must not depend on the engine's own draws in between.
+    The trainer draws from them too, and its numbers must not depend on the engine's draws.
     """
     python_state = random.getstate()
     numpy_state = numpy.random.get_state()

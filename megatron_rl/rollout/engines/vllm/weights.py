@@ -264,9 +264,9 @@ class PackedModules:
     """Raw storage of the modules whose weights vLLM rewrites after loading, by parameter name.
 
     On the host vLLM packs experts into a layout that only its kernel reads, so their live storage cannot be
-    written. They get a raw copy to write into, which `pack` rewrites into the live storage. The copy stays
-    allocated: twice the experts' memory. On accelerators this project chooses a kernel that reads experts as
-    the checkpoint has them, and nothing is packed.
+    written. They get a raw copy to write into, which `pack` converts into the live storage. The copy stays
+    allocated, so experts take twice their memory. On accelerators the engine uses a kernel that reads experts
+    in the checkpoint's layout, and nothing is packed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -422,8 +422,8 @@ class AdapterSlots:
     """Storage of the actor's adapter in a vLLM engine; see `rollout.engines.base.Storage`.
 
     There is one slot, which every request uses. It starts as zeros, which add nothing, and is written in
-    place. vLLM's own loader takes stand-ins for PEFT's tensors, so the adapter counts as loaded and
-    stays. vLLM applies no factor to the written matrices: an adapter adds B A.
+    place. vLLM's own loader loads stand-ins for PEFT's tensors, so vLLM treats the adapter as loaded and
+    never evicts it. vLLM applies no factor to the written matrices: an adapter adds B A.
     """
 
     def __init__(self, llm: Any, adapters: AdaptedModel, rank: int) -> None:

@@ -94,7 +94,7 @@ class VllmServer:
         body: Any = None,
         seconds: float = CONTROL_SECONDS,
     ) -> Any:
-        """Do the same as `request`, synchronously and with a session for this call."""
+        """Send one request synchronously, in a session of its own; see `request`."""
 
         # A loop and a session for one call: control calls are rare, and come from several threads.
         async def call_once() -> Any:
@@ -140,8 +140,8 @@ class VllmServer:
     ) -> Completion:
         """See `Server.generate`."""
         seed = part_seed(request.seed, request.done)
-        # Filters report no support here: `check` refuses them in training, and only evaluation sets have
-        # them.
+        # A server reports no support of filters: `check` refuses them in training, so that only evaluation
+        # sets have them.
         parameters = {
             **vllm_parameters(request.sampling, request.limit, seed),
             **vllm_filters(request.sampling),
@@ -220,11 +220,11 @@ class VllmServer:
 
     def _unusable(self, path: str, error: Exception) -> UserError:
         """Return the error of a server that is unreachable, or does not report its configuration."""
-        # The likely causes, by what the server answers: nothing, or that the path is unknown to it.
+        # The likely causes: no response, or no such path without the development mode.
         message = "a server does not report its configuration"
         expected = "an API server of the vLLM that is installed here"
         if isinstance(error, ServerError) and error.status == 0:
-            message = "a server is not reached"
+            message = "a server is unreachable"
         elif isinstance(error, ServerError) and error.status == 404 and self._is_vllm():
             expected = "VLLM_SERVER_DEV_MODE=1 in the server's environment"
         return UserError(
@@ -239,7 +239,7 @@ class VllmServer:
             return False
 
     def require_open(self) -> None:
-        """See `Server.require_open`. Must not be called for the server of another run, which it disturbs."""
+        """See `Server.require_open`. Not for the server of another run, whose updates it would disturb."""
         try:
             # A job that was killed during an update has left the server paused.
             self.call("resume", {})
@@ -251,7 +251,7 @@ class VllmServer:
             raise UserError(
                 "a server does not sample from tokens",
                 where=f"{self.url}, of rollout.server.urls",
-                expected=_EXPECTED_BY_STATUS.get(error.status, "an answer"),
+                expected=_EXPECTED_BY_STATUS.get(error.status, "a response"),
                 got=str(error),
                 fix=_START,
             ) from error
@@ -372,7 +372,7 @@ def _completion(number: int, reply: Any, weights: str) -> Completion:
         versions = {span["version"] for span in choice["weight_versions"]}
         stale = versions - {weights}
         reason = choice["finish_reason"]
-    # Anything may answer at a URL: a response is validated by reading it.
+    # Any program may respond at a URL: a response is validated by reading it.
     except (KeyError, TypeError, ValueError) as error:
         raise ServerError(f"malformed response: {reply!r:.400}") from error
 
