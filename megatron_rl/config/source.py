@@ -174,17 +174,15 @@ class _Loader(yaml.SafeLoader):
         return count, levels
 
     def _children(self, node: yaml.Node) -> list[yaml.Node]:
-        """Return the nodes inside a node; raise `_Refused` for a text or a name that is none."""
+        """Return the nodes inside a node; raise `_Refused` for a text or a name of the wrong form."""
         if isinstance(node, yaml.SequenceNode):
             return node.value
         if isinstance(node, yaml.MappingNode):
             self._note_repeated(node)
             return [child for pair in node.value for child in pair]
         if _NOT_TEXT.search(node.value):
-            got = ascii(node.value)[:80]
-            raise _Refused(
-                "text without null characters and halves of surrogate pairs", None, got, node.start_mark
-            )
+            limit = "text without null characters and halves of surrogate pairs"
+            raise _Refused(limit, None, ascii(node.value)[:80], node.start_mark)
         return []
 
     def _note_repeated(self, node: yaml.MappingNode) -> None:
