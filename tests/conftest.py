@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STANDIN = ROOT / "tests/te_standin"
 """Folder with the stand-in of Transformer Engine, for PYTHONPATH."""
 LAUNCH_SECONDS = 300.0
-settings.register_profile("untimed", deadline=None)  # examples may take longer on a busy machine
+settings.register_profile("untimed", deadline=None)  # a busy machine says nothing of an example
 settings.load_profile("untimed")
 USED_PORTS: set[int] = set()
 DESELECTED = pytest.StashKey[list[str]]()
