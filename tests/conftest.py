@@ -1,4 +1,4 @@
-"""What tests share: one way to launch a script on several ranks, bounded in time, leaving nothing behind."""
+"""Shared fixtures: launches of scripts on several ranks, bounded in time, that leave no process behind."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from tests import browser, nccl_rules
 
 ROOT = Path(__file__).resolve().parent.parent
 STANDIN = ROOT / "tests/te_standin"
-"""Where Python finds the stand-in of Transformer Engine."""
+"""Folder with the stand-in of Transformer Engine, for PYTHONPATH."""
 LAUNCH_SECONDS = 300.0
 settings.register_profile("untimed", deadline=None)  # a busy machine says nothing of an example
 settings.load_profile("untimed")
-GIVEN_PORTS: set[int] = set()
-NOT_LOOKED_AT = pytest.StashKey[list[str]]()
+USED_PORTS: set[int] = set()
+DESELECTED = pytest.StashKey[list[str]]()
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Hold what a finished launch said: its exit code and its two streams."""
+    """Result of a finished launch: exit code and both streams."""
 
     returncode: int
     stdout: str
@@ -50,21 +50,21 @@ class Launch:
 
 
 def free_port() -> int:
-    """Return a TCP port that no process listens on, of those that Linux gives to nobody who asks for any.
+    """Return a TCP port without a listener, outside of the range from which Linux assigns ports itself.
 
-    So it is still free when it is bound, which may be a minute later, and no two of a test are the same.
+    It is then still free when it is bound, perhaps a minute later, and no two ports of a test are equal.
     """
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
             port = 10_000 + secrets.randbelow(22_000)  # not ``random``, which tests seed
             probe.bind(("127.0.0.1", port))
-            if port not in GIVEN_PORTS:
-                GIVEN_PORTS.add(port)
+            if port not in USED_PORTS:
+                USED_PORTS.add(port)
                 return port
 
 
 def launch_environment(*packages: Path) -> dict[str, str]:
-    """Return the environment of a launched rank: one thread per rank, these and the repository importable."""
+    """Return the environment of a rank: one thread, with ``packages`` and the repository on PYTHONPATH."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     path = os.environ.get("PYTHONPATH")
     environment |= {
@@ -77,7 +77,7 @@ def launch_environment(*packages: Path) -> dict[str, str]:
 
 
 def run_bounded(command: list[str], timeout: float, environment: dict[str, str] | None = None) -> Launch:
-    """Run ``command`` in a session of its own; end it and all it started after ``timeout`` seconds."""
+    """Run ``command`` in a session of its own; kill it with its descendants after ``timeout`` seconds."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -90,7 +90,7 @@ def run_bounded(command: list[str], timeout: float, environment: dict[str, str] 
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except BaseException as error:
-        _end_family(process.pid)
+        _end_processes(process.pid)
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         stdout, stderr = process.communicate()
@@ -98,19 +98,19 @@ def run_bounded(command: list[str], timeout: float, environment: dict[str, str] 
     return Launch(process.returncode, stdout, stderr)
 
 
-def _end_family(process: int, patience: float = 10.0) -> None:
-    """Ask the launcher to end its ranks, then kill what is left of it and of them.
+def _end_processes(process: int, patience: float = 10.0) -> None:
+    """Terminate a launcher, and kill its remaining processes after ``patience`` seconds.
 
-    The ranks are in sessions of their own under torchrun's agent, so a signal to the agent's process group
-    does not reach them; they are remembered as its descendants before it goes.
+    torchrun's ranks lead sessions of their own, so that a signal to the launcher's process group does not
+    reach them. Its descendants are therefore listed before it ends.
     """
-    family: list[psutil.Process] = []
+    processes: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
         launcher = psutil.Process(process)
-        family = [launcher, *launcher.children(recursive=True)]
+        processes = [launcher, *launcher.children(recursive=True)]
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process, signal.SIGTERM)
-    _, alive = psutil.wait_procs(family, timeout=patience)
+    _, alive = psutil.wait_procs(processes, timeout=patience)
     for survivor in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             survivor.kill()
@@ -121,50 +121,50 @@ def _tail(text: str, lines: int = 80) -> str:
 
 
 STARTS_RANKS = {"fork", "fork_fused", "forked_torchrun", "rank_server", "torchrun"}
-"""Fixtures that start ranks."""
+"""Fixtures that start ranks; tests that use them get the mark ``starts_ranks``."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by ``-m``
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that start ranks, by the fixtures they use, directly or through others.
+    """Mark the tests that start ranks, by the fixtures they use directly or through others.
 
-    Leave out what needs a browser where none stands; `pytest_terminal_summary` says so.
+    Without a browser, tests that need one are deselected; `pytest_terminal_summary` reports them.
     """
     for item in items:
         if STARTS_RANKS & set(getattr(item, "fixturenames", ())):
             item.add_marker("starts_ranks")
-    if browser.executable() is None and (left := [item for item in items if "browser" in item.keywords]):
-        items[:] = [item for item in items if item not in left]
-        config.hook.pytest_deselected(items=left)
-        config.stash[NOT_LOOKED_AT] = [item.nodeid for item in left]
+    if browser.executable() is None and (pages := [item for item in items if "browser" in item.keywords]):
+        items[:] = [item for item in items if item not in pages]
+        config.hook.pytest_deselected(items=pages)
+        config.stash[DESELECTED] = [item.nodeid for item in pages]
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Say in red which pages no browser has looked at."""
-    if names := config.stash.get(NOT_LOOKED_AT, []):
-        terminalreporter.section("NOT RUN: no browser stands here", red=True, bold=True)
+    """Report the tests of pages that did not run without a browser."""
+    if names := config.stash.get(DESELECTED, []):
+        terminalreporter.section("NOT RUN: no browser found", red=True, bold=True)
         for name in names:
             terminalreporter.line(name)
-        places = f"one of {', '.join(browser.NAMES)} on the path, or {browser.VARIABLE}=/path/to/it"
-        terminalreporter.line(f"fix: {places} (Debian, Ubuntu: apt-get install chromium)")
+        remedy = f"one of {', '.join(browser.NAMES)} on the path, or {browser.VARIABLE}=/path/to/it"
+        terminalreporter.line(f"fix: {remedy} (Debian, Ubuntu: apt-get install chromium)")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Tell the process that reports, where tests run in several."""
+    """Send the deselected tests to the controller if tests run in several processes."""
     if (output := getattr(session.config, "workeroutput", None)) is not None:
-        output["not_looked_at"] = session.config.stash.get(NOT_LOOKED_AT, [])
+        output["deselected"] = session.config.stash.get(DESELECTED, [])
 
 
 def pytest_testnodedown(node: Any) -> None:
-    """Hear it from a process of tests; one that was killed has said nothing."""
-    if names := getattr(node, "workeroutput", {}).get("not_looked_at", []):
-        node.config.stash[NOT_LOOKED_AT] = names
+    """Receive the deselected tests of a worker process; a killed worker has sent nothing."""
+    if names := getattr(node, "workeroutput", {}).get("deselected", []):
+        node.config.stash[DESELECTED] = names
 
 
 class Schedule(LoadFileScheduling):
-    """Give each file to a process that is free: to the first one from the end, to others from the beginning.
+    """Assignment of test files to processes: the first takes them from the end, others from the start.
 
-    Files that start ranks come last. So one of them runs at a time while there are others, which fill the
+    Files that start ranks are last, so one of them runs at a time while other files remain, which use the
     time in which ranks start, write and wait.
     """
 
@@ -175,13 +175,13 @@ class Schedule(LoadFileScheduling):
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Schedule:
-    """Return who shares out the tests."""
+    """Return the scheduler of pytest-xdist."""
     return Schedule(config, log)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def environment() -> Iterator[None]:
-    """Undo what a module's tests set in the environment, such as the world of a single process."""
+    """Restore the environment after each module, for example the variables of a single-process world."""
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -190,7 +190,7 @@ def environment() -> Iterator[None]:
 
 @pytest.fixture
 def torchrun() -> Callable[..., Launch]:
-    """Launch ranks as users do: ``torchrun(script, ranks, *arguments)``; see ``Launcher``."""
+    """Launch ranks as users do: ``torchrun(script, ranks, *arguments)``; see `Launcher`."""
 
     def start(
         script: str, ranks: int, arguments: list[str], timeout: float, module: bool, env: dict[str, str]
@@ -205,13 +205,13 @@ def torchrun() -> Callable[..., Launch]:
 
 @pytest.fixture
 def fork(rank_server: RankServer) -> Callable[..., Launch]:
-    """Launch ranks that start at once, the libraries imported: ``fork(script, ranks, *arguments)``."""
+    """Launch ranks forked from a process with imported libraries: ``fork(script, ranks, *arguments)``."""
     return Launcher(rank_server.launch)
 
 
 @pytest.fixture(scope="session")
 def rank_server(tmp_path_factory) -> Iterator[RankServer]:
-    """Keep one process from which ranks are forked."""
+    """Server process from which ranks are forked."""
     server = RankServer(tmp_path_factory.mktemp("rank_server"))
     yield server
     server.close()
@@ -219,14 +219,14 @@ def rank_server(tmp_path_factory) -> Iterator[RankServer]:
 
 @pytest.fixture(scope="module")
 def fork_fused(tmp_path_factory) -> Iterator[Callable[..., Launch]]:
-    """Launch ranks as ``fork`` does, on a machine that has Transformer Engine: its stand-in in torch."""
+    """Launch ranks as ``fork`` does, with the stand-in of Transformer Engine installed."""
     server = RankServer(tmp_path_factory.mktemp("fused_ranks"), STANDIN)
     yield Launcher(server.launch)
     server.close()
 
 
 class Launcher:
-    """Launch a script or module on ranks of this machine, bounded in time."""
+    """Callable that launches a script or module on ranks of this machine, bounded in time."""
 
     def __init__(self, start: Callable[..., Launch]) -> None:
         self._start = start
@@ -241,12 +241,12 @@ class Launcher:
         module: bool = False,
         env: dict[str, str] | None = None,
     ) -> Launch:
-        """Return what the launch said; a failed one fails the test unless ``check`` is False.
+        """Return the result of the launch; a failed one fails the test unless ``check`` is False.
 
-        ``timeout`` in seconds; ``module`` takes the script for a module name; ``env`` adds variables.
+        ``timeout`` is in seconds; with ``module`` the script is a module name; ``env`` adds variables.
         """
         result = self._start(
-            str(script), ranks, [str(word) for word in arguments], timeout, module, env or {}
+            str(script), ranks, [str(argument) for argument in arguments], timeout, module, env or {}
         )
         if check and result.returncode != 0:
             pytest.fail(
@@ -257,10 +257,10 @@ class Launcher:
 
 
 class RankServer:
-    """Talk to ``rank_server.py``, which starts when the first launch needs it.
+    """Client of ``rank_server.py``, which starts with the first launch.
 
-    ``packages`` are folders in which its ranks find packages. What they tell one another is held against the
-    rules of NCCL; see ``nccl_rules.py``.
+    ``packages`` are additional folders on the ranks' PYTHONPATH. The ranks' communication is checked against
+    the rules of NCCL; see ``nccl_rules.py``.
     """
 
     def __init__(self, folder: Path, *packages: Path) -> None:
@@ -271,7 +271,7 @@ class RankServer:
     def launch(
         self, script: str, ranks: int, arguments: list[str], timeout: float, module: bool, env: dict[str, str]
     ) -> Launch:
-        """Run one launch and return what it said."""
+        """Run one launch and return its result."""
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, str(ROOT / "tests/rank_server.py")],
@@ -279,7 +279,7 @@ class RankServer:
                 env=launch_environment(*self._packages),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                bufsize=0,  # what was read ahead would be hidden from select
+                bufsize=0,  # select does not see data in Python's buffer
             )
         server = self._process
         assert server.stdin is not None and server.stdout is not None
@@ -306,9 +306,9 @@ class RankServer:
         try:
             late = not select.select([server.stdout], [], [], timeout)[0]
         finally:
-            # Also where the test's own time is up: the next launch must not read this one's answer.
+            # Also if the test itself is interrupted: the next launch must not read this one's result.
             if late:
-                _end_family(watcher)
+                _end_processes(watcher)
             code = int(server.stdout.readline())
         stdout, stderr = (stream.read_text() for stream in streams)
         if late:
@@ -320,7 +320,7 @@ class RankServer:
         return Launch(code, stdout, stderr)
 
     def close(self) -> None:
-        """End the server."""
+        """Stop the server."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             self._process.wait()

@@ -184,9 +184,8 @@ def _workspace(work: Path, generated: Any) -> Path:
         with contextlib.redirect_stderr(io.StringIO()):
             quickstart.make(base, "tiny")
 
-    # Every case starts from a copy of the same valid input.
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(base, folder)
+    shutil.copytree(base, folder)  # every case starts from a copy of the same valid input
     (folder / "config.yaml").write_text(generated.get("text", BASE), encoding="utf-8")
 
     if "file" in generated:

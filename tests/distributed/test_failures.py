@@ -68,7 +68,7 @@ def await_step(folder: Path, said_at_end: Callable[[], str | None]) -> None:
 
 
 def signalled(forked_torchrun, folder: Path, config: Path, sent: int, rank: int | None) -> tuple[int, str]:
-    """Send a signal to a rank, or to torchrun, after a step; return its exit code and what was said."""
+    """Send a signal to a rank, or to torchrun, after a step; return its exit code and its output."""
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(forked_torchrun, "megatron_rl", "train", config)
         await_step(folder, lambda: job.result()[1] if job.done() else None)

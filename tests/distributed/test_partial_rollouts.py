@@ -164,7 +164,7 @@ def test_the_open_order_loses_no_prompt_and_learns_from_none_twice(fork, materia
 def test_a_batch_with_nothing_left_to_learn_from_ends_the_run_in_either_order(
     fork, material, tmp_path, ahead
 ):
-    """Every response is cut off after its first token, and those that are take no part in the loss."""
+    """Every response is truncated after its first token, and truncated responses are not in the loss."""
     settings = ("algorithm.overlong.filter=true", "rollout.max_response_tokens=1", "steps=8")
     few = ("batch.prompts_per_step=2", "batch.samples_per_prompt=2")
     file = run(tmp_path / "cut", material, actor=LEARNING, asynchrony={"steps_ahead": ahead})

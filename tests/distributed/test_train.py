@@ -1,4 +1,4 @@
-"""Whole runs through the command: they repeat, resume, survive bad rewards, learn, and fail by name."""
+"""Complete runs through the command: they repeat, resume, survive invalid rewards, learn and fail clearly."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _check_sampled_set(values):
 
 
 def _check_offline_commands(fork, config, run, accuracy, weights):
-    """Evaluating and exporting the last checkpoint give what the run itself gave, and so does its export."""
+    """Check that `eval` and `export` of the last checkpoint give the results of the run itself."""
     models = (run / "checkpoints/step_4", run / "hf")
     result = fork("megatron_rl", 2, "eval", config, "--checkpoint", *models, "steps=1", module=True)
     (line,) = [line for line in result.output.splitlines() if line.startswith("eval/held_out/accuracy ")]
