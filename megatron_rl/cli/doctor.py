@@ -9,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.error_forms import requires
 from megatron_rl.launcher import current_launch, process_rank
@@ -225,10 +224,14 @@ def _imports() -> list[Finding]:
 
 def _attention_compiler() -> list[Finding]:
     """Check what cuDNN compiles attention kernels with, where torch has a GPU; after the import of torch."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
+    if "torch" not in sys.modules:
         return []
-    return [runtime_compiler(int(torch.version.cuda.partition(".")[0]))]
+    from megatron_rl.distributed import device
+
+    toolkit = device.toolkit()
+    if toolkit is None:
+        return []
+    return [runtime_compiler(toolkit)]
 
 
 def _import_torch() -> str:

@@ -142,7 +142,7 @@ def accelerated_job(config: RunConfig, layouts: Mapping[str, ParallelLayout]) ->
     # not (0.32): the engine would exit while it captures them.
     captures_all_reduce = (
         config.job == TRAIN
-        and rollout.engine == "vllm"
+        and rollout.capabilities.in_process
         and rollout.tensor > 1
         and not arguments.get("disable_custom_all_reduce")
         and not arguments.get("enforce_eager")

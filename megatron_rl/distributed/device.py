@@ -113,6 +113,14 @@ def capability() -> int:
     return 10 * major + minor
 
 
+def toolkit() -> int | None:
+    """Return the major version of CUDA that torch is built for, None without an accelerator."""
+    version = torch.version.cuda
+    if _ON_HOST or version is None:
+        return None
+    return int(version.partition(".")[0])
+
+
 def needs_deterministic_attention() -> bool:
     """Return whether Transformer Engine is restricted to kernels with the same bits in every run."""
     return os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"

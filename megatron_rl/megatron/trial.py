@@ -32,13 +32,16 @@ _PACKAGES = (
     "", ".transformer", ".fusions", ".quantization", ".dist_checkpointing", ".optimizer", ".distributed",
 )  # fmt: skip
 """Packages of megatron.core whose modules are imported without the package's own ``__init__``."""
+_IMPORTING_FIELDS = ("apply_rope_fusion", "moe_permute_fusion")
+"""Fields with which a TransformerConfig imports modules that need the packages' own ``__init__`` (0.16.1)."""
 _UNUSED_MODULES = ("torch.distributed._tensor", "torch.distributed._symmetric_memory")
 """Modules that Megatron imports if they exist, and that no configuration needs."""
 
 
 def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
     """Return Megatron's reason for each configuration that it refuses."""
-    transformer_config, latent_config, optimizer_config, ddp_config = _config_classes()
+    complete = any(role["overrides"].get(name) for role in roles for name in _IMPORTING_FIELDS)
+    transformer_config, latent_config, optimizer_config, ddp_config = _config_classes(complete)
     reasons: dict[str, str] = {}
     for role in roles:
         try:
@@ -71,11 +74,26 @@ def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
     return reasons
 
 
-def _config_classes() -> tuple[Any, Any, Any, Any]:
+def _config_classes(complete: bool) -> tuple[Any, Any, Any, Any]:
     """Return Megatron's TransformerConfig, MLATransformerConfig, OptimizerConfig and its DDP's configuration.
 
-    Their modules are imported without the packages around them, which takes a quarter of the time.
+    Their modules are imported without the packages around them, which takes a quarter of the time, unless
+    Megatron is to be ``complete``.
     """
+    if not complete:
+        _import_modules_alone()
+
+    # Megatron's modules have circular imports, which work if this one is imported first.
+    import megatron.core.parallel_state  # noqa: F401
+    from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    return TransformerConfig, MLATransformerConfig, MegatronOptimizerConfig, DistributedDataParallelConfig
+
+
+def _import_modules_alone() -> None:
+    """Let modules of Megatron be imported without their packages, and without torch's compiler."""
     specification = importlib.util.find_spec("megatron")
     assert specification is not None and specification.submodule_search_locations
     folders = [Path(folder) for folder in specification.submodule_search_locations]
@@ -90,14 +108,6 @@ def _config_classes() -> tuple[Any, Any, Any, Any]:
         sys.modules.setdefault(name, None)  # pyright: ignore[reportArgumentType]
     # No kernel is compiled here, and importing the compiler takes longer than all other imports.
     setattr(torch, "compile", lambda function=None, **_: function or (lambda decorated: decorated))
-
-    # Megatron's modules have circular imports, which work if this one is imported first.
-    import megatron.core.parallel_state  # noqa: F401
-    from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-    from megatron.core.optimizer.optimizer_config import OptimizerConfig as MegatronOptimizerConfig
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
-    return TransformerConfig, MLATransformerConfig, MegatronOptimizerConfig, DistributedDataParallelConfig
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from megatron_rl.check.model.megatron_settings import DDP_CONFIG, TRANSFORMER_CO
 from megatron_rl.cli.check import report_json
 from megatron_rl.cli.check_text import report_text
 from megatron_rl.config.load import load
+from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.distributed import device
 from megatron_rl.megatron.layers import decided_attention
 from megatron_rl.megatron.transformer_settings import role_settings
@@ -34,6 +38,7 @@ from megatron_rl.shapes.accelerator import (
 from megatron_rl.shapes.hardware import load_constants
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import describe
+from tests.conftest import STANDIN
 from tests.hf_models import config_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -207,3 +212,39 @@ def test_the_documentation_has_every_row() -> None:
         assert f"| `{row.key}` | `{value}` | {row.condition} | {row.reason} |" in text
     for key, reason in STAYS_OFF.items():
         assert f"| `{key}` | {reason} |" in text
+
+
+def test_megatron_takes_every_default(tmp_path: Path) -> None:
+    """In its trial, with the stand-in of Transformer Engine, whose functions the fields need."""
+    roles = []
+    for family, layout in (("qwen2", ALONE), ("qwen3-moe", EXPERT), ("deepseek-v3", EXPERT)):
+        model = tmp_path / f"{family}.json"
+        model.write_text(config_of(family).to_json_string(use_diff=False), encoding="utf-8")
+        subject = role(describe(config_of(family).to_dict()).shape, layout)
+        overrides = accelerator_defaults(subject, MEGATRON)
+        # The stand-in has no fused permutation.
+        overrides.pop("moe_permute_fusion", None)
+        roles.append(
+            {
+                "role": family,
+                "model": str(model),
+                "layout": dataclasses.asdict(layout),
+                "scalar_head": False,
+                "dtype": "bfloat16",
+                "recompute": "full",
+                "fused": True,
+                "overrides": overrides,
+                "optimizer": dataclasses.asdict(OptimizerConfig()),
+                "ddp": accelerator_defaults(subject, DDP),
+            }
+        )
+    paths = [str(STANDIN), str(CONFIGS.parent)]
+    answer = subprocess.run(
+        [sys.executable, "-m", "megatron_rl.megatron.trial"],
+        input=json.dumps(roles),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(answer.stdout) == {}
