@@ -249,7 +249,6 @@ def load(
         if fits_shards(saved, layouts[name]):
             load_tensors(folder / name, role.model, role.optimizer, optimizer_layout(saved))
         else:
-            load_tensors(folder / name, role.model, None)
             load_shards(folder / name, role.model, role.optimizer)
         if role.optimizer is not None:
             # Restore the position in the learning-rate schedule; the schedule itself is configured.
