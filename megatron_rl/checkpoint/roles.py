@@ -249,7 +249,6 @@ def load(
         if fits_shards(saved, layouts[name]):
             load_tensors(folder / name, role.model, role.optimizer, optimizer_layout(saved))
         else:
-            load_tensors(folder / name, role.model, None)
             load_shards(folder / name, role.model, role.optimizer)
         if role.optimizer is not None:
             # Restore the position in the learning-rate schedule; the schedule itself is configured.
@@ -321,6 +320,7 @@ def _role_meta(
     layout: str,
 ) -> dict[str, Any]:
     is_distributed = optimizer is not None and optimizer.config.distributed
+    is_adam = optimizer is not None and optimizer.config.name == "adam"
     return {
         "model": model_identity(pretrained(model.hf_config)),
         "dtype": _dtype(model),
@@ -328,7 +328,7 @@ def _role_meta(
         "optimizer": _optimizer_kind(optimizer),
         "optimizer_layout": layout if is_distributed else ANY,
         # The index of the shards has the states of Adam.
-        "indexed_shards": is_distributed and layout == SAME and optimizer.config.name == "adam",
+        "indexed_shards": is_distributed and is_adam and layout == SAME,
         "adapters": _adapters(model),
         "base": _adapter_base(model),
         "layout": _layout_meta(model),

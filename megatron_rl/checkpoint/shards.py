@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_rl.checkpoint.tensors import (
     initialise_states,
+    load_tensors,
     megatron_scope,
     restore_steps,
     sharded_state,
@@ -160,15 +161,20 @@ def _parts(sharded: Any) -> list[Part]:
 
 
 def load_shards(folder: Path, model: ParallelModel | None, optimizer: Optimizer | None) -> None:
-    """Restore an optimizer of any layout from the shards of the layout that saved it.
+    """Restore a model and its optimizer on any layout, from the optimizer's shards of another one.
 
-    The model's weights are restored already. Raises UserError, on all ranks, if a part of a parameter is not
-    in the checkpoint. Collective over the world.
+    Raises UserError, on all ranks, if a part of a parameter is not in the checkpoint. Collective over the
+    world.
     """
-    state: dict[str, Any] = {}
+    # Before the weights: an optimizer in host memory writes its copies of them, which are older.
     if model is not None and optimizer is not None:
         with megatron_scope(model):
             initialise_states(optimizer)
+    load_tensors(folder, model, None)
+
+    state: dict[str, Any] = {}
+    if model is not None:
+        with megatron_scope(model):
             state, _ = sharded_state(model, None, is_loading=True)
 
     def read() -> None:

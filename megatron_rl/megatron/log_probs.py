@@ -166,7 +166,7 @@ def _gradients(
                 _add_product(part_sum, slope.t(), hidden[span])
             del slope  # before the next tile's logits are made
 
-        if part_gradient is not part_sum:
+        if part_gradient is not None and part_sum is not None and part_sum is not part_gradient:
             part_gradient.copy_(part_sum)
     if hidden_sum is not hidden_gradient:
         hidden_gradient.copy_(hidden_sum)

@@ -171,9 +171,11 @@ def job(config: RunConfig) -> Iterator[Job]:
     folder = RunFolder(config.run_dir).create()
     main = device.rank() == 0
     rank_text = describe_rank(config, device.rank())
+    stop_seconds = config.checkpoint.stop_seconds
+    assert stop_seconds is not None, "the configuration is resolved"
     with (
         # Outermost: a rank may be stopped while it reports the failure that a lost peer caused.
-        report_stop(rank_text, phases, config.checkpoint.stop_seconds) as stop,
+        report_stop(rank_text, phases, stop_seconds) as stop,
         report_failure(config, phases),
         only_job_in(folder.path, sys.stdout) if main else nullcontext(),
         output_to(folder.rank_log(device.rank()), main) as console,

@@ -206,7 +206,9 @@ class Checkpoints:
         self.saved: tuple[int, str] | None = None
         """Step and optimizer layout of the last checkpoint that this process started to save."""
         self._folder = folder
-        self._settings = settings
+        assert settings.optimizer_layout is not None, "the configuration is resolved"
+        self._layout = settings.optimizer_layout
+        self._asynchronous = settings.asynchronous
         self._write = write
         self._saving: checkpoint.PendingCheckpoint | None = None
         self._write_times = Metrics()
@@ -216,11 +218,7 @@ class Checkpoints:
 
         Collective over the world.
         """
-        self.save(
-            step,
-            self._settings.optimizer_layout,
-            in_background=self._settings.asynchronous,
-        )
+        self.save(step, self._layout, in_background=self._asynchronous)
 
     def save_final(self, step: int) -> Path:
         """Save the current step so that any layout can restore it; return the checkpoint's path.
@@ -228,9 +226,8 @@ class Checkpoints:
         Collective over the world.
         """
         # First in the configured layout, unless this process has saved the step already.
-        layout = self._settings.optimizer_layout
-        if self.saved not in ((step, layout), (step, ANY)):
-            self.save(step, layout)
+        if self.saved not in ((step, self._layout), (step, ANY)):
+            self.save(step, self._layout)
         self.complete()
 
         # Shards without an index fit their layout alone: gather the optimizer. Memory or time may be missing
@@ -246,7 +243,7 @@ class Checkpoints:
         Collective over the world.
         """
         # A run whose setting was changed can then resume in another layout without taking a further step.
-        if path is None or self._settings.optimizer_layout != ANY or is_gathered(read_meta(path)):
+        if path is None or self._layout != ANY or is_gathered(read_meta(path)):
             return
         with job.phases("checkpoint"):
             self.save(step, ANY)

@@ -14,7 +14,9 @@ from megatron_rl.errors import UserError
 
 
 def test_shards_without_an_index_need_their_own_layout(tmp_path: Path) -> None:
-    sizes = dict.fromkeys(("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor"), 1)
+    sizes: dict[str, Any] = dict.fromkeys(
+        ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor"), 1
+    )
     saved: dict[str, Any] = {
         "layout": {**sizes, "pipeline": 2, "world_size": 2},
         "optimizer_layout": "same",
