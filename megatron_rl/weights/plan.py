@@ -152,33 +152,38 @@ def schedule(
     sizes = [Counter(region.bytes for region in bundle.regions) for bundle in plan.bundles]
 
     # A round has two streams per rank, with two buffers each.
-    widest = max(1, staging_bytes // (4 * message_bytes))
-    most_bytes = max([*plan.sent.values(), *plan.received.values()], default=0)
-    for width in _halvings(widest):
+    width = max(1, staging_bytes // (4 * message_bytes))
+    while True:
         phase = {pair: number // width for pair, number in rounds.items()}
-        streams = _most_streams(phase)
-        slot = slot_bytes(staging_bytes, streams)
-        # Not even full messages would do: only the narrowest phases remain.
-        if width > 1 and most_bytes > MAX_MESSAGES * slot:
-            continue
-
-        own_bytes = min(OWN_MESSAGE_BYTES, slot)
-        while True:
-            messages = _count_messages(plan, sizes, slot, own_bytes)
-            candidate = Schedule(phase, slot, streams, own_bytes, messages)
-            if candidate.messages_per_rank <= MAX_MESSAGES:
-                return candidate
-            if own_bytes == slot:
-                break
-            own_bytes = min(2 * own_bytes, slot)
-    return candidate
+        candidate = _divide(plan, sizes, phase, staging_bytes)
+        if width == 1 or candidate.messages_per_rank <= MAX_MESSAGES:
+            return candidate
+        width //= 2
 
 
-def _halvings(number: int) -> Iterator[int]:
-    """Yield a number, its half, and so on, down to 1."""
-    while number:
-        yield number
-        number //= 2
+def _divide(
+    plan: ReshardPlan,
+    sizes: Sequence[Mapping[int, int]],
+    phase: Mapping[tuple[int, int], int],
+    staging_bytes: int,
+) -> Schedule:
+    """Return the schedule of these phases that packs as few regions as `MAX_MESSAGES` allows.
+
+    ``sizes`` counts the regions of each bundle by their bytes.
+    """
+    streams = _most_streams(phase)
+    slot = slot_bytes(staging_bytes, streams)
+    own_bytes = min(OWN_MESSAGE_BYTES, slot)
+    # Where not even full messages would do, pack as much as possible at once.
+    if max([*plan.sent.values(), *plan.received.values()], default=0) > MAX_MESSAGES * slot:
+        own_bytes = slot
+
+    while True:
+        messages = _count_messages(plan, sizes, slot, own_bytes)
+        candidate = Schedule(phase, slot, streams, own_bytes, messages)
+        if own_bytes == slot or candidate.messages_per_rank <= MAX_MESSAGES:
+            return candidate
+        own_bytes = min(2 * own_bytes, slot)
 
 
 def _rounds(pairs: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], int]:

@@ -112,7 +112,7 @@ def least_sent(plan):
     totals = Counter()
     for bundle in plan.bundles:
         holders = frozenset(bundle.regions[0].holders)
-        totals[holders] += bundle.bytes * len(holders.symmetric_difference(bundle.senders) - holders)
+        totals[holders] += bundle.bytes * len(bundle.senders.keys() - holders)
     return max(
         sum(total for inner, total in totals.items() if inner <= outer) / len(outer) for outer in totals
     )
