@@ -27,13 +27,6 @@ from megatron_rl.shapes.model import DTYPE_BYTES, ModelShape
 _HIGH_LEARNING_RATE = 1e-3
 """Learning rate above which reinforcement learning gets a warning; 1e-6 to 1e-4 are usual."""
 
-_WITHOUT_DETERMINISTIC_ATTENTION = ("B200", "GB200")
-"""Beginnings of the names of GPUs without a deterministic backward pass of fused attention.
-
-Transformer Engine 2.20 refuses every question of packed rows for them with
-``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0``; its selection was asked without a GPU.
-"""
-
 _TRIED_MEGATRON = """
     apply_rope_fusion attention_dropout attention_softmax_in_fp32 bias_activation_fusion bias_dropout_fusion
     gradient_accumulation_fusion hidden_dropout moe_grouped_gemm moe_input_jitter_eps moe_router_dtype
@@ -139,15 +132,6 @@ def _determinism_warnings(config: RunConfig) -> Iterator[UserError]:
             expected="closed, with deterministic: true",
             got="open",
             fix="set rollout.order=closed, or deterministic=false",
-        )
-    if config.gpu is not None and config.gpu.upper().startswith(_WITHOUT_DETERMINISTIC_ATTENTION):
-        yield UserError(
-            "cuDNN has no deterministic fused attention of packed rows on Blackwell GPUs: Transformer Engine "
-            "refuses it, or takes FlashAttention where that is installed",
-            where="deterministic",
-            expected="false on this GPU, or flash-attn in the environment",
-            got=f"true with gpu: {config.gpu}",
-            fix="set deterministic=false, or install flash-attn",
         )
 
 

@@ -329,7 +329,7 @@ def use_deterministic_kernels() -> None:
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling every new tensor takes a pass over memory, and no kernel here reads what it has not written.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     _deterministic = True
 
 

@@ -89,6 +89,7 @@ def accelerated_roles(
             fused=attention == "transformer_engine" and not shape.plain_layers,
             half_precision=config.model.dtype in ("bfloat16", "float16"),
             capability=capability_of(gpu),
+            deterministic=config.deterministic,
             has_flash_attention=not elsewhere and find_spec("flash_attn") is not None,
             distributed=learner is not None and learner.optimizer.distributed and reduces,
             replays_routing=config.actor.routing_replay != "none",

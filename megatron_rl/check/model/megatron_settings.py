@@ -97,6 +97,7 @@ DERIVED_FIELDS: Mapping[str, str] = {
         "model.path",
     ),
     "transformer_impl": "model.attention",
+    "deterministic_mode": "deterministic",
 }
 """Fields that follow from the checkpoint and the layout, and the key that sets them."""
 
@@ -254,7 +255,7 @@ _FIELDS_BY_NEED: Mapping[str, str] = {
         moe_router_padding_for_quantization use_precision_aware_optimizer store_param_remainders
         main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype""",
     GPU: """
-        batch_p2p_sync deterministic_mode cpu_offloading cpu_offloading_num_layers cpu_offloading_activations
+        batch_p2p_sync cpu_offloading cpu_offloading_num_layers cpu_offloading_activations
         cpu_offloading_weights cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers
         fine_grained_activation_offloading offload_modules min_offloaded_tensor_size
         activation_offload_fraction delta_offload_bytes_across_pp_ranks
