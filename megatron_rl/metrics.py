@@ -102,16 +102,18 @@ class Metrics:
 def _scalar(value: Any) -> Scalar:
     """Return a tensor [] as a float on a host, in float64 on a device."""
     value = value.detach().double()
-    return value.item() if value.is_cpu else value
+    if value.is_cpu:
+        return value.item()
+    return value
 
 
 def _larger(value: Scalar, other: Scalar) -> Scalar:
     """Return the larger scalar, on the device if one of them is."""
-    if isinstance(other, int | float):
-        value, other = other, value
-    if isinstance(other, int | float):
-        return max(other, value)
-    return other.clamp(min=value)
+    if not isinstance(other, int | float):
+        return other.clamp(min=value)
+    if not isinstance(value, int | float):
+        return value.clamp(min=other)
+    return max(value, other)
 
 
 def merge(sources: Iterable[Metrics]) -> Metrics:

@@ -274,8 +274,10 @@ def _checkpoint_line(report: CheckReport) -> list[tuple[str, str]]:
         text = f"optimizers gathered for any layout, {_bytes(memory.gathered)} on a rank"
     # An asynchronous checkpoint is written from a host copy while the next steps run.
     blocking = "the copy to the host" if settings.asynchronous else "it"
+    other = SAME
+    if layout == SAME:
+        other = ANY
     per_node = f"{_bytes(memory.on_host(layout))} of host memory a node"
-    other = SAME if layout == ANY else ANY
     per_node += f" ({_bytes(memory.on_host(other))} with {other})"
 
     seconds = memory.write_seconds

@@ -410,9 +410,12 @@ def checkpoint_memory(
         # A distributed optimizer is sharded over data-parallel and context-parallel ranks until gathered.
         layout = layouts[role]
         copies = layout.data * layout.context
+        shares = 1
+        if section.optimizer.distributed:
+            shares = copies
         saved = saved_bytes(max(sizes), section.optimizer, DTYPE_BYTES[config.model.dtype])
         shards += saved
-        gathered += saved * (copies if section.optimizer.distributed else 1)
+        gathered += saved * shares
         weights += max(item.bytes for item in items if item.name == f"{role} weights") // copies
         ranks.update(layout.ranks)
     if not gathered:

@@ -152,7 +152,9 @@ def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return function(value)
     if isinstance(value, list | tuple):
         items = [_map_tensors(item, function) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)
     if not is_dataclass(value) and not isinstance(value, RoutedTokens):
         return value
 

@@ -55,6 +55,10 @@ from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a job to stop: from launchers, terminals, and schedulers before they preempt it."""
 
+ECHO_SECONDS = 10.0
+"""Time within which a second SIGUSR1 is the same request: Slurm signals every process of a job step, and
+torchrun passes on the signal that it got itself."""
+
 CURRENT_CODE = "current"
 """File next to the code copies that names the one in use."""
 
@@ -355,6 +359,7 @@ class Stop:
         self._console = console
         self._seconds = seconds
         self._can_save = False
+        self._asked = 0.0
         self._main_thread = threading.main_thread().ident
 
     @contextmanager
@@ -368,11 +373,16 @@ class Stop:
 
     def handle(self, number: int) -> None:
         """Handle a signal: stop after a step that can be saved, or else (or the second time) at once."""
+        is_echo = time.monotonic() - self._asked < ECHO_SECONDS
+        if number == self.signal_number == signal.SIGUSR1 and is_echo:
+            return
+
         # The second signal ends at once: its sender does not want to wait for the step.
         name = signal.Signals(number).name
         if not self._can_save or self.signal_number is not None:
             self._end(number)
         self.signal_number = number
+        self._asked = time.monotonic()
         message = f"\n{self.rank_text} was asked to stop ({name}): after this step\n"
         os.write(self._console, message.encode())
 

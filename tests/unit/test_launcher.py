@@ -69,3 +69,22 @@ def test_what_nohup_started_outlives_its_terminal(monkeypatch: pytest.MonkeyPatc
     finally:
         signal.signal(signal.SIGHUP, before)
     assert ignored is not torchrun
+
+
+def test_a_signal_that_slurm_and_torchrun_both_send_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm signals every process of a step, and torchrun passes its own signal on."""
+    ended: list[int] = []
+    with report_stop("rank 0", Phases(), 60.0) as stop, stop.saves():
+        monkeypatch.setattr(stop, "_end", ended.append)
+        stop.handle(signal.SIGUSR1)
+        stop.handle(signal.SIGUSR1)
+        assert stop.signal_number == signal.SIGUSR1 and not ended
+        stop.handle(signal.SIGTERM)
+        assert ended == [signal.SIGTERM], "another signal does not wait"
+    ended.clear()
+    with report_stop("rank 0", Phases(), 60.0) as stop, stop.saves():
+        monkeypatch.setattr(stop, "_end", ended.append)
+        monkeypatch.setattr("megatron_rl.trainer.job.ECHO_SECONDS", 0.0)
+        stop.handle(signal.SIGUSR1)
+        stop.handle(signal.SIGUSR1)
+    assert ended == [signal.SIGUSR1], "later it is a second request"
