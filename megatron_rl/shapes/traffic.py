@@ -188,7 +188,8 @@ def peers_on_node(
         node = receiver // gpus_per_node
         for sender in range(node * gpus_per_node, (node + 1) * gpus_per_node):
             stage = stage_of.get(sender)
-            if stage is None or shared.held[sender] == shared.held.get(receiver):
+            # Ranks with the same shards share one list; equal bytes may be of different experts.
+            if stage is None or shared.held[sender] is shared.held.get(receiver):
                 continue
             # Of its own stage, a receiver holds the common bytes.
             held_already = common[stage][index] if stage == stage_of.get(receiver) else 0
