@@ -23,6 +23,7 @@ from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
+from megatron_rl.check.model import megatron_settings
 from tests import browser, nccl_rules
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -186,6 +187,29 @@ def environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def trial_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Keep one process from which trials of Megatron's settings are forked; return the command of a trial."""
+    server, address = ROOT / "tests/trial_server.py", tmp_path_factory.mktemp("trials") / "socket"
+    process = subprocess.Popen(
+        [sys.executable, str(server), "serve", str(address)],
+        env=launch_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    yield [sys.executable, "-S", str(server), "ask", str(address)]
+    process.stdin.close()
+    process.wait()
+
+
+@pytest.fixture
+def forked_trials(trial_server: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `check` in this process have Megatron validate settings in processes that start at once."""
+    monkeypatch.setattr(megatron_settings, "TRIAL_COMMAND", trial_server)
 
 
 @pytest.fixture

@@ -140,6 +140,7 @@ SHIPPED = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.par
 """Translated recipes do not say how their files are made: the tests of the documentation check these."""
 
 
+@pytest.mark.usefixtures("forked_trials")
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_shipped_configurations_pass(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
