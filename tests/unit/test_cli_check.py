@@ -149,6 +149,12 @@ def test_shipped_configurations_pass(
     assert main(["check", str(path.relative_to(ROOT))]) == 0, capsys.readouterr().out
 
 
+def test_the_quickstart_passes_in_a_process_of_its_own() -> None:
+    assert ROOT / "configs/quickstart.yaml" in SHIPPED
+    done = run("check", "configs/quickstart.yaml", cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_servers_are_planned_before_the_model_is_here(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
