@@ -3,7 +3,8 @@
 #
 #   launch/test.sh [--fast] [pytest arguments]    e.g. launch/test.sh tests/unit -k metrics; -n 0: in one process
 #
-# --fast: leave out the tests that start ranks, and the static checks: minutes, for between two edits.
+# --fast: leave out the tests that start ranks, those with the marker `slow`, and the static checks: three
+# minutes on two free cores, for between two edits.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh --dev || exit 1
@@ -11,7 +12,7 @@ bash launch/setup.sh --dev || exit 1
 lint=0
 if [ "${1:-}" = --fast ]; then
     shift
-    set -- -m "not starts_ranks" "$@"
+    set -- -m "not starts_ranks and not slow" "$@"
 else
     bash launch/lint.sh
     lint=$?
