@@ -30,6 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent
 STANDIN = ROOT / "tests/te_standin"
 """Where Python finds the stand-in of Transformer Engine."""
 LAUNCH_SECONDS = 300.0
+# Containers often set it; each process that a test starts would then compile all that it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 settings.register_profile("untimed", deadline=None)  # a busy machine says nothing of an example
 settings.load_profile("untimed")
 GIVEN_PORTS: set[int] = set()
