@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.cli.main import main
-from megatron_rl.data import quickstart
+from tests import small_data
 from tests.campaign.bad_inputs import BASE, GROUPS, draw
 from tests.campaign.campaign import HELD, Case, Result, vague
 
@@ -144,7 +144,7 @@ def _workspace(work: Path, made: Any) -> Path:
     base, folder = work / "base", work / "case"
     if not (base / "model/config.json").is_file():
         with contextlib.redirect_stderr(io.StringIO()):
-            quickstart.make(base, "tiny")
+            small_data.make(base, "tiny")
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(base, folder)
     (folder / "config.yaml").write_text(made.get("text", BASE), encoding="utf-8")

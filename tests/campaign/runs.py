@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import yaml
 
+from tests import small_data
 from tests.campaign.forked import Forked, preload
 from tests.golden import record
 
@@ -27,6 +28,9 @@ LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTE
 INCOMPLETE = (".part", ".partial", ".old", ".removed", ".incomplete")
 """How names end that only what was cut off has."""
 
+FEW = "sft_few.jsonl"
+"""A few of the quickstart's demonstrations: each rank reads all of them at each start."""
+
 DATA = (".jsonl", ".parquet", ".saved")
 """How the names of data sets end, which lie beside the model."""
 BESIDE: set[int] = set()
@@ -35,7 +39,7 @@ BESIDE: set[int] = set()
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _OPTIMIZER = {"learning_rate": 1e-3, "warmup_steps": 2}
 _STAGE = {"checkpoint_every": 2, "optimizer": _OPTIMIZER}
-_SFT = {"data": "sft.jsonl", "steps": 5, "rows_per_step": 8, **_STAGE}
+_SFT = {"data": FEW, "steps": 5, "rows_per_step": 8, **_STAGE}
 _JUDGE = {"data": "pairs.jsonl", "steps": 4, "pairs_per_step": 4, **_STAGE}
 _COMMON: dict[str, Any] = {
     "steps": 6,
@@ -109,6 +113,8 @@ def material(work: Path) -> Path:
             command = [sys.executable, "-m", module, str(folder)]
             subprocess.run(command, cwd=ROOT, env=record.environment(), check=True, capture_output=True)
         (folder / "made").touch()
+    if not (folder / FEW).exists():
+        small_data.shorten(folder / "sft.jsonl", folder / FEW)
     return folder
 
 
