@@ -43,8 +43,12 @@ _LEGEND_HEADROOM = 1.35
 """The same for stacked times, which leaves room for the legend."""
 _PANEL_INCHES = (4.6, 3.3)
 """Width and height of a panel with its margins."""
-_RIGHT, _TOP, _BOTTOM = 0.15, 0.45, 0.5
-"""Margins of a panel in inches: beside the last step's label, for the title, and for the horizontal axis."""
+_RIGHT_INCHES = 0.15
+"""Right margin of a panel: half of the last step's label."""
+_TOP_INCHES = 0.45
+"""Top margin of a panel: its title."""
+_BOTTOM_INCHES = 0.5
+"""Bottom margin of a panel: the labels of the horizontal axis."""
 _COLUMNS = 3
 """Panels beside one another at most, which fit on a page."""
 _TITLE_CHARACTERS = 45
@@ -307,9 +311,9 @@ def _arrange(figure: Figure, axes: Sequence[Axes]) -> None:
         axes[index].set_position(
             (
                 (column * width + left) / (columns * width),
-                ((rows - 1 - row) * height + _BOTTOM) / (rows * height),
-                (width - left - _RIGHT) / (columns * width),
-                (height - _TOP - _BOTTOM) / (rows * height),
+                ((rows - 1 - row) * height + _BOTTOM_INCHES) / (rows * height),
+                (width - left - _RIGHT_INCHES) / (columns * width),
+                (height - _TOP_INCHES - _BOTTOM_INCHES) / (rows * height),
             )
         )
 
