@@ -1,16 +1,24 @@
-"""torchrun with these arguments, forked as its ranks are; the first names a file for its process id."""
+"""torchrun with these arguments, forked as its ranks are; the first names a file for its process id.
+
+``SHUTDOWN_SECONDS`` is how long it waits for ranks that it has asked to end, 30 s without it.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
+
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from tests.campaign.forked import Forked, preload
 from tests.campaign.runs import LAUNCHER_NAMES
 
 if __name__ == "__main__":
     preload()
+    if seconds := os.environ.get("SHUTDOWN_SECONDS"):
+        LocalElasticAgent._shutdown.__defaults__ = (signal.SIGTERM, int(seconds))
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_NAMES}
     torchrun = Forked([sys.executable, "-m", "torch.distributed.run", *sys.argv[2:]], env=environment)
     Path(sys.argv[1]).write_text(str(torchrun.pid))
