@@ -139,7 +139,7 @@ EOF
 
 # The real imports: they find what is missing, and compile once what every rank will load.
 check_cpu() {
-    OMP_NUM_THREADS=1 "$python" -W ignore - <<'EOF' || fail "the installed stack does not import" \
+    env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 "$python" -W ignore - <<'EOF' || fail "the installed stack does not import" \
         "expected: torch, megatron.core, transformers and vllm" \
         "got: the message above" "fix: rm -rf $venv, then run launch/setup.sh again"
 import megatron.core.models.gpt

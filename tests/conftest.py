@@ -23,12 +23,16 @@ from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
+from megatron_rl.check.model import megatron_settings
 from tests import browser, nccl_rules
 
 ROOT = Path(__file__).resolve().parent.parent
 STANDIN = ROOT / "tests/te_standin"
 """Folder with the stand-in of Transformer Engine, for PYTHONPATH."""
 LAUNCH_SECONDS = 300.0
+# Containers often set it; each process that a test starts would then compile all that it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 settings.register_profile("untimed", deadline=None)  # a busy machine says nothing of an example
 settings.load_profile("untimed")
 USED_PORTS: set[int] = set()
@@ -186,6 +190,29 @@ def environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def trial_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Keep one process from which trials of Megatron's settings are forked; return the command of a trial."""
+    server, address = ROOT / "tests/trial_server.py", tmp_path_factory.mktemp("trials") / "socket"
+    process = subprocess.Popen(
+        [sys.executable, str(server), "serve", str(address)],
+        env=launch_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    yield [sys.executable, "-S", str(server), "ask", str(address)]
+    process.stdin.close()
+    process.wait()
+
+
+@pytest.fixture
+def forked_trials(trial_server: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `check` in this process have Megatron validate settings in processes that start at once."""
+    monkeypatch.setattr(megatron_settings, "TRIAL_COMMAND", trial_server)
 
 
 @pytest.fixture

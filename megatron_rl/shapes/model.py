@@ -172,8 +172,12 @@ class ModelShape:
         return self._weights[self._kinds[layer]]
 
     def kinds_of(self, layers: Iterable[int]) -> Counter[LayerKind]:
-        """Count the kinds of some layers."""
-        return Counter(self._kinds[layer] for layer in layers)
+        """Count the kinds of some layers; the result is shared and must not be changed."""
+        # The planner asks for the same few stages in all its thousands of layouts.
+        key = tuple(layers)
+        if key not in self._counted_kinds:
+            self._counted_kinds[key] = Counter(self._kinds[layer] for layer in key)
+        return self._counted_kinds[key]
 
     def kind_parameters(self, kind: LayerKind) -> tuple[int, int, int]:
         """Return the parameters of a layer: tensor-sharded, replicated, and of all its routed experts."""
@@ -187,6 +191,11 @@ class ModelShape:
         return [
             LayerKind(layer in self.linear_layers, self.has_experts(layer)) for layer in range(self.layers)
         ]
+
+    @cached_property
+    def _counted_kinds(self) -> dict[tuple[int, ...], Counter[LayerKind]]:
+        """Layers -> the number of layers of each kind among them, as far as they were counted."""
+        return {}
 
     @cached_property
     def _layer_kinds(self) -> Counter[LayerKind]:

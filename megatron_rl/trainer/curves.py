@@ -41,6 +41,18 @@ _HEADROOM = 1.08
 """Factor from a panel's upper limit to the top of its axis, so that points at the limit are not cut."""
 _LEGEND_HEADROOM = 1.35
 """The same for stacked times, which leaves room for the legend."""
+_PANEL_INCHES = (4.6, 3.3)
+"""Width and height of a panel with its margins."""
+_RIGHT_INCHES = 0.15
+"""Right margin of a panel: half of the last step's label."""
+_TOP_INCHES = 0.45
+"""Top margin of a panel: its title."""
+_BOTTOM_INCHES = 0.5
+"""Bottom margin of a panel: the labels of the horizontal axis."""
+_COLUMNS = 3
+"""Panels beside one another at most, which fit on a page."""
+_TITLE_CHARACTERS = 45
+"""Length of a title that fits above its panel."""
 
 STEP_PHASES = (
     "time/generate",
@@ -248,14 +260,15 @@ def _shortened(name: str, max_characters: int = 32) -> str:
 
 
 def _axes(count: int) -> list[Axes]:
-    """Return the axes of a new figure with so many pictures, at most three in a row."""
+    """Return the axes of a new figure with so many pictures, at most `_COLUMNS` in a row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # Three columns fit on a page; a figure without any picture still needs axes.
-    columns = min(3, max(1, count))
+    # A figure without any picture still needs axes.
+    columns = min(_COLUMNS, max(1, count))
     rows = max(1, -(-count // columns))
-    figure = Figure(figsize=(4.6 * columns, 3.3 * rows), layout="constrained")
+    width, height = _PANEL_INCHES
+    figure = Figure(figsize=(width * columns, height * rows))
     FigureCanvasAgg(figure)
     return [figure.add_subplot(rows, columns, index + 1) for index in range(max(1, count))]
 
@@ -275,7 +288,44 @@ def _styled_figure(axes: Sequence[Axes]) -> Figure:
 
     figure = axes[0].get_figure()
     assert figure is not None
+    _arrange(figure, axes)  # pyright: ignore[reportArgumentType]
     return figure  # pyright: ignore[reportReturnType]
+
+
+def _arrange(figure: Figure, axes: Sequence[Axes]) -> None:
+    """Give every panel its place in the figure, with the margins that its texts need.
+
+    A layout engine measures every text and draws the figure twice, which takes three times as long as this.
+    """
+    if any(len(axis.get_title(loc="left")) > _TITLE_CHARACTERS for axis in axes):
+        figure.set_layout_engine("constrained")
+        return
+
+    width, height = _PANEL_INCHES
+    columns = min(_COLUMNS, len(axes))
+    rows = -(-len(axes) // columns)
+
+    def place(index: int, left: float) -> None:
+        """Place a panel; ``left`` is its left margin in inches."""
+        row, column = divmod(index, columns)
+        axes[index].set_position(
+            (
+                (column * width + left) / (columns * width),
+                ((rows - 1 - row) * height + _BOTTOM_INCHES) / (rows * height),
+                (width - left - _RIGHT_INCHES) / (columns * width),
+                (height - _TOP_INCHES - _BOTTOM_INCHES) / (rows * height),
+            )
+        )
+
+    # The height decides how many labels the vertical axes have, and they decide the left margin.
+    extents = [0.0]
+    for index, axis in enumerate(axes):
+        place(index, left=0.0)
+        labels = axis.yaxis.get_tightbbox()
+        if labels is not None:
+            extents.append(axis.bbox.x0 - labels.x0)
+    for index in range(len(axes)):
+        place(index, left=max(extents) / figure.dpi + 0.1)
 
 
 def _svg(figure: Figure) -> bytes:

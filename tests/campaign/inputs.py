@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.cli.main import main
-from megatron_rl.data import quickstart
+from tests import small_data
 from tests.campaign.bad_inputs import BASE, GROUPS, draw
 from tests.campaign.campaign import HELD, Case, Result, incomplete_errors
 
@@ -182,7 +182,7 @@ def _workspace(work: Path, generated: Any) -> Path:
     folder = work / "case"
     if not (base / "model/config.json").is_file():
         with contextlib.redirect_stderr(io.StringIO()):
-            quickstart.make(base, "tiny")
+            small_data.make(base, "tiny")
 
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(base, folder)  # every case starts from a copy of the same valid input

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import yaml
 
+from tests import small_data
 from tests.campaign.forked import Forked, preload
 from tests.golden import record
 
@@ -26,6 +27,9 @@ RANK = Path(__file__).with_name("rank.py")
 LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 INCOMPLETE = (".part", ".partial", ".old", ".removed", ".incomplete")
 """Suffixes of files that an interrupted write leaves."""
+
+FEW = "sft_few.jsonl"
+"""A few of the quickstart's demonstrations: each rank reads all of them at each start."""
 
 DATA = (".jsonl", ".parquet", ".saved")
 """Suffixes of data sets, whose paths are relative to the data folder."""
@@ -37,7 +41,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _OPTIMIZER = {"learning_rate": 1e-3, "warmup_steps": 2}
 _STAGE = {"checkpoint_every": 2, "optimizer": _OPTIMIZER}
-_SFT = {"data": "sft.jsonl", "steps": 5, "rows_per_step": 8, **_STAGE}
+_SFT = {"data": FEW, "steps": 5, "rows_per_step": 8, **_STAGE}
 _JUDGE = {"data": "pairs.jsonl", "steps": 4, "pairs_per_step": 4, **_STAGE}
 _COMMON: dict[str, Any] = {
     "steps": 6,
@@ -128,6 +132,8 @@ def material(work: Path) -> Path:
             )
         # The marker comes last: an interrupted creation is repeated.
         (folder / "made").touch()
+    if not (folder / FEW).exists():
+        small_data.shorten(folder / "sft.jsonl", folder / FEW)
     return folder
 
 

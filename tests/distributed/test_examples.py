@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.data import quickstart
+from tests import small_data
 
 RANKS = Path(__file__).with_name("example_ranks.py")
 EXAMPLES = Path(__file__).resolve().parents[2] / "launch/examples"
@@ -15,7 +15,7 @@ SECONDS = 400.0
 
 def test_each_example_takes_a_step(fork: Any, tmp_path: Path) -> None:
     made, runs = tmp_path / "made", tmp_path / "runs"
-    quickstart.make(made / "quickstart")
+    small_data.make(made / "quickstart")
     fork(EXAMPLES / "moe/make.py", 1, made / "quickstart/model", made / "moe")
     fork(EXAMPLES / "own_data/make.py", 1, made / "own_data")
     fork(EXAMPLES / "tools/make.py", 1, made / "tools")

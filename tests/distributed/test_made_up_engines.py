@@ -24,6 +24,7 @@ MADE_UP = Path(__file__).resolve().parents[1] / "made_up_engines"
 TABLE = "config/engines.py"
 HEAD = "ENGINES: dict[str, EngineSpec] = {\n"
 SECONDS = 400.0
+pytestmark = pytest.mark.starts_ranks
 
 
 def add_engine(folder: Path, name: str, capabilities: str) -> Path:

@@ -1,4 +1,7 @@
-"""The first command on machines of one's own: every step of it, as a person starts it."""
+"""The first command on machines of one's own: every step of it.
+
+Its jobs are forked here; `tests/unit/test_proof.py` has one executed as a person's are.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ from pathlib import Path
 from megatron_rl.metrics import read_metrics
 
 WORKERS = Path(__file__).parent / "workers"
+DOCTOR = "tests.distributed.workers.forked_doctor"
 
 
 def test_ranks_prove_the_machine_that_they_are_on(forked_torchrun, tmp_path: Path):
     folder = tmp_path / "proof"
-    code, output = forked_torchrun("megatron_rl", "doctor", "--gpu", "--out", folder, timeout=550.0)
+    code, output = forked_torchrun(DOCTOR, "doctor", "--gpu", "--out", folder, timeout=550.0)
     assert code == 0 and "HEALTHY" in output and "NOT HEALTHY" not in output
     for words in (
         "GB/s within a machine, ranks 0 and 1 the slowest",

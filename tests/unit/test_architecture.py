@@ -208,23 +208,6 @@ def test_public_functions_have_docstrings() -> None:
     assert not bare, "without a docstring:\n" + "\n".join(bare)
 
 
-def shipped_configs() -> list[str]:
-    """Return the configurations of whole machines; test_cli_check checks the recipes too, in one process."""
-    return sorted(relative(path) for path in (ROOT / "configs").glob("*.yaml"))
-
-
-def test_configs_are_shipped() -> None:
-    assert "configs/quickstart.yaml" in shipped_configs()
-
-
-@pytest.mark.parametrize("name", shipped_configs())
-def test_shipped_config_loads_and_passes_check(name: str) -> None:
-    # Without --world-size: a shipped configuration says for how many ranks it is meant.
-    command = [sys.executable, "-m", "megatron_rl", "check", name]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
 def test_every_metric_of_the_documentation_is_looked_up_in_a_run() -> None:
     groups = [tuple(words.split()) for words in WRITTEN_BY.values()]
     names = documented()

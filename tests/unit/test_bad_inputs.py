@@ -19,6 +19,8 @@ def test_cases_of_a_seed_are_the_first_of_more() -> None:
     assert more[:9] == few and few != list(inputs.cases(4, 9))
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_trials")
 def test_generated_inputs_are_ready_or_clear_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)

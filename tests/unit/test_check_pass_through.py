@@ -162,6 +162,7 @@ def test_megatron_fields_of_the_run_and_wrong_types_are_refused(
     assert not errors or reason in errors[0].message
 
 
+@pytest.mark.usefixtures("forked_trials")
 @pytest.mark.parametrize(
     "override",
     [
@@ -179,6 +180,7 @@ def test_what_megatron_refuses_is_an_error(
     assert error.expected and error.got and error.fix
 
 
+@pytest.mark.usefixtures("forked_trials")
 def test_what_megatron_takes_passes(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = check(workspace, monkeypatch, "actor.megatron.hidden_dropout=0.1", patience=120.0)
     assert not report.errors and not report.warnings
@@ -225,6 +227,7 @@ def test_values_that_were_not_tried_are_a_warning(workspace: Path, monkeypatch: 
     assert "torch is not installed here" in (warning.got or "")
 
 
+@pytest.mark.usefixtures("forked_trials")
 def test_settings_are_tried_for_every_role(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Roles without settings have the actor's, but not its uneven stages for a pipeline of their own."""
     uneven = "actor.megatron={num_layers_in_first_pipeline_stage: 2, num_layers_in_last_pipeline_stage: 4}"
@@ -351,6 +354,7 @@ def test_optimizer_and_ddp_settings_that_cannot_work_are_refused(
     assert error.where and error.fix
 
 
+@pytest.mark.usefixtures("forked_trials")
 def test_megatron_tries_the_optimizer(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     precise = "actor.optimizer.megatron={exp_avg_dtype: bfloat16}"
     (error,) = check(workspace, monkeypatch, precise, patience=120.0).errors

@@ -140,6 +140,7 @@ SHIPPED = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.par
 """Translated recipes do not say how their files are made: the tests of the documentation check these."""
 
 
+@pytest.mark.usefixtures("forked_trials")
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_shipped_configurations_pass(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -166,6 +167,12 @@ def test_process_groups_are_counted(
     total, per_rank = PROCESS_GROUPS[name]
     found = json.loads(capsys.readouterr().out)
     assert found["process_groups"] == {"total": total, "per_rank": per_rank}
+
+
+def test_the_quickstart_passes_in_a_process_of_its_own() -> None:
+    assert ROOT / "configs/quickstart.yaml" in SHIPPED
+    done = run("check", "configs/quickstart.yaml", cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_servers_are_planned_before_the_model_is_here(

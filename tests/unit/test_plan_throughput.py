@@ -56,6 +56,7 @@ def test_shipped_shape_has_the_published_total(name: str) -> None:
     assert shape.active_parameters == load_shape(str(path)).active_parameters
 
 
+@pytest.mark.usefixtures("forked_trials")
 @pytest.mark.parametrize("path", BENCH, ids=lambda path: path.stem)
 def test_benchmark_configuration_passes_check(path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(ROOT)

@@ -159,6 +159,7 @@ def test_check_shows_a_role_that_only_the_table_and_the_schema_name(extended, co
     assert {"teacher weights", "teacher forward activations"} <= names
 
 
+@pytest.mark.slow
 def test_the_score_phase_runs_a_role_that_only_the_table_and_the_schema_name(extended, configuration):
     script = extended / "scores.py"
     script.write_text(SCORES)

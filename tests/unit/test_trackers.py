@@ -60,6 +60,7 @@ def run_restart_and_run_anew(folder: RunFolder, tracker: str) -> str:
     return json.loads((folder.path / "trackers.json").read_text())[tracker]
 
 
+@pytest.mark.slow
 def test_wandb_offline_has_everything_and_goes_on_after_a_restart(folder: RunFolder) -> None:
     last = run_restart_and_run_anew(folder, "wandb")
     import wandb
@@ -77,6 +78,7 @@ def test_wandb_offline_has_everything_and_goes_on_after_a_restart(folder: RunFol
     assert json.loads(table.read_text()) == {"columns": ["prompt", "reward"], "data": [["1+1=", 0.5]]}
 
 
+@pytest.mark.slow
 def test_mlflow_offline_has_everything_and_goes_on_after_a_restart(folder: RunFolder) -> None:
     last = run_restart_and_run_anew(folder, "mlflow")
     from mlflow import MlflowClient  # the tracker has imported it, after it said that nothing is to be sent
@@ -103,6 +105,7 @@ def test_mlflow_offline_has_everything_and_goes_on_after_a_restart(folder: RunFo
         assert tables == {f"step_{n}.json": table for n in steps}
 
 
+@pytest.mark.slow
 def test_swanlab_offline_has_everything_and_goes_on_after_a_restart(folder: RunFolder) -> None:
     last = run_restart_and_run_anew(folder, "swanlab")
     # By time, which their names give in whole seconds.

@@ -45,6 +45,9 @@ DDP_CONFIG = (
 )
 """Module and name of the class whose fields ``ddp`` sets."""
 
+TRIAL_COMMAND = [sys.executable, "-m", "megatron_rl.megatron.trial"]
+"""Command of the process that validates Megatron's settings."""
+
 PATIENCE = 30.0
 """Time limit of Megatron's trial in seconds, from the start of the check."""
 
@@ -629,7 +632,7 @@ class Trial:
         # Start now, so that the imports overlap with the other rules.
         if paths and self._missing_package is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_rl.megatron.trial"],
+                TRIAL_COMMAND,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

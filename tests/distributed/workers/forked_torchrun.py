@@ -1,16 +1,24 @@
-"""Run torchrun in a forked process: the first argument is the file for its process ID, the rest its own."""
+"""Run torchrun in a forked process: the first argument is the file for its process ID, the rest its own.
+
+``SHUTDOWN_SECONDS`` in the environment is how long it waits for ranks that it has asked to end, 30 s by default.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
+
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from tests.campaign.forked import Forked, preload
 from tests.campaign.runs import LAUNCHER_NAMES
 
 if __name__ == "__main__":
     preload()
+    if seconds := os.environ.get("SHUTDOWN_SECONDS"):
+        LocalElasticAgent._shutdown.__defaults__ = (signal.SIGTERM, int(seconds))
     # torchrun's ranks must not inherit the variables of this rank.
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_NAMES}
     torchrun = Forked([sys.executable, "-m", "torch.distributed.run", *sys.argv[2:]], env=environment)
