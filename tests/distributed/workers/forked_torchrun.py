@@ -1,6 +1,6 @@
 """Run torchrun in a forked process: the first argument is the file for its process ID, the rest its own.
 
-``SHUTDOWN_SECONDS`` in the environment is how long it waits for ranks that it has asked to end, 30 s by default.
+``SHUTDOWN_SECONDS`` in the environment is the time that it gives ranks to end, 30 s by default.
 """
 
 from __future__ import annotations
