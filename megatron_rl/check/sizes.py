@@ -31,7 +31,7 @@ def check_world(config: RunConfig, launched: int | None) -> Iterator[UserError]:
     """Yield the error of a number of started processes that is none, or differs from ``world_size``."""
     if launched is not None and not 1 <= launched <= MAX_WORLD:
         fix = "start a number of processes that the layouts divide"
-        yield out_of_range("world_size", launched, f"1 to {MAX_WORLD} processes", fix=fix)
+        yield out_of_range("world size", launched, f"1 to {MAX_WORLD} processes", fix=fix)
         return
     if launched is None or config.world_size is None or launched == config.world_size:
         return
