@@ -149,8 +149,11 @@ def test_the_attention_backend_becomes_a_member_of_megatrons_enum(monkeypatch: p
     assert settings["attention_backend"] is AttnBackend.fused
 
     # A model of the process that is built already has Megatron's own default.
+    kernels = ("FLASH", "FUSED", "UNFUSED")
+    for kernel in kernels:
+        monkeypatch.setenv(f"NVTE_{kernel}_ATTN", "0")
     assert not decided_attention()
-    for kernel in ("FLASH", "FUSED", "UNFUSED"):
+    for kernel in kernels:
         monkeypatch.setenv(f"NVTE_{kernel}_ATTN", "1")
     assert decided_attention() == {"attention_backend": "auto"}
 

@@ -513,7 +513,12 @@ def _pass_through_errors(
         if reason is not None:
             errors.append(_set_by_run_error(f"{path}.{name}", name, value, reason, key))
         elif installed is not None:
-            error = field_error(path, name, value, installed, owner)
+            available = installed
+            if name not in installed:
+                # Suggest no field that would be refused in its turn.
+                refused = {*keys, *reasons, *DROPPED}
+                available = {field: installed[field] for field in installed if field not in refused}
+            error = field_error(path, name, value, available, owner)
             if error is not None:
                 errors.append(error)
     return errors
