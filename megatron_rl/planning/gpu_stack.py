@@ -38,7 +38,7 @@ COMPILED_HERE = "transformer-engine-torch"
 FROM_OTHER_INDEXES = frozenset({"torch", "vllm", "transformer-engine-cu13"})
 """Packages whose wheels on the package index are for CUDA 13."""
 
-NOT_OF_CUDA = ("nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvidia-ml-py")
+SEPARATE_PACKAGES = ("nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvidia-ml-py")
 """Beginnings of the names of NVIDIA's packages that are no part of CUDA, which no torch brings."""
 
 
@@ -122,7 +122,7 @@ def missing_requirements(lock: str, versions: Mapping[str, str], toolkit: int = 
         requirement = line.partition("#")[0].strip()
         name = distribution_name(requirement.partition("==")[0])
         is_device_library = name == "triton" or (
-            name.startswith("nvidia-") and not name.startswith(NOT_OF_CUDA)
+            name.startswith("nvidia-") and not name.startswith(SEPARATE_PACKAGES)
         )
         if not requirement or name in brought | skipped or (brings_libraries and is_device_library):
             continue

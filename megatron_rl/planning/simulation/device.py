@@ -140,7 +140,7 @@ class Simulation(TorchDispatchMode):
 
         `device.upload` alone copies without waiting, from pinned memory.
         """
-        if self._device == "cpu":
+        if self._device == device.host().type:
             return False
         if func is _aten.copy_.default:
             non_blocking = kwargs.get("non_blocking", len(args) > 2 and args[2])
