@@ -467,10 +467,12 @@ def cell_label(role: str, layout: ParallelLayout, rank: int) -> str:
 
 def _accelerator(applied: tuple[AppliedDefault, ...]) -> list[str]:
     """Return each default of an accelerator with the roles that have it and its reason."""
-    all_roles = {role for default in applied for role in default.roles}
+    all_roles = set[str]().union(*(default.roles for default in applied))
     rows: list[tuple[str, str]] = []
     for default in applied:
-        value = str(default.row.value).lower() if isinstance(default.row.value, bool) else default.row.value
+        value = default.row.value
+        if isinstance(value, bool):
+            value = str(value).lower()
         # Environment variables, and settings of all roles, need no list of roles.
         owner = ""
         if default.roles and set(default.roles) != all_roles:

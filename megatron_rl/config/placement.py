@@ -187,7 +187,8 @@ def process_group_counts(layouts: Mapping[str, ParallelLayout], world_size: int)
         if role == ROLLOUT.name:
             groups |= {layout.ranks, *layout.groups("tensor")}
         else:
-            groups |= {ranks for named in layout.process_groups().values() for ranks in named}
+            for named_groups in layout.process_groups().values():
+                groups.update(named_groups)
 
     groups = {ranks for ranks in groups if len(ranks) > 1}
     per_rank = Counter(rank for ranks in groups for rank in ranks)

@@ -318,8 +318,8 @@ def use_deterministic_kernels() -> None:
     """Restrict this process to kernels with the same bits in every run; must precede `initialize`.
 
     Without effect on hosts, whose kernels are deterministic. A variable that the user has set is kept. An
-    operation of PyTorch that has no such kernel warns with its name: vLLM uses some whose results do not
-    depend on it, such as a cumulative sum of counts, so raising would end runs without need.
+    operation of PyTorch that has no such kernel raises in `megatron_mode`, and elsewhere warns with its name:
+    samplers use some, such as a cumulative sum, that return the same bits for a batch of the same size.
     """
     global _deterministic
     if _ON_HOST:
@@ -462,23 +462,36 @@ def _names_accelerator(value: Any) -> bool:
 def megatron_mode() -> Iterator[None]:
     """Redirect Megatron-Core's use of the accelerator to the host inside the block; reentrant.
 
-    On an accelerator this does nothing.
+    On an accelerator this does nothing, unless its kernels must be deterministic: then PyTorch raises inside
+    the block for an operation that has no deterministic kernel.
     """
     global _megatron_mode_depth
-    if not _ON_HOST or _megatron_mode_depth:
-        _megatron_mode_depth += 1
-        try:
-            yield
-        finally:
-            _megatron_mode_depth -= 1
-        return
-
-    _megatron_mode_depth = 1
+    is_outermost = _megatron_mode_depth == 0
+    _megatron_mode_depth += 1
     try:
-        with _HostMode():
+        if is_outermost and _ON_HOST:
+            with _HostMode():
+                yield
+        elif is_outermost and _deterministic:
+            with _raised_for_other_kernels():
+                yield
+        else:
             yield
     finally:
-        _megatron_mode_depth = 0
+        _megatron_mode_depth -= 1
+
+
+@contextmanager
+def _raised_for_other_kernels() -> Iterator[None]:
+    """Raise for operations without a deterministic kernel inside the block, instead of warning.
+
+    With warnings alone PyTorch 2.13 keeps the backward pass of FlashAttention that adds in any order.
+    """
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 class _HostStream:

@@ -501,7 +501,9 @@ def block_spec(
     """
     if use_transformer_engine:
         block = _fused_block(config, vp_stage, pp_rank)
-        attention = PackedAttention if core_attention == "torch" else transformer_engine_attention()
+        attention: Any = PackedAttention
+        if core_attention != "torch":
+            attention = transformer_engine_attention()
         layers: Any = block.layer_specs
         for layer in layers:
             layer.submodules.self_attention.submodules.core_attention = attention

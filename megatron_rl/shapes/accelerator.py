@@ -100,7 +100,9 @@ class AcceleratedRole:
             has_kernel = False
         if has_kernel and not any(size % 8 for size in heads):
             return "fused"
-        return "flash" if self.capability < HOPPER and self.has_flash_attention else "torch"
+        if self.capability < HOPPER and self.has_flash_attention:
+            return "flash"
+        return "torch"
 
 
 @dataclass(frozen=True)

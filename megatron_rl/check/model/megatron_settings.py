@@ -300,7 +300,10 @@ def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
             continue
         if name in _STATE_DTYPES and not values.get(_PRECISION_AWARE):
             continue
-        is_missing = has_host_build() if need == GPU else bool(find_module(_PACKAGES[need])[1])
+        if need == GPU:
+            is_missing = has_host_build()
+        else:
+            is_missing = bool(find_module(_PACKAGES[need])[1])
         if is_missing:
             unmet[name] = need
     return unmet
