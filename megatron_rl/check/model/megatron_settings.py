@@ -25,7 +25,7 @@ from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.error_forms import requires, unknown_choice
-from megatron_rl.errors import UserError, nearest
+from megatron_rl.errors import UserError
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.user_code import find_module
@@ -364,9 +364,7 @@ def check_model_settings(
             )
     backend = values.get("attention_backend")
     if backend is not None and backend not in ATTENTION_BACKENDS:
-        guess = nearest(str(backend), ATTENTION_BACKENDS)
-        fix = f"write `{guess}`" if guess else "remove it"
-        errors.append(unknown_choice(f"{path}.attention_backend", backend, ATTENTION_BACKENDS, fix=fix))
+        errors.append(unknown_choice(f"{path}.attention_backend", backend, ATTENTION_BACKENDS))
     return errors
 
 
