@@ -6,7 +6,7 @@
 #   --dev         also the tools of launch/test.sh and launch/lint.sh
 #   --cpu, --gpu  overrule the detection (a GPU machine is one where nvidia-smi lists a GPU)
 #   --cuda 12     the GPU stack for drivers 525 to 579, which cannot run CUDA 13
-#   PYTHON=…      the interpreter that .venv is made with (default: the first of python3.12, python3.11,
+#   PYTHON=…      the interpreter that .venv is made with (default: the first of python3.11, python3.12,
 #                 python3 that is 3.11 or newer and can make environments)
 #   VENV=…        the environment's folder instead of .venv
 #
@@ -55,13 +55,13 @@ usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3,
 
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-python3.12 python3.11 python3}; do
+    for candidate in ${PYTHON:-python3.11 python3.12 python3}; do
         if command -v "$candidate" >/dev/null && usable "$candidate"; then echo "$candidate"; return; fi
     done
     fail "no usable Python" \
         "expected: Python 3.11 or newer with the venv and ensurepip modules" \
         "got: ${PYTHON:-$(python3 --version 2>/dev/null || echo 'no python3')} on PATH" \
-        "fix: install Python 3.12 (and python3.12-venv on Debian or Ubuntu), or set PYTHON=/path/to/python3.12"
+        "fix: install Python 3.11 (and python3.11-venv on Debian or Ubuntu), or set PYTHON=/path/to/python3.11"
 }
 
 make_venv() {

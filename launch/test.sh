@@ -6,9 +6,8 @@
 # --fast: leave out the tests that start ranks, those with the marker `slow`, and the static checks: three
 # minutes on two free cores, for between two edits.
 #
-# There are two legs, Python 3.12 with Megatron-Core 0.19 and Python 3.11 with 0.16.1. Without arguments all tests
-# run on the one of .venv; then unit tests and one file of ranks on the other, in an environment of its own.
-# OTHER_LEG=no leaves it out.
+# There are two legs, Python 3.11 with Megatron-Core 0.16.1 and Python 3.12 with 0.19. All tests run on the one of
+# .venv. With OTHER_LEG=yes unit tests and one file of ranks follow on the other, in an environment of its own.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh --dev || exit 1
@@ -44,7 +43,7 @@ tests=$?
 verdict="$(versions .venv): $([ "$tests" -eq 0 ] && echo passed || echo FAILED)"
 
 other=0
-if [ "$whole" = yes ] && [ "${OTHER_LEG:-yes}" = yes ]; then
+if [ "$whole" = yes ] && [ "${OTHER_LEG:-no}" = yes ]; then
     number="$(.venv/bin/python -c 'import sys; print("3.11" if sys.version_info >= (3, 12) else "3.12")')"
     environment=".venv-py${number/./}"
     found="$(interpreter "$number")"
