@@ -163,16 +163,8 @@ def test_megatron_fields_of_the_run_and_wrong_types_are_refused(
 
 
 @pytest.mark.usefixtures("forked_trials")
-@pytest.mark.parametrize(
-    "override",
-    [
-        "actor.megatron.cpu_offloading=true",
-        "actor.megatron.moe_pad_expert_input_to_capacity=true",
-    ],
-)
-def test_what_megatron_refuses_is_an_error(
-    workspace: Path, monkeypatch: pytest.MonkeyPatch, override: str
-) -> None:
+def test_what_megatron_refuses_is_an_error(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    override = "actor.megatron.moe_pad_expert_input_to_capacity=true"
     report = check(workspace, monkeypatch, override, patience=120.0)
     (error,) = report.errors
     assert error.message == "Megatron refuses the settings of the actor's model"

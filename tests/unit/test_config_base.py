@@ -107,7 +107,7 @@ def test_a_base_that_is_not_there(folder: Path) -> None:
         "where": "recipes/a.yaml:2",
         "expected": "a YAML file",
         "got": "no bse.yaml in .; there is base.yaml",
-        "fix": "files beside it: base.yaml",
+        "fix": "other files in its folder: base.yaml",
     }
 
 
