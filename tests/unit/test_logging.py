@@ -90,7 +90,8 @@ def test_lost_and_later_lines_are_said_and_what_is_there_is_kept(folder: RunFold
     damaged = folder.metrics.read_text()
     told = log_steps(folder, 9, 10, resumed=8).splitlines()[0]
     assert "metrics.jsonl has no line of steps 3-5, and this run resumes after step 8" in told
-    assert "a copy of the file is metrics.1.jsonl" in told and (folder.path / "metrics.1.jsonl").read_text() == damaged
+    assert "a copy of the file is metrics.1.jsonl" in told
+    assert (folder.path / "metrics.1.jsonl").read_text() == damaged
     assert [line["step"] for line in read_metrics(folder.metrics)] == [0, 1, 2, 6, 7, 8, 9, 10]
     folder.metrics.unlink()
     assert "has no line of steps 1-9," in log_steps(folder, 10, 10, resumed=9)
