@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.hf_models import FAMILIES, config_of, save_model
+from tests.hf_models import FAMILIES, config_of, save_model, use_epsilon_of_config
 
 sys.path.insert(0, str(Path(__file__).parent))
 from models import make_batch, reference_log_probs
@@ -155,6 +155,7 @@ def test_log_probs_are_those_of_transformers(folder: Path, family: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         folder / family, dtype=torch.float32, attn_implementation="eager"
     )
+    use_epsilon_of_config(model)
     expected = reference_log_probs(
         model, batch.tokens, batch.lengths, batch.temperature, batch.support_sizes, batch.support
     )

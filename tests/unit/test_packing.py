@@ -132,6 +132,8 @@ def test_packed_attention_equals_attention_row_by_row(window, grouped, monkeypat
     config = SimpleNamespace(
         num_attention_heads=heads,
         num_query_groups=groups,
+        params_dtype=torch.float64,
+        kv_channels=size,
         window_size=None if window is None else (window, 0),
         window_attn_skip_freq=None,
     )

@@ -355,7 +355,7 @@ def test_calibration_without_phase_times(tmp_path) -> None:
         (("llama-3.1-8b", "--gpus", "8", "--optimizer-steps", "1000"), "more optimizer steps than prompts"),
         (("llama-3.1-8b", "--gpus", "8", "--response-tokens-mean", "9000"), "response-tokens-mean"),
         (("deepseek-v3", "--gpus", "8"), "does not fit on 8 H100-80GB"),
-        (("--calibrate", "nowhere"), "no metrics.jsonl in nowhere"),
+        (("--calibrate", "nowhere"), "metrics.jsonl does not exist"),
     ],
 )
 def test_errors_name_what_to_change(words, message: str) -> None:

@@ -442,9 +442,9 @@ def test_a_ground_truth_is_required_where_something_may_read_it() -> None:
     assert not check(*base, "reward={function: 'length.py:score'}").errors
     (error,) = check(*base, "reward={function: 'compare.py:score'}").errors
     assert error.message == "a record has no `ground_truth`"
-    assert "let reward.function not read `ground_truth`" in (error.fix or "")
+    assert "make reward.function not read `ground_truth`" in (error.fix or "")
     (sent,) = check(*base, "reward={http: {url: 'http://localhost:1'}}").errors
-    assert "let reward.http.sends not read" in (sent.fix or "")
+    assert "make reward.http.sends not read" in (sent.fix or "")
     sends = "reward={http: {url: 'http://localhost:1', sends: [prompt, response]}}"
     assert not check(*base, sends).errors
 

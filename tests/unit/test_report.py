@@ -344,9 +344,9 @@ def test_one_bad_file_or_name_stops_neither_report_nor_compare(
         os.mkfifo(folder.rollouts / "step_2.parquet")
         assert command(["report", str(folder.path)]) == 0
         said = capsys.readouterr().out
-        assert "step_1.parquet is left out" in said and "step_2.parquet is left out" in said
+        assert "step_1.parquet is omitted" in said and "step_2.parquet is omitted" in said
         content = folder.report.read_text()
-        assert "step_1.parquet is left out" in content and '"step": 3' in content and "7.0" not in content
+        assert "step_1.parquet is omitted" in content and '"step": 3' in content and "7.0" not in content
     words = [str(tmp_path / name) for name in names]
     assert command(["compare", *words, "--out", str(tmp_path / "out")]) == 0
     markdown = (tmp_path / "out/compare.md").read_text()
