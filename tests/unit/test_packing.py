@@ -134,6 +134,7 @@ def test_packed_attention_equals_attention_row_by_row(window, grouped, monkeypat
         num_query_groups=groups,
         params_dtype=torch.float64,
         kv_channels=size,
+        multi_latent_attention=False,
         window_size=None if window is None else (window, 0),
         window_attn_skip_freq=None,
     )
