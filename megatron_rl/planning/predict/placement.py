@@ -39,7 +39,7 @@ from megatron_rl.planning.predict.step import RoleSeconds, Step, compose_step, p
 from megatron_rl.shapes.hardware import GB, Machine
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import Lora
-from megatron_rl.shapes.memory import NETWORK_PEERS_BYTES, NVLINK_PEER_BYTES, RUNTIME_BYTES, OptimizerChoice
+from megatron_rl.shapes.memory import NETWORK_PEERS_BYTES, RUNTIME_BYTES, OptimizerChoice
 from megatron_rl.shapes.model import ModelShape
 
 SYNCHRONOUS = "split"
@@ -381,9 +381,9 @@ class Planner:
         plans = []
         for plan, resident_bytes in ((on_gpu, state_bytes), (offloaded, offloaded_bytes)):
             # The trainer's CUDA context and communicators stay on the GPU during generation.
-            # So do the connections of the weight sync, and while weights move its staging buffers. Of the
-            # peers on the node one is reserved: a plan does not know yet from how many a rank receives.
-            sync = HybridEngineConfig.staging_bytes + NETWORK_PEERS_BYTES + NVLINK_PEER_BYTES
+            # So do the connections of the weight sync, and while weights move its staging buffers. Those
+            # with ranks of the node are not reserved: the search does not know them yet.
+            sync = HybridEngineConfig.staging_bytes + NETWORK_PEERS_BYTES
             rollout = self.rollout(group.gpus, resident_bytes + merged + RUNTIME_BYTES + sync)
             if rollout is not None:
                 plans.append(replace(plan, rollout=rollout))
