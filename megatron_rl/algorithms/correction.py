@@ -411,9 +411,10 @@ def mismatch_metrics(
 
 
 def _masked_in(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the masked-in values, and which of them are: all on a host, those of ``mask`` on a device.
+    """Return the values with a mask of those that count.
 
-    The number that a boolean index selects would be read from the device.
+    On the host these are the values of ``mask`` alone. On a device all values are returned: the number of
+    those that a boolean index selects would have to be read from it.
     """
     if mask.is_cpu:
         return values[mask], torch.ones_like(mask[mask])

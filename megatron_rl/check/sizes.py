@@ -28,7 +28,7 @@ _GIB = 2**30
 
 
 def check_world(config: RunConfig, launched: int | None) -> Iterator[UserError]:
-    """Yield the error of a number of started processes that is none, or differs from ``world_size``."""
+    """Yield the error of a number of processes that is out of range or differs from ``world_size``."""
     if launched is not None and not 1 <= launched <= MAX_WORLD:
         fix = "start a number of processes that the layouts divide"
         yield out_of_range("world size", launched, f"1 to {MAX_WORLD} processes", fix=fix)
