@@ -209,12 +209,13 @@ def test_experts_in_plain_layers_on_a_gpu_are_an_error() -> None:
 
 
 def test_the_documentation_has_every_row() -> None:
-    text = (CONFIGS.parent / "docs/accelerators.md").read_text(encoding="utf-8")
+    # The page marks versions as code, which the table of the package does not.
+    text = (CONFIGS.parent / "docs/accelerators.md").read_text(encoding="utf-8").replace("`", "")
     for row in DEFAULTS:
         value = str(row.value).lower() if isinstance(row.value, bool) else row.value
-        assert f"| `{row.key}` | `{value}` | {row.condition} | {row.reason} |" in text
+        assert f"| {row.key} | {value} | {row.condition} | {row.reason} |".replace("`", "") in text
     for key, reason in STAYS_OFF.items():
-        assert f"| `{key}` | {reason} |" in text
+        assert f"| {key} | {reason} |".replace("`", "") in text
 
 
 def test_megatron_takes_every_default(tmp_path: Path) -> None:

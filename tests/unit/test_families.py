@@ -129,7 +129,8 @@ def test_the_page_of_models_lists_the_table() -> None:
     listed = re.sub(r"\s*\([^)]*\)", "", " ".join(section.split()).split(", from", 1)[0])
     assert set(re.split(", | and ", listed)) == {family.title for family in TABLE.values()}
     refused = re.findall(r"^\* \*\*([^*]+)\*\*: (.*(?:\n  .*)*)", section, re.MULTILINE)
-    assert {name: " ".join(words.split()) for name, words in refused} == {
+    # The page marks versions and modules as code, which an error does not.
+    assert {name: " ".join(words.replace("`", "").split()) for name, words in refused} == {
         family.title: f"{family.missing}." for family in REFUSED
     }
 
