@@ -23,7 +23,11 @@ from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
+from megatron_rl.check import rewards as check_rewards
 from megatron_rl.check.model import megatron_settings
+from megatron_rl.config.sections.rewards import RewardConfig
+from megatron_rl.contained import process as contained_process
+from megatron_rl.errors import UserError
 from tests import browser, nccl_rules
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -213,6 +217,29 @@ def trial_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]
 def forked_trials(trial_server: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `check` in this process have Megatron validate settings in processes that start at once."""
     monkeypatch.setattr(megatron_settings, "TRIAL_COMMAND", trial_server)
+
+
+@pytest.fixture(scope="module")
+def functions_load_once() -> Iterator[None]:
+    """Let `check` in this process load an unchanged function once per module.
+
+    Each loading is a contained process of its own: a fifth of a second, for each of hundreds of
+    configurations with the same reward function.
+    """
+    load = check_rewards.loading_errors
+    results: dict[object, list[UserError]] = {}
+
+    def load_once(config: RewardConfig, *arguments: object) -> list[UserError]:
+        folder = Path((config.function or "").partition(":")[0]).parent.resolve()
+        sources = [(file.name, file.read_bytes()) for file in sorted(folder.glob("*.py"))]
+        key = repr((config, arguments, folder, sources, contained_process.LOAD_SECONDS))
+        if key not in results:
+            results[key] = load(config, *arguments)
+        return results[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check_rewards, "loading_errors", load_once)
+        yield
 
 
 @pytest.fixture

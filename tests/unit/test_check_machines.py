@@ -20,6 +20,8 @@ from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import load
 from megatron_rl.user_code import find_module
 
+pytestmark = pytest.mark.usefixtures("functions_load_once")
+
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 

@@ -22,6 +22,8 @@ from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.shapes.pretrained import describe
 from megatron_rl.user_code import find_module
 
+pytestmark = pytest.mark.usefixtures("functions_load_once")
+
 CONFIG_VALUES = [
     ({"model_type": "qwen9"}, "model_type", "qwen2, as Qwen2ForCausalLM has"),
     ({"model_type": "llama"}, "model_type", "qwen2, as Qwen2ForCausalLM has"),

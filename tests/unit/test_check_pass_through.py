@@ -34,6 +34,8 @@ from megatron_rl.shapes.pretrained import describe
 from megatron_rl.user_code import find_module
 from tests.hf_models import config_of
 
+pytestmark = pytest.mark.usefixtures("functions_load_once")
+
 FREE = """
     additional_config aggregate_engine_logging all2all_backend async_scheduling attention_backend
     attention_config aux_output_config block_size collect_detailed_traces compilation_config

@@ -14,6 +14,8 @@ from config_workspace import write_workspace
 from megatron_rl.cli.main import COMMANDS, main
 from megatron_rl.config.load import flatten, load_config
 
+pytestmark = pytest.mark.usefixtures("functions_load_once")
+
 ROOT = Path(__file__).resolve().parents[2]
 GPU_LOCK = str(ROOT / "launch/constraints-gpu-py312.txt")
 ALONE = ("world_size=null", "actor.layout={}", "rollout.tensor=1")

@@ -14,6 +14,8 @@ from megatron_rl.cli.main import main
 from megatron_rl.config.load import dump, load, load_config, load_text
 from megatron_rl.errors import UserErrors
 
+pytestmark = pytest.mark.usefixtures("functions_load_once")
+
 SHORT = "\n".join(line for line in CONFIG.splitlines() if "samples_per_prompt" not in line)
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "configs/recipes").glob("*.yaml"))

@@ -27,6 +27,8 @@ from megatron_rl.shapes.memory import stage_parameters
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.published import read_trainable
 
+pytestmark = pytest.mark.usefixtures("functions_load_once")
+
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = ModelShape("Qwen2ForCausalLM", 128, 8, 8, 4, 32, 384, 21, 1 << 20, qkv_bias=True)
 

@@ -23,6 +23,8 @@ from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import adapters_in_words
 from megatron_rl.shapes.pretrained import read_pretrained
 
+pytestmark = pytest.mark.usefixtures("functions_load_once")
+
 
 @dataclass(frozen=True)
 class Bad:

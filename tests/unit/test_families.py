@@ -28,6 +28,8 @@ from megatron_rl.shapes.published import load_shape
 from megatron_rl.shapes.refused import REFUSED
 from tests.hf_models import FAMILIES, config_of, save_model
 
+pytestmark = pytest.mark.usefixtures("functions_load_once")
+
 PAGE = Path(__file__).resolve().parents[2] / "docs/models.md"
 ROUTER_BIAS = "e_score_correction_bias"  # a weight of the checkpoint that transformers keeps as a buffer
 

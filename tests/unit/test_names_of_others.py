@@ -14,6 +14,8 @@ from megatron_rl.config.load import load
 from megatron_rl.config.other_names import NO_COUNTERPART, foreign_keys
 from megatron_rl.errors import UserError, nearest
 
+pytestmark = pytest.mark.usefixtures("functions_load_once")
+
 TABLE = {
     written: answer
     for answers in yaml.safe_load((Path(__file__).parent / "names_of_others.yaml").read_text()).values()
