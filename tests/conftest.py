@@ -134,12 +134,14 @@ STARTS_RANKS = {"fork", "fork_fused", "forked_torchrun", "rank_server", "torchru
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by ``-m``
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that start ranks, by the fixtures they use directly or through others.
+    """Mark the tests that start ranks: those of tests/distributed, and the users of the fixtures above.
 
-    Without a browser, tests that need one are deselected; `pytest_terminal_summary` reports them.
+    Some tests of tests/distributed read what the ranks of another test of their file wrote. Without a browser,
+    tests that need one are deselected; `pytest_terminal_summary` reports them.
     """
     for item in items:
-        if STARTS_RANKS & set(getattr(item, "fixturenames", ())):
+        starts_ranks = STARTS_RANKS & set(getattr(item, "fixturenames", ()))
+        if starts_ranks or item.path.is_relative_to(ROOT / "tests/distributed"):
             item.add_marker("starts_ranks")
     if browser.executable() is None and (pages := [item for item in items if "browser" in item.keywords]):
         items[:] = [item for item in items if item not in pages]
