@@ -26,6 +26,12 @@ COMMON = {"vocab_size": 21, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id"
 """Of the quickstart's tokenizer."""
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
 """The one size that vLLM's latent attention has on the host; other heads have 32 dimensions at least."""
+LOSSES = {
+    "moe_z_loss_coeff": 1e-3,
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+}
+"""Losses of routers, of the runs without adapters."""
 REWARD = "def score(*, response, **_):\n    return float(len(response) % 3) + 0.1 * response.count('1')\n"
 
 
@@ -48,7 +54,7 @@ def workspace(folder: Path, family: str, material: Path, **changes: Any) -> None
         "data": {"train": str(material / "train.jsonl"), "max_prompt_tokens": 8},
         "reward": {"function": f"{folder / 'reward.py'}:score"},
         "batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "optimizer_steps": 1 + sparse(family)},
-        "actor": {"optimizer": {"learning_rate": 1e-3}},
+        "actor": {"optimizer": {"learning_rate": 1e-3}, "megatron": LOSSES if sparse(family) else {}},
         "rollout": {"tensor": 2, "max_response_tokens": 12},
         "checkpoint": {"every": 1, "export": False},
         "algorithm": {"name": "grpo", "kl": "none"},
