@@ -34,6 +34,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import LoraConfig, OptimizerConfig
 from megatron_rl.config.stage_plan import stage_plans
 from megatron_rl.errors import UserError
+from megatron_rl.shapes.delta_net_sizes import state_bytes_per_row
 from megatron_rl.shapes.layout import ParallelLayout, default_stage_layers, stage_layers
 from megatron_rl.shapes.lora import Lora, adapted_parameter_count, adapter_parameter_count
 from megatron_rl.shapes.memory import (
@@ -647,8 +648,11 @@ def _rollout(
 
     bytes_per_token = int(shape.kv_bytes_per_gpu(layout.tensor, size))
     rows = episodes_in_flight(config, batch)
-    cache = bytes_per_token * rows * batch.longest_row
+    bytes_per_row = int(state_bytes_per_row(shape, layout.tensor, size))
+    cache = (bytes_per_token * batch.longest_row + bytes_per_row) * rows
     detail = f"{rows} rows x {batch.longest_row} tokens x {bytes_per_token} B: all at full length"
+    if bytes_per_row:
+        detail += f"; {bytes_per_row} B a row for the states of delta nets"
     if config.gpu_memory_gib is not None:
         # vLLM's cache fills its fraction of the memory, of which the rows may need only a part.
         room = max(0, int(config.rollout.memory_fraction * config.gpu_memory_gib * 2**30) - weights)

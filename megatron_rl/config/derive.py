@@ -489,9 +489,14 @@ def _preference(preference: PreferenceConfig | None, reasons: dict[str, str]) ->
     return replace(preference, beta=0.1)
 
 
+def default_mismatch(dtype: str) -> tuple[float, float, str]:
+    """Return the defaults of ``mismatch.warn`` and ``mismatch.stop`` for a dtype, and their reason."""
+    return MISMATCH.get(dtype, MISMATCH["bfloat16"])
+
+
 def _mismatch(mismatch: MismatchConfig, dtype: str, reasons: dict[str, str]) -> MismatchConfig:
     """Fill in the default thresholds of a dtype, with ``warn`` at most ``stop``."""
-    warn, stop, reason = MISMATCH.get(dtype, MISMATCH["bfloat16"])
+    warn, stop, reason = default_mismatch(dtype)
     if mismatch.warn is None:
         # An explicit `stop` may be below the default of `warn`, which must not exceed it.
         if mismatch.stop is not None:

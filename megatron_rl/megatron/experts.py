@@ -1,7 +1,8 @@
 """Megatron's experts on the host, and the recording and replay of expert routing.
 
 One `Routing` per model observes its routers: a forward-only pass records the experts of each token, a
-training pass replays them, so that the policy that is trained routes as the policy that sampled.
+training pass replays them, so that the policy that is trained routes as the policy that sampled. It also adds
+the routers' own losses, whose denominators are the whole mini-batch's, as those of every loss here.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,9 +18,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megatron_rl.check.model.megatron_settings import SEQUENCE_BALANCE
 from megatron_rl.distributed import device
 from megatron_rl.metrics import Metrics
 
@@ -89,18 +93,42 @@ def host_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False
     return tensor
 
 
+@dataclass(frozen=True)
+class TokenRows:
+    """Rows of one micro-batch's T tokens on this rank, and the denominators of the routers' losses.
+
+    Example: rows of 2 and 3 tokens with one token of padding, in a mini-batch of 4 rows with 12 tokens, have
+    ``index=[0, 0, 1, 1, 1, 2]``, ``lengths=[2, 3, 1]``, ``batch_rows=4``, ``batch_tokens=12``.
+    """
+
+    index: Tensor
+    """[T] int64, row of each token; padding has a row of its own, after the others."""
+    lengths: Tensor
+    """[rows + 1] int64, tokens of each row on all ranks, and 1 for padding."""
+    batch_rows: int
+    """Rows of the mini-batch on all ranks."""
+    batch_tokens: int
+    """Tokens of the mini-batch on all ranks."""
+
+
 class RoutedTokens:
     """Expert routing of one micro-batch's T tokens on this rank.
 
     ``replayed`` [T, layers, k] are the experts that routers must select, -1 where the router decides; None if
-    it decides for all tokens. The first ``real`` of the T tokens are not padding. ``choices`` maps a layer to
-    the experts [T, k] that its router selected.
+    it decides for all tokens. The first ``real`` of the T tokens are not padding. ``rows`` are those of the
+    tokens where routers have losses, else None. ``choices`` maps a layer to the experts [T, k] that its
+    router selected.
     """
 
-    def __init__(self, replayed: Tensor | None, real: int) -> None:
+    def __init__(self, replayed: Tensor | None, real: int, rows: TokenRows | None = None) -> None:
         self.replayed = replayed
         self.real = real
+        self.rows = rows
         self.choices: dict[int, Tensor] = {}
+
+
+LOSS_METRICS = ("router/z_loss", "router/seq_aux_loss")
+"""Metrics of the routers' own losses."""
 
 
 class _RouterReplay:
@@ -114,6 +142,8 @@ class _RouterReplay:
     def __init__(self, layer: int, routing: Routing) -> None:
         self.layer = layer
         self.pending_recompute: deque[RoutedTokens] = deque()
+        self.tokens: RoutedTokens | None = None
+        """Micro-batch of the last top-k, also in a recomputation."""
         self._routing = routing
 
     def get_replay_topk(
@@ -137,6 +167,7 @@ class _RouterReplay:
             # A training pass without gradients is the forward pass of a recomputed layer.
             if not torch.is_grad_enabled():
                 self.pending_recompute.append(tokens)
+        self.tokens = tokens
 
         if tokens.replayed is not None:
             replayed = tokens.replayed[:, self.layer].to(experts.dtype)
@@ -153,6 +184,7 @@ class Routing:
     Of fused routers, which choose inside their kernel, loads alone are counted.
 
     ``chunks`` are the model's; ``layers`` and ``experts`` are the numbers in the whole model.
+    ``token_groups`` are the process groups that hold the tokens of a row in parts.
     """
 
     def __init__(
@@ -161,6 +193,7 @@ class Routing:
         layers: int,
         experts: int,
         topk: int,
+        token_groups: tuple[Any, ...] = (),
     ) -> None:
         self.layers = layers
         self.experts = experts
@@ -168,6 +201,9 @@ class Routing:
         self.tokens: RoutedTokens | None = None
         """Micro-batch in its forward pass; None in the backward pass, where layers may be recomputed."""
         self.trains = False
+        self.has_losses = False
+        """Whether a router has a loss of its own, for which micro-batches need their `TokenRows`."""
+        self._token_groups = token_groups
         self._routers: list[_RouterReplay] = []
 
         routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
@@ -179,6 +215,7 @@ class Routing:
             replay: Any = _RouterReplay(router.layer_number - 1, self)
             router.router_replay = replay
             self._routers.append(replay)
+            self._replace_losses(router, replay)
 
     def begin(self, *, trains: bool) -> None:
         """Reset counts and pending recomputation before a pass; ``trains`` if it has a backward pass."""
@@ -188,6 +225,81 @@ class Routing:
         target = device.device()
         self._loads = torch.zeros((self.layers, self.experts), dtype=torch.long, device=target)
         self._agreement = torch.zeros(2, dtype=torch.long, device=target)
+        # Of each loss: its sum, and the number of its terms.
+        self._losses = {name: torch.zeros(2, dtype=torch.double, device=target) for name in LOSS_METRICS}
+
+    def _replace_losses(self, router: Any, replay: _RouterReplay) -> None:
+        """Replace the functions with which Megatron adds the losses of a router.
+
+        Megatron's losses are means over a micro-batch, which it multiplies by the tokens, since it divides
+        all gradients by the tokens of the batch afterwards. Gradients here are sums with global weights.
+        """
+        z_coefficient = router.config.moe_z_loss_coeff or 0.0
+        balance_coefficient = router.get_aux_loss_coeff(SEQUENCE_BALANCE)
+        if z_coefficient:
+            router.apply_z_loss = partial(self._add_z_loss, replay, z_coefficient)
+        if balance_coefficient:
+            router._apply_seq_aux_loss = partial(self._add_balance_loss, replay, balance_coefficient)
+        self.has_losses = self.has_losses or bool(z_coefficient or balance_coefficient)
+
+    def _add_z_loss(self, replay: _RouterReplay, coefficient: float, logits: Tensor, **_: Any) -> Tensor:
+        """Attach the z-loss of the ``logits`` [T, experts] to them (Zoph et al. 2022, arXiv 2202.08906).
+
+        It is the mean over the mini-batch's tokens of logsumexp(logits)^2.
+        """
+        # Without a gradient the layer is recomputed later, which adds the loss then.
+        if not self.trains or not torch.is_grad_enabled():
+            return logits
+
+        # Before the top-k of a recomputation, which removes the micro-batch from the queue.
+        tokens = self.tokens
+        if tokens is None:
+            tokens = replay.pending_recompute[0]
+        assert tokens.rows is not None
+        squares = logits[: tokens.real].float().logsumexp(dim=-1).square().sum()
+        self._count_loss("router/z_loss", squares, tokens.real)
+        loss = squares * (coefficient / tokens.rows.batch_tokens)
+        return MoEAuxLossAutoScaler.apply(logits, loss)  # pyright: ignore[reportReturnType]
+
+    def _add_balance_loss(
+        self,
+        replay: _RouterReplay,
+        coefficient: float,
+        probs: Tensor,
+        scores: Tensor,
+        routing_map: Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> Tensor:
+        """Attach the balancing loss of each row to ``probs`` (DeepSeek-AI 2024, arXiv 2412.19437, eq. 17).
+
+        It is the mean over the mini-batch's rows of E / (k L^2) sum_i c_i sum_t s_ti: c_i of the row's L
+        tokens chose expert i of E, and ``scores`` [T, E] are s. ``routing_map`` [T, E] are the choices.
+        """
+        if not self.trains:
+            return probs
+        tokens = replay.tokens
+        assert tokens is not None and tokens.rows is not None
+        rows = tokens.rows
+
+        # Tokens of a row may be on other ranks, whose choices count in this rank's terms. Choices have no
+        # gradient, so the sum needs none.
+        counts = torch.zeros((len(rows.lengths), self.experts), device=scores.device)
+        counts.index_add_(0, rows.index, routing_map.float())
+        for group in self._token_groups:
+            dist.all_reduce(counts, group=group)
+        lengths = rows.lengths.float()
+        fractions = counts * (self.experts / self.topk / lengths.square())[:, None]
+
+        terms = (scores.float() * fractions[rows.index])[: tokens.real].sum()
+        # A token counts as its part of a row.
+        self._count_loss("router/seq_aux_loss", terms, (1 / lengths)[rows.index][: tokens.real].sum())
+        loss = terms * (coefficient / rows.batch_rows)
+        return MoEAuxLossAutoScaler.apply(probs, loss)  # pyright: ignore[reportReturnType]
+
+    def _count_loss(self, name: str, total: Tensor, count: Tensor | int) -> None:
+        self._losses[name][0] += total.detach()
+        self._losses[name][1] += count
 
     @contextmanager
     def forward(self, tokens: RoutedTokens) -> Iterator[None]:
@@ -235,6 +347,8 @@ class Routing:
 
         ``router/load_max/layer_N`` is the load of the busiest expert of a layer over the mean load, 1 if all
         are equal. ``router/agreement`` is the share of replayed experts that routers would choose too.
+        ``router/z_loss`` is a mean over tokens and layers, ``router/seq_aux_loss`` over rows and layers; both
+        without their coefficients.
         """
         # Every rank takes part in both sums: a stage without routers has zeros.
         for counts in (self._loads, self._agreement):
@@ -244,6 +358,13 @@ class Routing:
         matches, recorded = self._agreement.tolist()
         if recorded:
             metrics = Metrics.mean("router/agreement", matches, recorded)
+
+        if self.has_losses:
+            for name, sums in self._losses.items():
+                dist.all_reduce(sums, group=group)
+                total, count = sums.tolist()
+                if count:
+                    metrics += Metrics.mean(name, total, count)
 
         loads = self._loads.double()
         load_max = (loads.amax(dim=1) / loads.mean(dim=1)).tolist()

@@ -156,8 +156,15 @@ class ParallelModel:
 
         # Sinkhorn routers select experts by other scores, and do not call the replay.
         if config.num_moe_experts and config.moe_router_load_balancing_type != "sinkhorn":
+            token_groups = [self.groups.context]
+            if config.sequence_parallel:
+                token_groups.append(self.groups.tensor)
             self.routing = Routing(
-                self.chunks, config.num_layers, config.num_moe_experts, config.moe_router_topk
+                self.chunks,
+                config.num_layers,
+                config.num_moe_experts,
+                config.moe_router_topk,
+                tuple(token_groups),
             )
 
     def freeze_routers(self) -> None:

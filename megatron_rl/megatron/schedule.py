@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import sum_over_ranks
-from megatron_rl.megatron.experts import RoutedTokens
+from megatron_rl.megatron.experts import RoutedTokens, TokenRows
 from megatron_rl.megatron.layers import warn_of_unfused_attention
 from megatron_rl.megatron.log_probs import Support, support_of
 from megatron_rl.megatron.lora import sum_partial_gradients
@@ -220,7 +220,7 @@ def _pack(
         temperature=temperature[selected],
         support=_support(batch, positions[selected]),
         tokens=len(tokens),
-        routed=_routed(model, batch, positions, padding),
+        routed=_routed(model, batch, rows, positions, padding),
         batch=loss_batch,
     )
 
@@ -228,23 +228,38 @@ def _pack(
 def _routed(
     model: ParallelModel,
     batch: Any,
+    rows: list[int],
     positions: Tensor,
     padding: int,
 ) -> RoutedTokens | None:
-    """Return the experts to replay for this rank's share of the tokens at ``positions`` and the padding."""
+    """Return the experts to replay for this rank's share of the tokens at ``positions`` and the padding.
+
+    ``rows`` are those of the tokens.
+    """
     if model.routing is None:
         return None
 
     local = model.local_tokens(len(positions) + padding)
     real = max(0, min(len(positions), local.stop) - local.start)
+    token_rows = None
+    if model.routing.has_losses:
+        lengths = batch.lengths[torch.tensor(rows, dtype=torch.long)]
+        index = torch.repeat_interleave(torch.arange(len(rows)), lengths)
+        token_rows = TokenRows(
+            # Padding is at the end, in a row of its own.
+            torch.nn.functional.pad(index, (0, padding), value=len(rows))[local],
+            torch.nn.functional.pad(lengths, (0, 1), value=1),
+            len(batch.lengths),
+            int(batch.lengths.sum()),
+        )
     experts = getattr(batch, "experts", None)
     if experts is None:
-        return RoutedTokens(None, real)
+        return RoutedTokens(None, real, token_rows)
 
     # -1 lets the router choose, as it does for padding.
     replayed = torch.full((local.stop - local.start, *experts.shape[1:]), -1, dtype=experts.dtype)
     replayed[:real] = experts[positions[local]]
-    return RoutedTokens(replayed, real)
+    return RoutedTokens(replayed, real, token_rows)
 
 
 def _support(batch: Any, positions: Tensor) -> Support | None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megatron_rl.shapes import delta_net_sizes
 from megatron_rl.shapes.layout import ParallelLayout, default_stage_layers
 from megatron_rl.shapes.model import LayerKind, ModelShape
 
@@ -113,7 +114,12 @@ def saved_activation_bytes(
     else:
         layer = _OwnLayer(shape, tensor, token_shards, dtype_bytes)
 
-    elements = layer.norms() + layer.attention(recompute)
+    elements = layer.norms()
+    if kind.linear:
+        # `selective` recomputes the core of attention, which a delta net does not have.
+        elements += delta_net_sizes.saved_elements(shape, tensor, dtype_bytes, fused=fused)
+    else:
+        elements += layer.attention(recompute)
     if kind.experts:
         # Routed experts compute the tokens of all tensor ranks, sharded by sequence parallelism or not.
         experts = shape.experts_per_token / token_shards
@@ -267,7 +273,9 @@ class _OwnLayer:
         heads = shape.heads / self.tensor
         groups = shape.kv_heads / self.tensor
 
-        if shape.mla:
+        if kind.linear:
+            attention = delta_net_sizes.saved_elements(shape, self.tensor, self.dtype_bytes, fused=False)
+        elif shape.mla:
             attention = heads * (4 * shape.qk_dim + 3 * shape.v_head_dim)
         else:
             attention = shape.head_dim * (7 * heads + 3 * groups)

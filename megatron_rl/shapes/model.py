@@ -104,6 +104,8 @@ class ModelShape:
     """Attention's output is gated by a second query-sized projection."""
     linear_layers: tuple[int, ...] = ()
     """Layers with a gated delta net instead of attention."""
+    linear_k_heads: int = 0
+    """Key heads of a delta net."""
     linear_qk: int = 0
     """Key heads of a delta net times their size."""
     linear_v: int = 0
@@ -142,6 +144,11 @@ class ModelShape:
         if self.mla:
             return self.v_head_dim
         return self.head_dim
+
+    @property
+    def linear_k_head_dim(self) -> int:
+        """Return the size of a delta net's key head, 0 without delta nets."""
+        return self.linear_qk // max(1, self.linear_k_heads)
 
     @property
     def attention_layers(self) -> int:

@@ -248,6 +248,7 @@ def _delta_nets(reader: ConfigReader, layers: int) -> Fields:
     value_dim = reader.size("linear_value_head_dim")
     return {
         "linear_layers": linear_layers,
+        "linear_k_heads": reader.size("linear_num_key_heads"),
         "linear_qk": reader.size("linear_num_key_heads") * reader.size("linear_key_head_dim"),
         "linear_v": value_heads * value_dim,
         "linear_v_heads": value_heads,

@@ -40,6 +40,7 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.rewards.function import Failure
 from megatron_rl.roles.build import Roles, build_roles
 from megatron_rl.trainer.asynchrony import AheadBatches
+from megatron_rl.trainer.engine_check import check_engine
 from megatron_rl.trainer.evaluation import (
     EvaluationSet,
     evaluate,
@@ -139,6 +140,9 @@ class Run:
             )
         self._warn_of_missing_containment()
 
+        # Metrics of the sync before the engine's check, until the first line of metrics has them.
+        self._first_sync = Metrics()
+
         # The parts of a step, and the records of it.
         self.samples = Samples(job, self.roles)
         self.failures = FailureWatch(config.reward)
@@ -177,6 +181,11 @@ class Run:
             self._resume(self.checkpoint)
         else:
             self._run_stages()
+
+        # After the stages, whose weights the first step samples from; a run that is complete samples nothing.
+        if self.state.step < self.config.steps:
+            with self.phases("check engine"):
+                self._first_sync = check_engine(self.config, self.roles)
 
         log = self._open_log() if self.job.main else None
         # Discard the times of building and of stages, which belong to no step.
@@ -360,6 +369,7 @@ class Run:
         """Return the metrics of a step, reduced over all ranks. Collective over the world."""
         # Times, bytes and memory of this rank; their maxima over the ranks are reported.
         local_metrics = Metrics({}, {"time/step": seconds}) + self.phases.metrics()
+        local_metrics += self._take_first_sync()
         local_metrics += self.checkpoints.complete_if_written()
         for role in self.roles.models:
             local_metrics += role.residency.metrics()
@@ -484,7 +494,13 @@ class Run:
         with self.phases("evaluate"):
             results, sync_metrics = evaluate(self.roles, sets, self.config.seed)
         metrics = self.samples.keep_evaluation(step, results)
-        return metrics + gather_metrics(self.phases.metrics() + sync_metrics)
+        return metrics + gather_metrics(self.phases.metrics() + sync_metrics + self._take_first_sync())
+
+    def _take_first_sync(self) -> Metrics:
+        """Return the metrics of the sync before the engine's check, once."""
+        metrics = self._first_sync
+        self._first_sync = Metrics()
+        return metrics
 
     def _record(self, log: MetricsLog | None, step: int, metrics: Metrics) -> None:
         if log is not None:

@@ -26,6 +26,12 @@ COMMON = {"vocab_size": 21, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id"
 """Of the quickstart's tokenizer."""
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
 """The one size that vLLM's latent attention has on the host; other heads have 32 dimensions at least."""
+LOSSES = {
+    "moe_z_loss_coeff": 1e-3,
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_router_load_balancing_type": "seq_aux_loss",
+}
+"""Losses of routers, of the runs without adapters."""
 REWARD = "def score(*, response, **_):\n    return float(len(response) % 3) + 0.1 * response.count('1')\n"
 
 
@@ -48,7 +54,7 @@ def workspace(folder: Path, family: str, material: Path, **changes: Any) -> None
         "data": {"train": str(material / "train.jsonl"), "max_prompt_tokens": 8},
         "reward": {"function": f"{folder / 'reward.py'}:score"},
         "batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "optimizer_steps": 1 + sparse(family)},
-        "actor": {"optimizer": {"learning_rate": 1e-3}},
+        "actor": {"optimizer": {"learning_rate": 1e-3}, "megatron": LOSSES if sparse(family) else {}},
         "rollout": {"tensor": 2, "max_response_tokens": 12},
         "checkpoint": {"every": 1, "export": False},
         "algorithm": {"name": "grpo", "kl": "none"},
@@ -66,6 +72,17 @@ def test_every_family_goes_through_every_command(fork: Any, material: Path, tmp_
     fork(SCRIPT, 2, tmp_path, *names, timeout=580)
     for name in names:
         check(tmp_path, name)
+
+
+def test_latent_norms_have_the_epsilon_of_the_config_in_vllm_too(
+    fork: Any, material: Path, tmp_path: Path
+) -> None:
+    """transformers takes 1e-6 for them, which is far from this epsilon."""
+    workspace(tmp_path, "deepseek-v3", material)
+    save_model("deepseek-v3", tmp_path / "model", **COMMON, **LATENT, rms_norm_eps=0.1)
+    fork("megatron_rl", 2, "train", tmp_path / "config.yaml", "steps=1", module=True)
+    (line,) = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    assert line["mismatch/abs_diff"] < 1e-5
 
 
 def prepare(folder: Path, name: str, material: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,8 @@ from megatron_rl.config.budget import MemoryItem, RankMemory
 from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import load
+from megatron_rl.errors import UserError
+from megatron_rl.shapes.model import ModelShape
 from megatron_rl.user_code import find_module
 
 pytestmark = pytest.mark.usefixtures("functions_load_once")
@@ -93,6 +97,29 @@ def test_head_sizes_without_a_kernel_are_refused_on_a_host(monkeypatch: pytest.M
     assert str(error.where).startswith("rollout.vllm.enable_chunked_prefill")
     monkeypatch.setattr(engine_arguments, "has_host_build", lambda: False)
     assert not check("model.path=small_heads", "rollout.engine=vllm").errors
+
+
+def test_delta_nets_in_float32_are_refused_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = find_spec("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention")
+    assert source is not None and source.origin is not None
+    assert "mixed_qkv.dtype == torch.bfloat16" in Path(source.origin).read_text()
+    monkeypatch.setattr(engine_arguments, "has_host_build", lambda: True)
+    sizes = {"hidden": 64, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 64, "mlp_width": 128}
+    shape = ModelShape("hybrid", **sizes, vocab=100, linear_layers=(0, 1, 2))
+
+    def errors(shape: ModelShape, *overrides: str, for_this_machine: bool = False) -> list[UserError]:
+        config = load("config.yaml", ["rollout.engine=vllm", *overrides]).config
+        assert config is not None
+        return list(engine_arguments.host_engine_errors(config, shape, for_this_machine=for_this_machine))
+
+    (error,) = errors(shape, "model.dtype=float32")
+    assert (error.where, error.expected, error.got) == ("model.dtype", "bfloat16", "float32")
+    assert error.fix is not None and "rollout.engine=torch" in error.fix
+    assert errors(shape, "model.dtype=float32", "gpu=h100", for_this_machine=True)
+    assert not errors(shape, "model.dtype=float32", "gpu=h100")
+    assert not errors(shape, "model.dtype=float32", "rollout.engine=torch", "rollout.tensor=1")
+    assert not errors(shape, "model.dtype=bfloat16")
+    assert not errors(replace(shape, linear_layers=()), "model.dtype=float32")
 
 
 def test_a_critic_that_no_piece_reads_is_a_warning() -> None:

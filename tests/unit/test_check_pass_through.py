@@ -149,8 +149,10 @@ def test_engine_arguments_that_work_pass(name: str, value: object) -> None:
         ("num_layers", 3, "called `model.path` here"),
         ("recompute_granularity", "full", "called `actor.recompute` here"),
         ("batch_p2p_comm", True, "wrong results"),
-        ("moe_aux_loss_coeff", 0.01, "auxiliary losses by the tokens"),
-        ("moe_z_loss_coeff", 0.001, "auxiliary losses by the tokens"),
+        ("moe_aux_loss_coeff", 0.01, "needs the balancing loss of each sequence"),
+        ("moe_aux_loss_coeff", [0.01], "is no coefficient"),
+        ("moe_z_loss_coeff", 0.001, ""),
+        ("moe_z_loss_coeff", -0.001, "is no coefficient"),
         ("num_layers_in_first_pipeline_stage", "2", "wrong type"),
         ("hidden_dropout", "none", "wrong type"),
         ("moe_router_load_balancing_type", ["aux_loss"], ""),
@@ -162,6 +164,31 @@ def test_megatron_fields_of_the_run_and_wrong_types_are_refused(
     errors = check_model_settings({name: value})
     assert len(errors) == (reason != "")
     assert not errors or reason in errors[0].message
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "text"),
+    [
+        ({}, "actor.megatron", ""),
+        (
+            {"moe_router_load_balancing_type": "aux_loss"},
+            "actor.megatron",
+            "aux_loss: it balances the tokens",
+        ),
+        ({"moe_router_load_balancing_type": "global_aux_loss"}, "actor.megatron", "the micro-batches so far"),
+        ({"moe_router_fusion": True}, "actor.megatron", "excludes losses of routers"),
+        ({"moe_aux_loss_coeff": 0.0}, "critic.megatron", "only the actor's routers"),
+    ],
+)
+def test_router_losses_that_depend_on_the_layout_are_refused(
+    changes: dict[str, object], path: str, text: str
+) -> None:
+    losses = {"moe_z_loss_coeff": 1e-3, "moe_aux_loss_coeff": 1e-2}
+    values = {**losses, "moe_router_load_balancing_type": "seq_aux_loss", **changes}
+    errors = check_model_settings(values, path)
+    assert len(errors) == (text != "")
+    for error in errors:
+        assert text in f"{error.message} {error.got}" and error.where and error.expected and error.fix
 
 
 @pytest.mark.usefixtures("forked_trials")
@@ -242,6 +269,7 @@ TRIED_HERE = {
         hidden_dropout microbatch_group_size_per_vp_stage mlp_chunks_for_training moe_apply_probs_on_input
         moe_expert_capacity_factor moe_expert_rank_capacity_factor moe_input_jitter_eps moe_layer_recompute
         moe_pad_expert_input_to_capacity moe_router_bias_update_rate moe_router_dtype moe_router_force_biased
+        moe_aux_loss_coeff moe_z_loss_coeff
         moe_router_force_load_balancing moe_router_load_balancing_type moe_router_quantile_balancing_ema
         moe_router_topk_limited_devices moe_token_dispatcher_type moe_token_drop_policy moe_token_dropping
         num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage

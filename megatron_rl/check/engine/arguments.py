@@ -251,7 +251,7 @@ def has_host_build() -> bool:
 def host_engine_errors(
     config: RunConfig, shape: ModelShape | None, *, for_this_machine: bool
 ) -> Iterator[UserError]:
-    """Yield the errors of a rollout by vLLM's CPU build: chunked prefill, and head sizes without a kernel.
+    """Yield the errors of a rollout by vLLM's CPU build: chunked prefill, and models without a kernel.
 
     A configuration that names a ``gpu`` is for other machines, unless it is checked ``for_this_machine``.
     """
@@ -264,6 +264,16 @@ def host_engine_errors(
 
     if shape is None:
         return
+
+    dtypes = capabilities.host_delta_net_dtypes
+    if shape.linear_layers and dtypes and config.model.dtype not in dtypes:
+        yield UserError(
+            "vLLM's gated delta nets have no kernel for this dtype on a machine without an accelerator",
+            where="model.dtype",
+            expected=join_names(dtypes, len(dtypes)),
+            got=config.model.dtype,
+            fix=f"set model.dtype={dtypes[0]} or rollout.engine=torch; where the run will have GPUs, set gpu",
+        )
 
     # The attention kernels of vLLM's CPU build have fixed sizes.
     fix = "use a model with another head size, or rollout.engine=torch; where the run will have GPUs, set gpu"

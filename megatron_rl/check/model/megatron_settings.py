@@ -25,7 +25,7 @@ from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.error_forms import requires, unknown_choice
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, join_names
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.user_code import find_module
@@ -104,13 +104,20 @@ DERIVED_FIELDS: Mapping[str, str] = {
 }
 """Fields that follow from the checkpoint and the layout, and the key that sets them."""
 
-_AUXILIARY_LOSSES = (
-    "Megatron multiplies auxiliary losses by the tokens of a micro-batch, to divide all gradients by those "
-    "of the batch; losses here have their denominators already"
-)
+ROUTER_LOSSES = ("moe_z_loss_coeff", "moe_aux_loss_coeff")
+"""Coefficients of the losses that routers have of their own."""
+
+_LAYOUT_DEPENDENT: Mapping[str, str] = {
+    "aux_loss": "it balances the tokens of each micro-batch",
+    "global_aux_loss": "it balances the micro-batches so far",
+}
+"""Megatron's balancing losses that change with the layout or the number of micro-batches, and why."""
+
+_BALANCED_BY = "moe_router_load_balancing_type"
+SEQUENCE_BALANCE = "seq_aux_loss"
+"""Megatron's name of the balancing loss of each sequence, the only one that no layout changes."""
+
 SET_BY_RUN: Mapping[str, str] = {
-    "moe_aux_loss_coeff": _AUXILIARY_LOSSES,
-    "moe_z_loss_coeff": _AUXILIARY_LOSSES,
     "calculate_per_token_loss": "losses are sums with global weights, whose denominators are known before",
     "variable_seq_lengths": "packed micro-batches differ in length",
     "overlap_p2p_comm": "interleaved schedules give wrong results without it",
@@ -336,6 +343,8 @@ def check_model_settings(
     dropped = {name for name, value in values.items() if name in DROPPED and not is_off(value)}
     effective = {name: value for name, value in values.items() if name not in dropped}
     errors = _pass_through_errors(effective, path, TRANSFORMER_CONFIG, keys, SET_BY_RUN)
+    if not errors:
+        errors += _router_loss_errors(effective, path)
 
     # Megatron accepts these fields, but they have no effect in this package.
     for name in sorted(dropped):
@@ -366,6 +375,50 @@ def check_model_settings(
     if backend is not None and backend not in ATTENTION_BACKENDS:
         errors.append(unknown_choice(f"{path}.attention_backend", backend, ATTENTION_BACKENDS))
     return errors
+
+
+def _router_loss_errors(values: Mapping[str, Any], path: str) -> Iterator[UserError]:
+    """Yield the errors of the routers' own losses, in settings whose types are right."""
+    coefficients = {name: values[name] for name in ROUTER_LOSSES if not is_off(values.get(name))}
+    for name, value in coefficients.items():
+        if path != "actor.megatron":
+            yield UserError(
+                f"`{path}.{name}` has no effect: only the actor's routers have losses of their own",
+                where=f"{path}.{name}",
+                expected="no value",
+                got=str(value),
+                fix=f"remove `{path}.{name}`",
+            )
+        elif isinstance(value, list) or value < 0:
+            yield UserError(
+                f"`{path}.{name}` is no coefficient",
+                where=f"{path}.{name}",
+                expected="one number of at least 0",
+                got=str(value),
+                fix=f"set `{path}.{name}` to the coefficient",
+            )
+            return
+
+    balanced_by = values.get(_BALANCED_BY, "none")
+    if "moe_aux_loss_coeff" in coefficients and balanced_by != SEQUENCE_BALANCE:
+        reason = _LAYOUT_DEPENDENT.get(str(balanced_by), f"no loss is called {balanced_by}")
+        yield UserError(
+            f"`{path}.moe_aux_loss_coeff` needs the balancing loss of each sequence",
+            where=f"{path}.{_BALANCED_BY}",
+            expected=f"{SEQUENCE_BALANCE}, which is equal in every layout and number of micro-batches",
+            got=f"{balanced_by}: {reason}",
+            fix=f"set `{path}.{_BALANCED_BY}` to {SEQUENCE_BALANCE}, or remove `{path}.moe_aux_loss_coeff`",
+        )
+    # Both choose experts in code that the losses are not attached to.
+    for name, excluded in (("moe_router_fusion", True), (_BALANCED_BY, "sinkhorn")):
+        if coefficients and values.get(name) == excluded:
+            yield UserError(
+                f"`{path}.{name}` excludes losses of routers",
+                where=f"{path}.{name}",
+                expected=f"another value with {join_names([*coefficients], len(coefficients))}",
+                got=str(excluded).lower(),
+                fix=f"remove `{path}.{name}`, or the coefficients of the losses",
+            )
 
 
 def check_optimizer(

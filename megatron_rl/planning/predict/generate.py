@@ -13,6 +13,7 @@ from math import exp, inf, log2
 
 from megatron_rl.planning.predict.batch import Lengths, StepBatch
 from megatron_rl.planning.predict.learn import elementwise_bytes, local_members
+from megatron_rl.shapes.delta_net_sizes import state_bytes_per_row
 from megatron_rl.shapes.hardware import GB, Machine
 from megatron_rl.shapes.memory import rollout_parameters
 from megatron_rl.shapes.model import ModelShape
@@ -144,6 +145,10 @@ def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> 
             rate = min(rate, local * machine.cluster.network * constants.efficiency.network)
         per_sequence += 4.0 * model.layers * (expert_gpus - 1) / expert_gpus * model.hidden * 2.0 / rate
 
+    # Each step reads and writes the states of delta nets.
+    state_bytes = state_bytes_per_row(model, tensor, min(_CACHE_BYTES, weight_bytes))
+    per_sequence += 2.0 * state_bytes / (gpu.hbm * decode.kv_bandwidth)
+
     # Two FLOPs per parameter that a token uses.
     flops_per_sequence = 2.0 * (dense + model.active_expert_parameters)
     flop_rate = gpu.rate_at(machine.precision, decode.gemm)
@@ -207,6 +212,15 @@ def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) ->
     return room / token_bytes * rollout.pipeline
 
 
+def state_cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
+    """Return the number of tokens whose keys and values need as many bytes as a row's delta net states."""
+    element_bytes = min(_CACHE_BYTES, machine.weight_bytes)
+    token_bytes = model.kv_bytes_per_gpu(rollout.tensor, element_bytes)
+    if not token_bytes:
+        return 0.0
+    return state_bytes_per_row(model, rollout.tensor, element_bytes) / token_bytes
+
+
 def replica_seconds(
     model: ModelShape,
     rollout: RolloutLayout,
@@ -223,7 +237,8 @@ def replica_seconds(
     """
     engine = machine.constants.engines[rollout.engine]
     capacity = cache_tokens(model, rollout, machine)
-    if capacity < prompt + lengths.longest:
+    state_tokens = state_cache_tokens(model, rollout, machine)
+    if capacity < prompt + lengths.longest + state_tokens:
         return inf
 
     sequence_limit = rollout.max_sequences or engine.max_sequences
@@ -238,7 +253,8 @@ def replica_seconds(
     for point in range(POINTS):
         length = (point + 0.5) * width
         alive = max(1.0, rows * lengths.alive(length))
-        running = min(alive, sequence_limit, max(1.0, capacity / (cached_prompt + length)))
+        cached_tokens = cached_prompt + length + state_tokens
+        running = min(alive, sequence_limit, max(1.0, capacity / cached_tokens))
         # Rows that do not fit wait for others to end, which multiplies the number of steps.
         total += width * cost.seconds(running, prompt + length) * alive / running
     return total
@@ -257,14 +273,16 @@ def steady_seconds(
     prompt = batch.prompt
     lengths = batch.lengths
     capacity = cache_tokens(model, rollout, machine)
-    if capacity < prompt + lengths.longest:
+    state_tokens = state_cache_tokens(model, rollout, machine)
+    if capacity < prompt + lengths.longest + state_tokens:
         return inf
 
     # Mean current length of a response in flight. Long responses are in flight for longer, hence E[l^2].
     generated = lengths.mean_square() / (2.0 * lengths.mean)
     sequence_limit = rollout.max_sequences or engine.max_sequences
     in_flight = rows * (1.0 + (batch.oversample or 0.0))
-    running = max(1.0, min(in_flight, sequence_limit, capacity / (prompt + generated)))
+    cached_tokens = prompt + generated + state_tokens
+    running = max(1.0, min(in_flight, sequence_limit, capacity / cached_tokens))
 
     # Prefill of new rows, recompute of running ones after the update, and the decode steps.
     recomputed_tokens = running * (prompt + generated)

@@ -75,6 +75,8 @@ def build(
         provider=provider_of(path, case),
     )
     load_weights(model, path)
+    if case.get("watched"):
+        model.watch_routing()
 
     # Adapters come after loading: the checkpoint has none.
     if "lora" in case:

@@ -1,0 +1,151 @@
+"""Comparison of the rollout engine with the trainer at the start of a run, before its first step.
+
+An engine starts with random weights, and its first real ones are written by a weight sync. Checksums prove
+that they arrived, not that the engine computes with them: some layers compute with a packed or derived copy
+of their weights, which a write reaches only if the copy is made again. So each replica samples a few tokens
+after the first sync, and the trainer computes their log-probs from the weights that it sent.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_rl.config.derive import default_mismatch, longest_row
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.distributed.exchange import ReplicaGroup
+from megatron_rl.errors import UserError
+from megatron_rl.metrics import Metrics
+from megatron_rl.roles.build import Roles
+from megatron_rl.rollout.collate import to_prompts, to_rollouts
+from megatron_rl.rollout.engines.base import Generator
+from megatron_rl.rollout.types import Completion, GenerationRequest, Sequence, SequenceGroup
+from megatron_rl.shapes.pretrained import read_pretrained
+from megatron_rl.types import Rollouts, SamplingParameters
+
+_PROMPT_TOKENS = 16
+"""Most tokens of a prompt: a prefill of several tokens, and no full block of a prefix cache."""
+
+_RESPONSE_TOKENS = 8
+"""Most tokens of a response: enough decoding steps for layers that keep a state between tokens."""
+
+_REQUESTS = 2
+"""Fewest requests to a replica, since engines compute several rows in another way than one."""
+
+
+def check_engine(config: RunConfig, roles: Roles) -> Metrics:
+    """Sync the engine, sample a few tokens on each replica and compare their log-probs with the trainer's.
+
+    Prompts are random tokens of the vocabulary; sampling has temperature 1 and no filters. Raises UserError
+    on all ranks if the mean absolute difference is above ``mismatch.stop``, or above its default for the
+    model's dtype where that is larger. Returns the metrics of the sync. Collective over the world.
+    """
+    requests = _requests(config)
+    with roles.hybrid_engine.generation_mode() as sync_metrics:
+        completions = _sample(roles, requests)
+
+    # The ranks of a replica have the same completions, so one of them reports; then every rank has all rows.
+    world = ReplicaGroup()
+    gathered = chain.from_iterable(world.gather_objects(completions))
+    rollouts = _rollouts(requests, gathered, roles.hybrid_engine.version)
+    if rollouts is None:
+        raise UserError(
+            "the rollout engine sampled no token in its check at the start of the run",
+            where="rollout.engine",
+            expected=f"up to {requests[0].limit} tokens for each of {len(requests)} requests to each replica",
+            got="no token",
+            fix="see the engine's own messages above",
+        )
+
+    log_probs = world.gather_rows(roles.actor.infer(rollouts)).tokens["old_log_probs"]
+    _require_agreement(config, rollouts, log_probs)
+    return sync_metrics
+
+
+def _requests(config: RunConfig) -> list[GenerationRequest]:
+    """Return the requests to each replica, the same in every run of a model."""
+    # As many as servers: a client sends each of these requests to another one.
+    count = max(_REQUESTS, len(config.rollout.server.urls))
+    # Engines refuse requests that are longer than the rows of the run.
+    longest = longest_row(config)
+    prompt_tokens = min(_PROMPT_TOKENS, max(1, longest // 2))
+    limit = min(_RESPONSE_TOKENS, longest - prompt_tokens)
+
+    vocab = read_pretrained(Path(config.model.path) / "config.json").shape.vocab
+    generator = random.Random(0)
+    sampling = SamplingParameters(max_response_tokens=limit)
+    requests = []
+    for number in range(count):
+        tokens = [generator.randrange(vocab) for _ in range(prompt_tokens)]
+        requests.append(GenerationRequest(number, tokens, sampling, limit, seed=number))
+    return requests
+
+
+def _sample(roles: Roles, requests: list[GenerationRequest]) -> list[Completion]:
+    """Return the completions of this rank's replica, none on ranks that are not a replica's first.
+
+    Collective over the ranks of a replica.
+    """
+    engine: Generator | None = roles.rollout.engine
+    if engine is None:
+        return []
+
+    completions: list[Completion] = []
+    with engine.sampling():
+        for request in requests:
+            engine.submit(request)
+        while len(completions) < len(requests):
+            completions += engine.step()
+
+    is_first = roles.rollout.layout.coordinates(roles.rollout.rank).tensor == 0
+    return completions if is_first else []
+
+
+def _rollouts(
+    requests: list[GenerationRequest], completions: Iterable[Completion], version: int
+) -> Rollouts | None:
+    """Return the rows of the completions that have tokens, None without any."""
+    sequences = []
+    for completion in completions:
+        # A server that was lost fails its requests. The run tolerates that, and so does its check.
+        if not completion.tokens:
+            continue
+        request = requests[completion.number]
+        sequence = Sequence(array("q", request.tokens), request.sampling, request.seed, version)
+        sequence.append_sampled(completion, version)
+        sequence.finish_reason = completion.finish_reason
+        sequences.append(sequence)
+    if not sequences:
+        return None
+    return to_rollouts([SequenceGroup(to_prompts([]), sequences)])
+
+
+def _require_agreement(config: RunConfig, rollouts: Rollouts, log_probs: Tensor) -> None:
+    """Raise UserError if trainer and engine differ by more than rounding explains."""
+    mask = rollouts.response_mask
+    difference = (log_probs - rollouts.rollout_log_probs)[mask].abs().double()
+    mean = float(difference.mean())
+
+    # Not below the default: a few tokens of random prompts scatter more than the mean of a batch, which
+    # `mismatch.stop` is about.
+    assert config.mismatch.stop is not None
+    _, default_stop, _ = default_mismatch(config.model.dtype)
+    bound = max(config.mismatch.stop, default_stop)
+    # A NaN is not within the bound either.
+    if mean <= bound:
+        return
+    raise UserError(
+        "the rollout engine computes other log-probs than the trainer from the same weights",
+        where="rollout.engine",
+        expected=f"a mean difference of at most {bound:.0e} nats per token, by mismatch.stop and model.dtype",
+        got=f"{mean:.2e}, at most {float(difference.max()):.2e}, over {len(difference)} tokens that "
+        f"{config.rollout.engine} sampled after its first weight sync",
+        fix="set rollout.engine=torch to compare; remove settings of rollout.vllm that change the numbers; "
+        "or report the model's family: a layer of the engine computes with a copy of its weights that the "
+        "sync does not reach",
+    )
