@@ -136,8 +136,8 @@ STARTS_RANKS = {"fork", "fork_fused", "forked_torchrun", "rank_server", "torchru
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests that start ranks: those of tests/distributed, and the users of the fixtures above.
 
-    Some tests of tests/distributed read what the ranks of another test of their file wrote. Without a browser,
-    tests that need one are deselected; `pytest_terminal_summary` reports them.
+    Some tests of tests/distributed read what the ranks of another test of their file wrote. Without a
+    browser, tests that need one are deselected; `pytest_terminal_summary` reports them.
     """
     for item in items:
         starts_ranks = STARTS_RANKS & set(getattr(item, "fixturenames", ()))
