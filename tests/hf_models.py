@@ -42,6 +42,20 @@ RESCALING_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+DELTA_NETS: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_num_value_heads": 8,
+    "linear_value_head_dim": 8,
+}
+SHARED_EXPERT = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 32}),
@@ -160,6 +174,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
     ),
     "seed-oss": ("SeedOss", {"head_dim": 32, "residual_dropout": 0.0, "attention_dropout": 0.0}),
+    "qwen3-5": ("Qwen3_5", DELTA_NETS),
+    "qwen3-5-moe": ("Qwen3_5Moe", DELTA_NETS | SHARED_EXPERT),
+    # Projections that are interleaved by key head; layer 2 is dense.
+    "qwen3-next": ("Qwen3Next", DELTA_NETS | SHARED_EXPERT | {"mlp_only_layers": [2]}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1, 0], "pad_token_id": 0, "eos_token_id": 1}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     # Layer 1 is dense, the other layers have experts.
@@ -180,7 +198,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def config_of(family: str, **changes: Any) -> Any:
     """Return the transformers config of a family's tiny model, with ``changes`` of its values."""
     class_prefix, settings = FAMILIES[family]
-    name = "Gemma3TextConfig" if class_prefix == "Gemma3" else f"{class_prefix}Config"
+    name = f"{class_prefix}Config"
+    if class_prefix in ("Gemma3", "Qwen3_5", "Qwen3_5Moe"):
+        name = f"{class_prefix}TextConfig"
     return getattr(transformers, name)(**{**COMMON, **settings, **changes})
 
 

@@ -427,7 +427,7 @@ def _kind_mask(model: ParallelModel, name: str, rows: int) -> Tensor:
     kinds: dict[str, Tensor] = {}
     for source in weights[f"{module}.B"].sources:
         kind = kind_names.index(source.name.replace("lora_B", "lora_A"))
-        size = source.first + source.shape[0]
+        size = source.end
         tensor_name = LAYER.format(layer=layer_number) + source.name.format(expert=first_expert)
         kinds[tensor_name] = torch.full((size, 1), kind)
 

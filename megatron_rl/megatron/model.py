@@ -13,12 +13,14 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from megatron_rl.config.derive import has_transformer_engine
 from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.errors import UserError
+from megatron_rl.megatron.delta_net import PackedDeltaNet, place_delta_nets
 from megatron_rl.megatron.experts import Routing
 from megatron_rl.megatron.layers import (
     PackedRotaryEmbedding,
@@ -91,6 +93,7 @@ class ParallelModel:
     provider: Provider | None = None
     takes_rows: bool = field(init=False)
     takes_boundaries: bool = field(init=False)
+    has_delta_nets: bool = field(init=False)
 
     def __post_init__(self) -> None:
         cores: list[Any] = []
@@ -103,6 +106,10 @@ class ParallelModel:
         self.takes_boundaries = all(core.takes_boundaries for core in own)
         if not self.uses_transformer_engine and (foreign or not own):
             self.takes_boundaries = False
+        # Delta nets gather rows by length, beside attention that may take their boundaries.
+        self.has_delta_nets = any(
+            isinstance(module, PackedDeltaNet) for chunk in self.chunks for module in chunk.modules()
+        )
 
         # Context parallelism exchanges rows in `RowAttention` alone.
         self.takes_rows = not (self.uses_transformer_engine and foreign)
@@ -209,8 +216,12 @@ class ParallelModel:
         """Return the row boundaries in the form that this model's attention takes, in host memory."""
         if not self.takes_rows:
             return pack_for_transformer_engine(lengths)
+        context = (self.groups.coordinates.context, self.groups.layout.context)
+        if self.has_delta_nets:
+            rows = pack_rows(lengths, *context)
+            return replace(rows, boundaries=pack_for_transformer_engine(lengths))
         pack = pack_whole_rows if self.takes_boundaries else pack_rows
-        return pack(lengths, self.groups.coordinates.context, self.groups.layout.context)
+        return pack(lengths, *context)
 
     def token_outputs(
         self,
@@ -379,6 +390,9 @@ def _build_chunk(
     if config.multi_latent_attention:
         for layer in layers.layer_specs:
             fit_latent_spec(layer, groups.tensor)
+    if config.linear_attention_freq is not None:
+        first = get_transformer_layer_offset(config, vp_stage, groups.coordinates.pipeline)
+        place_delta_nets(layers.layer_specs, config, first, fused)
 
     chunk: Any = GPTModel(
         config=config,

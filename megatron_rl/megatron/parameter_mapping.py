@@ -53,41 +53,75 @@ class _Cut:
     head_dim: int
 
 
-CopyRule = Callable[[Tensor, Sequence[Tensor], _Cut], None]
+@dataclass(frozen=True)
+class _SourceRows:
+    """Rows of a checkpoint tensor that belong to a source."""
+
+    tensor: Tensor
+    """The complete checkpoint tensor."""
+    source: Source
+
+    @property
+    def count(self) -> int:
+        """Return the number of rows."""
+        return self.source.shape[0]
+
+    @property
+    def complete(self) -> Tensor:
+        """Return all rows, which are contiguous."""
+        assert self.source.runs == 1, self.source
+        if len(self.tensor) == self.count:
+            return self.tensor
+        return self.tensor.narrow(0, self.source.first, self.count)
+
+    def copy_to(self, target: Tensor, begin: int) -> None:
+        """Fill the rows of ``target`` with those of the source from row ``begin``."""
+        position = 0
+        for row, rows in self.source.pieces(begin, len(target)):
+            target.narrow(0, position, rows).copy_(self.tensor.narrow(0, row, rows))
+            position += rows
+
+
+CopyRule = Callable[[Tensor, Sequence[_SourceRows], _Cut], None]
 """Fill a parameter from the Hugging Face tensors in it: target, sources, cut."""
 
 
-def _copy_complete(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None:
+def _copy_complete(target: Tensor, sources: Sequence[_SourceRows], cut: _Cut) -> None:
     (source,) = sources
-    target.copy_(source)
+    target.copy_(source.complete)
 
 
-def _rows(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None:
+def _rows(target: Tensor, sources: Sequence[_SourceRows], cut: _Cut) -> None:
     (source,) = sources
-    if target.shape == source.shape:
+    if len(target) == source.count:
         # Replicated instead of sharded, as Transformer Engine does for latent attention.
-        target.copy_(source)
+        source.copy_to(target, 0)
         return
-    rows = source.shape[0] // cut.count
-    target.copy_(source.narrow(0, cut.index * rows, rows))
+    source.copy_to(target, cut.index * (source.count // cut.count))
 
 
-def _columns(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None:
+def _columns(target: Tensor, sources: Sequence[_SourceRows], cut: _Cut) -> None:
     (source,) = sources
-    columns = source.shape[1] // cut.count
-    target.copy_(source.narrow(1, cut.index * columns, columns))
+    columns = source.complete.shape[1] // cut.count
+    target.copy_(source.complete.narrow(1, cut.index * columns, columns))
 
 
-def _gate_up(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None:
-    for half, source in zip(target.chunk(2), sources, strict=True):
-        _rows(half, [source], cut)
+def _sections(target: Tensor, sources: Sequence[_SourceRows], cut: _Cut) -> None:
+    """Fill the sections one after the other, each with this rank's part of its source."""
+    position = 0
+    for source in sources:
+        rows = source.count // cut.count
+        source.copy_to(target.narrow(0, position, rows), cut.index * rows)
+        position += rows
 
 
-def _query_key_value(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None:
-    """Interleave by group: the queries of a group, its key, its value, then the next group."""
+def _query_key_value(target: Tensor, sources: Sequence[_SourceRows], cut: _Cut) -> None:
+    """Interleave by group: the queries of a group, their gates, its key, its value, then the next group."""
     rows = target.shape[0]
     target_begin = cut.index * rows
-    group_sizes = (cut.heads_per_group * cut.head_dim, cut.head_dim, cut.head_dim)
+    query_rows = cut.heads_per_group * cut.head_dim
+    # Queries may have gates.
+    group_sizes = [query_rows] * (len(sources) - 2) + [cut.head_dim, cut.head_dim]
 
     # Iterate over the complete parameter's rows, and copy the rows from target_begin to the target's end.
     position = 0
@@ -96,23 +130,23 @@ def _query_key_value(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> No
             low = max(position, target_begin)
             high = min(position + size, target_begin + rows)
             if low < high:
-                source_rows = source.narrow(0, group * size + low - position, high - low)
-                target.narrow(0, low - target_begin, high - low).copy_(source_rows)
+                target_rows = target.narrow(0, low - target_begin, high - low)
+                source.copy_to(target_rows, group * size + low - position)
             position += size
 
 
-def _stacked(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None:
+def _stacked(target: Tensor, sources: Sequence[_SourceRows], cut: _Cut) -> None:
     for target_slice, source in zip(target.chunk(len(sources)), sources, strict=True):
-        target_slice.copy_(source)
+        target_slice.copy_(source.complete)
 
 
-def _vocabulary(target: Tensor, sources: Sequence[Tensor], cut: _Cut) -> None:
+def _vocabulary(target: Tensor, sources: Sequence[_SourceRows], cut: _Cut) -> None:
     """Fill the rows of tokens; further rows pad the vocabulary to equal shards."""
     (source,) = sources
     begin = cut.index * target.shape[0]
-    rows = min(source.shape[0] - begin, target.shape[0])
+    rows = min(source.count - begin, target.shape[0])
     if rows > 0:
-        target.narrow(0, 0, rows).copy_(source.narrow(0, begin, rows))
+        source.copy_to(target.narrow(0, 0, rows), begin)
 
 
 _COPY_RULES: Mapping[str, CopyRule] = {
@@ -120,7 +154,7 @@ _COPY_RULES: Mapping[str, CopyRule] = {
     "rows": _rows,
     "latent": _rows,
     "columns": _columns,
-    "gate_up": _gate_up,
+    "sections": _sections,
     "query_key_value": _query_key_value,
     "vocabulary": _vocabulary,
     "stacked": _stacked,
@@ -156,8 +190,8 @@ def import_parameters(
         if match is None:
             if name not in outer:
                 raise _without_rule(name, outer)
-            tensors = [sources[source.name] for source in outer[name].sources]
-            _COPY_RULES[outer[name].cut](target, tensors, dense_cut)
+            rows = [_SourceRows(sources[source.name], source) for source in outer[name].sources]
+            _COPY_RULES[outer[name].cut](target, rows, dense_cut)
             continue
 
         layer = int(match.group(1))
@@ -174,11 +208,11 @@ def import_parameters(
         if expert_match is not None:
             expert = shard.expert * experts_per_rank + int(expert_match.group(2))
         prefix = LAYER.format(layer=layer)
-        tensors = [
-            _source_rows(sources[prefix + source.name.format(expert=expert)], source)
+        rows = [
+            _SourceRows(sources[prefix + source.name.format(expert=expert)], source)
             for source in weight.sources
         ]
-        _COPY_RULES[weight.cut](target, tensors, expert_cut if weight.expert else dense_cut)
+        _COPY_RULES[weight.cut](target, rows, expert_cut if weight.expert else dense_cut)
 
 
 def _without_rule(parameter: str, available: Iterable[str]) -> UserError:
@@ -253,12 +287,6 @@ def vocabulary_names(shape: ModelShape) -> set[str]:
     """Return Megatron's names of the parameters with a row per token of the vocabulary, on any stage."""
     weights = (weight for first in (True, False) for weight in outer_weights(shape, first, True))
     return {weight.name for weight in weights if weight.cut == "vocabulary"}
-
-
-def _source_rows(tensor: Tensor, source: Source) -> Tensor:
-    """Return the rows of a checkpoint tensor that belong to a source."""
-    rows = source.shape[0]
-    return tensor if len(tensor) == rows else tensor.narrow(0, source.first, rows)
 
 
 def by_name(weights: Sequence[Weight]) -> dict[str, Weight]:

@@ -91,6 +91,18 @@ def _attention_settings(shape: ModelShape) -> dict[str, Any]:
             settings["window_attn_skip_freq"] = [
                 int(layer in shape.sliding_layers) for layer in range(shape.layers)
             ]
+    if shape.output_gate:
+        settings["attention_output_gate"] = True
+    if shape.linear_layers:
+        # Not ``experimental_attention_variant``: with it Megatron would choose its own layers.
+        settings |= {
+            "linear_attention_freq": [int(layer in shape.linear_layers) for layer in range(shape.layers)],
+            "linear_conv_kernel_dim": shape.linear_conv,
+            "linear_key_head_dim": shape.linear_qk // shape.linear_k_heads,
+            "linear_value_head_dim": shape.linear_v_head_dim,
+            "linear_num_key_heads": shape.linear_k_heads,
+            "linear_num_value_heads": shape.linear_v_heads,
+        }
     return settings
 
 
@@ -112,6 +124,7 @@ def _expert_settings(shape: ModelShape) -> dict[str, Any]:
         settings["moe_layer_freq"] = [int(shape.has_experts(layer)) for layer in range(shape.layers)]
     if shape.shared_width:
         settings["moe_shared_expert_intermediate_size"] = shape.shared_width
+        settings["moe_shared_expert_gate"] = shape.shared_gate
     return settings
 
 

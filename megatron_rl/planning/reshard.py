@@ -198,8 +198,10 @@ def engine_layout(
             size = list(source.shape)
             start[cut.dim] = cut.start
             size[cut.dim] = cut.stop - cut.start
-            start[0] += source.first
-            boxes.append(TensorBox(name, tuple(start), tuple(size), -1, name, 0, (0,) * len(size)))
+            for row, rows in source.pieces(start[0], size[0]):
+                piece_start = (row, *start[1:])
+                piece_size = (rows, *size[1:])
+                boxes.append(TensorBox(name, piece_start, piece_size, -1, name, 0, (0,) * len(size)))
             dtypes[name] = torch.float32 if source.float32 else dtype
         # Ranks with the same tensor-parallel index in their replicas need the same boxes.
         groups.append(BoxGroup(tuple(ranks[tensor_rank::tensor]), tuple(boxes), dtypes))

@@ -289,6 +289,89 @@ def expert_fields(reader: ConfigReader, count: str, width: str, dense_layers: tu
     }
 
 
+def sparse_step_layers(reader: ConfigReader) -> tuple[int, ...]:
+    """Return the dense layers of Qwen's mixtures: every step-th layer has experts, but for listed ones."""
+    step = reader.get("decoder_sparse_step", 1)
+    mlp_only = reader.get("mlp_only_layers", [])
+    return tuple(
+        layer
+        for layer in range(reader.size("num_hidden_layers"))
+        if layer in mlp_only or step <= 0 or (layer + 1) % step
+    )
+
+
+def gated_shared_expert(reader: ConfigReader, dense_layers: tuple[int, ...] = ()) -> Fields:
+    """Read routed experts beside one shared expert whose output has a gate, as Qwen's mixtures have it."""
+    return {
+        **expert_fields(reader, "num_experts", "moe_intermediate_size", dense_layers),
+        "shared_width": reader.size("shared_expert_intermediate_size"),
+        "shared_gate": True,
+    }
+
+
+DELTA_DEFAULTS: Mapping[str, Any] = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+"""Defaults of transformers for the models of `delta_net_structure`."""
+
+
+def delta_net_fields(reader: ConfigReader, layers: int) -> Fields:
+    """Read the layers with gated delta nets, and the sizes of these.
+
+    transformers 5 writes a type per layer, ``layer_types``; older versions write that each
+    ``full_attention_interval``-th layer has full attention.
+    """
+    types = reader.get("layer_types")
+    linear_layers: tuple[int, ...] = ()
+    if types is not None:
+        linear_layers = tuple(layer for layer, name in enumerate(types) if name == "linear_attention")
+    elif reader.flag("full_attention_interval"):
+        interval = reader.size("full_attention_interval")
+        linear_layers = tuple(layer for layer in range(layers) if (layer + 1) % interval)
+    if not linear_layers:
+        return {}
+
+    key_heads = reader.size("linear_num_key_heads")
+    value_heads = reader.size("linear_num_value_heads")
+    value_dim = reader.size("linear_value_head_dim")
+    return {
+        "linear_layers": linear_layers,
+        "linear_k_heads": key_heads,
+        "linear_qk": key_heads * reader.size("linear_key_head_dim"),
+        "linear_v": value_heads * value_dim,
+        "linear_v_heads": value_heads,
+        "linear_v_head_dim": value_dim,
+        "linear_conv": reader.size("linear_conv_kernel_dim", 4),
+    }
+
+
+def delta_net_structure(reader: ConfigReader) -> Fields:
+    """Read gated delta nets beside attention whose output has a gate, as Qwen3-Next and Qwen3.5 have them."""
+    reader.allow("attention_bias", False, None)
+    reader.allow("attn_output_gate", True, None)
+    reader.allow("hidden_act", "silu", None)
+    fields = delta_net_fields(reader, reader.size("num_hidden_layers"))
+    if fields and fields["linear_v_heads"] % fields["linear_k_heads"]:
+        reader.refuse(
+            "the value heads of a delta net share its key heads unevenly",
+            "linear_num_value_heads",
+            f"a multiple of linear_num_key_heads, {fields['linear_k_heads']}",
+        )
+    return {**fields, "qk_norm": True, "output_gate": True}
+
+
+def delta_net_megatron(config: Mapping[str, Any]) -> Fields:
+    """Return Megatron's settings for the norms of models with gated delta nets."""
+    return {"layernorm_zero_centered_gamma": True}
+
+
 def attention_bias(reader: ConfigReader) -> Fields:
     """Read ``attention_bias``: biases of query, key, value and output."""
     bias = reader.flag("attention_bias")

@@ -20,13 +20,14 @@ OUTPUT = "lm_head.weight"
 SCALAR = "score.weight"
 """The head of a model that gives one number per token instead of a distribution."""
 
-Cut = Literal["whole", "rows", "columns", "gate_up", "query_key_value", "latent", "vocabulary", "stacked"]
+Cut = Literal["whole", "rows", "columns", "sections", "query_key_value", "latent", "vocabulary", "stacked"]
 """How Megatron shards a parameter over tensor-parallel ranks.
 
 - ``whole``: replicated.
 - ``rows``, ``columns``: dimension 0 or 1 in equal parts.
-- ``gate_up``: the rows of each half, gate and up, in equal parts.
-- ``query_key_value``: the rows of queries, keys and values, interleaved by key-value group.
+- ``sections``: the rows of each source in equal parts, such as gate and up.
+- ``query_key_value``: the rows of queries, their gates if they have any, keys and values, interleaved by
+  key-value group.
 - ``latent``: by rows in Megatron's own layers, replicated in Transformer Engine's.
 - ``vocabulary``: by rows, padded at the end.
 - ``stacked``: replicated, one source below the other.
@@ -57,11 +58,41 @@ class Source:
     """The values stay float32, whatever the model's dtype is."""
     first: int = 0
     """First row in the checkpoint tensor, for a family that fuses several sources into one tensor."""
+    runs: int = 1
+    """Equal runs of rows that the source consists of, where a tensor interleaves sources by head."""
+    pitch: int = 0
+    """Rows from the beginning of one run to that of the next."""
 
     @property
     def elements(self) -> int:
         """Return the number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def run_rows(self) -> int:
+        """Return the rows of one run."""
+        return self.shape[0] // self.runs
+
+    @property
+    def end(self) -> int:
+        """Return the number of rows of the checkpoint tensor up to the end of the source."""
+        return self.first + (self.runs - 1) * self.pitch + self.run_rows
+
+    def pieces(self, begin: int, count: int) -> Iterator[tuple[int, int]]:
+        """Yield the contiguous pieces of ``count`` rows of the source from row ``begin``.
+
+        Each is its first row in the checkpoint tensor, and its number of rows.
+
+        >>> gate = Source("self_attn.q_proj.weight", (8, 64), first=2, runs=4, pitch=4)
+        >>> list(gate.pieces(1, 3)), gate.end
+        ([(3, 1), (6, 2)], 16)
+        """
+        end = begin + count
+        while begin < end:
+            run, row = divmod(begin, self.run_rows)
+            size = min(self.run_rows - row, end - begin)
+            yield self.first + run * self.pitch + row, size
+            begin += size
 
 
 @dataclass(frozen=True)
@@ -120,7 +151,7 @@ def layer_weights(shape: ModelShape, linear: bool, experts: bool) -> tuple[Weigh
     mlp = _mlp(shape)
     if experts:
         mlp = _mixture(shape)
-    return (*_norms(shape), *attention, *mlp)
+    return (*_norms(shape, linear), *attention, *mlp)
 
 
 def outer_weights(shape: ModelShape, first: bool, last: bool) -> tuple[Weight, ...]:
@@ -160,10 +191,11 @@ def _norm(shape: ModelShape, name: str, source: str, fused: str = "") -> Iterato
         yield Weight(f"{name}.bias", "whole", (Source(f"{source}.bias", (shape.hidden,)),))
 
 
-def _norms(shape: ModelShape) -> Iterator[Weight]:
+def _norms(shape: ModelShape, linear: bool) -> Iterator[Weight]:
     """Yield the norms of a layer: two before attention and MLP, or four around them (sandwich norms)."""
     # Transformer Engine fuses a norm into the linear layer that follows.
-    fused_attention = "self_attention.linear_qkv.layer_norm_weight"
+    projection = "in_proj" if linear else "linear_qkv"
+    fused_attention = f"self_attention.{projection}.layer_norm_weight"
     fused_mlp = "mlp.linear_fc1.layer_norm_weight"
 
     yield from _norm(shape, "input_layernorm", "input_layernorm", fused_attention)
@@ -182,28 +214,26 @@ def _attention(shape: ModelShape) -> Iterator[Weight]:
     """Yield the parameters of grouped-query attention: projections, biases, norms of queries and keys."""
     query_rows = shape.heads * shape.head_dim
     key_rows = shape.kv_heads * shape.head_dim
-    # An output gate is a second query-sized projection in the same tensor.
-    projected_rows = query_rows
+    projections = [
+        Source("self_attn.q_proj", (query_rows,), "rows"),
+        Source("self_attn.k_proj", (key_rows,), "heads"),
+        Source("self_attn.v_proj", (key_rows,), "heads"),
+    ]
     if shape.output_gate:
-        projected_rows *= 2
-    projections: tuple[tuple[str, int, EngineCut], ...] = (
-        ("q", projected_rows, "rows"),
-        ("k", key_rows, "heads"),
-        ("v", key_rows, "heads"),
-    )
+        # The tensor of queries has the rows of each head's query, and then those of its gate.
+        queries = replace(projections[0], runs=shape.heads, pitch=2 * shape.head_dim)
+        projections[:1] = [queries, queries]
 
     matrices = tuple(
-        Source(f"self_attn.{letter}_proj.weight", (rows, shape.hidden), cut)
-        for letter, rows, cut in projections
+        replace(source, name=f"{source.name}.weight", shape=(*source.shape, shape.hidden))
+        for source in projections
     )
     yield Weight("self_attention.linear_qkv.weight", "query_key_value", matrices)
     output = Source("self_attn.o_proj.weight", (shape.hidden, query_rows), "columns")
     yield Weight("self_attention.linear_proj.weight", "columns", (output,))
 
     if shape.qkv_bias:
-        biases = tuple(
-            Source(f"self_attn.{letter}_proj.bias", (rows,), cut) for letter, rows, cut in projections
-        )
+        biases = tuple(replace(source, name=f"{source.name}.bias") for source in projections)
         yield Weight("self_attention.linear_qkv.bias", "query_key_value", biases)
     if shape.output_bias:
         bias = Source("self_attn.o_proj.bias", (shape.hidden,))
@@ -260,21 +290,46 @@ def _latent(shape: ModelShape) -> Iterator[Weight]:
 
 
 def _delta_net(shape: ModelShape) -> Iterator[Weight]:
-    """Yield the parameters of a gated delta net (arXiv 2412.06464; transformers qwen3_next), for counts only.
+    """Yield the parameters of a gated delta net (arXiv 2412.06464; transformers qwen3_next and qwen3_5)."""
+    keys = shape.linear_qk
+    values = shape.linear_v
+    numbers = shape.linear_v_heads
 
-    Megatron's names are placeholders: models with these layers are planned, not trained.
-    """
-    tensors: tuple[tuple[str, tuple[int, ...], Cut, EngineCut], ...] = (
-        ("in_proj_qkvz.weight", (2 * shape.linear_qk + 2 * shape.linear_v, shape.hidden), "rows", "rows"),
-        ("in_proj_ba.weight", (2 * shape.linear_v_heads, shape.hidden), "rows", "rows"),
-        ("conv1d.weight", (2 * shape.linear_qk + shape.linear_v, 1, shape.linear_conv), "rows", "rows"),
-        ("dt_bias", (shape.linear_v_heads,), "rows", "rows"),
-        ("A_log", (shape.linear_v_heads,), "rows", "rows"),
-        ("norm.weight", (shape.linear_v_head_dim,), "whole", "whole"),
-        ("out_proj.weight", (shape.hidden, shape.linear_v), "columns", "columns"),
-    )
-    for name, size, cut, engine in tensors:
-        yield Weight(f"linear_attention.{name}", cut, (Source(f"linear_attn.{name}", size, engine),))
+    def weight(name: str, cut: Cut, *sources: Source) -> Weight:
+        """Return a parameter of the module; the sources are named below ``linear_attn``."""
+        named = tuple(replace(source, name=f"linear_attn.{source.name}") for source in sources)
+        return Weight(f"self_attention.{name}", cut, named)
+
+    # Queries, keys, values and the gate of the output; learning rate and decay of each value head.
+    projections = [
+        ("qkv", keys),
+        ("qkv", keys),
+        ("qkv", values),
+        ("z", values),
+        ("b", numbers),
+        ("a", numbers),
+    ]
+    if shape.linear_interleaved:
+        projections = [("qkvz" if name in ("qkv", "z") else "ba", rows) for name, rows in projections]
+    sources = [Source(f"in_proj_{name}.weight", (rows, shape.hidden), "rows") for name, rows in projections]
+    if shape.linear_interleaved:
+        # Each key head has its own rows of all of them.
+        heads = shape.linear_k_heads
+        pitches = {"qkvz": 2 * (keys + values) // heads, "ba": 2 * numbers // heads}
+        sources = [
+            replace(source, runs=heads, pitch=pitches[name])
+            for source, (name, _) in zip(sources, projections, strict=True)
+        ]
+    yield weight("in_proj.weight", "sections", *sources)
+
+    convolved = [
+        Source("conv1d.weight", (rows, 1, shape.linear_conv), "rows") for rows in (keys, keys, values)
+    ]
+    yield weight("conv1d.weight", "sections", *convolved)
+    yield weight("dt_bias", "rows", Source("dt_bias", (numbers,), "rows"))
+    yield weight("A_log", "rows", Source("A_log", (numbers,), "rows"))
+    yield weight("out_norm.weight", "whole", Source("norm.weight", (shape.linear_v_head_dim,)))
+    yield weight("out_proj.weight", "columns", Source("out_proj.weight", (shape.hidden, values), "columns"))
 
 
 def _mlp(shape: ModelShape) -> Iterator[Weight]:
@@ -287,7 +342,7 @@ def _mlp(shape: ModelShape) -> Iterator[Weight]:
 def _inner_projections(shape: ModelShape) -> tuple[tuple[str, ...], Cut]:
     """Return the checkpoint's projections in Megatron's linear_fc1, and how Megatron shards them."""
     if shape.gated:
-        return ("gate_proj", "up_proj"), "gate_up"
+        return ("gate_proj", "up_proj"), "sections"
     return ("up_proj",), "rows"
 
 

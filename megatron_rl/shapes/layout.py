@@ -566,6 +566,7 @@ def trainer_problems(
     errors = _head_problems(shape, layout, " and use pipeline or data parallelism for the other ranks")
     if not errors:
         errors = _width_problems(shape, layout)
+    errors += _delta_net_problems(shape, layout)
 
     # Pipeline parallelism distributes whole layers.
     try:
@@ -599,6 +600,34 @@ def trainer_problems(
     if shape.experts % layout.expert:
         fix = f"set {path}.expert to {math.gcd(shape.experts, layout.expert)}"
         errors.append(_indivisible(shape.experts, "experts", layout.expert, f"{path}.expert", fix))
+    return errors
+
+
+def _delta_net_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
+    """Return the errors of training gated delta nets, and attention with a gate on its output."""
+    errors = []
+    if shape.linear_layers and layout.context > 1:
+        errors.append(
+            UserError(
+                "context parallelism is not supported for gated delta nets",
+                where=f"{layout.path}.context",
+                expected=f"1: {shape.name} has {len(shape.linear_layers)} gated delta nets",
+                got=str(layout.context),
+                fix=f"remove {layout.path}.context, and lower batch.tokens_per_microbatch if memory is short",
+            )
+        )
+    if shape.output_gate and layout.tensor > shape.kv_heads:
+        # Megatron (0.16.1) selects a rank's queries from those that share a key, but not their gates.
+        errors.append(
+            UserError(
+                "attention with a gate on its output needs a key-value head on every tensor-parallel rank",
+                where=f"{layout.path}.tensor",
+                expected=f"at most {shape.kv_heads}, the key-value heads of {shape.name}",
+                got=str(layout.tensor),
+                fix=f"set {layout.path}.tensor to {_best_tensor(shape, layout.tensor)} and use pipeline or "
+                "data parallelism for the other ranks",
+            )
+        )
     return errors
 
 
@@ -660,6 +689,10 @@ def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") 
             )
         ]
 
+    if shape.linear_layers and shape.linear_k_heads % tensor:
+        noun = "key heads of gated delta nets"
+        return [_indivisible(shape.linear_k_heads, noun, tensor, tensor_key, tensor_fix)]
+
     # With fewer key-value heads than ranks, equally many ranks must share each head.
     if shape.kv_heads % tensor and tensor % shape.kv_heads:
         return [_indivisible(shape.kv_heads, "key-value heads", tensor, tensor_key, tensor_fix)]
@@ -702,5 +735,5 @@ def _indivisible(value: int, noun: str, size: int, key: str, fix: str) -> UserEr
 
 def _best_tensor(shape: ModelShape, tensor: int) -> int:
     """Return the largest tensor-parallel size up to ``tensor`` that divides heads and the MLP width."""
-    common = math.gcd(math.gcd(shape.heads, shape.kv_heads), shape.mlp_width)
+    common = math.gcd(shape.heads, shape.kv_heads, shape.mlp_width, shape.linear_k_heads)
     return max(size for size in range(1, min(tensor, common) + 1) if common % size == 0)

@@ -104,6 +104,8 @@ class ModelShape:
     """Attention's output is gated by a second query-sized projection."""
     linear_layers: tuple[int, ...] = ()
     """Layers with a gated delta net instead of attention."""
+    linear_interleaved: bool = False
+    """The checkpoint interleaves the projections of a delta net by key head."""
     linear_k_heads: int = 0
     """Key heads of a delta net."""
     linear_qk: int = 0

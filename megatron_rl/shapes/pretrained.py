@@ -97,7 +97,8 @@ class PretrainedModel:
             name = self.family.tensor_name(source.name)
             first = next_row.get(name, 0)
             yield replace(source, name=name, first=first)
-            next_row[name] = first + source.shape[0]
+            # The next source of an interleaved tensor begins after one run of this one.
+            next_row[name] = first + source.run_rows
 
     def tensors(self) -> Iterator[CheckpointTensor]:
         """Yield every tensor of the checkpoint in its order; a fused tensor is one entry per source.
@@ -144,8 +145,7 @@ class PretrainedModel:
         shapes: dict[str, tuple[int, ...]] = {}
         for tensor in self.tensors():
             # The last source of a fused tensor ends at its last row.
-            rows, *trailing = tensor.source.shape
-            shapes[tensor.name] = (tensor.source.first + rows, *trailing)
+            shapes[tensor.name] = (tensor.source.end, *tensor.source.shape[1:])
         return shapes
 
     def is_mtp(self, name: str) -> bool:

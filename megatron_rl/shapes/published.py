@@ -16,7 +16,14 @@ from typing import Any
 
 from megatron_rl.errors import UserError, nearest, raise_errors, single_errors
 from megatron_rl.shapes.families import FAMILIES
-from megatron_rl.shapes.family import ConfigReader, Fields, common_sizes, latent_sizes, sliding_window_fields
+from megatron_rl.shapes.family import (
+    ConfigReader,
+    Fields,
+    common_sizes,
+    delta_net_fields,
+    latent_sizes,
+    sliding_window_fields,
+)
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel, read_json, read_pretrained
 
@@ -25,17 +32,12 @@ _TWO_MATRIX = ("gpt", "gpt2", "gpt_neox", "opt", "falcon", "phi", "starcoder2", 
 """The MLP is not gated."""
 _QKV_BIAS_ONLY = ("qwen2_moe", "glm4")
 """``attention_bias`` does not include the output projection."""
-_QK_NORM = ("qwen3_next", "qwen3_5_moe")
-"""Queries and keys are normalised."""
 _ROUTER_BIAS = ("kimi_k2", "gpt_oss")
 """The router has biases."""
 _UNTRAINABLE_FEATURES = (
     ("gated", False, "an MLP of two matrices"),
     ("layer_norm", True, "LayerNorm"),
     ("learned_positions", None, "learned positions"),
-    ("linear_layers", None, "gated delta nets"),
-    ("output_gate", True, "a gate on attention's output"),
-    ("shared_gate", True, "a gate on shared experts"),
     ("expert_bias", True, "biases in experts"),
 )
 """Fields of `ModelShape` that no layer here implements: field, its value (None for any true one), noun."""
@@ -178,7 +180,7 @@ def _read(reader: ConfigReader, name: str) -> ModelShape:
         "qkv_bias": bias,
         "output_bias": bias and model_type not in _QKV_BIAS_ONLY,
         "mlp_bias": reader.flag("mlp_bias"),
-        "qk_norm": bool(config.get("qk_norm", config.get("use_qk_norm", model_type in _QK_NORM))),
+        "qk_norm": bool(config.get("qk_norm", reader.flag("use_qk_norm"))),
         "learned_positions": learned_positions,
     }
 
@@ -187,7 +189,10 @@ def _read(reader: ConfigReader, name: str) -> ModelShape:
     fields |= _mixture(reader, layers)
     if reader.flag("kv_lora_rank"):
         fields |= latent_sizes(reader)
-    fields |= _delta_nets(reader, layers)
+    if reader.flag("linear_num_value_heads"):
+        fields |= delta_net_fields(reader, layers)
+    if fields.get("linear_layers"):
+        fields["output_gate"] = bool(reader.get("attn_output_gate", True))
     return ModelShape(**fields)
 
 
@@ -223,36 +228,4 @@ def _mixture(reader: ConfigReader, layers: int) -> Fields:
         "router_bias": bool(reader.get("router_bias", model_type in _ROUTER_BIAS)),
         "expert_bias": model_type == "gpt_oss",
         "dense_layers": tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % step),
-    }
-
-
-def _delta_nets(reader: ConfigReader, layers: int) -> Fields:
-    """Read the layers with gated delta nets, and the sizes of these.
-
-    transformers 5 writes a type per layer, ``layer_types``; older versions write that each
-    ``full_attention_interval``-th layer has full attention.
-    """
-    if not reader.flag("linear_num_value_heads"):
-        return {}
-    types = reader.get("layer_types")
-    linear_layers: tuple[int, ...] = ()
-    if types is not None:
-        linear_layers = tuple(layer for layer, name in enumerate(types) if name == "linear_attention")
-    elif reader.flag("full_attention_interval"):
-        interval = reader.size("full_attention_interval")
-        linear_layers = tuple(layer for layer in range(layers) if (layer + 1) % interval)
-    if not linear_layers:
-        return {}
-
-    value_heads = reader.size("linear_num_value_heads")
-    value_dim = reader.size("linear_value_head_dim")
-    return {
-        "linear_layers": linear_layers,
-        "linear_k_heads": reader.size("linear_num_key_heads"),
-        "linear_qk": reader.size("linear_num_key_heads") * reader.size("linear_key_head_dim"),
-        "linear_v": value_heads * value_dim,
-        "linear_v_heads": value_heads,
-        "linear_v_head_dim": value_dim,
-        "linear_conv": reader.size("linear_conv_kernel_dim", 4),
-        "output_gate": bool(reader.get("attn_output_gate", True)),
     }

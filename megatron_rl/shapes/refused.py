@@ -27,11 +27,4 @@ REFUSED = (
         "attention sinks outside Transformer Engine's attention, and an importer of fused experts with "
         "biases",
     ),
-    RefusedFamily(
-        "Qwen3-Next",
-        "qwen3_next",
-        "Qwen3NextForCausalLM",
-        "gated delta nets on packed rows (megatron.core.ssm.gated_delta_net of 0.16 refuses them, that of "
-        "0.19 asks for flash-linear-attention, which has kernels for GPUs alone)",
-    ),
 )

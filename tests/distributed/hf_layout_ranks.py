@@ -52,6 +52,10 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {},
     ),
     ("phi3", {"tensor": 4}, {}),
+    ("qwen3-5", {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, {}),
+    ("qwen3-5", {"pipeline": 2, "virtual_pipeline": 2}, {}),
+    ("qwen3-5-moe", {"tensor": 2, "expert": 4, "sequence_parallel": True}, {}),
+    ("qwen3-next", {"tensor": 2, "pipeline": 2, "expert": 2, "sequence_parallel": True}, {}),
     ("gemma2", {"tensor": 2, "pipeline": 2}, {}),
     (
         "glm4-moe",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.shapes.layout import ParallelLayout, trainer_problems
+from megatron_rl.shapes.pretrained import describe
 from tests.hf_models import FAMILIES, config_of, save_model, use_epsilon_of_config
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -54,8 +56,9 @@ SHARE = 4
 """So many of its layouts each family takes here, in turn; `every_layout` has all of them."""
 TOLERANCES = {"log_probs": 2e-5, "entropy": 2e-5, "values": 2e-5, "gradients": 1e-4}
 """Float32 sums in another order: rounding of 6e-8 of each term, grown by four layers and 200 tokens."""
-GROWN: Mapping[str, float] = {"gemma3": 4.0}
-"""Where it grows more: transformers' log-probs of it differ by 6e-5 between float32 and float64."""
+GROWN: Mapping[str, float] = {"gemma3": 4.0, "qwen3-5": 4.0, "qwen3-5-moe": 4.0, "qwen3-next": 4.0}
+"""Where it grows more: transformers' log-probs of Gemma 3 differ by 6e-5 between float32 and float64, those of
+Qwen3.5 by up to 5e-5 if each weight moves by up to a quarter of the distance between float32 numbers."""
 
 
 def case(family: str, **sizes: Any) -> dict[str, Any]:
@@ -72,11 +75,23 @@ def sparse(family: str) -> bool:
     )
 
 
+def fitting(family: str, layouts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the layouts in which a tiny model can be trained."""
+    shape = describe(config_of(family).to_dict()).shape
+
+    def problems(layout: dict[str, Any]) -> list[Any]:
+        sizes = {name: size for name, size in layout.items() if name in SIZES}
+        return trainer_problems(shape, ParallelLayout(tuple(range(RANKS)), **sizes))
+
+    return [layout for layout in layouts if not problems(layout)]
+
+
 def shared_out() -> list[dict[str, Any]]:
     """Return the cases of this suite: every layout of both lists is some families'."""
     counts, cases = {True: 0, False: 0}, []
     for family in FAMILIES:
-        layouts, first = SPARSE if sparse(family) else DENSE, counts[sparse(family)]
+        layouts = fitting(family, SPARSE if sparse(family) else DENSE)
+        first = counts[sparse(family)]
         counts[sparse(family)] += SHARE
         cases += [case(family, **layouts[number % len(layouts)]) for number in range(first, first + SHARE)]
     return cases
@@ -95,7 +110,8 @@ def every_layout(family: str) -> Iterator[dict[str, Any]]:
         chosen = (tensor, pipeline, virtual, context, expert, expert_tensor)
         layout = {name: size for name, size in zip(SIZES, chosen, strict=True) if size > 1}
         for recompute in ("none", "full", "selective"):
-            yield case(family, **layout, **(SP if sequence else {}), recompute=recompute)
+            if fitting(family, [layout]):
+                yield case(family, **layout, **(SP if sequence else {}), recompute=recompute)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +175,9 @@ def test_log_probs_are_those_of_transformers(folder: Path, family: str) -> None:
     expected = reference_log_probs(
         model, batch.tokens, batch.lengths, batch.temperature, batch.support_sizes, batch.support
     )
-    assert (found["log_probs"] - expected)[batch.response_mask].abs().max() < 2e-5
+    difference = (found["log_probs"] - expected)[batch.response_mask].abs().max()
+    grown = GROWN.get(family, 1.0)
+    assert difference < TOLERANCES["log_probs"] * grown
     still = [name for name, step in found["steps"].items() if not step.any()]
     assert not [name for name in still if "e_score_correction_bias" not in name], (
         "the step must move every weight"

@@ -3,19 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.shapes.family import ConfigReader, Family, Fields, attention_bias, expert_fields
+from megatron_rl.shapes.family import (
+    ConfigReader,
+    Family,
+    Fields,
+    attention_bias,
+    expert_fields,
+    sparse_step_layers,
+)
 
 
 def _structure(reader: ConfigReader) -> Fields:
-    # Every step-th layer has experts, except for the layers that config.json lists.
-    step = reader.get("decoder_sparse_step", 1)
-    mlp_only = reader.get("mlp_only_layers", [])
-    dense_layers = tuple(
-        layer
-        for layer in range(reader.size("num_hidden_layers"))
-        if layer in mlp_only or step <= 0 or (layer + 1) % step
-    )
-
+    dense_layers = sparse_step_layers(reader)
     return {
         **attention_bias(reader),
         **expert_fields(reader, "num_experts", "moe_intermediate_size", dense_layers),

@@ -82,7 +82,8 @@ class CachingDecoder:
     def keep(self, rows: list[int]) -> None:
         index = torch.tensor(rows, device=self._device)
         self._mask = self._mask[index]
-        self._cache.batch_select_indices(index)
+        # Unlike `batch_select_indices`, it also selects the states of delta nets (seen in transformers 5.19).
+        self._cache.reorder_cache(index)
 
     def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         output = self._model(

@@ -1,0 +1,51 @@
+"""Qwen3-Next (Qwen team, September 2025): its checkpoints interleave the projections of a delta net."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.shapes.family import (
+    DELTA_DEFAULTS,
+    ConfigReader,
+    Family,
+    Fields,
+    delta_net_megatron,
+    delta_net_structure,
+    gated_shared_expert,
+    sparse_step_layers,
+)
+
+
+def _structure(reader: ConfigReader) -> Fields:
+    return {
+        **delta_net_structure(reader),
+        **gated_shared_expert(reader, sparse_step_layers(reader)),
+        "linear_interleaved": True,
+    }
+
+
+def _megatron(config: Mapping[str, Any]) -> Fields:
+    # A softmax over the chosen logits equals a softmax over all of them, renormalised over the chosen.
+    return {**delta_net_megatron(config), "moe_router_pre_softmax": not config["norm_topk_prob"]}
+
+
+FAMILY = Family(
+    "Qwen3-Next",
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    "Qwen3NextForSequenceClassification",
+    _structure,
+    _megatron,
+    defaults={
+        **DELTA_DEFAULTS,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    },
+    aliases={"num_local_experts": "num_experts"},
+    renamed=(("mlp.shared_experts.", "mlp.shared_expert."),),
+    partial_rotary=True,
+)
