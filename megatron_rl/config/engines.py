@@ -47,8 +47,8 @@ class EngineCapabilities:
     host_latent_size: int = 0
     """Supported size of a token's latent cache on such a host (DeepSeek: 512 + 64), 0 for any."""
 
-    host_delta_net_dtypes: tuple[str, ...] = ()
-    """Supported values of `model.dtype` for gated delta nets on such a host, empty for any."""
+    host_delta_nets: bool = True
+    """Gated delta nets compute with the weights of a sync on such a host."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,9 @@ ENGINES: dict[str, EngineSpec] = {
             # vLLM's attention on a CPU has kernels for these sizes alone.
             host_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
             host_latent_size=576,
-            # vLLM 0.32 asserts it at the first token (mamba/ops/cpu/gdn_attention.py).
-            host_delta_net_dtypes=("bfloat16",),
+            # vLLM 0.32 takes bfloat16 alone (mamba/ops/cpu/gdn_attention.py), and its kernel a packed copy of
+            # the convolution's weights, which a sync does not reach.
+            host_delta_nets=False,
         ),
     ),
     "torch": EngineSpec(

@@ -41,6 +41,12 @@ class PackedDeltaNet(GatedDeltaNet):
     On an accelerator with flash-linear-attention its kernel computes the rule, otherwise PyTorch does.
     """
 
+    # The sizes are optional in a configuration, but not in one with delta nets.
+    key_head_dim: int
+    value_head_dim: int
+    num_key_heads: int
+    num_value_heads: int
+
     def __init__(self, config: TransformerConfig, *args: Any, pg_collection: Any, **kwargs: Any) -> None:
         with _without_flash_linear_attention():
             super().__init__(config, *args, pg_collection=pg_collection, **kwargs)

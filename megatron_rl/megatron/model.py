@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -107,9 +108,8 @@ class ParallelModel:
         if not self.uses_transformer_engine and (foreign or not own):
             self.takes_boundaries = False
         # Delta nets gather rows by length, beside attention that may take their boundaries.
-        self.has_delta_nets = any(
-            isinstance(module, PackedDeltaNet) for chunk in self.chunks for module in chunk.modules()
-        )
+        modules = chain.from_iterable(chunk.modules() for chunk in self.chunks)
+        self.has_delta_nets = any(isinstance(module, PackedDeltaNet) for module in modules)
 
         # Context parallelism exchanges rows in `RowAttention` alone.
         self.takes_rows = not (self.uses_transformer_engine and foreign)

@@ -312,7 +312,6 @@ def gated_shared_expert(reader: ConfigReader, dense_layers: tuple[int, ...] = ()
 DELTA_DEFAULTS: Mapping[str, Any] = {
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
-    "full_attention_interval": 4,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
@@ -322,18 +321,19 @@ DELTA_DEFAULTS: Mapping[str, Any] = {
 """Defaults of transformers for the models of `delta_net_structure`."""
 
 
-def delta_net_fields(reader: ConfigReader, layers: int) -> Fields:
+def delta_net_fields(reader: ConfigReader, layers: int, interval: int = 0) -> Fields:
     """Read the layers with gated delta nets, and the sizes of these.
 
     transformers 5 writes a type per layer, ``layer_types``; older versions write that each
-    ``full_attention_interval``-th layer has full attention.
+    ``full_attention_interval``-th layer has full attention; ``interval`` is used where neither is written.
     """
     types = reader.get("layer_types")
     linear_layers: tuple[int, ...] = ()
+    if reader.flag("full_attention_interval"):
+        interval = reader.size("full_attention_interval")
     if types is not None:
         linear_layers = tuple(layer for layer, name in enumerate(types) if name == "linear_attention")
-    elif reader.flag("full_attention_interval"):
-        interval = reader.size("full_attention_interval")
+    elif interval:
         linear_layers = tuple(layer for layer in range(layers) if (layer + 1) % interval)
     if not linear_layers:
         return {}
@@ -357,7 +357,7 @@ def delta_net_structure(reader: ConfigReader) -> Fields:
     reader.allow("attention_bias", False, None)
     reader.allow("attn_output_gate", True, None)
     reader.allow("hidden_act", "silu", None)
-    fields = delta_net_fields(reader, reader.size("num_hidden_layers"))
+    fields = delta_net_fields(reader, reader.size("num_hidden_layers"), interval=4)
     if fields and fields["linear_v_heads"] % fields["linear_k_heads"]:
         reader.refuse(
             "the value heads of a delta net share its key heads unevenly",

@@ -194,7 +194,9 @@ def _norm(shape: ModelShape, name: str, source: str, fused: str = "") -> Iterato
 def _norms(shape: ModelShape, linear: bool) -> Iterator[Weight]:
     """Yield the norms of a layer: two before attention and MLP, or four around them (sandwich norms)."""
     # Transformer Engine fuses a norm into the linear layer that follows.
-    projection = "in_proj" if linear else "linear_qkv"
+    projection = "linear_qkv"
+    if linear:
+        projection = "in_proj"
     fused_attention = f"self_attention.{projection}.layer_norm_weight"
     fused_mlp = "mlp.linear_fc1.layer_norm_weight"
 

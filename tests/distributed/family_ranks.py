@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
+import yaml
 from test_layout_invariance import sparse
 
 from megatron_rl.cli.main import main
@@ -32,8 +33,10 @@ def journey(folder: Path, experts: bool, adapters: bool) -> None:
     second = f"actor.layout.{second_axis}=2"
     command("check", config, first, "--world-size", "2")
 
-    # One routing replay each for the first run and for the one that resumes.
-    replays = [f"actor.routing_replay={name}" for name in ("rollout", "update") if experts]
+    # One routing replay each for the first run and for the one that resumes; the plain engine reports none.
+    engine = yaml.safe_load(config.read_text())["rollout"].get("engine", "vllm")
+    first_replay = "rollout" if engine == "vllm" else "update"
+    replays = [f"actor.routing_replay={name}" for name in (first_replay, "update") if experts]
     separate_sync = ["actor.lora.sync=adapter"] if adapters and not experts else []
 
     command("train", config, first, *replays[:1], *separate_sync)

@@ -32,6 +32,8 @@ LOSSES = {
     "moe_router_load_balancing_type": "seq_aux_loss",
 }
 """Losses of routers, of the runs without adapters."""
+DELTA_NETS = ("qwen3-5", "qwen3-5-moe", "qwen3-next")
+"""Families that `check` refuses with vLLM on a host, and that a plain torch model samples from."""
 REWARD = "def score(*, response, **_):\n    return float(len(response) % 3) + 0.1 * response.count('1')\n"
 
 
@@ -55,7 +57,8 @@ def workspace(folder: Path, family: str, material: Path, **changes: Any) -> None
         "reward": {"function": f"{folder / 'reward.py'}:score"},
         "batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "optimizer_steps": 1 + sparse(family)},
         "actor": {"optimizer": {"learning_rate": 1e-3}, "megatron": LOSSES if sparse(family) else {}},
-        "rollout": {"tensor": 2, "max_response_tokens": 12},
+        "rollout": {"max_response_tokens": 12}
+        | ({"engine": "torch"} if family in DELTA_NETS else {"tensor": 2}),
         "checkpoint": {"every": 1, "export": False},
         "algorithm": {"name": "grpo", "kl": "none"},
     } | changes
@@ -110,8 +113,9 @@ def check(folder: Path, name: str) -> None:
         return
     lines = [json.loads(line) for line in (folder / name / "run/metrics.jsonl").open()]
     assert [line["step"] for line in lines] == [1, 2, 3]
-    # Of trainer and vLLM; test_layout_invariance.py compares the trainer with transformers.
-    assert max(line["mismatch/abs_diff"] for line in lines) < 1e-5, name
+    # Of trainer and engine; test_layout_invariance.py compares the trainer with transformers.
+    bound = 4e-5 if name in DELTA_NETS else 1e-5
+    assert max(line["mismatch/abs_diff"] for line in lines) < bound, name
     assert all(line["policy/grad_norm"] > 0 for line in lines), name
     if sparse(name):
         assert unwritten("a run of a mixture", lines) == []

@@ -57,8 +57,8 @@ SHARE = 4
 TOLERANCES = {"log_probs": 2e-5, "entropy": 2e-5, "values": 2e-5, "gradients": 1e-4}
 """Float32 sums in another order: rounding of 6e-8 of each term, grown by four layers and 200 tokens."""
 GROWN: Mapping[str, float] = {"gemma3": 4.0, "qwen3-5": 4.0, "qwen3-5-moe": 4.0, "qwen3-next": 4.0}
-"""Where it grows more: transformers' log-probs of Gemma 3 differ by 6e-5 between float32 and float64, those of
-Qwen3.5 by up to 5e-5 if each weight moves by up to a quarter of the distance between float32 numbers."""
+"""Where it grows more: transformers' log-probs of Gemma 3 differ by 6e-5 between float32 and float64, those
+of Qwen3.5 by up to 5e-5 if each weight moves by up to a quarter of the distance between float32 numbers."""
 
 
 def case(family: str, **sizes: Any) -> dict[str, Any]:

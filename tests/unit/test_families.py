@@ -95,6 +95,10 @@ def test_every_consumer_takes_what_transformers_saves_and_what_is_exported(famil
     assert sum(plan.needed.values()) >= 4 * count
 
 
+MADE_UP_DEFAULTS = {"qwen3_5_moe_text": {"intermediate_size"}}
+"""Keys that a model type does not have in transformers: no layer of it is dense."""
+
+
 @pytest.mark.parametrize("family", TABLE)
 def test_defaults_are_those_of_transformers(family) -> None:
     """A config.json may leave out what transformers fills in."""
@@ -103,7 +107,8 @@ def test_defaults_are_those_of_transformers(family) -> None:
     normal = TABLE[family].normal(whole)
     aliases = {key: spelling for spelling, key in TABLE[family].aliases.items()}
     for key, value in (DEFAULTS | TABLE[family].defaults).items():
-        if value is not None and normal.get(key) is not None:
+        made_up = key in MADE_UP_DEFAULTS.get(family, ())
+        if value is not None and normal.get(key) is not None and not made_up:
             told = whole.get(key, whole.get(aliases.get(key, key)))
             assert told == value, key
 

@@ -265,14 +265,13 @@ def host_engine_errors(
     if shape is None:
         return
 
-    dtypes = capabilities.host_delta_net_dtypes
-    if shape.linear_layers and dtypes and config.model.dtype not in dtypes:
+    if shape.linear_layers and not capabilities.host_delta_nets:
         yield UserError(
-            "vLLM's gated delta nets have no kernel for this dtype on a machine without an accelerator",
-            where="model.dtype",
-            expected=join_names(dtypes, len(dtypes)),
-            got=config.model.dtype,
-            fix=f"set model.dtype={dtypes[0]} or rollout.engine=torch; where the run will have GPUs, set gpu",
+            "vLLM's gated delta nets do not compute with synced weights on a machine without an accelerator",
+            where="rollout.engine",
+            expected="rollout.engine=torch, for this model on such a machine",
+            got=config.rollout.engine,
+            fix="set rollout.engine=torch and rollout.tensor=1; where the run will have GPUs, set gpu",
         )
 
     # The attention kernels of vLLM's CPU build have fixed sizes.

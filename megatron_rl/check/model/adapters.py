@@ -111,6 +111,15 @@ def check_adapted_model(
 
     ``key`` is the key of the adapters' section; ``settings`` are Megatron's for the model.
     """
+    if model.shape.linear_layers:
+        yield UserError(
+            "models with gated delta nets cannot have adapters",
+            where=key,
+            expected="no adapters, or another model",
+            got=f"{model.shape.name}, with {len(model.shape.linear_layers)} gated delta nets",
+            fix=f"remove {key}",
+        )
+        return
     targets = Lora.of(model.shape, lora.rank, lora.targets).targets
     errors = target_problems(model.shape, targets, f"{key}.targets")
 

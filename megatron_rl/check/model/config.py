@@ -179,8 +179,14 @@ def _layer_type_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserEr
     if len(layer_types) != layers:
         expected = f"num_hidden_layers ({layers}) entries"
         yield _error(file, "layer_types", expected, f"{len(layer_types)} entries")
-    elif any(layer_type not in _LAYER_TYPES for layer_type in layer_types):
-        yield _error(file, "layer_types", f"entries among {', '.join(_LAYER_TYPES)}", layer_types)
+        return
+
+    # Gated delta nets have sizes of their own.
+    allowed = _LAYER_TYPES
+    if config.get("linear_num_value_heads"):
+        allowed = (*_LAYER_TYPES, "linear_attention")
+    if any(layer_type not in allowed for layer_type in layer_types):
+        yield _error(file, "layer_types", f"entries among {', '.join(allowed)}", layer_types)
 
 
 def _rope_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
