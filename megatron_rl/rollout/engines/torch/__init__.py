@@ -23,10 +23,16 @@ def make_engine(
     """See `rollout.engines.base.make_engine`. Not collective: a replica is one rank."""
     import torch
 
+    from megatron_rl.distributed import device
     from megatron_rl.rollout.engines.torch.engine import TorchEngine
 
     if rank not in layout.ranks:
         return None
+    # On the device of the trainer's weights, from which they are synchronized.
     return TorchEngine.from_hf(
-        model_path, rank=rank, dtype=getattr(torch, dtype), max_model_len=max_model_len
+        model_path,
+        rank=rank,
+        dtype=getattr(torch, dtype),
+        device=device.device(),
+        max_model_len=max_model_len,
     )
