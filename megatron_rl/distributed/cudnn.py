@@ -1,0 +1,52 @@
+"""One cuDNN in a process: the one that torch brings.
+
+Transformer Engine loads a cuDNN of CUDA_HOME or of the library path first, and its parts by name. With torch's
+own beside it, half of either is used: on an H100 with cuDNN 9.14 on the machine and 9.19 in torch's wheels,
+`torch.backends.cudnn.version()` raised, and with it every convolution. A library that is loaded is not looked
+for again, so torch's are loaded first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron_rl.distributed import device
+
+_MAPS = Path("/proc/self/maps")
+"""Files that this process has mapped, on Linux."""
+
+
+def load_cudnn_of_torch() -> None:
+    """Load every library of torch's cuDNN; must precede the first import of Megatron-Core.
+
+    Without effect where there is no Transformer Engine, no GPU, or a cuDNN that torch does not load by itself.
+    Warns where another one has been loaded.
+    """
+    if device.on_host() or find_spec("transformer_engine") is None:
+        return
+    files = mapped_libraries(_MAPS.read_text() if _MAPS.is_file() else "")
+    main = [file for file in files if file.name.startswith("libcudnn.so")]
+    if not main:
+        return
+
+    # torch has loaded the one without parts in its name, which finds the others next to itself.
+    folder = main[0].parent
+    others = sorted({file.parent for file in files} - {folder})
+    if others:
+        warnings.warn(
+            f"cuDNN was loaded from {others[0]}, and torch has its own in {folder}: export "
+            f"LD_LIBRARY_PATH={folder}:$LD_LIBRARY_PATH before Python starts",
+            stacklevel=2,
+        )
+        return
+    for file in sorted(folder.glob("libcudnn*.so.*")):
+        ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
+
+
+def mapped_libraries(maps: str) -> list[Path]:
+    """Return the files of cuDNN among a process's mapped files, in the order of ``maps``."""
+    files = [Path(line.split()[-1]) for line in maps.splitlines() if "/libcudnn" in line]
+    return list(dict.fromkeys(files))

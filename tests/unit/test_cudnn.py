@@ -1,0 +1,57 @@
+"""Of two cuDNNs on a machine, a process uses the one that torch brings."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl.distributed import cudnn
+
+WHEEL = "/venv/nvidia/cudnn/lib"
+MACHINE = "/usr/lib/x86_64-linux-gnu"
+
+
+def maps(*files: str) -> str:
+    """Return lines as Linux writes them, two for each file."""
+    return "".join(f"7f00-7f01 r-xp 00000000 fe:00 1  {file}\n" * 2 for file in ("/usr/bin/python3", *files))
+
+
+def test_libraries_are_found_among_the_mapped_files() -> None:
+    found = cudnn.mapped_libraries(maps(f"{WHEEL}/libcudnn.so.9", f"{MACHINE}/libcudnn_graph.so.9.14.0"))
+    assert found == [Path(WHEEL) / "libcudnn.so.9", Path(MACHINE) / "libcudnn_graph.so.9.14.0"]
+
+
+@pytest.fixture
+def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the libraries that are loaded, on a machine with a GPU and Transformer Engine."""
+    names: list[str] = []
+    monkeypatch.setattr(cudnn, "find_spec", lambda _: SimpleNamespace())
+    monkeypatch.setattr(cudnn.device, "on_host", lambda: False)
+    monkeypatch.setattr(ctypes, "CDLL", lambda file, mode: names.append(Path(file).name))
+    monkeypatch.setattr(cudnn, "_MAPS", tmp_path / "maps")
+    for name in ("libcudnn.so.9", "libcudnn_graph.so.9", "libcudnn_ops.so.9"):
+        (tmp_path / name).touch()
+    return names
+
+
+def test_all_parts_of_torchs_are_loaded(tmp_path: Path, loaded: list[str]) -> None:
+    cudnn._MAPS.write_text(maps(f"{tmp_path}/libcudnn.so.9"))
+    cudnn.load_cudnn_of_torch()
+    assert loaded == ["libcudnn.so.9", "libcudnn_graph.so.9", "libcudnn_ops.so.9"]
+
+
+def test_another_one_that_is_loaded_is_said(tmp_path: Path, loaded: list[str]) -> None:
+    """As seen on an H100: torch's own, and the parts of the machine's."""
+    cudnn._MAPS.write_text(maps(f"{tmp_path}/libcudnn.so.9", f"{MACHINE}/libcudnn_graph.so.9.14.0"))
+    with pytest.warns(UserWarning, match=f"from {MACHINE}, .* export LD_LIBRARY_PATH={tmp_path}:"):
+        cudnn.load_cudnn_of_torch()
+    assert not loaded
+
+
+def test_a_torch_without_cudnn_loads_none(loaded: list[str]) -> None:
+    cudnn._MAPS.write_text(maps())
+    cudnn.load_cudnn_of_torch()
+    assert not loaded
