@@ -520,7 +520,9 @@ def _fused_block(config: TransformerConfig, vp_stage: int | None, pp_rank: int) 
         return get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pp_rank
         )
-    layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        qk_layernorm=config.qk_layernorm, use_te_activation_func=config.use_te_activation_func
+    )
     from megatron.core.extensions.transformer_engine import TENorm
 
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
