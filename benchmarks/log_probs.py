@@ -2,8 +2,8 @@
 
     python benchmarks/log_probs.py [--quick] [--repeats N] [--json FILE] [--size tokens,hidden,vocabulary]
 
-chunked   ours: logits of a chunk of tokens at a time, projected again in the backward pass
-kernel    ours on an accelerator with Triton: a forward pass without logits, the same backward pass
+chunked   ours: logits of a tile at a time, projected again in the backward pass
+kernel    ours on an accelerator with Triton: a tile is read once in each pass
 unfused   all logits at once through autograd: log_softmax, gather, entropy
 liger     Liger's fused linear cross entropy, if installed; it has no entropy and no gradient of it
 
@@ -46,13 +46,14 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 @contextmanager
 def kernel(use: bool) -> Any:
-    """Make our function use the Triton kernel, or not."""
-    kernel_applies = ours.kernel_applies
-    setattr(ours, "kernel_applies", lambda *_: use)
+    """Make our function use the Triton kernels, or not."""
+    fitting_reductions = ours.fitting_reductions
+    reductions = ours.triton_reductions() if use else ours.TORCH
+    setattr(ours, "fitting_reductions", lambda _: reductions)
     try:
         yield
     finally:
-        setattr(ours, "kernel_applies", kernel_applies)
+        setattr(ours, "fitting_reductions", fitting_reductions)
 
 
 def own(use: bool) -> Method:
@@ -87,7 +88,7 @@ def methods(dtype: torch.dtype) -> dict[str, Method]:
     """Return the methods that can run here, by name."""
     available: dict[str, Method] = {"chunked": own(False), "unfused": unfused}
     if not device.on_host():
-        if importlib.util.find_spec("triton") is not None and ours.kernel_works(dtype):
+        if importlib.util.find_spec("triton") is not None and ours.kernels_work(dtype):
             available["kernel"] = own(True)
         if importlib.util.find_spec("liger_kernel") is not None:
             available["liger"] = liger

@@ -1,8 +1,8 @@
 """Log-probs and entropy straight from hidden states, over vocabulary shards, in bounded memory.
 
-The logits of a micro-batch never exist at once: a chunk of tokens is projected, reduced to four numbers per
-token and dropped, and projected again in the backward pass. Memory is O(chunk * V / tensor parallel). On an
-accelerator with Triton the forward pass is one kernel that writes no logits at all (`log_probs_triton`).
+The logits of a micro-batch never exist at once: a tile of them is projected, reduced to four numbers per token
+and dropped, and projected again in the backward pass. Memory is O(chunk * V / tensor parallel). On an
+accelerator with Triton every pass reads a tile once (`log_probs_triton`).
 
 Logits are float32 in every pass, whatever the model's dtype: rounded to bfloat16 they would be off by up to
 0.06 at 20, and the probabilities of a pass that rounds and one that does not would not sum to 1.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy
@@ -99,11 +100,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor,
         shard: VocabularyShard, chunk: int, reduce_hidden_gradient: bool, support: Support | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        # The kernel implements neither truncated supports nor capped logits.
-        if support is None and shard.cap is None and kernel_applies(hidden, weight):
-            stats = kernel_statistics(hidden, weight, targets, temperature, shard)
-        else:
-            stats = chunked_statistics(hidden, weight, targets, temperature, shard, chunk, support)
+        stats = statistics(hidden, weight, targets, temperature, shard, chunk, support)
         log_normaliser, log_probs, entropy = _combine(_gather(stats, shard.group))
 
         ctx.save_for_backward(hidden, weight, targets, temperature, log_normaliser, entropy)
@@ -131,23 +128,22 @@ def _gradients(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, log_normaliser: Tensor,
     entropy: Tensor, log_prob_gradient: Tensor, entropy_gradient: Tensor,
     shard: VocabularyShard, chunk: int, support: Support | None = None, frozen: bool = False,
+    reductions: Reductions | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return this shard's gradients of hidden states [n, h] and weight [V / tp, h], None if ``frozen``.
 
-    Logits are computed in tiles of tokens and of rows of the weight, as many at a time as in ``chunk`` tokens
-    and all rows. Both gradients are sums over tiles, in float32 at least: summed in bfloat16 over 75 chunks
-    of tokens, the weight's gradient would be off by 1 %.
+    Both gradients are sums over tiles, in float32 at least: summed in bfloat16 over 75 chunks of tokens, the
+    weight's gradient would be off by 1 %.
     """
-    tokens, rows = _gradient_tile(hidden, weight, chunk, frozen)
+    reductions = reductions or fitting_reductions(weight.dtype)
+    tokens, rows = _tile(hidden, weight, chunk, frozen)
     hidden_gradient = torch.zeros_like(hidden)
     hidden_sum = _float32_sum(hidden_gradient) if rows < len(weight) else hidden_gradient
     weight_gradient = None if frozen else torch.zeros_like(weight)
 
     # Rows in the outer loop: the float32 sum of the weight's gradient then has as many rows as a tile.
-    for first_row in range(0, len(weight), rows):
-        row_span = slice(first_row, first_row + rows)
+    for part_shard, row_span in _row_parts(shard, len(weight), rows):
         part = weight[row_span]
-        part_shard = shard._replace(start=shard.start + first_row)
         part_gradient = None if weight_gradient is None else weight_gradient[row_span]
         part_sum = part_gradient
         if part_gradient is not None and tokens < len(hidden):
@@ -155,11 +151,11 @@ def _gradients(
 
         for begin in range(0, len(hidden), tokens):
             span = slice(begin, begin + tokens)
-            logits = _logits(hidden[span], part, temperature[span], part_shard, support, span)
-            slope = _slope(
-                logits, targets[span], temperature[span], log_normaliser[span], entropy[span],
-                log_prob_gradient[span], entropy_gradient[span], part_shard,
-            ).to(weight.dtype)  # fmt: skip
+            logits = _logits(hidden[span], part, part_shard, support, span)
+            slope = reductions.slope(
+                logits, targets[span] - part_shard.start, temperature[span], log_normaliser[span],
+                entropy[span], log_prob_gradient[span], entropy_gradient[span], shard.cap, weight.dtype,
+            )  # fmt: skip
             del logits
             _add_product(hidden_sum[span], slope, part)
             if part_sum is not None:
@@ -173,11 +169,17 @@ def _gradients(
     return hidden_gradient, weight_gradient
 
 
-def _gradient_tile(hidden: Tensor, weight: Tensor, chunk: int, frozen: bool) -> tuple[int, int]:
-    """Return how many tokens and rows of the weight have their logits at once in the backward pass.
+def _row_parts(shard: VocabularyShard, count: int, rows: int) -> Iterator[tuple[VocabularyShard, slice]]:
+    """Cut ``count`` rows of the weight into parts of ``rows``."""
+    for first_row in range(0, count, rows):
+        yield shard._replace(start=shard.start + first_row), slice(first_row, first_row + rows)
 
-    In half precision every tile reads and writes the float32 sums of its tokens and rows. Square tiles move
-    the fewest bytes, and need no sum of the size of the whole weight.
+
+def _tile(hidden: Tensor, weight: Tensor, chunk: int, frozen: bool) -> tuple[int, int]:
+    """Return how many tokens and rows of the weight have their logits at once: as many as ``chunk`` tokens.
+
+    In half precision every tile of the backward pass reads and writes the float32 sums of its tokens and
+    rows. Square tiles move the fewest bytes, and need no sum of the size of the whole weight.
     """
     if frozen or hidden.dtype.itemsize >= 4:
         return chunk, len(weight)
@@ -200,36 +202,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.add_(_product(left, right))
 
 
-def _slope(
-    logits: Tensor, targets: Tensor, temperature: Tensor, log_normaliser: Tensor, entropy: Tensor,
-    log_prob_gradient: Tensor, entropy_gradient: Tensor, shard: VocabularyShard,
-) -> Tensor:  # fmt: skip
-    """Return the gradient with respect to the logits of one tile before the division by the temperature.
-
-    With respect to a logit, log p(target) has the gradient [target] - p, and the entropy H the gradient
-    -p (log p + H). Overwrites the logits and allocates one more tensor of their size.
-    """
-    # d(capped logit) / d(logit) = 1 - (capped / cap)^2; taken before the logits are overwritten.
-    cap_slope = None
-    if shard.cap is not None:
-        cap_slope = 1 - (logits * temperature[:, None] / shard.cap).square_()
-
-    log_p = logits.sub_(log_normaliser[:, None])
-    p = log_p.exp()
-    slope = log_p.add_(entropy[:, None]).mul_(-entropy_gradient[:, None])
-    slope = slope.sub_(log_prob_gradient[:, None]).mul_(p)
-    del p
-    local, in_shard = _local_targets(targets, slope.shape[1], shard)
-    slope.scatter_add_(1, local[:, None], (log_prob_gradient * in_shard)[:, None])
-
-    if cap_slope is not None:
-        # Of a masked logit it is -inf, and the product with its slope of 0 would be NaN.
-        slope = slope.mul_(cap_slope.clamp_(min=0.0))
-
-    return slope.div_(temperature[:, None])
-
-
-def chunked_statistics(
+def statistics(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -237,31 +210,50 @@ def chunked_statistics(
     shard: VocabularyShard,
     chunk: int,
     support: Support | None = None,
+    reductions: Reductions | None = None,
 ) -> Tensor:
-    """Return the softmax statistics [4, n] of this shard, from logits of ``chunk`` tokens at a time.
+    """Return the softmax statistics [4, n] of this shard, see `tile_statistics`.
+
+    As many logits exist at a time as ``chunk`` tokens have.
+    """
+    reductions = reductions or fitting_reductions(weight.dtype)
+    tokens, rows = _tile(hidden, weight, chunk, frozen=False)
+    result = []
+    for begin in range(0, len(hidden), tokens):
+        span = slice(begin, begin + tokens)
+        # Not bound to a name, so that the logits of a tile are freed before the next one's are allocated.
+        parts = [
+            reductions.statistics(
+                _logits(hidden[span], weight[row_span], part_shard, support, span),
+                targets[span] - part_shard.start,
+                temperature[span],
+            )
+            for part_shard, row_span in _row_parts(shard, len(weight), rows)
+        ]
+        result.append(parts[0] if len(parts) == 1 else _merge(torch.stack(parts)))
+    return torch.cat(result, dim=1)
+
+
+class Reductions(NamedTuple):
+    """What is computed of a tile of logits: here in PyTorch, or by the kernels of `log_probs_triton`."""
+
+    statistics: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """`tile_statistics`."""
+    slope: Callable[..., Tensor]
+    """`tile_slope`."""
+
+
+def tile_statistics(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
+    """Reduce logits [n, rows] to [4, n], and overwrite them; allocates one more tensor of their size.
 
     The four are the largest logit ("peak"), the sum of exp(logit - peak), the sum of
-    exp(logit - peak) * (logit - peak), and the target's logit (a very low number if another shard has it).
+    exp(logit - peak) * (logit - peak), and the target's logit (a very low number if it is in no column).
+    ``targets`` are columns, and ``temperature`` divides the logits first.
     """
-    stats = []
-    for begin in range(0, len(hidden), chunk):
-        span = slice(begin, begin + chunk)
-        # Not bound to a name, so that these logits are freed before the next chunk's are allocated.
-        stats.append(
-            _statistics(
-                _logits(hidden[span], weight, temperature[span], shard, support, span),
-                targets[span],
-                shard,
-            )
-        )
-    return torch.cat(stats, dim=1)
-
-
-def _statistics(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> Tensor:
-    """Reduce the logits of one chunk to [4, chunk], overwriting them; allocates one more [chunk, V / tp]."""
+    logits.div_(temperature[:, None])
     peak = logits.amax(dim=-1)
-    local, in_shard = _local_targets(targets, logits.shape[1], shard)
-    target = logits.gather(1, local[:, None])[:, 0].masked_fill(~in_shard, _MASKED)
+    local, is_here = _clamped(targets, logits.shape[1])
+    target = logits.gather(1, local[:, None])[:, 0].masked_fill(~is_here, _MASKED)
 
     shifted = logits.sub_(peak[:, None])
     exponents = shifted.exp()
@@ -270,61 +262,87 @@ def _statistics(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> Tens
     return torch.stack((peak, total, weighted, target))
 
 
-def kernel_statistics(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: Tensor,
-    shard: VocabularyShard,
-) -> Tensor:
-    """Return what `chunked_statistics` returns, from the Triton kernel. Needs an accelerator."""
-    from megatron_rl.megatron.log_probs_triton import split_statistics
+def tile_slope(
+    logits: Tensor, targets: Tensor, temperature: Tensor, log_normaliser: Tensor, entropy: Tensor,
+    log_prob_gradient: Tensor, entropy_gradient: Tensor, cap: float | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Return the gradient [n, rows] with respect to the logits of one tile, in ``dtype``.
 
-    row_count = min(max(shard.size - shard.start, 0), len(weight))
-    return _merge(split_statistics(hidden, weight, targets - shard.start, temperature, row_count))
+    With respect to a logit divided by the temperature, log p(target) has the gradient [target] - p, and the
+    entropy H the gradient -p (log p + H). Logits with a ``cap`` are the capped ones, and the gradient is that
+    of the others. Overwrites the logits and allocates one more tensor of their size.
+    """
+    # d(capped logit) / d(logit) = 1 - (capped / cap)^2; taken before the logits are overwritten.
+    cap_slope = None if cap is None else 1 - (logits / cap).square_()
+
+    log_p = logits.div_(temperature[:, None]).sub_(log_normaliser[:, None])
+    p = log_p.exp()
+    slope = log_p.add_(entropy[:, None]).mul_(-entropy_gradient[:, None])
+    slope = slope.sub_(log_prob_gradient[:, None]).mul_(p)
+    del p
+    local, is_here = _clamped(targets, slope.shape[1])
+    slope.scatter_add_(1, local[:, None], (log_prob_gradient * is_here)[:, None])
+
+    if cap_slope is not None:
+        # Of a masked logit it is -inf, and the product with its slope of 0 would be NaN.
+        slope = slope.mul_(cap_slope.clamp_(min=0.0))
+    return slope.div_(temperature[:, None]).to(dtype)
 
 
-def kernel_applies(hidden: Tensor, weight: Tensor) -> bool:
-    """Return whether the Triton kernel can be used: half precision, on a GPU on which it is correct."""
+def _clamped(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Return the targets clamped into a tile's columns, and which of them it has."""
+    is_here = (targets >= 0) & (targets < columns)
+    return targets.clamp(0, columns - 1), is_here
+
+
+TORCH = Reductions(tile_statistics, tile_slope)
+
+
+def triton_reductions() -> Reductions:
+    """Return the kernels, which take float32 logits. Needs Triton, and an accelerator or its interpreter."""
+    from megatron_rl.megatron import log_probs_triton
+
+    return Reductions(log_probs_triton.tile_statistics, log_probs_triton.tile_slope)
+
+
+def fitting_reductions(dtype: torch.dtype) -> Reductions:
+    """Return the reductions for a model of ``dtype`` on this machine: kernels where they are correct."""
     if device.on_host() or device.simulated() or importlib.util.find_spec("triton") is None:
-        return False
-    from megatron_rl.megatron.log_probs_triton import FAST
-
-    contiguous_rows = hidden.stride(-1) == weight.stride(-1) == 1
-    half_precision = hidden.dtype == weight.dtype and hidden.dtype in FAST
-    return half_precision and contiguous_rows and kernel_works(hidden.dtype)
+        return TORCH
+    return triton_reductions() if dtype != torch.float64 and kernels_work(dtype) else TORCH
 
 
 @functools.cache
-def kernel_works(dtype: torch.dtype) -> bool:
-    """Return whether the kernel's forward and backward pass are correct on this machine; warn if not.
+def kernels_work(dtype: torch.dtype) -> bool:
+    """Return whether both passes are correct with the kernels on this machine; warn if not.
 
     Tested once per process and dtype on a small problem, before training relies on it.
     """
     try:
         value_error, gradient_errors = kernel_errors(dtype)
     except Exception as error:  # Triton's own errors: no compiler, an unknown card, too little memory on it
-        warnings.warn(f"the Triton kernel of log-probs does not run here: {first_line(error)}", stacklevel=2)
+        warnings.warn(f"the Triton kernels of log-probs do not run here: {first_line(error)}", stacklevel=2)
         return False
 
     if value_error < 1e-3 and max(gradient_errors.values()) < 0.02:
         return True
     errors = ", ".join(f"{name} tokens {error:.1%}" for name, error in gradient_errors.items())
     warnings.warn(
-        f"the Triton kernel of log-probs is wrong here by {value_error:.3g}, and its gradients by: {errors}",
+        f"the Triton kernels of log-probs are wrong here by {value_error:.3g}, and gradients by: {errors}",
         stacklevel=2,
     )
     return False
 
 
-def kernel_errors(dtype: torch.dtype) -> tuple[float, dict[str, float]]:
-    """Compare the kernel, and the backward pass that uses it, with a dense softmax in float64.
+def kernel_errors(dtype: torch.dtype, reductions: Reductions | None = None) -> tuple[float, dict[str, float]]:
+    """Compare both passes with the kernels, or ``reductions``, with a dense softmax in float64.
 
     Returns the largest difference of normaliser, log-prob and entropy, and the relative error of the weight's
     gradient by probability of the token: certain (p > 0.99), rare (p < 0.01) and other ones.
     """
-    # Neither the 150 tokens nor the 690 real rows of 700 fill whole blocks of the kernel. States lean
-    # towards their target's row by growing factors, so that probabilities range from rare to certain.
+    # The 690 real rows of 700 fill no whole block of the kernels. States lean towards their target's row by
+    # growing factors, so that probabilities range from rare to certain.
+    reductions = reductions or triton_reductions()
     generator = torch.Generator().manual_seed(0)
     targets = torch.randint(0, 690, (150,), generator=generator)
     weight = torch.randn(700, 192, generator=generator) / 4
@@ -332,13 +350,12 @@ def kernel_errors(dtype: torch.dtype) -> tuple[float, dict[str, float]]:
     hidden[:100] += weight[targets[:100]] * torch.linspace(0.2, 2.5, 100)[:, None]
     temperature = 0.5 + torch.rand(150, generator=generator)
 
-    # The kernel's statistics.
     target_device = device.device()
     shard = VocabularyShard(0, 690, None)
     labels = (targets.to(target_device), temperature.to(target_device))
     states = hidden.to(target_device, dtype)
     rows = weight.to(target_device, dtype)
-    statistics = _combine(kernel_statistics(states, rows, *labels, shard)[None])
+    found = _combine(statistics(states, rows, *labels, shard, 64, reductions=reductions)[None])
 
     # The same from dense logits of the rounded inputs, in float64 on the host.
     dense_weight = rows[:690].double().cpu().requires_grad_()
@@ -348,7 +365,7 @@ def kernel_errors(dtype: torch.dtype) -> tuple[float, dict[str, float]]:
     expected = (logits.logsumexp(1), log_probs, -(log_p.exp() * log_p).sum(1))
     value_error = max(
         float((actual.double().cpu() - reference.detach()).abs().max())
-        for actual, reference in zip(statistics, expected, strict=True)
+        for actual, reference in zip(found, expected, strict=True)
     )
 
     # Gradients of each class alone: those of certain tokens are tiny and would vanish in a common norm.
@@ -360,15 +377,8 @@ def kernel_errors(dtype: torch.dtype) -> tuple[float, dict[str, float]]:
         (reference,) = torch.autograd.grad(log_probs[members].sum(), dense_weight, retain_graph=True)
         slopes = (members.to(target_device, torch.float32), torch.zeros(150, device=target_device))
         _, gradient = _gradients(
-            states,
-            rows,
-            *labels,
-            statistics[0],
-            statistics[2],
-            *slopes,
-            shard,
-            64,
-        )
+            states, rows, *labels, found[0], found[2], *slopes, shard, 64, reductions=reductions
+        )  # fmt: skip
         assert gradient is not None
         difference = gradient[:690].double().cpu() - reference
         gradient_errors[name] = float(difference.norm() / reference.norm())
@@ -378,7 +388,6 @@ def kernel_errors(dtype: torch.dtype) -> tuple[float, dict[str, float]]:
 def _logits(
     hidden: Tensor,
     weight: Tensor,
-    temperature: Tensor,
     shard: VocabularyShard,
     support: Support | None = None,
     span: slice = slice(None),
@@ -387,7 +396,6 @@ def _logits(
     logits = _product(hidden, weight.t())
     if shard.cap is not None:
         logits = logits.div_(shard.cap).tanh_().mul_(shard.cap)
-    logits = logits.div_(temperature[:, None])
 
     # Rows of the weight after the last token pad the vocabulary.
     row_count = shard.size - shard.start
@@ -405,17 +413,6 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     if device.on_host():  # PyTorch has no half-precision product with a float32 result there
         return left.float() @ right.float()
     return torch.mm(left, right, out_dtype=torch.float32)
-
-
-def _local_targets(
-    targets: Tensor,
-    rows: int,
-    shard: VocabularyShard,
-) -> tuple[Tensor, Tensor]:
-    """Return the targets' row numbers in this shard, clamped into it, and which targets it holds."""
-    local = targets - shard.start
-    in_shard = (local >= 0) & (local < rows)
-    return local.clamp(0, rows - 1), in_shard
 
 
 def _gather(stats: Tensor, group: Any) -> Tensor:

@@ -31,7 +31,7 @@ from megatron_rl.distributed import device, watch
 from megatron_rl.distributed.exchange import barrier, gather_objects
 from megatron_rl.errors import UserError
 from megatron_rl.launcher import leave_with_launcher, process_rank
-from megatron_rl.megatron.log_probs import kernel_errors, kernel_works
+from megatron_rl.megatron.log_probs import kernel_errors, kernels_work
 from megatron_rl.metrics import read_metrics
 from megatron_rl.planning.machine import Finding
 from megatron_rl.shapes.hardware import GB, Constants, load_constants
@@ -218,13 +218,13 @@ def probe_devices() -> list[DeviceProbe]:
 
 
 def probe_kernel() -> tuple[bool, str]:
-    """Return whether the log-prob kernel is accurate on this rank's device, and its errors as text."""
+    """Return whether the log-prob kernels are accurate on this rank's device, and its errors as text."""
     if device.on_host():
         return True, "no accelerator: log-probs are computed by torch"
     # Errors relative to float64: of the values, and of the gradients by kind of token.
     values, gradients = kernel_errors(torch.bfloat16)
     errors = ", ".join(f"{kind} tokens {error:.2%}" for kind, error in gradients.items())
-    return kernel_works(torch.bfloat16), f"log-probs within {values:.2g} of float64; gradients: {errors}"
+    return kernels_work(torch.bfloat16), f"log-probs within {values:.2g} of float64; gradients: {errors}"
 
 
 def _median_seconds(call: Callable[[], object]) -> float:

@@ -99,7 +99,7 @@ def test_shards_combine_to_the_whole(parts, truncated):
         shard = VocabularyShard(part * rows, vocabulary, ALONE)
         local = weight[part * rows : (part + 1) * rows].detach()
         stats.append(
-            module.chunked_statistics(states.detach(), local, targets, temperature, shard, 4, support)
+            module.statistics(states.detach(), local, targets, temperature, shard, 4, support)
         )
     _, found, entropy = module._combine(torch.stack(stats))
     wanted, wanted_entropy = vocab_parallel_log_probs(
@@ -116,7 +116,7 @@ def test_parts_of_shards_merge_in_any_order():
 
     def part(first: int, last: int) -> torch.Tensor:
         shard = VocabularyShard(first, min(last, vocabulary), ALONE)
-        return module.chunked_statistics(states, weight[first:last], targets, temperature, shard, 4)
+        return module.statistics(states, weight[first:last], targets, temperature, shard, 4)
 
     parts = [part(first, first + 4) for first in (0, 4, 8, 12)]
     halves = [module._merge(torch.stack(parts[half : half + 2])) for half in (0, 2)]
@@ -175,25 +175,27 @@ def test_the_gradient_of_a_half_precision_head_is_summed_in_float32(tokens):
         assert (one.double() - other).norm() / other.norm() < 0.0025
 
 
-def _like_the_kernel(hidden, weight, targets, temperature, shard):
-    """Return statistics of exact products that are added up in float32."""
-    return module.chunked_statistics(hidden.float(), weight.float(), targets, temperature, shard, 64)
-
-
 def test_a_backward_pass_of_other_logits_than_the_forward_pass_is_noticed(monkeypatch):
-    monkeypatch.setattr(module, "kernel_statistics", _like_the_kernel)
-    values, gradients = module.kernel_errors(torch.bfloat16)
+    values, gradients = module.kernel_errors(torch.bfloat16, module.TORCH)
     assert values < 1e-3 and gradients.keys() == {"certain", "rare", "other"}
     assert max(gradients.values()) < 0.02, gradients
-    module.kernel_works.cache_clear()
-    assert module.kernel_works(torch.bfloat16)
+    monkeypatch.setattr(module, "triton_reductions", lambda: module.TORCH)
+    module.kernels_work.cache_clear()
+    assert module.kernels_work(torch.bfloat16)
+
+    exact = module.statistics
+    monkeypatch.setattr(
+        module,
+        "statistics",
+        lambda hidden, weight, *rest, **options: exact(hidden.float(), weight.float(), *rest, **options),
+    )
     monkeypatch.setattr(module, "_product", lambda left, right: (left @ right).float())
     _, gradients = module.kernel_errors(torch.bfloat16)
     assert gradients["certain"] > 1, gradients
-    module.kernel_works.cache_clear()
-    with pytest.warns(UserWarning, match="its gradients by: certain tokens"):
-        assert not module.kernel_works(torch.bfloat16)
-    module.kernel_works.cache_clear()
+    module.kernels_work.cache_clear()
+    with pytest.warns(UserWarning, match="gradients by: certain tokens"):
+        assert not module.kernels_work(torch.bfloat16)
+    module.kernels_work.cache_clear()
 
 
 @pytest.mark.parametrize(
