@@ -1,9 +1,9 @@
 """One cuDNN in a process: the one that torch brings.
 
-Transformer Engine loads a cuDNN of CUDA_HOME or of the library path first, and its parts by name. With torch's
-own beside it, half of either is used: on an H100 with cuDNN 9.14 on the machine and 9.19 in torch's wheels,
-`torch.backends.cudnn.version()` raised, and with it every convolution. A library that is loaded is not looked
-for again, so torch's are loaded first.
+Transformer Engine loads a cuDNN of CUDA_HOME or of the library path first, and its parts by name. With
+torch's own beside it, half of either is used: on an H100 with cuDNN 9.14 on the machine and 9.19 in torch's
+wheels, `torch.backends.cudnn.version()` raised, and with it every convolution. A library that is loaded is
+not looked for again, so torch's are loaded first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAPS = Path("/proc/self/maps")
 def load_cudnn_of_torch() -> None:
     """Load every library of torch's cuDNN; must precede the first import of Megatron-Core.
 
-    Without effect where there is no Transformer Engine, no GPU, or a cuDNN that torch does not load by itself.
+    Without effect where there is no Transformer Engine, no GPU, or a torch that loads no cuDNN by itself.
     Warns where another one has been loaded.
     """
     if device.on_host() or find_spec("transformer_engine") is None:

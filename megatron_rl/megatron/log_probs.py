@@ -1,7 +1,7 @@
 """Log-probs and entropy straight from hidden states, over vocabulary shards, in bounded memory.
 
-The logits of a micro-batch never exist at once: a tile of them is projected, reduced to four numbers per token
-and dropped, and projected again in the backward pass. Memory is O(chunk * V / tensor parallel). On an
+The logits of a micro-batch never exist at once: a tile of them is projected, reduced to four numbers per
+token and dropped, and projected again in the backward pass. Memory is O(chunk * V / tensor parallel). On an
 accelerator with Triton every pass reads a tile once (`log_probs_triton`).
 
 Logits are float32 in every pass, whatever the model's dtype: rounded to bfloat16 they would be off by up to
@@ -230,7 +230,7 @@ def statistics(
             )
             for part_shard, row_span in _row_parts(shard, len(weight), rows)
         ]
-        result.append(parts[0] if len(parts) == 1 else _merge(torch.stack(parts)))
+        result.append(_merge(torch.stack(parts)))
     return torch.cat(result, dim=1)
 
 
@@ -273,7 +273,9 @@ def tile_slope(
     of the others. Overwrites the logits and allocates one more tensor of their size.
     """
     # d(capped logit) / d(logit) = 1 - (capped / cap)^2; taken before the logits are overwritten.
-    cap_slope = None if cap is None else 1 - (logits / cap).square_()
+    cap_slope = None
+    if cap is not None:
+        cap_slope = 1 - (logits / cap).square_()
 
     log_p = logits.div_(temperature[:, None]).sub_(log_normaliser[:, None])
     p = log_p.exp()
@@ -309,7 +311,9 @@ def fitting_reductions(dtype: torch.dtype) -> Reductions:
     """Return the reductions for a model of ``dtype`` on this machine: kernels where they are correct."""
     if device.on_host() or device.simulated() or importlib.util.find_spec("triton") is None:
         return TORCH
-    return triton_reductions() if dtype != torch.float64 and kernels_work(dtype) else TORCH
+    if dtype == torch.float64 or not kernels_work(dtype):
+        return TORCH
+    return triton_reductions()
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Softmax statistics of logits, and the gradient with respect to them, each in one pass over memory.
 
-PyTorch's operations read and write a tile of logits eight times for the gradient alone. The products before and
-after stay with the library: on an H100 cuBLAS takes a quarter of the time of a product in Triton. This module
-imports Triton: only `log_probs` should import it, and only on a machine with an accelerator.
+PyTorch's operations read and write a tile of logits eight times for the gradient alone. The products before
+and after stay with the library: on an H100 cuBLAS takes a quarter of the time of a product in Triton. This
+module imports Triton: only `log_probs` should import it, and only on a machine with an accelerator.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def tile_slope(
     kernel[(tokens, triton.cdiv(rows, block))](
         logits, targets, temperature, log_normaliser, entropy,
         log_prob_gradient.contiguous(), entropy_gradient.contiguous(), slope,
-        rows, 1.0 if cap is None else cap, logits.stride(0), slope.stride(0),
+        rows, cap or 1.0, logits.stride(0), slope.stride(0),
         IS_CAPPED=cap is not None, BLOCK=block, num_warps=8,
     )  # fmt: skip
     return slope

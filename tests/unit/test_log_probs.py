@@ -98,9 +98,7 @@ def test_shards_combine_to_the_whole(parts, truncated):
     for part in range(parts):
         shard = VocabularyShard(part * rows, vocabulary, ALONE)
         local = weight[part * rows : (part + 1) * rows].detach()
-        stats.append(
-            module.statistics(states.detach(), local, targets, temperature, shard, 4, support)
-        )
+        stats.append(module.statistics(states.detach(), local, targets, temperature, shard, 4, support))
     _, found, entropy = module._combine(torch.stack(stats))
     wanted, wanted_entropy = vocab_parallel_log_probs(
         states, weight, targets, temperature, VocabularyShard(0, vocabulary, ALONE), support=support
