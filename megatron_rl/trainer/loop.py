@@ -71,8 +71,9 @@ class StepResult:
     """Metrics of the whole batch, the same value on every rank that learned."""
     local_metrics: Metrics
     """Metrics of this rank alone, which `gather_step` sums over the ranks."""
-    batch: ScoredBatch
-    """The rows of the step with their rewards; its ``failures`` and ``metrics`` are of this rank alone."""
+    batch: ScoredBatch | None
+    """The rows of the step with their rewards, None if it computed none; its ``failures`` and ``metrics`` are
+    of this rank alone."""
     algorithm_state: AlgorithmState
     """State of the algorithm for the next step, the same value on every rank."""
     warning: str | None
@@ -206,15 +207,17 @@ def compute_log_probs(
     config: RunConfig,
     step: int,
     learners: ReplicaGroup,
+    *,
+    actor_scores: bool = False,
 ) -> ScoredBatch:
     """Run the actor, critic and reference forward passes and attach their log-probs and values.
 
     Runs `Roles.scorers` and the actor, whose pass is skipped if the first pass of `update_weights` gives the
-    same log-probs. An output without a field in `Scores` goes to its ``columns``.
+    same log-probs, unless ``actor_scores``. An output without a field in `Scores` goes to its ``columns``.
     Collective over the learners.
     """
     roles_to_run = list(roles.scorers.values())
-    if roles.scoring_pass or not actor_learns(config, roles, step):
+    if actor_scores or roles.scoring_pass or not actor_learns(config, roles, step):
         roles_to_run.insert(0, roles.actor)
 
     # All roles start before any output is gathered: those on ranks of their own work at the same time.

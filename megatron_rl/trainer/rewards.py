@@ -253,7 +253,7 @@ def combine_rounds(rounds: Sequence[ScoredBatch], algorithm: Algorithm, config: 
 
     metrics = Metrics.of({"sampling/rounds": float(len(rounds))})
     batch = keep_informative(
-        _concatenate(rounds),
+        concatenate_batches(rounds),
         config.batch.prompts_per_step,
         fallback=rounds[0],
     )
@@ -293,7 +293,7 @@ def keep_informative(batch: ScoredBatch, group_count: int, *, fallback: ScoredBa
     return replace(selected, metrics=batch.metrics + metrics, failures=batch.failures)
 
 
-def _concatenate(rounds: Sequence[ScoredBatch]) -> ScoredBatch:
+def concatenate_batches(rounds: Sequence[ScoredBatch]) -> ScoredBatch:
     """Return the rows of all rounds, with the groups of later rounds numbered after the earlier ones.
 
     A reward component that a round does not have is NaN there.

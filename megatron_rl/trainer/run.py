@@ -5,7 +5,9 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,7 @@ from megatron_rl.trainer.loop import (
     train_step,
 )
 from megatron_rl.trainer.report import write as write_report
-from megatron_rl.trainer.rewards import FailureWatch
+from megatron_rl.trainer.rewards import FailureWatch, ScoredBatch
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
 from megatron_rl.trainer.sample_log import Samples
 from megatron_rl.trainer.stages import (
@@ -90,7 +92,7 @@ def run(config: RunConfig) -> None:
             run_alone(current_job)
             return
 
-        training = Run(current_job)
+        training = Training(current_job)
         try:
             training.run()
         except Stopped:
@@ -99,8 +101,25 @@ def run(config: RunConfig) -> None:
             raise
 
 
-class Run:
-    """A run of reinforcement learning on this rank, with the stages before it."""
+@dataclass
+class RunStep:
+    """A step of a run, which whoever takes it from `Training.steps` carries out."""
+
+    number: int
+    """Number of the step, from 1."""
+    sets: Sequence[EvaluationSet]
+    """Evaluation sets whose responses are sampled during the step: those of the previous step's weights."""
+    result: StepResult | None = None
+    """Outcome, set by who carries the step out; None on ranks that only sample."""
+    answers: list[Rollouts] = field(default_factory=list)
+    """Responses to the evaluation ``sets``."""
+
+
+class Training:
+    """A run of reinforcement learning on this rank, with the stages before it.
+
+    `run` is `train`; the `Run` of `trainer.dataflow` carries out the same `steps` with a user's own lines.
+    """
 
     def __init__(self, job: Job) -> None:
         config = job.config
@@ -175,7 +194,16 @@ class Run:
             self.job.say(f"warning: environments are not contained here: {limit}")
 
     def run(self) -> None:
-        """Resume or run the stages, run the remaining steps, and write the model and the report."""
+        """Run the stages and steps that remain, and write the model and the report."""
+        with closing(self.steps()) as steps:
+            for step in steps:
+                self._learn(step)
+
+    def steps(self) -> Generator[RunStep]:
+        """Resume or run the stages, yield the remaining steps, and write the model and the report.
+
+        After each step: metrics, samples, evaluation and checkpoints. Collective over the world.
+        """
         # Checkpoints of the run are only saved after its stages.
         if self.checkpoint is not None:
             self._resume(self.checkpoint)
@@ -198,7 +226,11 @@ class Run:
         try:
             with self.job.stop.saves():
                 while self.state.step < self.config.steps and not self._patience_exhausted():
-                    self._take_step(log)
+                    step = RunStep(self.state.step + 1, self._sets_of(self.state.deferred))
+                    self.phases.step = step.number
+                    start = time.perf_counter()
+                    yield step
+                    self._end_step(step, time.perf_counter() - start, log)
                     self.job.stop_if_asked(self.checkpoints.save_final)
                 self._run_deferred_evaluation(log)
                 self.checkpoints.complete()
@@ -306,64 +338,52 @@ class Run:
         if plans:
             checkpoint.seed_generators(self.config.seed, 0, self.roles.actor.model)
 
-    def _take_step(self, log: MetricsLog | None) -> None:
-        """Run a step, write its metrics and samples, evaluate and save. Collective over the world."""
-        step = self.state.step + 1
-        self.phases.step = step
-        start = time.perf_counter()
-        deferred = self.state.deferred
-        deferred_sets = self._sets_of(deferred)
-        result, answers = self._train_and_sample_sets(step, deferred_sets)
-        self.state.step = step
-        seconds = time.perf_counter() - start
+    def _learn(self, step: RunStep) -> None:
+        """Carry out a step of the configured algorithm.
+
+        Only an asynchronous run samples the responses to evaluation sets here, while it trains. Collective
+        over the world.
+        """
+        if self.ahead is not None:
+            self.ahead.sets = step.sets
+        step.result = train_step(
+            self.batches,
+            self.roles,
+            self.algorithm,
+            self.state.algorithm,
+            self.config,
+            step.number,
+            self.phases,
+        )
+        if self.ahead is not None:
+            step.answers = self.ahead.answers
+
+    def _end_step(self, step: RunStep, seconds: float, log: MetricsLog | None) -> None:
+        """Write the metrics and samples of a step, evaluate and save. Collective over the world."""
+        # Ranks that only sample have no result, and keep the state that they do not use.
+        result = step.result
+        if result is not None:
+            self.state.algorithm = result.algorithm_state
+            if result.warning:
+                self.job.say(f"step {step.number}: warning: {result.warning}")
+        self.state.step = step.number
 
         # The responses to the previous step's evaluation sets were sampled during this step.
+        deferred = self.state.deferred
         if deferred is not None:
             with self.phases("evaluate"):
-                results = reward_answers(self.roles, deferred_sets, answers)
+                results = reward_answers(self.roles, step.sets, step.answers)
             evaluation_metrics = self.samples.keep_evaluation(deferred.step, results)
             self._record(log, deferred.step, deferred.metrics + evaluation_metrics)
             self.state.deferred = None
 
         # From here on metrics are those of all ranks.
         metrics = self._step_metrics(result, seconds)
-        reasons, examples = self.samples.keep_step(step, result)
-        metrics = self._evaluate_or_defer(log, step, metrics)
-        is_best = self._update_best(step, metrics.values())
-        self._check_failures(step, result, reasons, examples)
-        self._save_if_due(step, is_best)
-
-    def _train_and_sample_sets(
-        self, step: int, sets: Sequence[EvaluationSet]
-    ) -> tuple[StepResult | None, list[Rollouts]]:
-        """Run one step; return its result and the responses to the evaluation ``sets``.
-
-        Only an asynchronous run samples these responses here, while it trains. Collective over the world.
-        """
-        if self.ahead is not None:
-            self.ahead.sets = sets
-
-        state = self.state.algorithm
-        result = train_step(
-            self.batches,
-            self.roles,
-            self.algorithm,
-            state,
-            self.config,
-            step,
-            self.phases,
-        )
-
-        # Ranks that only sample have no result, and keep the state that they do not use.
-        if result is not None:
-            self.state.algorithm = result.algorithm_state
-            if result.warning:
-                self.job.say(f"step {step}: warning: {result.warning}")
-
-        answers: list[Rollouts] = []
-        if self.ahead is not None:
-            answers = self.ahead.answers
-        return result, answers
+        reasons, examples = self.samples.keep_step(step.number, result)
+        metrics = self._evaluate_or_defer(log, step.number, metrics)
+        is_best = self._update_best(step.number, metrics.values())
+        self._check_failures(step.number, result, reasons, examples)
+        self._save_if_due(step.number, is_best)
 
     def _step_metrics(self, result: StepResult | None, seconds: float) -> Metrics:
         """Return the metrics of a step, reduced over all ranks. Collective over the world."""
@@ -376,7 +396,8 @@ class Run:
 
         metrics = gather_step(result, local_metrics)
         if result is not None:
-            metrics += _throughput(result, metrics.values()["time/step"])
+            if result.batch is not None:
+                metrics += _throughput(result.batch, metrics.values()["time/step"])
             metrics += Metrics.of({"policy/version": self.roles.hybrid_engine.version})
         return metrics
 
@@ -409,7 +430,7 @@ class Run:
         examples: Sequence[Failure],
     ) -> None:
         """Raise UserError on the main rank if too many rewards have failed for too many steps."""
-        if result is not None and self.job.main:
+        if result is not None and result.batch is not None and self.job.main:
             invalid_fraction = 1.0 - float(result.batch.scores.valid.float().mean())
             self.failures.check(step, invalid_fraction, reasons, examples)
 
@@ -541,9 +562,9 @@ class Run:
             )
 
 
-def _throughput(result: StepResult, seconds: float) -> Metrics:
+def _throughput(batch: ScoredBatch, seconds: float) -> Metrics:
     """Return the step's tokens of prompts and responses per second."""
-    tokens = float(result.batch.rollouts.lengths.sum())
+    tokens = float(batch.rollouts.lengths.sum())
     return Metrics.of({
         "throughput/tokens_per_second": tokens / seconds,
         "throughput/tokens_per_second_per_gpu": tokens / seconds / device.world_size(),

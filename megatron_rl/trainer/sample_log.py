@@ -63,17 +63,19 @@ class Samples:
         """
         # Each rank has the failures of its own rows only.
         failures: Sequence[Failure] = ()
+        batch = None
         if result is not None:
-            failures = result.batch.failures
+            batch = result.batch
+        if batch is not None:
+            failures = batch.failures
         local_reasons = Counter(failure.reason for failure in failures)
         gathered = gather_objects((local_reasons, distinct_failures(failures)))
         reasons: Counter[str] = sum((counts for counts, _ in gathered), Counter())
         examples = distinct_failures(chain.from_iterable(failures for _, failures in gathered))
-        if not self.job.main or result is None:
+        if not self.job.main or batch is None:
             return reasons, examples
 
         self._print_failures(step, reasons, examples)
-        batch = result.batch
 
         # Warn once per run: the next steps would have the same warning.
         warning = unused_scorers_warning(self.job.config.reward, batch.rollouts.outcomes)
