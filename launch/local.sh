@@ -2,6 +2,7 @@
 # Train on this machine alone: one process per GPU, or NPROC processes.
 #
 #   [NPROC=4] launch/local.sh CONFIG [key=value …]
+#   [NPROC=4] launch/local.sh SCRIPT.py [arguments]      a dataflow of your own, see docs/tutorials/dataflow.md
 set -euo pipefail
 if [ $# -lt 1 ]; then
     echo "usage: [NPROC=N] launch/local.sh CONFIG [key=value …]" >&2
@@ -20,7 +21,10 @@ if [ "$processes" -lt 1 ]; then
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # torchrun exits with 1 on every failure. Checking first lets invalid input exit with 2, as `train` does.
-if ! report="$(.venv/bin/python -m megatron_rl check "$config" --world-size "$processes" "$@" 2>&1)"; then
+program=(-m megatron_rl train "$config")
+if [[ "$config" == *.py ]]; then
+    program=("$config")
+elif ! report="$(.venv/bin/python -m megatron_rl check "$config" --world-size "$processes" "$@" 2>&1)"; then
     printf '%s\n' "$report" >&2
     exit 2
 fi
@@ -29,4 +33,4 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec .venv/bin/python -m torch.distributed.run --rdzv-backend c10d --rdzv-conf store_type=file \
     --local-addr localhost --nproc-per-node "$processes" \
     --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
-    -m megatron_rl train "$config" "$@"
+    "${program[@]}" "$@"

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from megatron_rl.rollout.engines.base import Sampler as Sampler
     from megatron_rl.rollout.engines.base import WeightStore as WeightStore
     from megatron_rl.shapes.layout import ParallelLayout as ParallelLayout
+    from megatron_rl.trainer.dataflow import Run as Run
     from megatron_rl.trainer.embedded import EmbeddedTrainer as EmbeddedTrainer
     from megatron_rl.types import PromptBatch as PromptBatch
     from megatron_rl.types import Rollouts as Rollouts
@@ -52,6 +53,7 @@ PUBLIC = {
     "ParallelModel": "megatron_rl.megatron.model",
     "PromptBatch": "megatron_rl.types",
     "Rollouts": "megatron_rl.types",
+    "Run": "megatron_rl.trainer.dataflow",
     "RunConfig": "megatron_rl.config.schema",
     "Sampler": "megatron_rl.rollout.engines.base",
     "Scores": "megatron_rl.types",

@@ -1,0 +1,456 @@
+"""A dataflow of a user's own: the steps of a run, carried out by the lines of a script.
+
+The one idea: `Run.steps` are the steps of `train`, with its evaluation, checkpoints, metrics and stop rules,
+and the script says what happens in each. Every rank runs the same lines on the same values; each method here
+is collective over the world.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms import (
+    Algorithm,
+    build_train_batch,
+    dpo_objective,
+    minibatches,
+    policy_objective,
+    valid_rows,
+    value_objective,
+)
+from megatron_rl.algorithms.aggregation import SeqMeanTokenSum
+from megatron_rl.algorithms.preference import PreferenceSettings
+from megatron_rl.algorithms.ragged import broadcast_rows
+from megatron_rl.check.configuration import check_config
+from megatron_rl.check.model.megatron_settings import LONG_PATIENCE
+from megatron_rl.config.load import load
+from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.distributed.exchange import ReplicaGroup
+from megatron_rl.errors import UserError, UserErrors, numbered
+from megatron_rl.launcher import current_launch, leave_with_launcher, process_rank
+from megatron_rl.metrics import Metrics
+from megatron_rl.roles.model_role import ModelRole, Objective
+from megatron_rl.trainer.job import Job, Stopped, job
+from megatron_rl.trainer.loop import (
+    StepResult,
+    check_mismatch,
+    compute_log_probs,
+    fresh_difference,
+    require_tokens,
+    step_seed,
+)
+from megatron_rl.trainer.rewards import ScoredBatch, compute_rewards, concatenate_batches
+from megatron_rl.trainer.run import RunStep, Training
+from megatron_rl.trainer.sample import Pending, SampledBatch, complete_round, gather_complete
+from megatron_rl.trainer.stages import PAIR
+from megatron_rl.types import PromptBatch, Rollouts, Scores, TrainBatch, row_counts
+
+
+class Run:
+    """A run whose steps a script carries out, on the roles, engine and checkpoints of ``train``.
+
+    ``config``: YAML file, as for ``train``. ``overrides``: settings such as ``steps=20``, which replace the
+    file's. The algorithm of the configuration decides which roles there are; its pieces are used where the
+    script asks for them. Started again, a run resumes from its newest checkpoint, as ``train`` does.
+
+    An exception inside the ``with`` block ends this process, and with it the job: no other rank waits for
+    ever. Raises UserErrors for an invalid configuration. Collective over the world.
+
+    Example:
+        ``with Run("run.yaml") as run:``
+        ``    for step in run.steps():``
+        ``        rollouts = run.generate(step.prompts)``
+        ``        scores = run.score(rollouts, run.rewards(step.prompts, rollouts))``
+        ``        run.actor.update(run.estimate(rollouts, scores))``
+    """
+
+    def __init__(self, config: str | Path, overrides: Iterable[str] = ()) -> None:
+        leave_with_launcher()
+        # Only one rank of a job lets Megatron validate its settings.
+        patience = 0.0
+        if process_rank() == 0:
+            patience = LONG_PATIENCE
+        report = check_config(
+            load(config, list(overrides)),
+            current_launch(joins=True).world_size,
+            training=True,
+            patience=patience,
+        )
+        if report.warnings and process_rank() == 0:
+            print("\n".join(numbered(report.warnings, "warning")), file=sys.stderr, flush=True)
+        self.config: RunConfig = report.valid()
+        _reject_unsupported(self.config)
+
+        self._stack = ExitStack()
+        self._entered: Training | None = None
+        self._steps: Generator[RunStep] | None = None
+        self._step: RunStep | None = None
+
+        # What the script has done in the current step.
+        self._rounds = 0
+        self._batches: list[ScoredBatch] = []
+        self._metrics = Metrics()
+        self._local_metrics = Metrics()
+
+    def __enter__(self) -> Self:
+        """Build the roles, or restore them."""
+        self._job: Job = self._stack.enter_context(job(self.config))
+        self._entered = Training(self._job)
+        self._members = ReplicaGroup(None, self._job.phases.gather_stats)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave the job. After an exception this process ends here, with a report."""
+        if self._steps is not None:
+            self._steps.close()
+        if isinstance(error, Stopped):
+            # Release the servers: a resumed run would otherwise wait until this run's claim expires.
+            self._training.roles.close()
+        self._stack.__exit__(kind, error, traceback)
+
+    @property
+    def _training(self) -> Training:
+        if self._entered is None:
+            raise RuntimeError("a Run is used inside its `with` block")
+        return self._entered
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """Return the configured algorithm, with its pieces."""
+        return self._training.algorithm
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return the tokenizer of `model.path`."""
+        return self._training.tokenizer
+
+    @property
+    def actor(self) -> LearningRole:
+        """Return the actor, whose updates the rollout engine gets before it samples again."""
+        return LearningRole(self, self._training.roles.actor, partial(policy_objective, self.algorithm))
+
+    @property
+    def critic(self) -> LearningRole:
+        """Return the critic; raises UserError without one."""
+        critic = self._training.roles.critic
+        if critic is None:
+            raise UserError(
+                "this run has no critic",
+                where="algorithm.name",
+                expected="an algorithm with a critic, such as ppo",
+                got=self.algorithm.name,
+                fix="set algorithm.name: ppo, or do not use run.critic",
+            )
+        return LearningRole(self, critic, partial(_value_objective, self.algorithm))
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps that remain.
+
+        A run that begins first runs its stages (`sft`, `preference`, reward models). After each step its
+        metrics and samples are written, and evaluations and checkpoints that are due are made; after the last
+        one the model and the report. A script that leaves the loop earlier leaves the run to be resumed.
+        """
+        training = self._training
+        self._steps = training.steps()
+        for step in self._steps:
+            self._step = step
+            self._rounds = 0
+            self._batches = []
+            self._metrics = Metrics()
+            self._local_metrics = Metrics()
+            yield Step(self, step.number)
+
+            batch = None
+            local_metrics = self._local_metrics
+            if self._batches:
+                batch = concatenate_batches(self._batches)
+                local_metrics += batch.metrics
+            step.result = StepResult(
+                self._metrics, local_metrics, batch, training.state.algorithm, warning=None
+            )
+            self._step = None
+
+    def generate(self, prompts: PromptBatch, samples: int | None = None, *, greedy: bool = False) -> Rollouts:
+        """Sample responses to P prompts from the actor's current weights: [P * samples] rows.
+
+        The rows of a prompt are consecutive, with the same ``group``. ``samples`` None:
+        `batch.samples_per_prompt`. ``greedy``: the most likely tokens, without filters. The seed depends on
+        the step and on the number of earlier calls in it.
+        """
+        training = self._training
+        roles = training.roles
+        seed = step_seed(self.config, self._current.number) + self._rounds
+        self._rounds += 1
+        if greedy:
+            prompts = replace(prompts, sampling=tuple(item.greedy() for item in prompts.sampling))
+
+        count = samples or self.config.batch.samples_per_prompt
+        with training.phases("generate"), roles.hybrid_engine.generation_mode() as sync_metrics:
+            generation_round = complete_round(prompts, count, seed, roles.hybrid_engine.version)
+            pending = Pending(generation_round, roles.rollout.infer(generation_round))
+            rollouts = gather_complete(roles.rollout, pending, self._members)
+        self._local_metrics += sync_metrics
+        return rollouts
+
+    def rewards(self, prompts: PromptBatch, rollouts: Rollouts) -> Scores:
+        """Compute the rewards of the rows that `generate` returned for ``prompts``.
+
+        ``rewards`` [B] are NaN, never 0, where ``valid`` [B] is false: a reward failed. The rows are the
+        step's samples, in its table and its metrics.
+        """
+        training = self._training
+        sampled = SampledBatch(prompts, rollouts, None, Metrics())
+        with training.phases("reward"):
+            batch = compute_rewards(training.roles, sampled, self._members)
+        self._batches.append(batch)
+        return batch.scores
+
+    def score(self, rollouts: Rollouts, scores: Scores) -> Scores:
+        """Return the scores with log-probs and values of the rows: of the actor and every frozen role.
+
+        ``old_log_probs`` and ``entropy`` [N] of the actor, ``ref_log_probs`` [N] of a reference, ``values``
+        [N] of a critic, where the algorithm has them. Raises MismatchError if the actor's log-probs differ
+        from the engine's by more than `mismatch.stop`.
+        """
+        training = self._training
+        batch = ScoredBatch(_no_prompts(), rollouts, scores, ())
+        with training.phases("score"):
+            batch = compute_log_probs(
+                batch,
+                training.roles,
+                self.config,
+                self._current.number,
+                self._members,
+                actor_scores=True,
+            )
+        scores = batch.scores
+
+        version = training.roles.hybrid_engine.version
+        valid = valid_rows(rollouts, scores, self.algorithm)
+        warning = check_mismatch(fresh_difference(rollouts, scores, valid, version), self.config.mismatch)
+        if warning:
+            self._job.say(f"step {self._current.number}: warning: {warning}")
+        return scores
+
+    def estimate(self, rollouts: Rollouts, scores: Scores) -> TrainBatch:
+        """Return the training batch of the configured algorithm: its advantages, returns and corrections.
+
+        Raises UserError if no token is left to learn from.
+        """
+        training = self._training
+        with training.phases("estimate"):
+            batch, metrics = build_train_batch(rollouts, scores, self.algorithm, training.state.algorithm)
+            require_tokens(batch, metrics)
+        self._metrics += metrics
+        return batch
+
+    def batch(self, rollouts: Rollouts, advantages: Tensor, scores: Scores | None = None) -> TrainBatch:
+        """Return a training batch with ``advantages`` of the script's own, [B] or [N].
+
+        Rows whose advantage is NaN are left out. ``scores`` adds the log-probs that `score` found.
+        """
+        if len(advantages) == len(rollouts):
+            advantages = broadcast_rows(advantages, rollouts.lengths)
+        mask = rollouts.response_mask & ~advantages.isnan()
+        batch = TrainBatch(
+            tokens=rollouts.tokens,
+            lengths=rollouts.lengths,
+            response_mask=mask,
+            loss_weights=torch.zeros(len(rollouts.tokens)),
+            temperature=rollouts.temperature,
+            advantages=torch.where(mask, advantages.float(), 0.0),
+            rollout_log_probs=rollouts.rollout_log_probs,
+            group=rollouts.group,
+            response_counts=row_counts(mask, rollouts.lengths),
+            support_sizes=rollouts.support_sizes,
+            support=rollouts.support,
+            experts=rollouts.experts,
+            position=torch.arange(len(rollouts)),
+        )
+        if scores is not None:
+            batch = replace(batch, old_log_probs=scores.old_log_probs, ref_log_probs=scores.ref_log_probs)
+        return batch
+
+    def pairs(
+        self,
+        rollouts: Rollouts,
+        chosen: Sequence[int],
+        rejected: Sequence[int],
+        scores: Scores | None = None,
+    ) -> Pairs:
+        """Return pairs of rows for a preference loss: row ``chosen[i]`` is preferred to ``rejected[i]``.
+
+        Pairs with an empty response are left out. ``scores`` adds the log-probs that `score` found, which
+        losses with a reference read.
+        """
+        counts = row_counts(rollouts.response_mask, rollouts.lengths)
+        kept: list[int] = []
+        for pair in zip(chosen, rejected, strict=True):
+            if all(int(counts[row]) for row in pair):
+                kept.extend(pair)
+        batch = self.batch(rollouts, torch.zeros(len(rollouts)), scores).rows(kept)
+        return Pairs(
+            replace(
+                batch,
+                group=torch.arange(len(kept) // PAIR).repeat_interleave(PAIR),
+                position=torch.arange(len(kept)),
+            )
+        )
+
+    @property
+    def _current(self) -> RunStep:
+        if self._step is None:
+            raise RuntimeError("generate, score and update are called inside the loop over run.steps()")
+        return self._step
+
+    def _draw(self) -> PromptBatch:
+        return self._training.prompts.next(self.config.batch.prompts_per_step)
+
+    def _log(self, values: Metrics | Mapping[str, float]) -> None:
+        if not isinstance(values, Metrics):
+            values = Metrics.of(values)
+        self._metrics += values
+
+    def _update(
+        self,
+        role: ModelRole,
+        batch: TrainBatch | Pairs,
+        objective: Objective,
+        optimizer_steps: int | None,
+        epochs: int | None,
+    ) -> None:
+        """Run the optimizer steps of a batch, and add their metrics to the step's."""
+        algorithm = self.algorithm
+        options: dict[str, Any] = {}
+        if isinstance(batch, Pairs):
+            # A mean over pairs, whose rows stay in one micro-batch.
+            algorithm = replace(algorithm, aggregation=SeqMeanTokenSum())
+            options["unit"] = PAIR
+            batch = batch.rows
+
+        with self._training.phases("learn"), role.resident():
+            for minibatch in minibatches(
+                batch,
+                algorithm,
+                optimizer_steps or self.config.batch.optimizer_steps,
+                epochs or self.config.batch.epochs,
+                step_seed(self.config, self._current.number),
+            ):
+                self._local_metrics += role.update(minibatch, objective, **options)
+        if role is self._training.roles.actor:
+            # The next generation syncs the weights to the engine.
+            self._training.roles.hybrid_engine.mark_updated()
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of rows for a preference loss, see `Run.pairs`."""
+
+    rows: TrainBatch
+    """[2 P] rows, chosen and rejected in turns."""
+
+    def __len__(self) -> int:
+        return len(self.rows) // PAIR
+
+
+class Step:
+    """One step of a run.
+
+    ``number``: from 1; a resumed run continues it.
+    """
+
+    def __init__(self, run: Run, number: int) -> None:
+        self.number = number
+        self._run = run
+        self._prompts: PromptBatch | None = None
+
+    @property
+    def prompts(self) -> PromptBatch:
+        """Return the step's prompts of `data.train`, `batch.prompts_per_step` of them."""
+        if self._prompts is None:
+            self._prompts = self._run._draw()
+        return self._prompts
+
+    def log(self, values: Metrics | Mapping[str, float]) -> None:
+        """Add metrics to the step's line; they must be equal on every rank. Names are ``group/name``."""
+        self._run._log(values)
+
+
+class LearningRole:
+    """Actor or critic of a `Run`."""
+
+    def __init__(self, run: Run, role: ModelRole, objective: Objective) -> None:
+        self._run = run
+        self._role = role
+        self._objective = objective
+
+    def update(
+        self,
+        batch: TrainBatch | Pairs,
+        loss: Objective | None = None,
+        *,
+        optimizer_steps: int | None = None,
+        epochs: int | None = None,
+    ) -> None:
+        """Train on a batch; its metrics are the step's.
+
+        ``loss``: ``loss(rows, log_probs, entropy)`` of a micro-batch returns ``sum(rows.loss_weights * l)``
+        and `Metrics`; weights have the denominators of the whole mini-batch, so that sums of micro-batches
+        and ranks are exact. A critic's has ``loss(rows, values)``. None: that of the configured algorithm,
+        for pairs DPO. ``optimizer_steps`` and ``epochs`` None: those of `batch`.
+        """
+        objective = loss or self._objective
+        if loss is None and isinstance(batch, Pairs):
+            objective = _dpo
+        self._run._update(self._role, batch, objective, optimizer_steps, epochs)
+
+
+def _value_objective(algorithm: Algorithm, rows: TrainBatch, values: Tensor) -> tuple[Tensor, Metrics]:
+    return value_objective(algorithm, rows, values)
+
+
+def _dpo(rows: TrainBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
+    return dpo_objective(PreferenceSettings(), rows, log_probs)
+
+
+def _no_prompts() -> PromptBatch:
+    """Return a batch without prompts, for scores that read none."""
+    empty = torch.zeros(0, dtype=torch.long)
+    return PromptBatch(empty, empty, empty, (), (), (), (), ())
+
+
+def _reject_unsupported(config: RunConfig) -> None:
+    """Raise UserErrors for settings of a step that the script itself carries out."""
+    settings = {
+        "job": config.job != TRAIN,
+        "asynchrony.steps_ahead": config.asynchrony.steps_ahead,
+        "rollout.oversample": config.rollout.oversample,
+    }
+    errors = [
+        UserError(
+            f"the steps of a script are carried out without {key}",
+            where=key,
+            expected="its default",
+            got="another value",
+            fix=f"remove {key}, or train with `megatron-rl train`",
+        )
+        for key, is_set in settings.items()
+        if is_set
+    ]
+    if errors:
+        raise UserErrors(errors)
