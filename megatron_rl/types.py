@@ -111,11 +111,12 @@ _SUPPORT: Mapping[str, str] = {"support": "support_sizes"}
 def turn_starts(rollouts: Rollouts) -> Tensor:
     """Mark the first token of each turn of the policy: [N] bool.
 
-    A turn starts where the mask changes to true. Every row begins with its prompt, so the comparison of its
-    first token with the last one of the row before needs no special case.
+    A turn starts where the mask changes to true, and at the first token of a row without a prompt.
     """
     mask = rollouts.response_mask
     previous = torch.cat([torch.zeros(min(1, len(mask)), dtype=torch.bool), mask[:-1]])
+    row_starts = rollouts.lengths.cumsum(0) - rollouts.lengths
+    previous[row_starts[rollouts.lengths > 0]] = False
     return mask & ~previous
 
 

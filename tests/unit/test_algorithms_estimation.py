@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ragged_batches import Batch, batches, close
 from whole_steps import algorithm_of, policy, step
@@ -44,11 +44,20 @@ from megatron_rl.types import (
 
 quick = settings(max_examples=25, deadline=None)
 few = settings(max_examples=6, deadline=None)
+NO_PROMPTS = Batch(
+    [0] * 3,
+    [0.0, math.nan, 0.0],
+    [True, False, True],
+    [[True], [False] * 4, [True, False, True, True, False]],
+    seed=0,
+)
+"""Without its second row, the third one's first response token follows the first one's last."""
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @few
 @given(batches())
+@example(NO_PROMPTS)
 def test_failed_rows_take_no_part(name, batch):
     """A failed row's reward, finish reason and numbers have no effect on any other row."""
     algorithm = algorithm_of(name)
