@@ -52,6 +52,12 @@ class PackedDeltaNet(GatedDeltaNet):
             super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
         self.out_norm = _HeadNorm(config, self.value_head_dim, pg_collection.tp)
 
+    def _setup_variant_attrs(self) -> None:
+        """Set the rule too, which the constructor of 0.19.2 requires and `forward` does not read."""
+        parent: Any = super()
+        parent._setup_variant_attrs()
+        self.gated_delta_rule = chunked_delta_rule
+
     def forward(
         self,
         hidden_states: Tensor,
