@@ -28,6 +28,8 @@ COMMANDS = {
     ),
     "eval": ("megatron_rl.cli.eval", "answer the evaluation sets with checkpoints, as a table"),
     "export": ("megatron_rl.cli.export", "write a checkpoint as a Hugging Face model, or for Megatron-LM"),
+    "serve": ("megatron_rl.cli.serve", "serve a run, a checkpoint or a model with vLLM's own server"),
+    "bench-serve": ("megatron_rl.cli.bench_serve", "test a server with more and more users, as tables"),
     "report": ("megatron_rl.cli.report", "make the table, the learning curve and report.html of a run"),
     "compare": ("megatron_rl.cli.compare", "compare runs: settings, results, curves"),
     "doctor": ("megatron_rl.cli.doctor", "check the environment and list the fixes"),

@@ -1,0 +1,176 @@
+"""The ``bench-serve`` command: vLLM's own load test of a server, with more and more users."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.cli.common import require_counts
+from megatron_rl.errors import UserError
+
+HEADROOM = 0.2
+"""Share of the measured rate that a plan should leave free: arrivals come in bursts."""
+PERCENTILES = (50, 95, 99)
+_LOAD_TEST = """
+import argparse, sys
+from vllm.benchmarks import serve
+parser = argparse.ArgumentParser()
+serve.add_cli_args(parser)
+serve.main(parser.parse_args(sys.argv[1:]))
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``bench-serve``."""
+    parser.add_argument("url", metavar="URL", help="the server, such as http://127.0.0.1:8000")
+    parser.add_argument("--users", default="1,5,20,50", help="requests at once, by test (%(default)s)")
+    parser.add_argument("--requests", type=int, default=10, help="requests of each user (%(default)s)")
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="(%(default)s)")
+    parser.add_argument("--response-tokens", type=int, default=128, help="(%(default)s)")
+    parser.add_argument("--out", metavar="FILE", help="write the tables into this Markdown file too")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Test with each number of users, and print a table of what was measured and one of what to plan with."""
+    require_counts(arguments, "requests", "prompt_tokens", "response_tokens")
+    users = _users(arguments.users)
+    url = arguments.url.rstrip("/")
+    model = _served_model(url)
+
+    results: dict[int, Mapping[str, Any]] = {}
+    for count in users:
+        print(f"{count} users, {count * arguments.requests} requests …", file=sys.stderr, flush=True)
+        results[count] = load_test(
+            url,
+            model,
+            users=count,
+            requests=count * arguments.requests,
+            prompt_tokens=arguments.prompt_tokens,
+            response_tokens=arguments.response_tokens,
+        )
+    text = tables(results)
+    print(text)
+    if arguments.out:
+        Path(arguments.out).write_text(text)
+    return 0
+
+
+def load_test(
+    url: str,
+    model: Mapping[str, Any],
+    *,
+    users: int,
+    requests: int,
+    prompt_tokens: int,
+    response_tokens: int,
+) -> dict[str, Any]:
+    """Run vLLM's load test with ``users`` requests at once, and return its result."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = [
+            "--backend", "openai", "--base-url", url, "--endpoint", "/v1/completions",
+            "--model", model["root"], "--served-model-name", model["id"], "--tokenizer", model["root"],
+            "--dataset-name", "random", "--random-input-len", prompt_tokens,
+            "--random-output-len", response_tokens, "--num-prompts", requests, "--max-concurrency", users,
+            "--ignore-eos", "--disable-tqdm", "--ready-check-timeout-sec", 0,
+            "--percentile-metrics", "ttft,tpot,e2el",
+            "--metric-percentiles", ",".join(map(str, PERCENTILES)),
+            "--save-result", "--save-detailed", "--result-dir", folder, "--result-filename", "result.json",
+        ]  # fmt: skip
+        command = [sys.executable, "-c", _LOAD_TEST, *map(str, options)]
+        finished = subprocess.run(command, capture_output=True, text=True)
+        file = Path(folder) / "result.json"
+        if finished.returncode or not file.is_file():
+            got = finished.stderr.strip()[-600:] or f"exit code {finished.returncode}"
+            raise _failed_test(url, f"vLLM's load test with {users} users failed", got)
+        result = json.loads(file.read_text())
+
+    failed = requests - result["completed"]
+    if failed:
+        messages = {line.strip().rpartition("\n")[2] for line in result["errors"] if line}
+        got = "; ".join(sorted(messages))[:600]
+        raise _failed_test(url, f"{failed} of {requests} requests failed", got)
+    return result
+
+
+def _failed_test(url: str, message: str, got: str) -> UserError:
+    """Return the error of a load test without a result, or with requests that failed."""
+    return UserError(
+        message,
+        where=url,
+        expected="an answer to each request",
+        got=got,
+        fix="read the server's output; its longest row bounds --prompt-tokens plus --response-tokens",
+    )
+
+
+def tables(results: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return two Markdown tables: what was measured by number of users, and what to plan with.
+
+    Times are percentiles, 50 / 95 / 99.
+    """
+    measured = [
+        "| users | requests/s | tokens/s | first token, ms | a token, ms | whole answer, s |",
+        "|---|---|---|---|---|---|",
+    ]
+    capacity = [
+        f"| users | requests/s to plan with, {HEADROOM:.0%} free | answers a day |",
+        "|---|---|---|",
+    ]
+    for users, result in results.items():
+        rate = result["request_throughput"]
+        cells = (
+            users,
+            f"{rate:.2f}",
+            f"{result['output_throughput']:.0f}",
+            _percentiles(result, "ttft", 1.0, ".0f"),
+            _percentiles(result, "tpot", 1.0, ".1f"),
+            _percentiles(result, "e2el", 1e-3, ".2f"),
+        )
+        measured.append("| " + " | ".join(map(str, cells)) + " |")
+        planned = rate * (1 - HEADROOM)
+        capacity.append(f"| {users} | {planned:.2f} | {planned * 86_400:,.0f} |")
+    note = f"Times at the percentiles {', '.join(map(str, PERCENTILES))}."
+    return "\n".join([*measured, "", note, "", *capacity, ""])
+
+
+def _percentiles(result: Mapping[str, Any], name: str, scale: float, form: str) -> str:
+    return " / ".join(format(result[f"p{point}_{name}_ms"] * scale, form) for point in PERCENTILES)
+
+
+def _users(text: str) -> Sequence[int]:
+    """Return the numbers of users, at least one each."""
+    try:
+        users = [int(part) for part in text.split(",")]
+    except ValueError:
+        users = []
+    if not users or min(users) < 1:
+        raise UserError(
+            "the numbers of users cannot be read",
+            where="--users",
+            expected="numbers from 1 on, separated by commas",
+            got=text,
+            fix="give them as in --users 1,5,20",
+        )
+    return users
+
+
+def _served_model(url: str) -> Mapping[str, Any]:
+    """Return the first model that the server names: its ``id``, and its ``root``, the folder."""
+    try:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
+            return json.load(answer)["data"][0]
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise UserError(
+            "no OpenAI-compatible server answers",
+            where=url,
+            expected="a server with /v1/models, such as megatron-rl serve starts",
+            got=str(error),
+            fix="start it, wait until it says that it is complete, or correct the URL",
+        ) from None

@@ -1,0 +1,119 @@
+"""The ``serve`` command: what was trained behind vLLM's own OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.cli.common import require_directory
+from megatron_rl.cli.eval import require_checkpoint
+from megatron_rl.config.checkpoint_meta import is_checkpoint, latest
+from megatron_rl.config.load import load_config
+from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
+
+HOST_MEMORY = "0.25"
+"""Fraction of a host's memory that the server takes without a GPU."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``serve``."""
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a run folder, one of its checkpoints/step_N, or a Hugging Face model",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="(%(default)s)")
+    parser.add_argument("--name", help="name of the model in requests (default: that of the run folder)")
+    parser.add_argument(
+        "--vllm",
+        default="",
+        metavar="ARGUMENTS",
+        help="vLLM's own arguments, such as '--tensor-parallel-size 2 --max-model-len 4096'",
+    )
+    parser.add_argument(
+        "--trust", action="store_true", help="load a checkpoint even if that may run code which it holds"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Export where needed, then become vLLM's server."""
+    source = Path(arguments.source)
+    require_directory(source, "SOURCE")
+    model = model_folder(source, trusted=arguments.trust)
+    folder = folder_of_checkpoint(model)
+    defaults = {} if folder is None else sampling_defaults(folder)
+    name = arguments.name or (model if folder is None else folder.path).resolve().name
+
+    command = server_command(model, name, arguments.host, arguments.port, defaults)
+    command += shlex.split(arguments.vllm)
+    address = f"http://{arguments.host}:{arguments.port}"
+    print(f"serving {model} as {name} at {address}/v1, sampling by default: {defaults or 'as vLLM does'}")
+    print(f"next: megatron-rl bench-serve {address}")
+    print(f"vLLM: {shlex.join(command)}", flush=True)
+    # vLLM's server takes this process, so that signals reach it.
+    os.execv(sys.executable, command)
+
+
+def model_folder(source: Path, *, trusted: bool = False) -> Path:
+    """Return the Hugging Face model of a source; export a checkpoint that has none yet.
+
+    Of a run: the model of its end, or that of its newest checkpoint.
+    """
+    if (source / "config.json").is_file():
+        return source
+    checkpoint = source
+    if not is_checkpoint(source):
+        run = RunFolder(source)
+        if (run.model / "config.json").is_file():
+            return run.model
+        checkpoint = latest(run.checkpoints) or source
+    require_checkpoint(checkpoint)
+
+    # Beside the checkpoints, which a run deletes when they are old.
+    out = checkpoint.parent.parent / "exports" / checkpoint.name
+    if not (out / "config.json").is_file():
+        from megatron_rl.trainer.offline import export_checkpoint
+
+        print(f"exporting {checkpoint} to {out}", flush=True)
+        export_checkpoint(checkpoint, out, trusted=trusted)
+    return out
+
+
+def sampling_defaults(folder: RunFolder) -> dict[str, Any]:
+    """Return the run's sampling as fields of a generation_config.json, without those that are off."""
+    rollout = load_config(folder.config).rollout
+    defaults: dict[str, Any] = {
+        "temperature": rollout.temperature,
+        "max_new_tokens": rollout.max_response_tokens,
+    }
+    if rollout.top_p < 1:
+        defaults["top_p"] = rollout.top_p
+    if rollout.top_k > 0:
+        defaults["top_k"] = rollout.top_k
+    if rollout.min_p > 0:
+        defaults["min_p"] = rollout.min_p
+    return defaults
+
+
+def server_command(model: Path, name: str, host: str, port: int, defaults: dict[str, Any]) -> list[str]:
+    """Return the command line of vLLM's server (0.32 and 0.33).
+
+    The module, since the script ``vllm`` of the package for hosts does not start.
+    """
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
+        "--served-model-name", name, "--host", host, "--port", str(port),
+    ]  # fmt: skip
+    if defaults:
+        command += ["--override-generation-config", json.dumps(defaults)]
+    # By default vLLM takes 0.92 of the memory, which on a host is that of all programs.
+    if shutil.which("nvidia-smi") is None:
+        command += ["--gpu-memory-utilization", HOST_MEMORY]
+    return command
