@@ -48,8 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
     require_directory(source, "SOURCE")
     model = model_folder(source, trusted=arguments.trust)
     folder = folder_of_checkpoint(model)
-    defaults = {} if folder is None else sampling_defaults(folder)
-    name = arguments.name or (model if folder is None else folder.path).resolve().name
+    defaults: dict[str, Any] = {}
+    named_folder = model
+    if folder is not None:
+        defaults = sampling_defaults(folder)
+        named_folder = folder.path
+    name = arguments.name or named_folder.resolve().name
 
     command = server_command(model, name, arguments.host, arguments.port, defaults)
     command += shlex.split(arguments.vllm)
