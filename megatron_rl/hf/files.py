@@ -64,16 +64,12 @@ class CheckpointFiles:
 
         # Weight -> the tensor of its scales.
         self._scales: dict[str, str] = {}
-        self._quantization = self._read_quantization() if file is None else None
+        self._quantization: Quantization | None = None
+        config = self.path / "config.json"
+        if file is None and config.is_file():
+            self._quantization = read_quantization(read_json(config), str(config))
         if self._quantization is not None:
             self._scales = scales_by_weight(self._file_of)
-
-    def _read_quantization(self) -> Quantization | None:
-        """Return the quantisation in the directory's config.json."""
-        config = self.path / "config.json"
-        if not config.is_file():
-            return None
-        return read_quantization(read_json(config), str(config))
 
     def _index(self, files: list[Path] | None) -> Mapping[str, str]:
         """Return the file name of each tensor, without ``files`` from the directory's index."""
@@ -303,7 +299,9 @@ def copy_tensors(
     dtypes: dict[str, torch.dtype] = {}
     for name, shape in shapes.items():
         origin = (0,) * len(shape)
-        dtypes[name] = dtype if files.is_quantized(name) else files.read(name, origin, origin).dtype
+        dtypes[name] = files.read(name, origin, origin).dtype
+        if files.is_quantized(name):
+            dtypes[name] = dtype
 
     # One tensor in memory at a time.
     writer = SafetensorsWriter(path, shapes, dtypes)

@@ -60,8 +60,7 @@ class Quantization:
         belong together.
         """
         if len(scales) > len(weight):
-            # A scale of a vector or matrix may be stored with one entry too deep.
-            return weight if all(count == 1 for count in scales) else None
+            return None
 
         block: list[int] = []
         padded = scales + (1,) * (len(weight) - len(scales))
@@ -84,6 +83,12 @@ class Quantization:
 def quantization_keys(config: Mapping[str, Any]) -> list[str]:
     """Return the keys of a config.json that describe a quantisation."""
     return [key for key in _KEYS if config.get(key)]
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json without the keys that describe a quantisation."""
+    keys = quantization_keys(config)
+    return {key: value for key, value in config.items() if key not in keys}
 
 
 def read_quantization(config: Mapping[str, Any], file: str = "config.json") -> Quantization | None:
@@ -161,9 +166,11 @@ def _compressed_block(settings: Mapping[str, Any], where: str) -> tuple[int, int
         raise _refusal(where, "no config_groups")
     blocks: set[tuple[int, int] | None] = set()
     for name, group in groups.items():
-        weights = (group.get("weights") if isinstance(group, Mapping) else None) or {}
-        found = {key: weights.get(key) for key in ("type", "num_bits", "strategy", "symmetric")}
         group_path = f"{where}.config_groups.{name}.weights"
+        weights = isinstance(group, Mapping) and group.get("weights")
+        if not isinstance(weights, Mapping):
+            raise _refusal(group_path, repr(weights))
+        found = {key: weights.get(key) for key in ("type", "num_bits", "strategy", "symmetric")}
         if (found["type"], found["num_bits"]) != ("float", 8) or found["symmetric"] is False:
             raise _refusal(group_path, str(found))
         if found["strategy"] == "block":

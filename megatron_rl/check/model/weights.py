@@ -49,6 +49,12 @@ _COMPARED_BYTES = 2**24
 _MAX_SHOWN = 4
 """Number of tensor names in an error's text."""
 
+_CONVERT = (
+    'python -c "import sys; from transformers import AutoModelForCausalLM as Model; '
+    "Model.from_pretrained(sys.argv[1], dtype='auto').save_pretrained(sys.argv[1])\""
+)
+"""Command that writes the pickled weights of a folder, its last argument, as safetensors beside them."""
+
 _MALFORMED_HEADER = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """Exceptions of reading a damaged header or index, or one with another JSON structure."""
 
@@ -180,7 +186,7 @@ def _report_no_weights(path: Path, key: str, files: Files) -> None:
 
     # Pickled weights are not read: they could run code.
     if any(path.glob("*.bin")):
-        fix = "convert the .bin files: load with transformers and save_pretrained(safe_serialization=True)"
+        fix = f"convert the .bin files: {_CONVERT} {path}"
     file = path / "model.safetensors"
     files.miss(file, "the model has no weights", key, "one or more .safetensors files", fix)
 
