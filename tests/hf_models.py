@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 # 131 is prime, so every tensor-parallel layout pads the vocabulary.
 COMMON: dict[str, Any] = {
@@ -241,3 +244,41 @@ def save_model(family: str, path: Path, seed: int = 0, **changes: Any) -> Any:
     model = make_model(family, seed, **changes)
     model.save_pretrained(path)
     return model
+
+
+def in_eight_bits(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return a matrix as float8 and the scale of each block, as DeepSeek-V3 is published."""
+    rows, columns = (-(-size // edge) for size, edge in zip(weight.shape, block, strict=True))
+    scales = torch.empty(rows, columns)
+    quantised = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    for row in range(rows):
+        for column in range(columns):
+            first, second = row * block[0], column * block[1]
+            piece = weight[first : first + block[0], second : second + block[1]].float()
+            scales[row, column] = piece.abs().max() / 448
+            box = (slice(first, first + block[0]), slice(second, second + block[1]))
+            quantised[box] = (piece / scales[row, column]).to(torch.float8_e4m3fn)
+    return quantised, scales
+
+
+BLOCKS: dict[str, Any] = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+}
+"""``quantization_config`` of DeepSeek-V3, Kimi-K2 and Qwen3-FP8."""
+
+
+def quantise(path: Path, config: dict[str, Any] = BLOCKS, suffix: str = "_scale_inv") -> None:
+    """Quantise the projections of a saved checkpoint: in blocks, or row by row where the config has none."""
+    stored: dict[str, Tensor] = {}
+    for name, weight in load_file(path / "model.safetensors").items():
+        stored[name] = weight
+        if name.endswith("_proj.weight"):
+            rows, columns = config.get("weight_block_size") or (1, weight.shape[1])
+            stored[name], stored[name + suffix] = in_eight_bits(weight, (rows, columns))
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))

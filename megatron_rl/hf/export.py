@@ -78,11 +78,11 @@ def export(
     """Write a `ParallelModel` as safetensors, config.json, index and tokenizer files, with adapters merged.
 
     ``source`` is the checkpoint that the model was made from: its tokenizer files, and its layers for
-    multi-token prediction, are copied unchanged. ``dtype`` None keeps the parameters'; biases that balance
-    experts stay float32. Different ranks write files in parallel, in pieces of at most ``piece_bytes`` (or
-    one row), so no rank ever holds more than a few pieces. ``path`` must be new or empty, on a file system
-    that all ranks share. Raises UserError on all ranks if it cannot be written. Collective over the model's
-    ranks.
+    multi-token prediction, are copied; quantised tensors of these layers are written in ``dtype``. None as
+    ``dtype`` keeps the parameters'; biases that balance experts stay float32. Different ranks write files in
+    parallel, in pieces of at most ``piece_bytes`` (or one row), so no rank ever holds more than a few pieces.
+    ``path`` must be new or empty, on a file system that all ranks share. Raises UserError on all ranks if it
+    cannot be written. Collective over the model's ranks.
     """
     parameters = policy_weights(model)
     hf_model = pretrained(model.hf_config)
@@ -400,7 +400,7 @@ def _finish(
 
     total_bytes = sum(tensor_bytes(shape, content.dtypes[name]) for name, shape in content.shapes.items())
     if source is not None and extra_tensors:
-        total_bytes += copy_tensors(source, target / MTP_FILE, extra_tensors)
+        total_bytes += copy_tensors(source, target / MTP_FILE, extra_tensors, dtype)
         files = {**files, MTP_FILE: extra_tensors}
 
     # More than one file needs an index.

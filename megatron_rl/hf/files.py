@@ -16,8 +16,23 @@ from torch import Tensor
 from megatron_rl.durable import RunningDigest, require_file
 from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError
+from megatron_rl.hf.quantized import dequantize
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
-from megatron_rl.shapes.pretrained import INDEX, SINGLE, read_pretrained, tokenizer_files, weight_files
+from megatron_rl.shapes.pretrained import (
+    INDEX,
+    SINGLE,
+    read_json,
+    read_pretrained,
+    tokenizer_files,
+    weight_files,
+)
+from megatron_rl.shapes.quantized import (
+    Quantization,
+    is_activation_scale,
+    read_quantization,
+    scale_shape_error,
+    scales_by_weight,
+)
 
 Shape = tuple[int, ...]
 
@@ -36,7 +51,9 @@ class CheckpointFiles:
     """Tensors of a checkpoint directory, of which slices can be read.
 
     ``file`` is the one file of the directory to read; None reads the model's files as `weight_files` lists
-    them. Raises UserError if the directory has no safetensors, or its index names missing files.
+    them. Quantised weights are read as float32, and their scales are not listed (see `shapes.quantized`).
+    Raises UserError if the directory has no safetensors, its index names missing files, or its config.json
+    has a quantisation that cannot be read.
     """
 
     def __init__(self, path: str | Path, file: str | None = None) -> None:
@@ -44,6 +61,15 @@ class CheckpointFiles:
         self._open: dict[Path, Any] = {}
         files = weight_files(self.path) if file is None else [self.path / file]
         self._file_of = {name: self.path / stored for name, stored in self._index(files).items()}
+
+        # Weight -> the tensor of its scales.
+        self._scales: dict[str, str] = {}
+        self._quantization: Quantization | None = None
+        config = self.path / "config.json"
+        if file is None and config.is_file():
+            self._quantization = read_quantization(read_json(config), str(config))
+        if self._quantization is not None:
+            self._scales = scales_by_weight(self._file_of)
 
     def _index(self, files: list[Path] | None) -> Mapping[str, str]:
         """Return the file name of each tensor, without ``files`` from the directory's index."""
@@ -95,12 +121,16 @@ class CheckpointFiles:
         return self._open[file]
 
     def names(self) -> set[str]:
-        """Return the names of all tensors."""
-        return set(self._file_of)
+        """Return the names of all tensors but the scales of quantised ones."""
+        names = set(self._file_of)
+        if self._quantization is None:
+            return names
+        return {name for name in names - set(self._scales.values()) if not is_activation_scale(name)}
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of all tensors by name."""
-        return {name: self.shape(name) for name in self._file_of}
+        names = self.names()
+        return {name: self.shape(name) for name in self._file_of if name in names}
 
     def shape(self, name: str) -> Shape:
         """Return a tensor's shape."""
@@ -112,10 +142,33 @@ class CheckpointFiles:
         start: Sequence[int],
         size: Sequence[int],
     ) -> Tensor:
-        """Return the box of a tensor that begins at ``start`` and has ``size``, in its stored dtype."""
+        """Return the box of a tensor that begins at ``start`` and has ``size``.
+
+        Its dtype is the stored one, or float32 for a quantised tensor.
+        """
         dims = zip(start, size, strict=True)
         box = tuple(slice(begin, begin + count) for begin, count in dims)
-        return self._slice_of(name)[box]
+        values = self._slice_of(name)[box]
+        if name not in self._scales:
+            return values
+        return self._dequantize(name, values, start)
+
+    def _dequantize(self, name: str, values: Tensor, start: Sequence[int]) -> Tensor:
+        """Return a box of a quantised tensor, of which ``values`` are stored, as float32."""
+        # Scales are read whole: they are a fraction of the box, and one of a tensor may have no dimensions.
+        stored = self._scales[name]
+        scales = self._handle(self._file_of[stored]).get_tensor(stored)
+
+        assert self._quantization is not None
+        shape = self.shape(name)
+        block = self._quantization.block_of(shape, tuple(scales.shape))
+        if block is None:
+            raise scale_shape_error(str(self._file_of[stored]), stored, tuple(scales.shape), shape)
+        return dequantize(values, scales, start, block)
+
+    def is_quantized(self, name: str) -> bool:
+        """Return whether a tensor is stored as numbers with scales."""
+        return name in self._scales
 
     def _slice_of(self, name: str) -> Any:
         """Return safetensors' lazy view of a tensor."""
@@ -233,8 +286,12 @@ def copy_tensors(
     source: str | Path,
     path: Path,
     names: Sequence[str],
+    dtype: torch.dtype,
 ) -> int:
-    """Copy tensors of a checkpoint directory into one file, in their stored dtypes; return their bytes."""
+    """Copy tensors of a checkpoint directory into one file and return their bytes.
+
+    They keep their stored dtypes, but quantised ones are written in ``dtype``.
+    """
     files = CheckpointFiles(source)
     shapes = {name: files.shape(name) for name in names}
 
@@ -243,11 +300,13 @@ def copy_tensors(
     for name, shape in shapes.items():
         origin = (0,) * len(shape)
         dtypes[name] = files.read(name, origin, origin).dtype
+        if files.is_quantized(name):
+            dtypes[name] = dtype
 
     # One tensor in memory at a time.
     writer = SafetensorsWriter(path, shapes, dtypes)
     for name, shape in shapes.items():
-        writer.write(files.read(name, (0,) * len(shape), shape))
+        writer.write(files.read(name, (0,) * len(shape), shape).to(dtypes[name]))
     writer.close()
     return sum(tensor_bytes(shape, dtypes[name]) for name, shape in shapes.items())
 

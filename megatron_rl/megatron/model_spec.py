@@ -32,6 +32,7 @@ from megatron_rl.megatron.transformer_settings import transformer_settings
 from megatron_rl.shapes.family import rope_parameters, rotary_fraction
 from megatron_rl.shapes.layout import ParallelLayout, trainer_problems
 from megatron_rl.shapes.pretrained import PretrainedModel, describe
+from megatron_rl.shapes.quantized import quantization_keys
 
 
 def pretrained(hf_config: Any) -> PretrainedModel:
@@ -40,9 +41,13 @@ def pretrained(hf_config: Any) -> PretrainedModel:
 
 
 def read_hf_config(path: str | Path) -> Any:
-    """Return the transformers config of a checkpoint; raise UserError if transformers rejects it."""
+    """Return the transformers config of a checkpoint, without the quantisation of its files.
+
+    Models are built, and written, in the dtype that their weights are read as. Raises UserError if
+    transformers rejects the config.
+    """
     try:
-        return AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path)
     except Exception as error:  # transformers' validation may raise anything
         raise UserError(
             "transformers refuses the model's config.json",
@@ -51,6 +56,10 @@ def read_hf_config(path: str | Path) -> Any:
             got=f"{type(error).__name__}: {error}".strip(),
             fix="correct what it names, or copy config.json again from the checkpoint",
         ) from error
+
+    for key in quantization_keys(vars(config)):
+        delattr(config, key)
+    return config
 
 
 def with_scalar_head(hf_config: Any) -> Any:

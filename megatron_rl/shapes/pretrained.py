@@ -16,6 +16,7 @@ from megatron_rl.shapes.families import FAMILIES
 from megatron_rl.shapes.family import ConfigReader, Family
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, Source, Weight, outer_weights
 from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.quantized import Quantization, read_quantization
 from megatron_rl.shapes.refused import REFUSED
 
 LAYER = "model.layers.{layer}."
@@ -71,6 +72,11 @@ class PretrainedModel:
     def engine_keys(self) -> Mapping[str, Any]:
         """Return the keys of config.json that vLLM reads and transformers does not write."""
         return self.family.engine_keys(self.config)
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """Return the quantisation of the checkpoint's weights; raises UserError for one not supported."""
+        return read_quantization(self.config)
 
     def with_scalar_head(self) -> PretrainedModel:
         """Return the same model with a scalar head instead of the output layer."""

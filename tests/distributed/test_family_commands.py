@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_layout_invariance import sparse
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.shapes.families import FAMILIES as TABLE
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import PEFT_PREFIX, TARGETS, Lora, default_targets
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.shapes.traffic import shared_bytes
-from tests.hf_models import FAMILIES, config_of, save_model
+from tests.hf_models import FAMILIES, config_of, quantise, save_model
 from tests.readme_metrics import unwritten
 
 SCRIPT = Path(__file__).with_name("family_ranks.py")
@@ -75,6 +76,48 @@ def test_every_family_goes_through_every_command(fork: Any, material: Path, tmp_
     fork(SCRIPT, 2, tmp_path, *names, timeout=580)
     for name in names:
         check(tmp_path, name)
+
+
+def test_checkpoints_as_they_are_published_go_through_every_command(
+    fork: Any, material: Path, tmp_path: Path
+) -> None:
+    """Tensor-parallel slices begin within blocks, and a layer of MTP is quantised too."""
+    names = ("qwen3", "deepseek-v3")
+    wide = {"hidden_size": 192, "intermediate_size": 320}
+    for name in names:
+        workspace(tmp_path / name, name, material)
+        save_model(name, tmp_path / name / "model", **COMMON, **(sizes(name) | wide))
+        if name == "deepseek-v3":
+            add_mtp_layer(tmp_path / name / "model")
+        quantise(tmp_path / name / "model")
+    fork(SCRIPT, 2, tmp_path, *names, timeout=400)
+
+    for name in names:
+        lines = [json.loads(line) for line in (tmp_path / name / "run/metrics.jsonl").open()]
+        assert [line["step"] for line in lines] == [1, 2, 3]
+        assert max(line["mismatch/abs_diff"] for line in lines) < 1e-5, name
+        out = tmp_path / name / "out"
+        assert "quantization_config" not in json.loads((out / "config.json").read_text())
+        before, after = CheckpointFiles(tmp_path / name / "model"), CheckpointFiles(out)
+        assert before.names() == after.names()
+        for tensor, shape in before.shapes().items():
+            start = (0,) * len(shape)
+            change = after.read(tensor, start, shape) - before.read(tensor, start, shape)
+            # Adam moves a weight by about the learning rate, 1e-3, in each of its updates.
+            updates = 3 * (1 + sparse(name)) * (".layers.4." not in tensor)
+            assert change.abs().max() <= 1.5e-3 * updates, tensor
+
+
+def add_mtp_layer(folder: Path) -> None:
+    """Add a layer that predicts a further token, like the last one, to a model of four."""
+    file = folder / "model.safetensors"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    stored = load_file(file)
+    for name in list(stored):
+        if ".layers.3." in name:
+            stored[name.replace(".layers.3.", ".layers.4.")] = stored[name].clone()
+    save_file(stored, file, metadata={"format": "pt"})
 
 
 def test_latent_norms_have_the_epsilon_of_the_config_in_vllm_too(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from config_workspace import SHAPE, TOKENS, write_model, write_safetensors, write_workspace
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.config.load import load
@@ -21,6 +22,7 @@ from megatron_rl.hf.weights import require_finite
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.shapes.pretrained import describe
 from megatron_rl.user_code import find_module
+from tests.hf_models import save_model
 
 pytestmark = pytest.mark.usefixtures("functions_load_once")
 
@@ -48,7 +50,7 @@ CONFIG_VALUES = [
     ({"head_dim": 31}, "head_dim", "an even size"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers", "at most 10000"),
     ({"dtype": "int8"}, "dtype", "one of float32"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "cannot be trained"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config", "fp8 with weight_block_size"),
     ({"pad_token_id": 21}, "pad_token_id", "below vocab_size (21)"),
     ({"eos_token_id": [1, 99]}, "eos_token_id", "below vocab_size (21)"),
     ({"id2label": ["a"]}, "id2label", "an object"),
@@ -182,6 +184,25 @@ def test_json_that_is_nested_too_deeply_is_one_error_of_its_file(model: Path, fi
     (model / file).write_bytes(header_length + nested)
     error = one_error(model)
     assert file in (error.where or "") and "recursion" in (error.got or "")
+
+
+def test_pickled_weights_are_refused_with_the_command_that_converts_them(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    command = str(one_error(model).fix).removeprefix("convert the .bin files: ")
+
+    save_model("qwen2", model / "pickled")
+    torch.save(load_file(model / "pickled/model.safetensors"), model / "pickled/pytorch_model.bin")
+    (model / "pickled/model.safetensors").unlink()
+    (python, option, code, folder) = shlex.split(command)
+    assert (python, option, folder) == ("python", "-c", str(model))
+    monkeypatch.setattr("sys.argv", ["-c", str(model / "pickled")])
+    exec(code, {})
+    pickled = torch.load(model / "pickled/pytorch_model.bin")
+    written = load_file(model / "pickled/model.safetensors")
+    assert written.keys() == pickled.keys()
+    assert all(torch.equal(written[name], pickled[name]) for name in pickled)
 
 
 def test_files_beside_the_weights_are_not_the_models(model: Path) -> None:

@@ -17,6 +17,7 @@ from megatron_rl.error_forms import unknown_choice
 from megatron_rl.errors import UserError, join_names, single_errors
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import PretrainedModel
+from megatron_rl.shapes.quantized import quantization_keys
 from megatron_rl.user_code import load_path
 
 ENGINE_ARGUMENTS = ("vllm.engine.arg_utils", "EngineArgs")
@@ -192,6 +193,8 @@ def sampling_arguments(
     overrides = dict(model.engine_keys)
     if float32_head:
         overrides["head_dtype"] = "float32"
+    # The engine computes with the weights that it is sent, which are not quantised.
+    overrides |= dict.fromkeys(quantization_keys(model.config))
 
     return {
         "hf_overrides": overrides,

@@ -17,6 +17,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.shapes.family import ROPE_TYPES, Family
 from megatron_rl.shapes.pretrained import FAMILIES, PretrainedModel, family_of, read_json
 from megatron_rl.shapes.published import read_trainable
+from megatron_rl.shapes.quantized import read_quantization
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -93,10 +94,10 @@ def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iter
     if model_type != family.model_type:
         expected = f"{family.model_type}, as {family.architecture} has"
         yield _error(file, "model_type", expected, model_type, _model_type_fix(model_type, family))
-    if config.get("quantization_config"):
-        fix = "use the checkpoint that was quantised, in bfloat16 or float32"
-        expected = "nothing: quantised weights cannot be trained"
-        yield _error(file, "quantization_config", expected, "one", fix)
+    try:
+        read_quantization(config, str(file))
+    except UserError as error:
+        yield error
     dtype = config.get("dtype", config.get("torch_dtype"))
     if dtype is not None and dtype not in _DTYPES:
         yield _error(file, "dtype", f"one of {', '.join(_DTYPES)}", dtype)

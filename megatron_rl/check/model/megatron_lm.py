@@ -38,6 +38,7 @@ from megatron_rl.shapes.pretrained import (
     read_json,
     tokenizer_files,
 )
+from megatron_rl.shapes.quantized import without_quantization
 
 ErrorsByKey = dict[str, list[UserError]]
 """Errors by the key whose value they make invalid."""
@@ -210,7 +211,8 @@ def _write_model_folder(config: RunConfig, path: Path, key: str, folder: Path) -
     errors: list[UserError] = []
     if tokenizer is not None and (tokenizer / "config.json").is_file():
         config_file = tokenizer / "config.json"
-        hf_config = read_json(config_file)
+        # The tokenizer's folder may have quantised weights; those of the Megatron checkpoint are not.
+        hf_config = without_quantization(read_json(config_file))
         model = describe(hf_config, str(config_file))
         errors = contradictions(checkpoint.arguments, model, key, str(config_file))
     if hf_config is None or (errors and not is_actor):  # another role's model may have another size

@@ -7,7 +7,7 @@ another model without reading the weights.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_rl.check.files import Files
@@ -22,6 +22,14 @@ from megatron_rl.shapes.pretrained import (
     read_json_object,
     separate_head_error,
     weight_files,
+)
+from megatron_rl.shapes.quantized import (
+    FP8,
+    SCALE_DTYPES,
+    Quantization,
+    is_activation_scale,
+    scale_shape_error,
+    scales_by_weight,
 )
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -40,6 +48,12 @@ _COMPARED_BYTES = 2**24
 
 _MAX_SHOWN = 4
 """Number of tensor names in an error's text."""
+
+_CONVERT = (
+    'python -c "import sys; from transformers import AutoModelForCausalLM as Model; '
+    "Model.from_pretrained(sys.argv[1], dtype='auto').save_pretrained(sys.argv[1])\""
+)
+"""Command that writes the pickled weights of a folder, its last argument, as safetensors beside them."""
 
 _MALFORMED_HEADER = (OSError, ValueError, KeyError, TypeError, AttributeError)
 """Exceptions of reading a damaged header or index, or one with another JSON structure."""
@@ -172,7 +186,7 @@ def _report_no_weights(path: Path, key: str, files: Files) -> None:
 
     # Pickled weights are not read: they could run code.
     if any(path.glob("*.bin")):
-        fix = "convert the .bin files: load with transformers and save_pretrained(safe_serialization=True)"
+        fix = f"convert the .bin files: {_CONVERT} {path}"
     file = path / "model.safetensors"
     files.miss(file, "the model has no weights", key, "one or more .safetensors files", fix)
 
@@ -211,7 +225,13 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
 
     At most one error is returned: quantised tensors, other names, an untied output layer, or a wrong shape.
     """
-    # Integers and 8-bit numbers cannot be trained.
+    # Scales belong to their weights, and are not tensors of the model.
+    if model.quantization is not None:
+        stored, errors = _read_scales(stored, model.quantization)
+        if errors:
+            return errors
+
+    # Other integers and 8-bit numbers cannot be trained.
     quantised = [name for name, tensor in stored.items() if tensor.dtype not in _FLOATS]
     if quantised:
         return [_quantised_error(path, quantised, stored[quantised[0]].dtype)]
@@ -242,6 +262,34 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
     return []
 
 
+def _read_scales(
+    stored: Mapping[str, StoredTensor], quantization: Quantization
+) -> tuple[dict[str, StoredTensor], list[UserError]]:
+    """Return the tensors that a run reads from quantised ones, and the errors of their scales.
+
+    A weight of 8 bits with scales is float32 in the result; scales are not in it.
+    """
+    scales_of = scales_by_weight(stored)
+    scale_names = set(scales_of.values())
+    tensors: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        if name in scale_names or is_activation_scale(name):
+            continue
+        scales = stored.get(scales_of.get(name, ""))
+        if scales is None or tensor.dtype != FP8 or scales.dtype not in SCALE_DTYPES:
+            # Scales of an unquantised weight are unexpected tensors.
+            tensors[name] = tensor
+            if scales is not None:
+                tensors[scales_of[name]] = scales
+            continue
+
+        if quantization.block_of(tensor.shape, scales.shape) is None:
+            error = scale_shape_error(str(scales.file), scales_of[name], scales.shape, tensor.shape)
+            return tensors, [error]
+        tensors[name] = replace(tensor, dtype="F32")
+    return tensors, []
+
+
 def _equal_values(first: StoredTensor, second: StoredTensor) -> bool:
     """Return whether two tensors have the same stored bytes, compared in chunks."""
     if first.shape != second.shape or first.dtype != second.dtype or first.size != second.size:
@@ -259,9 +307,9 @@ def _equal_values(first: StoredTensor, second: StoredTensor) -> bool:
 
 def _quantised_error(path: Path, names: list[str], dtype: str) -> UserError:
     return UserError(
-        "the weights are quantised, which cannot be trained",
+        "the weights are quantised in a way that cannot be read",
         where=str(path),
-        expected=f"tensors in one of {', '.join(_FLOATS)}",
+        expected=f"tensors in one of {', '.join(_FLOATS)}, or {FP8} with scales and a quantization_config",
         got=f"{join_names(names, _MAX_SHOWN)} in {dtype}",
         fix="use the checkpoint that was quantised, in bfloat16 or float32",
     )

@@ -14,7 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
+from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.rollout.sampling import (
     draw,
     filtered_logits,
@@ -26,6 +28,7 @@ from megatron_rl.rollout.sampling import (
 from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, SamplingParameters, TensorBox
+from megatron_rl.weights.boxes import view_of
 
 
 class Decoder(Protocol):
@@ -143,24 +146,38 @@ class TorchEngine:
 
         If the folder points to a Megatron checkpoint, weights are noise until the trainer writes them.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
         # Eager attention is the plain implementation, and this engine is the reference for vLLM.
         settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
-        if (Path(path) / POINTER).is_file():
-            model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), **settings)
+        pretrained = read_pretrained(Path(path) / "config.json")
+        has_tensors = not (Path(path) / POINTER).is_file()
+        quantised = pretrained.quantization is not None
+        if has_tensors and not quantised:
+            model: Any = AutoModelForCausalLM.from_pretrained(path, **settings)
         else:
-            model = AutoModelForCausalLM.from_pretrained(path, **settings)
+            model = AutoModelForCausalLM.from_config(read_hf_config(path), **settings)
         model.eval().to(device)
 
-        tensor_name = read_pretrained(Path(path) / "config.json").family.tensor_name
         # A decoder for each step: its cache belongs to one batch.
-        return cls(
+        engine = cls(
             lambda: CachingDecoder(model),
             model=model,
-            tensor_name=tensor_name,
+            tensor_name=pretrained.family.tensor_name,
             **options,
         )
+        if has_tensors and quantised:
+            # transformers would compute with the quantised weights on an accelerator.
+            engine._read_weights(CheckpointFiles(path))
+        return engine
+
+    @torch.no_grad()
+    def _read_weights(self, files: CheckpointFiles) -> None:
+        """Fill the model from a checkpoint."""
+        parameters = self.parameters()
+        for box in self.boxes():
+            values = files.read(box.name, box.start, box.size)
+            view_of(parameters[box.storage], box).copy_(values)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:

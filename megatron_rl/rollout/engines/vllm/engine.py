@@ -146,6 +146,8 @@ class VllmEngine:
         arguments = self._arguments(config, layout.tensor, dtype, seed)
         if adapters is not None:
             arguments |= weights.adapter_arguments(adapters, dtype)
+        if load and read_pretrained(self._path / "config.json").quantization is not None:
+            raise ValueError(f"{self._path}: vLLM reads quantised weights as they are: write parameters()")
         arguments["load_format"] = "auto" if load else "dummy"
 
         # vLLM seeds generators, takes ranks from the world, and counts devices by the launcher's local rank.

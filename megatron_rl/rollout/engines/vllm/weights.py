@@ -368,7 +368,7 @@ def _refuse_quantised(model: nn.Module) -> None:
                 where=f"rollout.vllm, module {path}",
                 expected="no quantization",
                 got=type(method).__name__,
-                fix="remove the quantization from rollout.vllm and from the checkpoint's config.json",
+                fix="remove the quantization from rollout.vllm",
             )
 
 

@@ -1,0 +1,203 @@
+"""Checkpoints with weights of 8 bits and scales, which a run reads as bfloat16 or float32.
+
+A weight is its stored numbers times its scales. A scale belongs to a block of 128 x 128 entries, as in
+DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) and Qwen3's FP8 checkpoints, to a row, or to the whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.errors import UserError
+
+FP8 = "F8_E4M3"
+"""dtype of quantised weights, in safetensors' spelling."""
+SCALE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E8M0")
+"""dtypes of scales, in safetensors' spelling."""
+
+_KEYS = ("quantization_config", "compression_config")
+"""Keys of config.json that describe a quantisation; the second one is compressed-tensors' older one."""
+_SCALE_SUFFIXES = ("_scale_inv", "_scale")
+"""Endings that make the name of a weight that of its scales. Both kinds are multiplied with the weight."""
+_ACTIVATION_SCALES = (
+    ".input_scale", ".output_scale", ".activation_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale",
+)  # fmt: skip
+"""Endings of the names of scales of activations, which a model in bfloat16 does not need."""
+_READABLE = "fp8 with weight_block_size or weight_scale, or compressed-tensors with weights of float 8 bits"
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Quantisation of a checkpoint's weights.
+
+    Example:
+        >>> quantization = Quantization("fp8", (128, 128))
+        >>> quantization.block_of((200, 128), (2, 1))
+        (128, 128)
+    """
+
+    method: str
+    """``quant_method`` of config.json."""
+    block: tuple[int, int] | None = None
+    """Rows and columns that share a scale; None for a scale of a row or of a tensor."""
+
+    @property
+    def text(self) -> str:
+        """Return what `check` calls it."""
+        if self.block is None:
+            return f"{self.method} weights of 8 bits with a scale per tensor or row"
+        rows, columns = self.block
+        return f"{self.method} weights of 8 bits with a scale per {rows} x {columns} entries"
+
+    def block_of(self, weight: Shape, scales: Shape) -> Shape | None:
+        """Return the size of the block that shares a scale, in each dimension of a weight.
+
+        Both arguments are shapes; scales may lack the last dimensions. Returns None if the shapes do not
+        belong together.
+        """
+        if len(scales) > len(weight):
+            return None
+
+        block: list[int] = []
+        padded = scales + (1,) * (len(weight) - len(scales))
+        first_of_block = len(weight) - 2
+        for dim, (entries, count) in enumerate(zip(weight, padded, strict=True)):
+            size = None
+            if self.block is not None and dim >= first_of_block >= 0:
+                size = self.block[dim - first_of_block]
+            if size is not None and count == -(-entries // size):
+                block.append(size)
+            elif count == 1:
+                block.append(entries)
+            elif size is None and count == entries:
+                block.append(1)
+            else:
+                return None
+        return tuple(block)
+
+
+def quantization_keys(config: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a config.json that describe a quantisation."""
+    return [key for key in _KEYS if config.get(key)]
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json without the keys that describe a quantisation."""
+    keys = quantization_keys(config)
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def read_quantization(config: Mapping[str, Any], file: str = "config.json") -> Quantization | None:
+    """Return the quantisation of a config.json, None where it has none.
+
+    ``file`` is the path that errors name. Raises UserError for one that cannot be read.
+    """
+    keys = quantization_keys(config)
+    if not keys:
+        return None
+    (key, *_) = keys
+    settings = config[key]
+    where = f"{file}: {key}"
+    if not isinstance(settings, Mapping):
+        raise _refusal(where, repr(settings))
+
+    method = settings.get("quant_method")
+    if method == "fp8":
+        return Quantization("fp8", _fp8_block(settings, where))
+    if method == "compressed-tensors":
+        return Quantization("compressed-tensors", _compressed_block(settings, where))
+    raise _refusal(where, f"quant_method: {method}")
+
+
+def scales_by_weight(names: Iterable[str]) -> dict[str, str]:
+    """Return the name of the scales of each quantised weight among the tensors of a checkpoint."""
+    present = set(names)
+    scales: dict[str, str] = {}
+    for suffix in _SCALE_SUFFIXES:
+        for name in present:
+            weight = name.removesuffix(suffix)
+            if weight != name and weight in present:
+                scales.setdefault(weight, name)
+    return scales
+
+
+def is_activation_scale(name: str) -> bool:
+    """Return whether a tensor of a quantised checkpoint scales activations or the cache."""
+    return name.endswith(_ACTIVATION_SCALES)
+
+
+def scale_shape_error(file: str, name: str, scales: Shape, weight: Shape) -> UserError:
+    """Return the error of scales of another shape than their weight needs; ``file`` holds the scales."""
+    return UserError(
+        f"the scales {name} do not belong to their weight",
+        where=file,
+        expected=f"the blocks of config.json in a weight of {list(weight)}, or a scale per row or tensor",
+        got=str(list(scales)),
+        fix="use the config.json that belongs to these weights",
+    )
+
+
+def _fp8_block(settings: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+    """Return the block of ``quant_method: fp8``, None for a scale per tensor or row."""
+    number_format = settings.get("fmt") or "e4m3"
+    if number_format != "e4m3":
+        raise _refusal(where, f"fmt: {number_format}")
+    block = settings.get("weight_block_size")
+    if block is None:
+        return None
+    return _block(block, f"{where}.weight_block_size")
+
+
+def _compressed_block(settings: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+    """Return the block of ``quant_method: compressed-tensors``, None for a scale per tensor or row."""
+    # These change the weights in further ways.
+    sparsity = settings.get("sparsity_config") or {}
+    if sparsity.get("format", "dense") != "dense":
+        raise _refusal(where, f"sparsity_config.format: {sparsity['format']}")
+    if settings.get("transform_config"):
+        raise _refusal(where, "transform_config")
+
+    groups = settings.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise _refusal(where, "no config_groups")
+    blocks: set[tuple[int, int] | None] = set()
+    for name, group in groups.items():
+        group_path = f"{where}.config_groups.{name}.weights"
+        weights = isinstance(group, Mapping) and group.get("weights")
+        if not isinstance(weights, Mapping):
+            raise _refusal(group_path, repr(weights))
+        found = {key: weights.get(key) for key in ("type", "num_bits", "strategy", "symmetric")}
+        if (found["type"], found["num_bits"]) != ("float", 8) or found["symmetric"] is False:
+            raise _refusal(group_path, str(found))
+        if found["strategy"] == "block":
+            blocks.add(_block(weights.get("block_structure"), f"{group_path}.block_structure"))
+        elif found["strategy"] in ("tensor", "channel"):
+            blocks.add(None)
+        else:
+            raise _refusal(group_path, str(found))
+
+    if len(blocks) > 1:
+        raise _refusal(f"{where}.config_groups", "groups with and without blocks, or with other blocks")
+    return blocks.pop()
+
+
+def _block(value: Any, where: str) -> tuple[int, int]:
+    """Return a block's rows and columns; raises UserError unless they are two counts."""
+    if isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
+        rows, columns = value
+        return rows, columns
+    raise _refusal(where, repr(value), "two counts: rows and columns that share a scale")
+
+
+def _refusal(where: str, got: str, expected: str = _READABLE) -> UserError:
+    return UserError(
+        "the model's weights are quantised in a way that cannot be read",
+        where=where,
+        expected=expected,
+        got=got[:200],
+        fix="use the checkpoint that was quantised, in bfloat16 or float32",
+    )
