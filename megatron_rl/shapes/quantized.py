@@ -99,7 +99,7 @@ def read_quantization(config: Mapping[str, Any], file: str = "config.json") -> Q
     keys = quantization_keys(config)
     if not keys:
         return None
-    (key, *_) = keys
+    key = keys[0]
     settings = config[key]
     where = f"{file}: {key}"
     if not isinstance(settings, Mapping):
@@ -188,8 +188,7 @@ def _compressed_block(settings: Mapping[str, Any], where: str) -> tuple[int, int
 def _block(value: Any, where: str) -> tuple[int, int]:
     """Return a block's rows and columns; raises UserError unless they are two counts."""
     if isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int and n > 0 for n in value):
-        rows, columns = value
-        return rows, columns
+        return value[0], value[1]
     raise _refusal(where, repr(value), "two counts: rows and columns that share a scale")
 
 
