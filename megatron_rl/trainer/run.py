@@ -24,6 +24,7 @@ from megatron_rl.config.stage_plan import (
     pending_stages,
     stage_plans,
 )
+from megatron_rl.data.mixture import load_training_prompts
 from megatron_rl.data.records import DataPath
 from megatron_rl.data.sources import PromptSource, load_prompts
 from megatron_rl.data.tokenizing import as_warning, load_tokenizer
@@ -57,7 +58,7 @@ from megatron_rl.trainer.loop import (
     train_step,
 )
 from megatron_rl.trainer.report import write as write_report
-from megatron_rl.trainer.rewards import FailureWatch
+from megatron_rl.trainer.rewards import FailureWatch, source_metrics
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
 from megatron_rl.trainer.sample_log import Samples
 from megatron_rl.trainer.stages import (
@@ -113,7 +114,9 @@ class Run:
 
         # Data first: its errors are found before the ranks wait for each other, and without any model.
         with self.phases("data"):
-            self.prompts = self._load_prompts("data.train", config.data.train or "")
+            self.prompts, parts = load_training_prompts(config, self.tokenizer, job.token_files)
+            for key, part in parts.items():
+                self._describe_prompts(key, part)
             held_out = {
                 name: self._load_prompts(f"evaluation.sets.{name}.data", settings.data)
                 for name, settings in config.evaluation.sets.items()
@@ -144,7 +147,7 @@ class Run:
         self._first_sync = Metrics()
 
         # The parts of a step, and the records of it.
-        self.samples = Samples(job, self.roles)
+        self.samples = Samples(job, self.roles, self.prompts)
         self.failures = FailureWatch(config.reward)
         self.source = RolloutSource(config, self.roles, self.algorithm, self.prompts.next)
         self.ahead: AheadBatches | None = None
@@ -262,12 +265,16 @@ class Run:
     def _load_prompts(self, key: str, path: DataPath) -> PromptSource:
         """Load the prompts of a configuration key, and print their lengths and anomalies."""
         source = load_prompts(self.config, key, path, self.tokenizer, self.job.token_files)
+        self._describe_prompts(key, source)
+        return source
+
+    def _describe_prompts(self, key: str, source: PromptSource) -> None:
+        """Print the lengths and anomalies of the prompts of a configuration key."""
         self.job.say(f"{key}: {source.length_report.line()}")
         for remark in source.remarks:
             self.job.say(f"{key}: {remark}")
         for problem in source.text_warnings:
             self.job.say(f"{key}: {as_warning(problem)}")
-        return source
 
     def _progress(self, title: str) -> Progress:
         return Progress(title, enabled=self.job.main, console=self.job.console)
@@ -278,7 +285,7 @@ class Run:
             warning = self.state.restore(path, self.roles, trusted=self.config.checkpoint.trust)
         self.job.say(f"resumed from {path} at step {self.state.step}")
         if warning is not None:
-            self.job.say(f"data.train: {warning}")
+            self.job.say(f"data: {warning}")
         self.checkpoints.rewrite_for_any_layout(path, self.state.step, self.job)
         complete_for_megatron(self.config, self.roles.actor, self.state.step)
 
@@ -310,6 +317,7 @@ class Run:
         """Run a step, write its metrics and samples, evaluate and save. Collective over the world."""
         step = self.state.step + 1
         self.phases.step = step
+        self.prompts.begin_step(step)
         start = time.perf_counter()
         deferred = self.state.deferred
         deferred_sets = self._sets_of(deferred)
@@ -377,6 +385,7 @@ class Run:
         metrics = gather_step(result, local_metrics)
         if result is not None:
             metrics += _throughput(result, metrics.values()["time/step"])
+            metrics += source_metrics(result.batch, self.prompts)
             metrics += Metrics.of({"policy/version": self.roles.hybrid_engine.version})
         return metrics
 
