@@ -149,7 +149,7 @@ class MixedPrompts:
             raise UserError(
                 "the checkpoint was made with other sources of prompts",
                 where="data.sources",
-                expected="data.train" if stored is None else ", ".join(stored),
+                expected=", ".join(stored or ["data.train"]),
                 got=", ".join(self.sources),
                 fix="resume with the data of the checkpoint in the same order, or start a new run",
             )

@@ -139,6 +139,9 @@ def test_a_resumed_run_of_two_sources_equals_an_uninterrupted_one(fork, material
     assert counts == [(5, 3), (6, 2), (5, 3), (4, 4)]
     assert [line["data/epoch/few"] for step, line in expected.items() if step] == [0, 0, 1, 2]
 
+    written = read_metrics(tmp_path / "whole/run/metrics.jsonl")
+    assert unwritten("a run of several sources", written) == []
+
     # The mean reward of a source is that of its stored samples.
     for step in (1, 2, 3, 4):
         table = pyarrow.parquet.read_table(tmp_path / f"whole/run/rollouts/step_{step}.parquet")

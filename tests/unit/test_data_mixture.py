@@ -101,7 +101,9 @@ def test_sources_have_their_own_epochs_and_ids():
     assert [source.epoch for source in prompts.sources.values()] == [4, 1]
 
     # The tokens are those of the source, whose numbers begin at 0.
-    assert batch.tokens.tolist() == [number if number < 7 else number - 7 for number in batch.prompt_ids]
+    offsets = {"easy": 0, "hard": 7}
+    tokens = [number - offsets[name] for number, name in zip(batch.prompt_ids.tolist(), names, strict=True)]
+    assert batch.tokens.tolist() == tokens
 
 
 def test_weights_change_after_a_number_of_steps():

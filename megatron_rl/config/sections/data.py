@@ -45,7 +45,10 @@ class SourceConfig:
         example="data/math.jsonl",
     )
     weight: float = setting(
-        1.0, "Share of this source in the prompts, relative to the weights of the others.", more_than=0
+        1.0,
+        "Share of this source in the prompts, relative to the weights of the others.",
+        more_than=0,
+        at_most=1e9,
     )
     prompt_field: str | None = own_field("prompt_field", "Field of the prompt in this source.")
     ground_truth_field: str | None = own_field(
