@@ -256,6 +256,10 @@ class PromptBatch(_Rows):
     ROW_FIELDS = ("lengths", "prompt_ids")
     TUPLE_FIELDS = ("tasks", "prompts", "ground_truths", "metadata", "sampling")
 
+    def with_offset(self, offset: int) -> PromptBatch:
+        """Return the prompts with ``prompt_ids`` that are larger by ``offset``."""
+        return replace(self, prompt_ids=self.prompt_ids + offset)
+
     def repeat(self, samples: int) -> PromptBatch:
         """Repeat each prompt ``samples`` times, copies of one prompt next to each other."""
         return self.rows([row for row in range(len(self)) for _ in range(samples)])

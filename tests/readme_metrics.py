@@ -14,6 +14,7 @@ WRITTEN_BY = {
     "time/evaluate time/checkpoint",
     "a run whose rewards fail": "reward/invalid_",
     "a run with an environment and servers": "environment/ reward/http/ reward/judge/",
+    "a run of several sources": "reward/mean/ data/",
     "a run with a critic": "critic/ reward/component/",
     "a run of a mixture": "router/",
     "a run that offloads": "offload/ time/offload",
@@ -43,12 +44,18 @@ def documented() -> list[str]:
     return names
 
 
+def _longest_prefix(name: str) -> str:
+    """Return the longest prefix of a metric among those of all runs; empty for a metric of no run."""
+    prefixes = [prefix for words in WRITTEN_BY.values() for prefix in words.split()]
+    return max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default="")
+
+
 def unwritten(run: str, lines: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the patterns of documented metrics that ``run`` has to write and none of its lines contains."""
     recorded = {name for line in lines for name in line}
     # Only metrics that this run has to write; others depend on its features.
     prefixes = tuple(WRITTEN_BY[run].split())
-    expected = [name for name in documented() if name.startswith(prefixes)]
+    expected = [name for name in documented() if _longest_prefix(name) in prefixes]
     assert expected, run
 
     def pattern(name: str) -> str:

@@ -46,6 +46,7 @@ from megatron_rl.config.sections.data import fields_of
 from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.stage_plan import StagePlan, stage_plans, starting_model
 from megatron_rl.data.forms import RecordReader, prompt_consumers, template_source
+from megatron_rl.data.messages import mixed_templates_error
 from megatron_rl.environments.host_pool import environment_errors
 from megatron_rl.error_forms import out_of_range
 from megatron_rl.errors import UserError
@@ -198,6 +199,16 @@ def _check_data(inputs: Inputs) -> None:
         consumers = prompt_consumers(config)
         reader = RecordReader(config.data, "data.train", consumers=consumers, template=inputs.template)
         inputs.preview = _check_data_set(inputs, DataSet(config.data.train, reader, limit))
+
+    # Sources, whose fields default to those of `data`.
+    for name, source in config.data.sources.items():
+        key = f"data.sources.{name}"
+        if inputs.is_valid(*fields, key):
+            data = fields_of(config.data, source, key)
+            consumers = prompt_consumers(config)
+            reader = RecordReader(data, f"{key}.path", consumers=consumers, template=inputs.template)
+            _check_data_set(inputs, DataSet(source.path, reader, limit))
+    inputs.errors.extend(_source_template_errors(inputs))
 
     # Evaluation sets, whose fields default to those of training.
     for name, evaluation_set in config.evaluation.sets.items():
@@ -478,14 +489,29 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
     return preview
 
 
+def _source_template_errors(inputs: Inputs) -> Iterator[UserError]:
+    """Yield the error of sources of which some go through the chat template and others do not."""
+    uses = {
+        name: inputs.uses_template[key]
+        for name in inputs.config.data.sources
+        if (key := f"data.sources.{name}.path") in inputs.uses_template
+    }
+    for name in uses:
+        first = next(iter(uses))
+        if uses[name] is not uses[first]:
+            yield mixed_templates_error(first, uses[first], name)
+            return
+
+
 def _mixed_template_errors(inputs: Inputs) -> Iterator[UserError]:
     """Yield the errors of evaluation sets that differ from the training data in using the chat template.
 
     An environment continues all conversations either with the chat template or as plain text.
     """
-    training_uses = inputs.uses_template.get("data.train")
-    if training_uses is None:
+    training = next((key for key in inputs.uses_template if key.startswith("data.")), None)
+    if training is None:
         return
+    training_uses = inputs.uses_template[training]
     descriptions = {True: "prompts that go through the chat template", False: "prompts of plain text"}
     for key, uses_template in inputs.uses_template.items():
         if key.startswith("evaluation.") and uses_template is not training_uses:
@@ -493,7 +519,7 @@ def _mixed_template_errors(inputs: Inputs) -> Iterator[UserError]:
             yield UserError(
                 "an environment continues all conversations in one way, and the data has two",
                 where=key,
-                expected=f"{descriptions[training_uses]}, as data.train",
+                expected=f"{descriptions[training_uses]}, as {training}",
                 got=descriptions[uses_template],
                 fix=f"set {setting}, or convert the set",
             )

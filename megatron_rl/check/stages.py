@@ -25,7 +25,7 @@ def check_stages(config: RunConfig) -> Iterator[UserError]:
     # A job of one stage needs that stage; `train` needs data for reinforcement learning.
     if config.job in SECTIONS:
         yield from _stage_job_errors(config)
-    elif config.data.train is None:
+    elif not config.data.has_prompts:
         yield from _stages_alone_errors(config)
     for plan in stage_plans(config):
         yield from _stage_errors(config, plan)

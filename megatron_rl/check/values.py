@@ -7,17 +7,19 @@ No model, file or world size is read here, so these rules also run on every sugg
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_rl.algorithms.algorithm import ALGORITHMS, Algorithm
 from megatron_rl.algorithms.lookup import algorithm_of
 from megatron_rl.check.stages import check_stages
 from megatron_rl.config.schema import TRAIN, RunConfig
-from megatron_rl.config.sections.data import fields_of
+from megatron_rl.config.sections.data import SourceConfig, fields_of
+from megatron_rl.config.sections.evaluation import EvaluationSetConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.sections.rewards import FUNCTION
 from megatron_rl.config.sections.rollout import profile_errors
 from megatron_rl.config.setting import sections_of, value_errors
+from megatron_rl.error_forms import requires
 from megatron_rl.errors import UserError, single_errors
 
 
@@ -32,6 +34,7 @@ def check_values(config: RunConfig) -> list[UserError]:
         *_learning_rate_errors(config),
         *_pair_errors(config),
         *_field_errors(config),
+        *_source_errors(config),
     ]
 
 
@@ -160,6 +163,10 @@ def _field_errors(config: RunConfig) -> Iterator[UserError]:
         if evaluation_set.prompt_field or evaluation_set.ground_truth_field:
             sections.append(fields_of(config.data, evaluation_set, f"evaluation.sets.{name}"))
 
+    for name, source in config.data.sources.items():
+        if source.prompt_field or source.ground_truth_field:
+            sections.append(fields_of(config.data, source, f"data.sources.{name}"))
+
     for data in sections:
         if data.prompt_field == data.ground_truth_field:
             yield UserError(
@@ -169,3 +176,98 @@ def _field_errors(config: RunConfig) -> Iterator[UserError]:
                 got=f"`{data.prompt_field}` for both",
                 fix="name the field that holds the answer",
             )
+
+
+def _source_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the errors of sources of prompts: beside `data.train`, and in weights and template arguments."""
+    data = config.data
+    if data.sources and data.train is not None:
+        yield UserError(
+            "the training prompts are named twice",
+            where="data.sources",
+            expected="data.train or data.sources",
+            got="both",
+            fix="make data.train one of the sources, or remove one of the two",
+        )
+    if data.weights and not data.sources:
+        yield requires("data.weights", "weights", "data.sources", got="none", fix="remove data.weights")
+
+    for steps, weights in data.weights.items():
+        yield from _weight_errors(steps, weights, list(data.sources))
+
+    sections: dict[str, SourceConfig | EvaluationSetConfig] = {}
+    sections |= {f"data.sources.{name}": source for name, source in data.sources.items()}
+    sections |= {f"evaluation.sets.{name}": item for name, item in config.evaluation.sets.items()}
+    for path, section in sections.items():
+        yield from _template_argument_errors(config, path, section)
+
+
+def _weight_errors(steps: str, weights: Mapping[str, float], sources: Sequence[str]) -> Iterator[UserError]:
+    """Yield the errors of the weights of sources after a number of steps."""
+    path = f"data.weights.{steps}"
+    if not steps.isdecimal():
+        yield UserError(
+            "weights of sources hold after a number of steps",
+            where=path,
+            expected="a number of steps, 0 or more",
+            got=steps,
+            fix="for example data.weights: {0: {easy: 1}, 200: {easy: 1, hard: 1}}",
+        )
+
+    for name, weight in weights.items():
+        if sources and name not in sources:
+            yield UserError(
+                f"there is no source `{name}`",
+                where=f"{path}.{name}",
+                expected=", ".join(sources),
+                got=name,
+                fix="name a source of data.sources",
+            )
+        if weight < 0:
+            yield UserError(
+                "a weight is negative",
+                where=f"{path}.{name}",
+                expected="0 or more",
+                got=f"{weight:g}",
+                fix="set it to 0, or leave the source out, for no prompts of it",
+            )
+
+    if not any(weight > 0 for weight in weights.values()):
+        yield UserError(
+            "no source has a weight",
+            where=path,
+            expected="a weight above 0 for one source at least",
+            got=", ".join(f"{name}: {weight:g}" for name, weight in weights.items()) or "nothing",
+            fix="give a source a weight above 0",
+        )
+
+
+def _template_argument_errors(
+    config: RunConfig, path: str, section: SourceConfig | EvaluationSetConfig
+) -> Iterator[UserError]:
+    """Yield the errors of a system prompt or of template arguments that prompts cannot have."""
+    for name in ("system_prompt", "chat_template_kwargs"):
+        value = getattr(section, name)
+        if value in (None, {}):
+            continue
+        if fields_of(config.data, section, path).chat_template is False:
+            fix = f"set {path}.chat_template=true, or remove {path}.{name}"
+            yield requires(f"{path}.{name}", value, "the chat template", got="chat_template=false", fix=fix)
+        # Later turns are rendered without the arguments, and would not continue the prompt.
+        if name == "chat_template_kwargs" and config.rollout.environment is not None:
+            fix = f"remove {path}.{name}, or write the value into the chat template of model.path"
+            got = "rollout.environment"
+            yield requires(f"{path}.{name}", value, "conversations of one turn", got=got, fix=fix)
+
+    # These names are of the renderer's own values, which would replace the arguments without a word.
+    taken = sorted(
+        {"messages", "tools", "documents", "add_generation_prompt"} & set(section.chat_template_kwargs)
+    )
+    if taken:
+        yield UserError(
+            "arguments of the chat template that the prompts themselves set",
+            where=f"{path}.chat_template_kwargs",
+            expected="arguments of the template's own, such as enable_thinking",
+            got=", ".join(taken),
+            fix=f"remove {taken[0]}",
+        )

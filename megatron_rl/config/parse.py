@@ -86,7 +86,8 @@ def parse_section(cls: type, section: Section, parse: Parse, path: str = "", def
         if default is not dataclasses.MISSING and not accepts_none(hint) and _unsets(node):
             node = None
 
-        if node is None and (default is dataclasses.MISSING or setting_of(item).jobs):
+        is_required = default is dataclasses.MISSING or bool(setting_of(item).jobs)
+        if node is None and is_required and setting_of(item).instead not in section.children:
             node = _missing_value(item, hint, key, path, parse)
         values[name] = _value(hint, node, default, key, parse, setting_of(item).number_means)
     return cls(**values)

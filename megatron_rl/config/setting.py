@@ -112,6 +112,8 @@ class Setting:
     """Whether the key collects every name of its section that is not a field."""
     jobs: tuple[str, ...] = ()
     """Jobs that require the key; empty: all, where it has no default."""
+    instead: str | None = None
+    """Key of the same section that may be written in place of this one, where a job requires it."""
     foreign_names: tuple[ForeignName, ...] = ()
     """Names of the key in other projects."""
     foreign_names_below: tuple[tuple[str, ForeignName], ...] = ()

@@ -61,6 +61,8 @@ def stage_plans(config: RunConfig) -> tuple[StagePlan, ...]:
 # Keys and sections that only the job `train` reads.
 _REINFORCEMENT = (
     "data.train",
+    "data.sources",
+    "data.weights",
     "reward",
     "steps",
     "placement",

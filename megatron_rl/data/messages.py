@@ -178,7 +178,11 @@ def prompt_messages(record: Record, data: DataConfig) -> Sequence[Mapping[str, A
     """Return the messages of a prompt that goes through the chat template."""
     prompt = record.values[data.prompt_field]
     if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
+        prompt = [{"role": "user", "content": prompt}]
+
+    system_prompt = data.prompt_template.system_prompt
+    if system_prompt is not None:
+        return [{"role": "system", "content": system_prompt}, *prompt]
     return prompt
 
 
@@ -194,6 +198,17 @@ def require_prompt(record: Record, data: DataConfig, setting: str) -> None:
     prompt = record.values[data.prompt_field]
     location = f"{record.where} ({setting})"
     template = data.setting_of("chat_template")
+
+    # Templates take one system message: two would be refused, or written in a form no model has seen.
+    system_prompt = data.prompt_template.system_prompt
+    if system_prompt is not None and _is_messages(prompt) and prompt[0]["role"] in ("system", "developer"):
+        raise UserError(
+            "a prompt has a system message of its own",
+            where=location,
+            expected=f"prompts without one, since {data.setting_of('system_prompt')} is set",
+            got=str(prompt[0]["content"])[:80],
+            fix=f"remove {data.setting_of('system_prompt')}, or the message from the record",
+        )
 
     # Messages need the template.
     if data.chat_template is False and _is_messages(prompt):
@@ -481,3 +496,15 @@ def _ends_thoughts(response: Any, end: str) -> bool:
         return end in response
     turns = [message for message in response if message["role"] == "assistant"]
     return all(turn.get("reasoning_content") or end in (turn.get("content") or "") for turn in turns)
+
+
+def mixed_templates_error(first: str, templated: bool, other: str) -> UserError:
+    """Return the error of two sources of which one goes through the chat template."""
+    forms = {True: "prompts that go through the chat template", False: "prompts of plain text"}
+    return UserError(
+        "the sources of prompts have two forms, and their responses would end in two ways",
+        where=f"data.sources.{other}",
+        expected=f"{forms[templated]}, as data.sources.{first}",
+        got=forms[not templated],
+        fix=f"set data.sources.{other}.chat_template={str(templated).lower()}, or convert the source",
+    )

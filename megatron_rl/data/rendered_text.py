@@ -47,7 +47,11 @@ def rendered_prompts(
 
     # All renderings in one call: the process of the template gets them in batches.
     renderings = [
-        Rendering(template_messages(prompt_messages(records[row], data)), tools_of(records[row], data))
+        Rendering(
+            template_messages(prompt_messages(records[row], data)),
+            tools_of(records[row], data),
+            kwargs=data.prompt_template.kwargs,
+        )
         for row in rows
     ]
     for row, text in zip(rows, renderer.render_all(renderings), strict=True):

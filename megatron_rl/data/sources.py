@@ -21,7 +21,7 @@ import numpy
 import torch
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.data import DataConfig, fields_of
+from megatron_rl.config.sections.data import DataConfig, PromptTemplate, fields_of
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.data.chat_format import ConversationText
 from megatron_rl.data.forms import REWARDED, Consumers, RecordReader, prompt_consumers, template_source
@@ -159,8 +159,8 @@ class PromptSource:
 
     ``encoded`` is the result of `encode_prompts`. Prompts over ``data.max_prompt_tokens`` are dropped and
     counted in ``length_report``, or raise a UserError under ``data.over_long: error``. A record's task
-    (``data.task_field``, else "default") selects its sampling profile. All fields other than prompt, ground
-    truth and task become metadata. ``prompt_ids`` are indices of records.
+    (``data.task_field``, else ``default_task``) selects its sampling profile. All fields other than
+    prompt, ground truth and task become metadata. ``prompt_ids`` are indices of records.
     """
 
     def __init__(
@@ -173,7 +173,9 @@ class PromptSource:
         seed: int,
         model_path: str | None = None,
         setting: str = "data.train",
+        default_task: str = DEFAULT_TASK,
     ) -> None:
+        self._default_task = default_task
         self._encoded = encoded
         self._records = encoded.records
         self._texts = encoded.texts
@@ -236,6 +238,14 @@ class PromptSource:
         yield from prompt_warnings(records, texts, self._data, setting, end_texts, template_marks(tokenizer))
 
     @property
+    def records(self) -> int:
+        """Return the number of records, those over the limit included."""
+        return len(self._records)
+
+    def begin_step(self, step: int) -> None:
+        """Do nothing: the order of one data set does not depend on the step."""
+
+    @property
     def epoch(self) -> int:
         """Return the number of complete passes over the prompts so far."""
         return self._order.epoch
@@ -281,6 +291,15 @@ class PromptSource:
 
         Return a warning if the prompts are the same and other fields of the records differ.
         """
+        if "sources" in state:
+            raise UserError(
+                "the checkpoint was made with several sources of prompts",
+                where="data.train",
+                expected="data.sources, as in the checkpoint",
+                got="data.train",
+                fix="resume with the data of the checkpoint, or start a new run",
+            )
+
         # Older checkpoints have neither `clock` nor `records`.
         clock = state.get("clock") or None
         has_other_prompts = state["fingerprint"] != self._order.fingerprint
@@ -311,7 +330,7 @@ class PromptSource:
 
         # A record without a task has the default one, and with it the default sampling.
         data = self._data
-        tasks = tuple(str(record.values.get(data.task_field) or DEFAULT_TASK) for record in records)
+        tasks = tuple(str(record.values.get(data.task_field) or self._default_task) for record in records)
         return PromptBatch(
             tokens=ragged(tokens),
             lengths=torch.tensor([len(row) for row in tokens], dtype=torch.long),
@@ -352,13 +371,17 @@ def load_prompts(
 ) -> PromptSource:
     """Return the prompts of the data set at ``path``.
 
-    ``setting`` is the key that names it: ``data.train``, or ``evaluation.sets.NAME.data``, whose section may
-    override the names of fields.
+    ``setting`` is the key that names it: ``data.train``, ``data.sources.NAME.path`` or
+    ``evaluation.sets.NAME.data``, whose section may override the names of fields.
     """
     data = config.data
     evaluation_set = None
+    default_task = DEFAULT_TASK
     section = setting.rpartition(".")[0]
-    if section != "data":
+    if section.startswith("data.sources."):
+        default_task = section.removeprefix("data.sources.")
+        data = fields_of(data, config.data.sources[default_task], section)
+    elif section != "data":
         evaluation_set = section.removeprefix("evaluation.sets.")
         data = fields_of(data, config.evaluation.sets[evaluation_set], section)
 
@@ -366,6 +389,8 @@ def load_prompts(
     consumers = prompt_consumers(config, evaluation_set)
     encode = partial(encode_prompts, tokenizer, data, setting, consumers=consumers)
     inputs = ("prompts", *data.record_fields, data.chat_template, data.max_prompt_tokens, consumers)
+    if data.prompt_template != PromptTemplate():
+        inputs = (*inputs, data.prompt_template)
     return PromptSource(
         files.encoded(path, setting, tokenizer, inputs, encode),
         tokenizer,
@@ -374,6 +399,7 @@ def load_prompts(
         seed=config.seed,
         model_path=config.model.path,
         setting=setting,
+        default_task=default_task,
     )
 
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 TIME_ATTRIBUTE = "chat_template_time"
@@ -73,6 +74,8 @@ class Rendering(NamedTuple):
     """JSON schemas of the available functions, None for a conversation without tools."""
     opens: bool = True
     """Whether the template opens the assistant's turn after the messages."""
+    kwargs: Mapping[str, Any] = MappingProxyType({})
+    """Further arguments of the template by name."""
 
 
 class TemplateRenderer:
@@ -149,7 +152,8 @@ class TemplateRenderer:
         assert process.stdin is not None and process.stdout is not None
         line = ""
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(batch, default=str) + "\n")
+            request = [_request_of(rendering) for rendering in batch]
+            process.stdin.write(json.dumps(request, default=str) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
 
@@ -192,6 +196,11 @@ class TemplateRenderer:
         if self._process is not None:
             self._finalizer()
             self._process = None
+
+
+def _request_of(rendering: Rendering) -> tuple[Any, ...]:
+    """Return a rendering as values that JSON can write."""
+    return (*rendering[:-1], dict(rendering.kwargs))
 
 
 def _end_process(process: subprocess.Popen[str]) -> None:
@@ -302,14 +311,14 @@ def _choose_template(templates: Mapping[str, str], tools: Any) -> str:
 def _render(compiled: Callable[[str], Any], setup: Mapping[str, Any], request: Sequence[Any]) -> list[Any]:
     """Return ``[text, null]`` of one rendering, or ``[null, reason]``."""
     # transformers refuses such tools, too; a template would fail on them in ways of its own.
-    messages, tools, opens = request
+    messages, tools, opens, kwargs = request
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         return [None, f"tools are a list of JSON schemas, not {json.dumps(tools)[:80]}"]
 
     values = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": opens}
     try:
         template = compiled(_choose_template(setup["templates"], tools))
-        text = template.render(**{**setup["special"], **values})
+        text = template.render(**{**setup["special"], **kwargs, **values})
     except _Refused as error:
         return [None, str(error)]
     except MemoryError:

@@ -11,7 +11,7 @@ from megatron_rl.check.configuration import check_config
 from megatron_rl.config.load import load
 from megatron_rl.config.placement import role_layout
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.data.sources import load_prompts
+from megatron_rl.data.mixture import load_training_prompts
 from megatron_rl.data.token_files import TokenFiles
 from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.distributed import device
@@ -30,6 +30,7 @@ from megatron_rl.trainer.loop import (
     gather_step,
     train_step,
 )
+from megatron_rl.trainer.rewards import source_metrics
 from megatron_rl.trainer.sample import RolloutSource
 from megatron_rl.trainer.state import TrainerState
 
@@ -66,14 +67,7 @@ class EmbeddedTrainer:
         self.algorithm = algorithm_of(self.config)
 
         tokenizer: Any = load_tokenizer(self.config.model.path)
-        data = self.config.data.train or ""
-        prompts = load_prompts(
-            self.config,
-            "data.train",
-            data,
-            tokenizer,
-            TokenFiles(None, print),
-        )
+        prompts, _ = load_training_prompts(self.config, tokenizer, TokenFiles(None, print))
 
         # The actor wraps the script's model and optimizer; all other roles are built here.
         parallel_model = adopt_model(model, read_hf_config(self.config.model.path))
@@ -99,6 +93,7 @@ class EmbeddedTrainer:
         state = self.state
         phases = self._phases
         phases.step = state.step + 1
+        state.prompts.begin_step(phases.step)
         result = train_step(
             self._batches,
             self.roles,
@@ -112,7 +107,8 @@ class EmbeddedTrainer:
 
         state.step = phases.step
         state.algorithm = result.algorithm_state
-        return gather_step(result, phases.metrics()).values()
+        metrics = gather_step(result, phases.metrics()) + source_metrics(result.batch, state.prompts)
+        return metrics.values()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save with the script's model, optimizer, schedule and RNG state.

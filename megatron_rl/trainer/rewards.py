@@ -23,6 +23,8 @@ from megatron_rl.algorithms.rewards import (
 )
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rewards import RewardConfig
+from megatron_rl.data.mixture import TrainingPrompts, source_names
+from megatron_rl.data.sources import PromptSource
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics, merge
@@ -190,6 +192,30 @@ def compute_row_rewards(
         metrics,
         sum((result.failures for result in results), ()),
     )
+
+
+def source_metrics(batch: ScoredBatch | None, prompts: TrainingPrompts) -> Metrics:
+    """Return the prompts, mean reward and epoch of each source; none for prompts of `data.train`.
+
+    ``batch`` has the rows of the step of all ranks.
+    """
+    metrics = Metrics()
+    if batch is None or isinstance(prompts, PromptSource):
+        return metrics
+
+    names = source_names(prompts, batch.prompts.prompt_ids)
+    for name, source in prompts.sources.items():
+        of_source = torch.tensor([row_name == name for row_name in names], dtype=torch.bool)
+        groups = batch.rollouts.group[of_source].unique()
+        metrics += Metrics.of({
+            f"data/prompts/{name}": len(groups),
+            f"data/epoch/{name}": source.epoch,
+        })  # fmt: skip
+
+        rewards = batch.scores.rewards[of_source & batch.scores.valid]
+        if len(rewards):
+            metrics += Metrics.mean(f"reward/mean/{name}", float(rewards.sum()), len(rewards))
+    return metrics
 
 
 def _invalid_reasons(

@@ -26,6 +26,7 @@ from megatron_rl.config.stage_plan import (
     pending_stages,
     stage_plans,
 )
+from megatron_rl.data.mixture import load_training_prompts
 from megatron_rl.data.records import DataPath
 from megatron_rl.data.sources import PromptSource, load_prompts
 from megatron_rl.data.tokenizing import as_warning, load_tokenizer
@@ -59,7 +60,7 @@ from megatron_rl.trainer.loop import (
     train_step,
 )
 from megatron_rl.trainer.report import write as write_report
-from megatron_rl.trainer.rewards import FailureWatch, ScoredBatch
+from megatron_rl.trainer.rewards import FailureWatch, ScoredBatch, source_metrics
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
 from megatron_rl.trainer.sample_log import Samples
 from megatron_rl.trainer.stages import (
@@ -132,7 +133,9 @@ class Training:
 
         # Data first: its errors are found before the ranks wait for each other, and without any model.
         with self.phases("data"):
-            self.prompts = self._load_prompts("data.train", config.data.train or "")
+            self.prompts, parts = load_training_prompts(config, self.tokenizer, job.token_files)
+            for key, part in parts.items():
+                self._describe_prompts(key, part)
             held_out = {
                 name: self._load_prompts(f"evaluation.sets.{name}.data", settings.data)
                 for name, settings in config.evaluation.sets.items()
@@ -163,7 +166,7 @@ class Training:
         self._first_sync = Metrics()
 
         # The parts of a step, and the records of it.
-        self.samples = Samples(job, self.roles)
+        self.samples = Samples(job, self.roles, self.prompts)
         self.failures = FailureWatch(config.reward)
         self.source = RolloutSource(config, self.roles, self.algorithm, self.prompts.next)
         self.ahead: AheadBatches | None = None
@@ -228,6 +231,7 @@ class Training:
                 while self.state.step < self.config.steps and not self._patience_exhausted():
                     step = RunStep(self.state.step + 1, self._sets_of(self.state.deferred))
                     self.phases.step = step.number
+                    self.prompts.begin_step(step.number)
                     start = time.perf_counter()
                     yield step
                     self._end_step(step, time.perf_counter() - start, log)
@@ -294,12 +298,16 @@ class Training:
     def _load_prompts(self, key: str, path: DataPath) -> PromptSource:
         """Load the prompts of a configuration key, and print their lengths and anomalies."""
         source = load_prompts(self.config, key, path, self.tokenizer, self.job.token_files)
+        self._describe_prompts(key, source)
+        return source
+
+    def _describe_prompts(self, key: str, source: PromptSource) -> None:
+        """Print the lengths and anomalies of the prompts of a configuration key."""
         self.job.say(f"{key}: {source.length_report.line()}")
         for remark in source.remarks:
             self.job.say(f"{key}: {remark}")
         for problem in source.text_warnings:
             self.job.say(f"{key}: {as_warning(problem)}")
-        return source
 
     def _progress(self, title: str) -> Progress:
         return Progress(title, enabled=self.job.main, console=self.job.console)
@@ -310,7 +318,7 @@ class Training:
             warning = self.state.restore(path, self.roles, trusted=self.config.checkpoint.trust)
         self.job.say(f"resumed from {path} at step {self.state.step}")
         if warning is not None:
-            self.job.say(f"data.train: {warning}")
+            self.job.say(f"data: {warning}")
         self.checkpoints.rewrite_for_any_layout(path, self.state.step, self.job)
         complete_for_megatron(self.config, self.roles.actor, self.state.step)
 
@@ -398,6 +406,7 @@ class Training:
         if result is not None:
             if result.batch is not None:
                 metrics += _throughput(result.batch, metrics.values()["time/step"])
+            metrics += source_metrics(result.batch, self.prompts)
             metrics += Metrics.of({"policy/version": self.roles.hybrid_engine.version})
         return metrics
 

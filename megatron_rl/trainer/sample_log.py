@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.run_folder import RunFolder
+from megatron_rl.data.mixture import TrainingPrompts, source_names
 from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.durable import replace_file
 from megatron_rl.metrics import Metrics, merge
@@ -31,9 +32,10 @@ MAX_CONSOLE_CHARACTERS = 300
 class Samples:
     """Storage of the samples of steps and evaluations, in the run folder and in the trackers."""
 
-    def __init__(self, job: Job, roles: Roles) -> None:
+    def __init__(self, job: Job, roles: Roles, prompts: TrainingPrompts) -> None:
         self.job = job
         self.roles = roles
+        self.prompts = prompts
         self._warned_of_unused_scorers = False
 
     def keep_evaluation(self, step: int, results: Sequence[EvaluationResult]) -> Metrics:
@@ -86,6 +88,9 @@ class Samples:
         # One row per response, with its group, reward and policy version.
         columns = self._columns(batch.prompts, batch.rollouts)
         columns["group"] = batch.rollouts.group.tolist()
+        names = source_names(self.prompts, batch.prompts.prompt_ids)
+        if names:
+            columns["source"] = list(names)
         columns["reward"] = batch.scores.rewards.tolist()
         columns["valid"] = batch.scores.valid.tolist()
         columns["failure"] = list(batch.reasons)

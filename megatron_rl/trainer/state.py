@@ -27,7 +27,7 @@ from megatron_rl.config.checkpoint_meta import (
     reads_anywhere,
 )
 from megatron_rl.config.schema import CheckpointConfig, RunConfig
-from megatron_rl.data.sources import PromptSource
+from megatron_rl.data.mixture import TrainingPrompts
 from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.durable import recover_replaced
 from megatron_rl.megatron.residency import Use
@@ -99,7 +99,7 @@ class DeferredEvaluation:
 class TrainerState:
     """Position of a run: everything that the next step depends on, except the roles' tensors."""
 
-    prompts: PromptSource
+    prompts: TrainingPrompts
     """Training prompts, with the position in their order."""
     algorithm: AlgorithmState
     """State of the algorithm between steps."""

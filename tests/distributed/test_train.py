@@ -6,6 +6,7 @@ import json
 import socket
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import yaml
 from safetensors import safe_open
@@ -113,6 +114,42 @@ def test_resumed_run_equals_uninterrupted_run(torchrun, fork, material, tmp_path
     _check_offline_commands(
         fork, whole, tmp_path / "whole/run", expected[4]["eval/held_out/accuracy"], weights
     )
+
+
+def test_a_resumed_run_of_two_sources_equals_an_uninterrupted_one(fork, material, tmp_path):
+    # Three prompts make a window of the shares and a step takes eight: the run stops inside a window.
+    lines = (material / "train.jsonl").read_text().splitlines()
+    (tmp_path / "few.jsonl").write_text("\n".join(lines[:5]))
+    sources = {
+        "many": {"path": str(material / "train.jsonl"), "weight": 2},
+        "few": {"path": str(tmp_path / "few.jsonl")},
+    }
+    data = {"train": None, "sources": sources, "weights": {3: {"many": 1, "few": 1}}}
+    whole = _config(tmp_path / "whole", material, data=data, sft=None, evaluation=None)
+    parted = _config(tmp_path / "parted", material, data=data, sft=None, evaluation=None)
+    fork("megatron_rl", 2, "train", whole, "checkpoint.export=false", module=True)
+    fork("megatron_rl", 2, "train", parted, "steps=2", "checkpoint.export=false", module=True)
+    fork("megatron_rl", 2, "train", parted, "checkpoint.export=false", module=True)
+
+    expected = _lines(tmp_path / "whole/run")
+    assert _lines(tmp_path / "parted/run") == expected
+    counts = [
+        (line["data/prompts/many"], line["data/prompts/few"]) for step, line in expected.items() if step
+    ]
+    assert counts == [(5, 3), (6, 2), (5, 3), (4, 4)]
+    assert [line["data/epoch/few"] for step, line in expected.items() if step] == [0, 0, 1, 2]
+
+    written = read_metrics(tmp_path / "whole/run/metrics.jsonl")
+    assert unwritten("a run of several sources", written) == []
+
+    # The mean reward of a source is that of its stored samples.
+    for step in (1, 2, 3, 4):
+        table = pyarrow.parquet.read_table(tmp_path / f"whole/run/rollouts/step_{step}.parquet")
+        rows = table.select(["source", "reward"]).to_pylist()
+        for name in sources:
+            rewards = [row["reward"] for row in rows if row["source"] == name]
+            assert len(rewards) == 4 * expected[step][f"data/prompts/{name}"]
+            assert expected[step][f"reward/mean/{name}"] == pytest.approx(sum(rewards) / len(rewards))
 
 
 def _two_sets(folder: Path, material: Path) -> dict[str, dict]:

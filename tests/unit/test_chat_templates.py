@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.sections.data import DataConfig
+from megatron_rl.config.sections.data import DataConfig, SourceConfig, fields_of
 from megatron_rl.data.records import Record
+from megatron_rl.data.rendered_text import rendered_prompts
 from megatron_rl.data.sources import encode_responses
 from megatron_rl.data.template_renderer import Rendering, renderer_of
 from megatron_rl.data.tokenizing import PromptEncoder, end_token_ids
@@ -68,6 +69,28 @@ def test_a_template_is_rendered_as_transformers_does(name: str) -> None:
                 messages, tools=tools, tokenize=False, add_generation_prompt=opens
             )
             assert renderer.render(messages, tools, opens=opens) == expected
+
+
+def test_arguments_of_a_template_are_rendered_as_transformers_does() -> None:
+    tokenizer = tokenizer_of(next(iter(FORMS.values())))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
+        "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    )
+    records = [Record({"prompt": "1+1="}, "test.jsonl:1")]
+    texts = []
+    for kwargs in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
+        source = SourceConfig("test.jsonl", system_prompt="Add.", chat_template_kwargs=kwargs)
+        data = fields_of(DataConfig(), source, "data.sources.easy")
+        renderer = renderer_of(tokenizer)
+        (text,) = rendered_prompts(records, data, "data.sources.easy.path", renderer)
+        messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
+        expected = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **kwargs
+        )
+        assert text == expected
+        texts.append(text)
+    assert texts[0] == texts[2] != texts[1]
 
 
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "deepseek_r1"])

@@ -6,11 +6,63 @@ The one idea: ``data`` names the fields of every data set, and a set with other 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple
 
 from megatron_rl.config.sections.bounds import TOKENS
-from megatron_rl.config.setting import setting
+from megatron_rl.config.setting import required, setting
+
+
+def own_field(name: str, meaning: str, **attributes: Any) -> Any:
+    """Return the dataclass field with which a data set overrides one of `FIELDS`."""
+    return setting(None, meaning, unset=f"data.{name}", **attributes)
+
+
+SYSTEM_PROMPT = "System message before the messages of each prompt; the prompts go through the chat template."
+TEMPLATE_KWARGS = "Arguments of the chat template, such as enable_thinking: false."
+
+
+class PromptTemplate(NamedTuple):
+    """What a data set adds to each prompt that goes through the chat template."""
+
+    system_prompt: str | None = None
+    """Content of a system message before the prompt's messages; None for none."""
+    kwargs: Mapping[str, Any] = {}
+    """Arguments of the chat template by name."""
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One of several sources of training prompts, with its share of them.
+
+    A record without a task has the name of its source as its task, so that a sampling profile of that name
+    holds for it.
+    """
+
+    path: str | tuple[str, ...] = required(
+        "Prompts of this source: a file, a folder of shards, a pattern, or a list of these.",
+        example="data/math.jsonl",
+    )
+    weight: float = setting(
+        1.0,
+        "Share of this source in the prompts, relative to the weights of the others.",
+        more_than=0,
+        at_most=1e9,
+    )
+    prompt_field: str | None = own_field("prompt_field", "Field of the prompt in this source.")
+    ground_truth_field: str | None = own_field(
+        "ground_truth_field", "Field of the reference answer that the reward reads, in this source."
+    )
+    task_field: str | None = own_field("task_field", "Field of the task's name in this source.")
+    tools_field: str | None = own_field("tools_field", "Field of the tools in this source.")
+    chat_template: bool | None = own_field(
+        "chat_template", "Put the prompts of this source through the tokenizer's chat template."
+    )
+    system_prompt: str | None = setting(None, SYSTEM_PROMPT, unset="none")
+    chat_template_kwargs: dict[str, Any] = setting(
+        {}, TEMPLATE_KWARGS, also_called={"verl": "apply_chat_template_kwargs"}
+    )
 
 
 @dataclass(frozen=True)
@@ -30,7 +82,8 @@ class DataConfig:
         None,
         "Prompts to train on: a file, a folder of shards, a pattern, or a list of these.",
         jobs=("train",),
-        unset="no reinforcement learning",
+        instead="sources",
+        unset="no reinforcement learning, unless there are data.sources",
         example="data/train.jsonl",
         also_called={
             "verl": "train_files",
@@ -39,6 +92,16 @@ class DataConfig:
             "common": "train_data, train_file, data.path, data_path, dataset_path, dataset_name, dataset",
             "AReaL": "train_dataset.path",
         },
+    )
+    sources: dict[str, SourceConfig] = setting(
+        {},
+        "Sources of training prompts by name, in place of `data.train`. Each has its share of the prompts "
+        "by weight, and metrics of its own.",
+    )
+    weights: dict[str, dict[str, float]] = setting(
+        {},
+        "Weights of the sources after a number of steps, such as {0: {easy: 1}, 200: {easy: 1, hard: 1}}; "
+        "a source that is not named gives no prompts. Before the first number, the sources' own `weight`.",
     )
     prompt_field: str = setting(
         "prompt",
@@ -109,6 +172,16 @@ class DataConfig:
         return f"data.{name}"
 
     @property
+    def has_prompts(self) -> bool:
+        """Return whether there are prompts for reinforcement learning."""
+        return self.train is not None or bool(self.sources)
+
+    @property
+    def prompt_template(self) -> PromptTemplate:
+        """Return what each prompt gets in addition to its messages: nothing."""
+        return PromptTemplate()
+
+    @property
     def prompt_fields(self) -> dict[str, str]:
         """Return the record field of the prompt, mapped to the setting that names it."""
         return {self.prompt_field: self.setting_of("prompt_field")}
@@ -130,6 +203,12 @@ class SetFields(DataConfig):
 
     # Path of the section that has the set's own names.
     section_path: str = "data"
+    own_template: PromptTemplate = field(default_factory=PromptTemplate)
+
+    @property
+    def prompt_template(self) -> PromptTemplate:
+        """Return what the set adds to each prompt in addition to its messages."""
+        return self.own_template
 
     def setting_of(self, name: str) -> str:
         """Return the path of the setting that names a field of this data set."""
@@ -151,9 +230,11 @@ def fields_of(data: DataConfig, section: Any, path: str) -> SetFields:
         if value is not None:
             values[name] = value
 
-    return SetFields(**values, section_path=path)
-
-
-def own_field(name: str, meaning: str, **attributes: Any) -> Any:
-    """Return the dataclass field with which a data set overrides one of `FIELDS`."""
-    return setting(None, meaning, unset=f"data.{name}", **attributes)
+    # A stage has neither of these: its responses are rendered without them.
+    template = PromptTemplate(
+        getattr(section, "system_prompt", None), getattr(section, "chat_template_kwargs", {})
+    )
+    # Both are of the chat template: text becomes a message of the user.
+    if values["chat_template"] is None and (template.system_prompt is not None or template.kwargs):
+        values["chat_template"] = True
+    return SetFields(**values, section_path=path, own_template=template)

@@ -7,10 +7,10 @@ and its reward from the run unless it sets them itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron_rl.config.sections.bounds import ENDLESS, MANY, STEPS
-from megatron_rl.config.sections.data import own_field
+from megatron_rl.config.sections.data import SYSTEM_PROMPT, TEMPLATE_KWARGS, own_field
 from megatron_rl.config.setting import required, setting
 
 # Advice for an interval of 0, which other projects read as "never".
@@ -56,6 +56,8 @@ class EvaluationSetConfig:
     chat_template: bool | None = own_field(
         "chat_template", "Put the prompts of this set through the tokenizer's chat template."
     )
+    system_prompt: str | None = setting(None, SYSTEM_PROMPT, unset="none")
+    chat_template_kwargs: dict[str, Any] = setting({}, TEMPLATE_KWARGS)
 
     every: int | None = setting(
         None, "Steps between evaluations of this set.", **STEPS, unset="evaluation.every", advice=NEVER

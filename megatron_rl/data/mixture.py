@@ -1,0 +1,197 @@
+"""Training prompts of one data set, or of several sources in exact shares.
+
+The one idea: the source of each prompt is a function of the weights and of the prompts drawn under them. The
+next prompt is of the source that is furthest behind its share, so the state is one count for each source.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.messages import mixed_templates_error
+from megatron_rl.data.sources import PromptSource, load_prompts
+from megatron_rl.data.token_files import TokenFiles
+from megatron_rl.errors import UserError
+from megatron_rl.types import PromptBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ShareOrder:
+    """Order of sources in which each has its share of the prompts.
+
+    The order repeats after as many prompts as the sum of the weights, as the smallest integers, and every
+    window of that length has exactly the shares. Of two sources that are equally far behind, the first is
+    next. This is smooth weighted round robin, as nginx balances servers.
+
+    Example:
+        >>> ShareOrder().next(4, {"math": 3.0, "code": 1.0})
+        ['math', 'math', 'code', 'math']
+    """
+
+    def __init__(self) -> None:
+        self.weights: dict[str, float] = {}
+        self.counts: dict[str, int] = {}
+        """Prompts of each source since the weights changed."""
+
+    def next(self, count: int, weights: Mapping[str, float]) -> list[str]:
+        """Return the sources of the next ``count`` prompts; other ``weights`` start a new order."""
+        if dict(weights) != self.weights:
+            self.weights = dict(weights)
+            self.counts = dict.fromkeys(weights, 0)
+
+        # Fractions of the decimal digits: 0.1 and 0.2 are then one to two, and no rounding accumulates.
+        exact = {name: Fraction(repr(weight)) for name, weight in weights.items()}
+        total = sum(exact.values())
+        drawn = sum(self.counts.values())
+        names: list[str] = []
+        for number in range(drawn + 1, drawn + count + 1):
+            behind = {name: weight * number - total * self.counts[name] for name, weight in exact.items()}
+            name = max(behind, key=behind.__getitem__)
+            self.counts[name] += 1
+            names.append(name)
+        return names
+
+
+class MixedPrompts:
+    """Prompts of several sources in shares, each with an order and epochs of its own.
+
+    ``weights`` are those of all sources; ``schedule`` maps a number of steps to the weights after it, in
+    which a source without a weight gives no prompts. ``prompt_ids`` count the records of all sources in turn.
+    Raises UserError unless all prompts or none go through the chat template.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, PromptSource],
+        weights: Mapping[str, float],
+        schedule: Mapping[int, Mapping[str, float]],
+    ) -> None:
+        self.sources = dict(sources)
+        self._weights = dict(weights)
+        self._schedule = {step: dict(schedule[step]) for step in sorted(schedule)}
+        self._order = ShareOrder()
+        self._step = 1
+        self._ends = list(accumulate(source.records for source in self.sources.values()))
+
+        first, *others = self.sources
+        self.templated = self.sources[first].templated
+        for name in others:
+            if self.sources[name].templated != self.templated:
+                raise mixed_templates_error(first, self.templated, name)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sources.values()))
+
+    @property
+    def epoch(self) -> int:
+        """Return the number of complete passes over every source so far."""
+        return min(source.epoch for source in self.sources.values())
+
+    def begin_step(self, step: int) -> None:
+        """Take the weights of ``step``, which counts from 1, for the prompts that follow."""
+        self._step = step
+
+    def weights(self) -> dict[str, float]:
+        """Return the positive weights of the current step."""
+        weights = self._weights
+        for steps, scheduled in self._schedule.items():
+            if steps < self._step:
+                weights = scheduled
+        return {name: weights[name] for name in self.sources if weights.get(name, 0) > 0}
+
+    def next(self, count: int) -> PromptBatch:
+        """Return the next ``count`` prompts, those of the sources in turn."""
+        names = self._order.next(count, self.weights())
+
+        # One batch for each source, then the order in which the sources take turns.
+        batches: list[PromptBatch] = []
+        rows: dict[str, list[int]] = {}
+        start = 0
+        for index, (name, source) in enumerate(self.sources.items()):
+            taken = names.count(name)
+            rows[name] = list(range(start, start + taken))
+            start += taken
+            if taken:
+                offset = self._ends[index] - source.records
+                batches.append(source.next(taken).with_offset(offset))
+        prompts = PromptBatch.concatenate(batches)
+        return prompts.rows([rows[name].pop(0) for name in names])
+
+    def sources_of(self, prompt_ids: torch.Tensor) -> list[str]:
+        """Return the source of each prompt."""
+        names = list(self.sources)
+        return [names[bisect_right(self._ends, number)] for number in prompt_ids.tolist()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of each source, and the prompts of each since the weights changed."""
+        return {
+            "sources": {name: source.state_dict() for name, source in self.sources.items()},
+            "weights": dict(self._order.weights),
+            "counts": dict(self._order.counts),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
+        """Continue from ``state``; raises UserError for a state of other sources.
+
+        Return a warning as `PromptSource.load_state_dict` does.
+        """
+        stored = state.get("sources")
+        if stored is None or list(stored) != list(self.sources):
+            raise UserError(
+                "the checkpoint was made with other sources of prompts",
+                where="data.sources",
+                expected=", ".join(stored or ["data.train"]),
+                got=", ".join(self.sources),
+                fix="resume with the data of the checkpoint in the same order, or start a new run",
+            )
+
+        warnings: dict[str, str | None] = {}
+        for name, source in self.sources.items():
+            warnings[name] = source.load_state_dict(stored[name])
+        self._order.weights = dict(state["weights"])
+        self._order.counts = dict(state["counts"])
+        changed = [f"{name}: {warning}" for name, warning in warnings.items() if warning is not None]
+        return "; ".join(changed) or None
+
+
+TrainingPrompts = PromptSource | MixedPrompts
+"""Prompts of `data.train`, or of `data.sources`."""
+
+
+def prompt_sets(config: RunConfig) -> dict[str, str | tuple[str, ...]]:
+    """Return the paths of the training prompts by the key that names them."""
+    if not config.data.sources:
+        return {"data.train": config.data.train or ""}
+    return {f"data.sources.{name}.path": source.path for name, source in config.data.sources.items()}
+
+
+def load_training_prompts(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, files: TokenFiles
+) -> tuple[TrainingPrompts, dict[str, PromptSource]]:
+    """Return the training prompts, and the data sets that they are made of by key."""
+    loaded = {
+        key: load_prompts(config, key, path, tokenizer, files) for key, path in prompt_sets(config).items()
+    }
+    if not config.data.sources:
+        return loaded["data.train"], loaded
+
+    sources = dict(zip(config.data.sources, loaded.values(), strict=True))
+    weights = {name: source.weight for name, source in config.data.sources.items()}
+    schedule = {int(steps): scheduled for steps, scheduled in config.data.weights.items()}
+    return MixedPrompts(sources, weights, schedule), loaded
+
+
+def source_names(prompts: TrainingPrompts, prompt_ids: Sequence[int] | torch.Tensor) -> Sequence[str]:
+    """Return the source of each prompt; empty for prompts of `data.train`."""
+    if isinstance(prompts, PromptSource):
+        return ()
+    return prompts.sources_of(torch.as_tensor(prompt_ids))

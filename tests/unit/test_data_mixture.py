@@ -1,0 +1,154 @@
+"""Sources of prompts: exact shares, curricula, epochs by source and exact resumption."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.data.mixture import MixedPrompts, ShareOrder
+from megatron_rl.data.sources import ShuffledOrder
+from megatron_rl.errors import UserError
+from megatron_rl.types import PromptBatch, SamplingParameters
+
+SAMPLING = SamplingParameters(1.0, 1.0, 0, 8, (1,), 0.0)
+
+
+class Numbers:
+    """Source of ``records`` prompts, each with its number as its only token."""
+
+    def __init__(self, records: int, templated: bool = False) -> None:
+        self.records = records
+        self.templated = templated
+        self.order = ShuffledOrder(records, 3, True, str(records))
+
+    def __len__(self) -> int:
+        return self.records
+
+    @property
+    def epoch(self) -> int:
+        return self.order.epoch
+
+    def next(self, count: int) -> PromptBatch:
+        ids = torch.tensor(self.order.next(count))
+        empty = ("",) * count
+        ones = torch.ones(count, dtype=torch.long)
+        metadata: tuple[Any, ...] = ({},) * count
+        return PromptBatch(ids, ones, ids, empty, empty, empty, metadata, (SAMPLING,) * count)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.order.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order.load_state_dict(state)
+
+
+def mixed(schedule: dict[int, dict[str, float]] | None = None, hard: int = 5) -> MixedPrompts:
+    sources: Any = {"easy": Numbers(7), "hard": Numbers(hard)}
+    return MixedPrompts(sources, {"easy": 3.0, "hard": 1.0}, schedule or {})
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"a": 3.0, "b": 1.0},
+        {"a": 0.7, "b": 0.2, "c": 0.1},
+        {"a": 5.0, "b": 1.0, "c": 1.0},
+        {"a": 0.1, "b": 0.3},
+    ],
+)
+def test_every_window_has_the_exact_shares(weights):
+    exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
+    smallest = min(exact.values())
+    window = int(sum(exact.values()) / smallest)
+    names = ShareOrder().next(10 * window, weights)
+    for start in range(9 * window):
+        counts = Counter(names[start : start + window])
+        assert counts == {name: weight / smallest for name, weight in exact.items()}
+
+
+def test_shares_stay_close_between_windows():
+    weights = {"a": 0.123, "b": 0.5, "c": 0.377}
+    names = ShareOrder().next(1000, weights)
+    for drawn in range(1, 1001):
+        counts = Counter(names[:drawn])
+        assert all(abs(counts[name] - weight * drawn) < 1 for name, weight in weights.items())
+    assert Counter(names) == {"a": 123, "b": 500, "c": 377}
+
+
+def test_order_does_not_depend_on_the_sizes_of_batches():
+    weights = {"a": 5.0, "b": 2.0, "c": 2.0}
+    whole = ShareOrder().next(60, weights)
+    order = ShareOrder()
+    parts = [name for count in (1, 7, 0, 20, 32) for name in order.next(count, weights)]
+    assert parts == whole
+
+
+def test_sources_have_their_own_epochs_and_ids():
+    prompts = mixed()
+    batch = prompts.next(40)
+    names = prompts.sources_of(batch.prompt_ids)
+    assert Counter(names) == {"easy": 30, "hard": 10}
+
+    # Each source visits all of its records once per epoch, in its own order.
+    easy = [number for number, name in zip(batch.prompt_ids.tolist(), names, strict=True) if name == "easy"]
+    hard = [number for number, name in zip(batch.prompt_ids.tolist(), names, strict=True) if name == "hard"]
+    assert easy == Numbers(7).order.next(30)
+    assert hard == [number + 7 for number in Numbers(5).order.next(10)]
+    assert [source.epoch for source in prompts.sources.values()] == [4, 1]
+
+    # The tokens are those of the source, whose numbers begin at 0.
+    offsets = {"easy": 0, "hard": 7}
+    tokens = [number - offsets[name] for number, name in zip(batch.prompt_ids.tolist(), names, strict=True)]
+    assert batch.tokens.tolist() == tokens
+
+
+def test_weights_change_after_a_number_of_steps():
+    prompts = mixed({0: {"easy": 1.0}, 2: {"easy": 1.0, "hard": 1.0}, 3: {"hard": 1.0}})
+    shares = []
+    for step in range(1, 5):
+        prompts.begin_step(step)
+        counts = Counter(prompts.sources_of(prompts.next(8).prompt_ids))
+        shares.append((counts["easy"], counts["hard"]))
+    assert shares == [(8, 0), (8, 0), (4, 4), (0, 8)]
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+def test_resumed_prompts_equal_uninterrupted_ones(stop):
+    schedule = {2: {"easy": 2.0, "hard": 1.0}}
+    whole = mixed(schedule)
+    expected = []
+    for step in range(1, 7):
+        whole.begin_step(step)
+        expected.append(whole.next(7).prompt_ids.tolist())
+
+    first = mixed(schedule)
+    for step in range(1, stop + 1):
+        first.begin_step(step)
+        first.next(7)
+    second = mixed(schedule)
+    second.load_state_dict(first.state_dict())
+    for step in range(stop + 1, 7):
+        second.begin_step(step)
+        assert second.next(7).prompt_ids.tolist() == expected[step - 1]
+    assert second.state_dict() == whole.state_dict()
+
+
+def test_state_of_other_sources_is_refused():
+    sources: Any = {"easy": Numbers(7)}
+    one = MixedPrompts(sources, {"easy": 1.0}, {})
+    with pytest.raises(UserError, match="other sources of prompts"):
+        one.load_state_dict(mixed().state_dict())
+    with pytest.raises(UserError, match="another data set"):
+        mixed(hard=6).load_state_dict(mixed().state_dict())
+    with pytest.raises(UserError, match="other sources of prompts"):
+        one.load_state_dict(Numbers(7).state_dict())
+
+
+def test_sources_of_two_forms_are_refused():
+    sources: Any = {"easy": Numbers(7), "hard": Numbers(5, templated=True)}
+    with pytest.raises(UserError, match="two forms"):
+        MixedPrompts(sources, {"easy": 1.0, "hard": 1.0}, {})
