@@ -253,7 +253,8 @@ def in_eight_bits(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tenso
     quantised = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
     for row in range(rows):
         for column in range(columns):
-            first, second = row * block[0], column * block[1]
+            first = row * block[0]
+            second = column * block[1]
             piece = weight[first : first + block[0], second : second + block[1]].float()
             scales[row, column] = piece.abs().max() / 448
             box = (slice(first, first + block[0]), slice(second, second + block[1]))

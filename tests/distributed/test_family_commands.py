@@ -98,7 +98,8 @@ def test_checkpoints_as_they_are_published_go_through_every_command(
         assert max(line["mismatch/abs_diff"] for line in lines) < 1e-5, name
         out = tmp_path / name / "out"
         assert "quantization_config" not in json.loads((out / "config.json").read_text())
-        before, after = CheckpointFiles(tmp_path / name / "model"), CheckpointFiles(out)
+        before = CheckpointFiles(tmp_path / name / "model")
+        after = CheckpointFiles(out)
         assert before.names() == after.names()
         for tensor, shape in before.shapes().items():
             start = (0,) * len(shape)
