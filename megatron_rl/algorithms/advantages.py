@@ -196,7 +196,9 @@ class Grpo(GroupAdvantage):
     ``A_i = (R_i - mean_g) / (std_g + epsilon)`` with the unbiased (n-1) standard deviation. A group with
     one valid sample has mean 0 and standard deviation 1 by convention: ``A = R / (1 + epsilon)``. Equal
     rewards give exactly 0. ``scale_by_std=False`` leaves the division out (Dr.GRPO, arXiv:2503.20783,
-    section 3.2).
+    section 3.2). With ``scale_over="batch"`` the deviation is that of all valid rewards of the step, so that
+    a group of nearly equal rewards does not get advantages as large as another's (arXiv:2508.08221, section
+    4.2).
 
     Source: DeepSeekMath, arXiv:2402.03300, section 4.1.2; singleton rule from verl.
 
@@ -210,16 +212,27 @@ class Grpo(GroupAdvantage):
 
     epsilon: float = setting(EPSILON, EPSILON_MEANING, at_least=0)
     scale_by_std: bool = setting(True, SCALE_MEANING)
+    scale_over: str = setting(
+        "group",
+        "Rewards whose standard deviation is the scale: of the prompt's samples, or of the step.",
+        choices=("group", "batch"),
+    )
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
         """Compute one advantage per row: [B]."""
         count, mean, std = ragged.group_statistics(inputs.rewards, inputs.group, inputs.valid)
+        if self.scale_over == "batch":
+            one_group = torch.zeros_like(inputs.group)
+            batch_count, _, std = ragged.group_statistics(inputs.rewards, one_group, inputs.valid)
+            std = torch.where(batch_count > 1, std, 1)
 
         # Minus its own mean, the advantage of a single response would be 0 for any reward.
         advantages = inputs.rewards - torch.where(count > 1, mean, 0)
         if self.scale_by_std:
-            scale = torch.where(count > 1, std, 1) + self.epsilon
-            advantages = advantages / scale
+            scale = std
+            if self.scale_over == "group":
+                scale = torch.where(count > 1, std, 1)
+            advantages = advantages / (scale + self.epsilon)
 
         return torch.where(inputs.valid, advantages, 0)
 

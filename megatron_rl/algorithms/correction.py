@@ -53,6 +53,9 @@ class Correction(Piece):
         unset="weights are not cut off",
         more_than=0,
     )
+    floor: float = setting(
+        0.0, "Smallest importance weight: smaller ones become this one. Not with a band.", at_least=0
+    )
     band: tuple[float, ...] | None = setting(
         None, "[low, high]: weights outside become 0, and `threshold` is not used.", unset="no band"
     )
@@ -86,6 +89,24 @@ class Correction(Piece):
                 expected="[low, high] with 0 <= low < high",
                 got=str(list(band)),
                 fix="write band: [0.5, 5.0]",
+            )
+
+        highest = self.threshold
+        if self.floor and band is not None:
+            yield UserError(
+                "a band sets small importance weights to 0, and the floor raises them",
+                where=f"{path}.floor",
+                expected="0 with a band",
+                got=f"{self.floor:g}",
+                fix="leave one of the two out",
+            )
+        elif highest is not None and self.floor > highest:
+            yield UserError(
+                "the floor of importance weights is above their threshold",
+                where=f"{path}.floor",
+                expected=f"at most threshold = {highest:g}",
+                got=f"{self.floor:g}",
+                fix="lower the floor, or raise the threshold",
             )
 
         for measure, limit in self.rejection.items():
@@ -153,8 +174,8 @@ class Correction(Piece):
 
         ``level`` selects a token's ratio: ``token`` its own rho; ``sequence`` the product over its response,
         ``exp(clamp(sum log rho, +-20))``; ``geometric`` the response's geometric mean. ``threshold`` C gives
-        min(ratio, C), truncated importance sampling. ``band`` (lo, hi) instead sets ratios outside it to 0,
-        IcePop.
+        min(ratio, C), truncated importance sampling; ``floor`` is the smallest weight. ``band`` (lo, hi)
+        instead sets ratios outside it to 0, IcePop.
 
         Example:
             >>> new, old = torch.tensor([1.5, 4.0]).log(), torch.zeros(2)
@@ -181,8 +202,8 @@ class Correction(Piece):
         if self.band is not None:
             low, high = self.band
             weights = torch.where((weights >= low) & (weights <= high), weights, 0)
-        elif self.threshold is not None:
-            weights = weights.clamp(max=self.threshold)
+        else:
+            weights = weights.clamp(min=self.floor, max=self.threshold)
 
         return torch.where(mask, weights, 1)
 

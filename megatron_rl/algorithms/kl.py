@@ -47,6 +47,11 @@ class Kl(Piece):
         """Coefficient at the first step."""
         return 0.0
 
+    @property
+    def weighs_by_ratio(self) -> bool:
+        """Whether the estimate in the loss is multiplied by the ratio of new to old policy."""
+        return getattr(self, "ratio_weight", False)
+
     def estimate(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         """Estimate the KL divergence per token [N]; see `kl_estimate`."""
         return kl_estimate(log_probs, ref_log_probs, "k3")
@@ -146,6 +151,12 @@ class KlInLoss(KlPenalty):
 
     Source: DeepSeekMath (GRPO), arXiv:2402.03300, equation 4.
     """
+
+    ratio_weight: bool = setting(
+        False,
+        "Whether each token's estimate is multiplied by the ratio of new to old policy, with its gradient: "
+        "unbiased where the sampling policy is older (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).",
+    )
 
     in_loss: ClassVar[bool] = True
 

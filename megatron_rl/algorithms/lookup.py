@@ -74,8 +74,9 @@ def get_algorithm(
     UserErrors with every error.
 
     Example:
-        >>> get_algorithm("dapo", {"policy_loss": {"clip_low": 0.1}}).policy_loss
-        PpoClip(entropy_coef=0.0, opsm_delta=None, clip_low=0.1, clip_high=0.28, dual_clip=10.0)
+        >>> loss = get_algorithm("dapo", {"policy_loss": {"clip_low": 0.1}}).policy_loss
+        >>> loss.clip_low, loss.clip_high
+        (0.1, 0.28)
     """
     try:
         algorithm = _load_algorithm(name)

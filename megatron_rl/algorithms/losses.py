@@ -61,6 +61,18 @@ class PolicyLoss(Piece, ABC):
         unset="off",
     )
 
+    log_ratio_coef: float = setting(
+        0.0,
+        "Weight of the squared log ratio of new to old policy, which is added to the loss.",
+        at_least=0,
+    )
+    log_ratio_of: str = setting(
+        "response",
+        "What has a squared log ratio: each response, by the sum over its tokens (Kimi k1.5, arXiv "
+        "2501.12599, equation 3, with tau twice this weight), or each token by itself.",
+        choices=("response", "token"),
+    )
+
     weighs_by_ratio: ClassVar[bool] = True
     """Whether the loss includes the ratio of new to old policy. If not, bypass mode weights the loss."""
     follows_rollout: ClassVar[bool] = False
@@ -122,6 +134,29 @@ def fields_of(batch: TrainBatch, *names: str) -> list[Tensor]:
 def log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     """Compute log(new / old) per token [N], clamped to +-20 so that its exponential stays finite."""
     return (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def squared_log_ratio(loss: PolicyLoss, micro: TrainBatch, log_probs: Tensor) -> Tensor:
+    """Compute the squared log ratio [N] of ``log_ratio_of``, 0 outside the mask.
+
+    Of a response it is the square of the sum over its tokens, distributed over them in equal parts: a sum
+    over the row is then the square, whatever its length. ``log_probs`` [N] carries the gradient.
+
+    Source: Kimi k1.5, arXiv:2501.12599, equation 3.
+
+    Example:
+        >>> micro = micro_batch([1.0, 1.0], old_log_probs=[0.0, 0.0])
+        >>> [round(x, 3) for x in squared_log_ratio(PpoClip(), micro, torch.tensor([0.1, 0.2])).tolist()]
+        [0.045, 0.045]
+    """
+    mask = micro.response_mask
+    (old_log_probs,) = fields_of(micro, "old_log_probs")
+    ratios = torch.where(mask, log_ratio(log_probs, old_log_probs), 0)
+    if loss.log_ratio_of == "token":
+        return ratios.square()
+    counts = ragged.row_sums(mask.to(ratios.dtype), micro.lengths).clamp(min=1)
+    rows = ragged.row_sums(ratios, micro.lengths).square() / counts
+    return torch.where(mask, ragged.broadcast_rows(rows, micro.lengths, len(mask)), 0)
 
 
 LOW_MEANING = "The ratio is clipped below 1 - clip_low."

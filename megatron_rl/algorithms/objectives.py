@@ -10,7 +10,14 @@ from torch import Tensor
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.correction import mismatch_metrics
 from megatron_rl.algorithms.estimation import AlgorithmState
-from megatron_rl.algorithms.losses import TokenLoss, checked_loss, fields_of, off_policy_sequence_mask
+from megatron_rl.algorithms.losses import (
+    TokenLoss,
+    checked_loss,
+    fields_of,
+    log_ratio,
+    off_policy_sequence_mask,
+    squared_log_ratio,
+)
 from megatron_rl.algorithms.piece import MAX_LOG_RATIO
 from megatron_rl.metrics import Metrics
 from megatron_rl.types import TrainBatch
@@ -60,10 +67,20 @@ def policy_objective(
     if algorithm.kl.in_loss:
         (ref_log_probs,) = fields_of(micro, "ref_log_probs")
         kl = algorithm.kl.estimate(log_probs, torch.where(mask, ref_log_probs, 0))
+        if algorithm.kl.weighs_by_ratio:
+            (old_log_probs,) = fields_of(micro, "old_log_probs")
+            kl = kl * log_ratio(log_probs, torch.where(mask, old_log_probs, 0)).exp()
         kl_loss = (weights * torch.where(mask, kl, 0)).sum()
         kl_coef = algorithm.kl.first_coef if state is None else state.kl_coef
         total = total + kl_coef * kl_loss
         sums["policy/kl_loss"] = (kl_loss, weight_sum)
+
+    # Penalty on the distance from the old policy.
+    if algorithm.policy_loss.log_ratio_coef:
+        penalty = squared_log_ratio(algorithm.policy_loss, micro, log_probs)
+        distance = (weights * penalty).sum()
+        total = total + algorithm.policy_loss.log_ratio_coef * distance
+        sums["policy/squared_log_ratio"] = (distance, weight_sum)
 
     # Entropy bonus.
     if algorithm.policy_loss.entropy_coef:
