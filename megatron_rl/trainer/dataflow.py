@@ -95,6 +95,7 @@ class Run:
         self._entered: Training | None = None
         self._steps: Generator[RunStep] | None = None
         self._step: RunStep | None = None
+        self._is_complete = False
 
         # What the script has done in the current step.
         self._rounds = 0
@@ -105,8 +106,13 @@ class Run:
     def __enter__(self) -> Self:
         """Build the roles, or restore them."""
         self._job: Job = self._stack.enter_context(job(self.config))
-        self._entered = Training(self._job)
-        self._members = ReplicaGroup(None, self._job.phases.gather_stats)
+        try:
+            self._entered = Training(self._job)
+            self._members = ReplicaGroup(None, self._job.phases.gather_stats)
+        except BaseException:
+            # As in the block: this process reports the error and ends, and with it the job.
+            self._stack.__exit__(*sys.exc_info())
+            raise
         return self
 
     def __exit__(
@@ -118,7 +124,7 @@ class Run:
         """Leave the job. After an exception this process ends here, with a report."""
         if self._steps is not None:
             self._steps.close()
-        if isinstance(error, Stopped):
+        if not self._is_complete and (error is None or isinstance(error, Stopped)):
             # Release the servers: a resumed run would otherwise wait until this run's claim expires.
             self._training.roles.close()
         self._stack.__exit__(kind, error, traceback)
@@ -184,6 +190,7 @@ class Run:
                 self._metrics, local_metrics, batch, training.state.algorithm, warning=None
             )
             self._step = None
+        self._is_complete = True
 
     def generate(self, prompts: PromptBatch, samples: int | None = None, *, greedy: bool = False) -> Rollouts:
         """Sample responses to P prompts from the actor's current weights: [P * samples] rows.

@@ -13,6 +13,23 @@ from tests import small_data
 RANKS = Path(__file__).with_name("dataflow_ranks.py")
 MEASURED = ("time/", "memory/", "throughput/", "rows/")
 REWARD = "def score(*, response, **_):\n    return float(len(response) % 3)\n"
+LEAVING = """
+import sys
+import torch.distributed as dist
+from megatron_rl import Run
+
+numbers = []
+with Run(sys.argv[1], sys.argv[2:]) as run:
+    rank = dist.get_rank()
+    for step in run.steps():
+        numbers.append(step.number)
+        if len(numbers) == 2:
+            break
+        rollouts = run.generate(step.prompts)
+        scores = run.score(rollouts, run.rewards(step.prompts, rollouts))
+        run.actor.update(run.estimate(rollouts, scores))
+print(f"steps of rank {rank}: {numbers}", flush=True)
+"""
 FAILING = """
 import sys
 import torch.distributed as dist
@@ -57,6 +74,22 @@ def test_scripts_give_the_numbers_of_train(fork: Any, tmp_path: Path) -> None:
     assert all(0 < line["best/fraction"] <= 1 and line["sft/loss"] > 0 for line in best)
     assert (tmp_path / "best_of_n/report.html").is_file()
     assert (tmp_path / "best_of_n/rollouts/step_2.parquet").is_file()
+
+
+def test_a_script_that_leaves_its_loop_ends_and_goes_on_later(fork: Any, tmp_path: Path) -> None:
+    small_data.make(tmp_path / "data")
+    (tmp_path / "script.py").write_text(LEAVING)
+    settings = [
+        f"model.path={tmp_path / 'data/model'}", f"data.train={tmp_path / 'data/train.jsonl'}", "steps=3",
+        "evaluation.sets={}", "sft=null", "prepare={}", f"run_dir={tmp_path / 'run'}", "checkpoint.every=1",
+        "batch.prompts_per_step=4",
+    ]  # fmt: skip
+    config = Path("launch/examples/dataflow/run.yaml").resolve()
+    for numbers in ([1, 2], [2, 3], [3]):
+        told = fork(tmp_path / "script.py", 2, config, *settings, timeout=200).stdout
+        assert f"steps of rank 0: {numbers}" in told
+    assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3]
+    assert (tmp_path / "run/hf").is_dir()
 
 
 def test_an_error_of_one_rank_ends_all(fork: Any, tmp_path: Path) -> None:
