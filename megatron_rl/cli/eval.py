@@ -52,9 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
 
     # After the check, since it imports torch, Megatron-Core and the engine.
-    from megatron_rl.distributed.cudnn import load_cudnn_of_torch
-
-    load_cudnn_of_torch()
     from megatron_rl.trainer.offline import evaluate_checkpoints
 
     evaluate_checkpoints(config, paths, trusted=arguments.trust)

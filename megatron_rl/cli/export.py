@@ -55,9 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
 
     # After the checks, since it imports torch and Megatron-Core.
-    from megatron_rl.distributed.cudnn import load_cudnn_of_torch
-
-    load_cudnn_of_torch()
     from megatron_rl.trainer.offline import export_checkpoint
 
     export_checkpoint(checkpoint, out, form=arguments.format, trusted=arguments.trust)

@@ -32,9 +32,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(summary(report), flush=True)
 
     # After the check, since it imports torch, Megatron-Core and the engine.
-    from megatron_rl.distributed.cudnn import load_cudnn_of_torch
-
-    load_cudnn_of_torch()
     from megatron_rl.trainer import run as trainer
 
     trainer.run(config)

@@ -2,5 +2,9 @@
 
 import warnings
 
+from megatron_rl.distributed.cudnn import load_cudnn_of_torch
+
 # Megatron-Core warns of each optional package that is absent, once per module and rank, on import.
 warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|absl).*")
+# It imports Transformer Engine. `checkpoint` and `megatron`, which import it too, import this package first.
+load_cudnn_of_torch()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_rl.distributed import cudnn
+from tests.conftest import run_bounded
 
 WHEEL = "/venv/nvidia/cudnn/lib"
 MACHINE = "/usr/lib/x86_64-linux-gnu"
@@ -55,3 +57,17 @@ def test_a_torch_without_cudnn_loads_none(loaded: list[str]) -> None:
     cudnn._MAPS.write_text(maps())
     cudnn.load_cudnn_of_torch()
     assert not loaded
+
+
+@pytest.mark.parametrize(
+    "module", ["trainer.run", "trainer.dataflow", "megatron.model", "distributed.groups"]
+)
+def test_it_is_loaded_before_megatron_is_imported(module: str) -> None:
+    """`sys.modules` has the modules in the order in which their imports began."""
+    script = (
+        f"import sys, megatron_rl.{module}\n"
+        "names = list(sys.modules)\n"
+        "assert names.index('megatron_rl.distributed.cudnn') < names.index('megatron.core')\n"
+    )
+    ended = run_bounded([sys.executable, "-c", script], 120)
+    assert ended.returncode == 0, ended.output
