@@ -6,7 +6,7 @@ also has an algorithm's state between steps: the KL coefficient and the running 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -24,7 +24,15 @@ from megatron_rl.algorithms.ragged import (
 )
 from megatron_rl.algorithms.rewards import RunningMoments
 from megatron_rl.metrics import Metrics
-from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, Rollouts, Scores, TrainBatch, limited_counts
+from megatron_rl.types import (
+    FINISH_FAILED,
+    FINISH_LENGTH,
+    Rollouts,
+    Scores,
+    TrainBatch,
+    limited_counts,
+    row_counts,
+)
 
 
 def build_train_batch(
@@ -68,31 +76,43 @@ def build_train_batch(
     if experts is None:
         experts = scores.experts
 
-    batch = TrainBatch(
-        tokens=rollouts.tokens,
-        lengths=rollouts.lengths,
-        response_mask=train_mask,
-        loss_weights=torch.zeros(len(rollouts.tokens)),
-        temperature=rollouts.temperature,
+    batch = replace(
+        train_rows(rollouts, train_mask),
         advantages=advantages.float(),
         returns=returns.float(),
         old_log_probs=old_log_probs,
-        rollout_log_probs=rollouts.rollout_log_probs,
         correction=correction,
         ref_log_probs=scores.ref_log_probs,
         old_values=scores.values,
         nll_weights=algorithm.imitation.marks(scores.rewards, valid, train_mask, rollouts.lengths),
-        group=rollouts.group,
-        response_counts=row_sums(valid_mask.double(), rollouts.lengths).long(),
-        support_sizes=rollouts.support_sizes,
-        support=rollouts.support,
+        response_counts=row_counts(valid_mask, rollouts.lengths),
         experts=experts,
-        position=torch.arange(len(rollouts)),
     )
 
     if scores.old_log_probs is not None:
         metrics += old_policy_metrics(rollouts, scores, algorithm, state)
     return batch, metrics + step_metrics(rollouts, scores, inputs, batch)
+
+
+def train_rows(rollouts: Rollouts, mask: Tensor) -> TrainBatch:
+    """Return the rows of rollouts with the tokens of ``mask`` [N] bool in the loss, and nothing computed yet.
+
+    ``loss_weights`` are zero until `minibatches` sets them.
+    """
+    return TrainBatch(
+        tokens=rollouts.tokens,
+        lengths=rollouts.lengths,
+        response_mask=mask,
+        loss_weights=torch.zeros(len(rollouts.tokens)),
+        temperature=rollouts.temperature,
+        rollout_log_probs=rollouts.rollout_log_probs,
+        group=rollouts.group,
+        response_counts=row_counts(mask, rollouts.lengths),
+        support_sizes=rollouts.support_sizes,
+        support=rollouts.support,
+        experts=rollouts.experts,
+        position=torch.arange(len(rollouts)),
+    )
 
 
 def old_policy_log_probs(

@@ -32,6 +32,7 @@ from megatron_rl.check.model.accelerator import (
 from megatron_rl.check.model.adapters import check_adapted_model, check_lora, idle_adapters
 from megatron_rl.check.model.megatron_lm import with_megatron_models
 from megatron_rl.check.model.megatron_settings import (
+    LONG_PATIENCE,
     PATIENCE,
     Trial,
     TrialRole,
@@ -59,7 +60,7 @@ from megatron_rl.check.warnings import check_warnings
 from megatron_rl.config.adapters import adapters_of
 from megatron_rl.config.budget import RankMemory, memory_plan
 from megatron_rl.config.derive import BatchPlan, batch_plan, default_attention, resolve, smallest_world
-from megatron_rl.config.load import LoadedConfig, flatten
+from megatron_rl.config.load import LoadedConfig, flatten, load
 from megatron_rl.config.placement import (
     explicit_megatron_settings,
     layout_sections,
@@ -76,6 +77,7 @@ from megatron_rl.config.source import DEFAULT, Origin, Section
 from megatron_rl.config.stage_plan import for_job, job_reads, stage_plans
 from megatron_rl.error_forms import out_of_range
 from megatron_rl.errors import UserError, UserErrors
+from megatron_rl.launcher import process_rank
 from megatron_rl.shapes.layout import ParallelLayout, engine_problems, learning_problems, trainer_problems
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_pretrained
@@ -203,6 +205,37 @@ class _Plans(NamedTuple):
     memory: tuple[RankMemory, ...]
     sync: WeightTraffic | None
     records: int | None
+
+
+def check_file(
+    path: str | Path,
+    overrides: Iterable[str] = (),
+    world_size: int | None = None,
+    *,
+    training: bool = False,
+    without_files: bool = False,
+) -> CheckReport:
+    """Load and check a configuration file, on each rank of a job; arguments as for `check_config`.
+
+    ``training`` also waits longer for Megatron's answer. Raises UserErrors if the file cannot be read at all.
+    """
+    loaded = load(Path(path), overrides)
+
+    # Models that ship with a configuration are in `models`, in its folder or one level up.
+    folders = [folder / "models" for file in loaded.files for folder in (file.parent, file.parent.parent)]
+    # Only one rank of a job lets Megatron validate its settings; a run waits longer for that than a check.
+    patience = 0.0
+    if process_rank() == 0:
+        patience = LONG_PATIENCE if training else PATIENCE
+
+    return check_config(
+        loaded,
+        world_size,
+        training=training,
+        without_files=without_files,
+        shipped_models=next((folder for folder in folders if folder.is_dir()), None),
+        patience=patience,
+    )
 
 
 def check_config(

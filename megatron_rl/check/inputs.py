@@ -195,8 +195,8 @@ def _check_data(inputs: Inputs) -> None:
 
     # Training data.
     fields = ("data.prompt_field", "data.ground_truth_field")
+    consumers = prompt_consumers(config)
     if config.data.train is not None and inputs.is_valid(*fields, "data.train"):
-        consumers = prompt_consumers(config)
         reader = RecordReader(config.data, "data.train", consumers=consumers, template=inputs.template)
         inputs.preview = _check_data_set(inputs, DataSet(config.data.train, reader, limit))
 
@@ -205,7 +205,6 @@ def _check_data(inputs: Inputs) -> None:
         key = f"data.sources.{name}"
         if inputs.is_valid(*fields, key):
             data = fields_of(config.data, source, key)
-            consumers = prompt_consumers(config)
             reader = RecordReader(data, f"{key}.path", consumers=consumers, template=inputs.template)
             _check_data_set(inputs, DataSet(source.path, reader, limit))
     inputs.errors.extend(_source_template_errors(inputs))

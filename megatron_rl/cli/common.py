@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_rl.check.configuration import CheckReport, check_config
-from megatron_rl.check.model.megatron_settings import LONG_PATIENCE, PATIENCE
-from megatron_rl.config.load import load
+from megatron_rl.check.configuration import CheckReport, check_file
 from megatron_rl.error_forms import out_of_range
 from megatron_rl.errors import UserError
-from megatron_rl.launcher import process_rank
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,25 +70,9 @@ def load_and_check(
 ) -> CheckReport:
     """Load and check the configuration of a command; raises UserErrors where it cannot be read at all.
 
-    ``job`` None: the configuration's own. ``training`` waits longer for Megatron's answer.
+    ``job`` None: the configuration's own.
     """
     overrides = list(arguments.overrides)
     if job is not None:
         overrides.append(f"job={job}")
-    loaded = load(Path(arguments.config), overrides)
-
-    # Models that ship with a configuration are in `models`, in its folder or one level up.
-    folders = [folder / "models" for file in loaded.files for folder in (file.parent, file.parent.parent)]
-    # Only one rank of a job lets Megatron validate its settings; a run waits longer for that than a check.
-    patience = 0.0
-    if process_rank() == 0:
-        patience = LONG_PATIENCE if training else PATIENCE
-
-    return check_config(
-        loaded,
-        world_size,
-        training=training,
-        without_files=without_files,
-        shipped_models=next((folder for folder in folders if folder.is_dir()), None),
-        patience=patience,
-    )
+    return check_file(arguments.config, overrides, world_size, training=training, without_files=without_files)

@@ -22,18 +22,16 @@ from torch import Tensor
 from megatron_rl.algorithms import (
     Algorithm,
     build_train_batch,
-    dpo_objective,
     minibatches,
     policy_objective,
     valid_rows,
     value_objective,
 )
 from megatron_rl.algorithms.aggregation import SeqMeanTokenSum
+from megatron_rl.algorithms.estimation import train_rows
 from megatron_rl.algorithms.preference import PreferenceSettings
 from megatron_rl.algorithms.ragged import broadcast_rows
-from megatron_rl.check.configuration import check_config
-from megatron_rl.check.model.megatron_settings import LONG_PATIENCE
-from megatron_rl.config.load import load
+from megatron_rl.check.configuration import check_file
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.errors import UserError, UserErrors, numbered
@@ -51,8 +49,8 @@ from megatron_rl.trainer.loop import (
 )
 from megatron_rl.trainer.rewards import ScoredBatch, compute_rewards, concatenate_batches
 from megatron_rl.trainer.run import RunStep, Training
-from megatron_rl.trainer.sample import Pending, SampledBatch, complete_round, gather_complete
-from megatron_rl.trainer.stages import PAIR
+from megatron_rl.trainer.sample import SampledBatch, gather_complete, start_complete, with_greedy_sampling
+from megatron_rl.trainer.stages import PAIR, preference_objective
 from megatron_rl.types import PromptBatch, Rollouts, Scores, TrainBatch, row_counts
 
 
@@ -76,16 +74,8 @@ class Run:
 
     def __init__(self, config: str | Path, overrides: Iterable[str] = ()) -> None:
         leave_with_launcher()
-        # Only one rank of a job lets Megatron validate its settings.
-        patience = 0.0
-        if process_rank() == 0:
-            patience = LONG_PATIENCE
-        report = check_config(
-            load(config, list(overrides)),
-            current_launch(joins=True).world_size,
-            training=True,
-            patience=patience,
-        )
+        world_size = current_launch(joins=True).world_size
+        report = check_file(config, list(overrides), world_size, training=True)
         if report.warnings and process_rank() == 0:
             print("\n".join(numbered(report.warnings, "warning")), file=sys.stderr, flush=True)
         self.config: RunConfig = report.valid()
@@ -162,7 +152,7 @@ class Run:
                 got=self.algorithm.name,
                 fix="set algorithm.name: ppo, or do not use run.critic",
             )
-        return LearningRole(self, critic, partial(_value_objective, self.algorithm))
+        return LearningRole(self, critic, partial(value_objective, self.algorithm))
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps that remain.
@@ -204,12 +194,11 @@ class Run:
         seed = step_seed(self.config, self._current.number) + self._rounds
         self._rounds += 1
         if greedy:
-            prompts = replace(prompts, sampling=tuple(item.greedy() for item in prompts.sampling))
+            prompts = with_greedy_sampling(prompts)
 
         count = samples or self.config.batch.samples_per_prompt
         with training.phases("generate"), roles.hybrid_engine.generation_mode() as sync_metrics:
-            generation_round = complete_round(prompts, count, seed, roles.hybrid_engine.version)
-            pending = Pending(generation_round, roles.rollout.infer(generation_round))
+            pending = start_complete(roles.rollout, prompts, count, seed, roles.hybrid_engine.version)
             rollouts = gather_complete(roles.rollout, pending, self._members)
         self._local_metrics += sync_metrics
         return rollouts
@@ -274,21 +263,7 @@ class Run:
         if len(advantages) == len(rollouts):
             advantages = broadcast_rows(advantages, rollouts.lengths)
         mask = rollouts.response_mask & ~advantages.isnan()
-        batch = TrainBatch(
-            tokens=rollouts.tokens,
-            lengths=rollouts.lengths,
-            response_mask=mask,
-            loss_weights=torch.zeros(len(rollouts.tokens)),
-            temperature=rollouts.temperature,
-            advantages=torch.where(mask, advantages.float(), 0.0),
-            rollout_log_probs=rollouts.rollout_log_probs,
-            group=rollouts.group,
-            response_counts=row_counts(mask, rollouts.lengths),
-            support_sizes=rollouts.support_sizes,
-            support=rollouts.support,
-            experts=rollouts.experts,
-            position=torch.arange(len(rollouts)),
-        )
+        batch = replace(train_rows(rollouts, mask), advantages=torch.where(mask, advantages.float(), 0.0))
         if scores is not None:
             batch = replace(batch, old_log_probs=scores.old_log_probs, ref_log_probs=scores.ref_log_probs)
         return batch
@@ -310,6 +285,8 @@ class Run:
         for pair in zip(chosen, rejected, strict=True):
             if all(int(counts[row]) for row in pair):
                 kept.extend(pair)
+
+        # The rows of a pair are a group, which stays in one mini-batch.
         batch = self.batch(rollouts, torch.zeros(len(rollouts)), scores).rows(kept)
         return Pairs(
             replace(
@@ -423,16 +400,8 @@ class LearningRole:
         """
         objective = loss or self._objective
         if loss is None and isinstance(batch, Pairs):
-            objective = _dpo
+            objective = partial(preference_objective, PreferenceSettings())
         self._run._update(self._role, batch, objective, optimizer_steps, epochs)
-
-
-def _value_objective(algorithm: Algorithm, rows: TrainBatch, values: Tensor) -> tuple[Tensor, Metrics]:
-    return value_objective(algorithm, rows, values)
-
-
-def _dpo(rows: TrainBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
-    return dpo_objective(PreferenceSettings(), rows, log_probs)
 
 
 def _no_prompts() -> PromptBatch:

@@ -27,8 +27,8 @@ from megatron_rl.trainer.rewards import (
 )
 from megatron_rl.trainer.sample import (
     Pending,
-    complete_round,
     gather_complete,
+    start_complete,
 )
 from megatron_rl.types import PromptBatch, Rollouts, row_counts
 
@@ -152,8 +152,9 @@ def start_evaluation(roles: Roles, sets: Sequence[EvaluationSet], seed: int) -> 
     Collective over the rollout's ranks.
     """
     version = roles.hybrid_engine.version
-    rounds = [complete_round(item.prompts, item.settings.samples, seed, version) for item in sets]
-    return [Pending(item, roles.rollout.infer(item)) for item in rounds]
+    return [
+        start_complete(roles.rollout, item.prompts, item.settings.samples, seed, version) for item in sets
+    ]
 
 
 def reward_answers(

@@ -140,12 +140,9 @@ class RolloutSource:
         if not self.algorithm.needs_greedy_baseline:
             return pending
 
-        greedy_prompts = _with_greedy_sampling(to_prompts(generation_round.groups))
-        greedy_round = complete_round(greedy_prompts, 1, seed, generation_round.version)
-        return replace(
-            pending,
-            greedy=Pending(greedy_round, rollout.infer(greedy_round)),
-        )
+        greedy_prompts = with_greedy_sampling(to_prompts(generation_round.groups))
+        greedy = start_complete(rollout, greedy_prompts, 1, seed, generation_round.version)
+        return replace(pending, greedy=greedy)
 
     def finish(self, pending: Pending, members: ReplicaGroup) -> SampledBatch:
         """Gather a round and return the groups selected for the step. Collective over the members."""
@@ -334,8 +331,19 @@ def complete_round(prompts: PromptBatch, samples: int, seed: int, version: int) 
     return GenerationRound(groups, (True,) * len(groups), len(groups), version)
 
 
+def start_complete(
+    rollout: RolloutRole, prompts: PromptBatch, samples: int, seed: int, version: int
+) -> Pending:
+    """Sample ``samples`` complete sequences per prompt on the rollout's ranks; other ranks return at once.
+
+    Collective over the rollout's ranks.
+    """
+    generation_round = complete_round(prompts, samples, seed, version)
+    return Pending(generation_round, rollout.infer(generation_round))
+
+
 def gather_complete(rollout: RolloutRole, pending: Pending, members: ReplicaGroup) -> Rollouts:
-    """Gather a round of `complete_round`; return its rows, grouped by prompt. Collective over the members."""
+    """Gather a round of `start_complete`; return its rows, grouped by prompt. Collective over the members."""
     _gather_and_append(rollout, pending, members)
     return without_token_versions(to_rollouts(pending.generation_round.groups))
 
@@ -410,7 +418,7 @@ def staleness(version: int, rollouts: Rollouts, max_updates: int) -> Metrics:
     return metrics
 
 
-def _with_greedy_sampling(prompts: PromptBatch) -> PromptBatch:
+def with_greedy_sampling(prompts: PromptBatch) -> PromptBatch:
     """Return the prompts with greedy decoding."""
     return replace(
         prompts,

@@ -191,7 +191,7 @@ def make_stage(
             "training on preferences",
             role,
             data,
-            partial(_preference_objective, loss),
+            partial(preference_objective, loss),
             options={"unit": PAIR},
             needs_reference=settings.loss != "simpo",
             at_end=at_end,
@@ -215,12 +215,13 @@ def _sft_objective(rows: TrainBatch, log_probs: Any, entropy: Any) -> Any:
     return sft_objective(rows, log_probs)
 
 
-def _preference_objective(
+def preference_objective(
     settings: PreferenceSettings,
     rows: TrainBatch,
     log_probs: Any,
     entropy: Any,
 ) -> Any:
+    """Return `dpo_objective`, for a model whose outputs are log-probs and entropy."""
     return dpo_objective(settings, rows, log_probs)
 
 
