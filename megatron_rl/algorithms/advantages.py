@@ -221,18 +221,15 @@ class Grpo(GroupAdvantage):
     def rows(self, inputs: AdvantageInputs) -> Tensor:
         """Compute one advantage per row: [B]."""
         count, mean, std = ragged.group_statistics(inputs.rewards, inputs.group, inputs.valid)
-        if self.scale_over == "batch":
-            one_group = torch.zeros_like(inputs.group)
-            batch_count, _, std = ragged.group_statistics(inputs.rewards, one_group, inputs.valid)
-            std = torch.where(batch_count > 1, std, 1)
 
         # Minus its own mean, the advantage of a single response would be 0 for any reward.
         advantages = inputs.rewards - torch.where(count > 1, mean, 0)
         if self.scale_by_std:
-            scale = std
-            if self.scale_over == "group":
-                scale = torch.where(count > 1, std, 1)
-            advantages = advantages / (scale + self.epsilon)
+            if self.scale_over == "batch":
+                one_group = torch.zeros_like(inputs.group)
+                count, _, std = ragged.group_statistics(inputs.rewards, one_group, inputs.valid)
+            scale = torch.where(count > 1, std, 1) + self.epsilon
+            advantages = advantages / scale
 
         return torch.where(inputs.valid, advantages, 0)
 

@@ -50,7 +50,7 @@ class Kl(Piece):
     @property
     def weighs_by_ratio(self) -> bool:
         """Whether the estimate in the loss is multiplied by the ratio of new to old policy."""
-        return getattr(self, "ratio_weight", False)
+        return False
 
     def estimate(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         """Estimate the KL divergence per token [N]; see `kl_estimate`."""
@@ -159,6 +159,11 @@ class KlInLoss(KlPenalty):
     )
 
     in_loss: ClassVar[bool] = True
+
+    @property
+    def weighs_by_ratio(self) -> bool:
+        """Whether the estimate in the loss is multiplied by the ratio of new to old policy."""
+        return self.ratio_weight
 
 
 @dataclass(frozen=True)

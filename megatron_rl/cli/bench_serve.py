@@ -123,6 +123,7 @@ def tables(results: Mapping[int, Mapping[str, Any]]) -> str:
         f"| users | requests/s to plan with, {HEADROOM:.0%} free | answers a day |",
         "|---|---|---|",
     ]
+
     for users, result in results.items():
         rate = result["request_throughput"]
         cells = (
@@ -134,8 +135,10 @@ def tables(results: Mapping[int, Mapping[str, Any]]) -> str:
             _percentiles(result, "e2el", 1e-3, ".2f"),
         )
         measured.append("| " + " | ".join(map(str, cells)) + " |")
+
         planned = rate * (1 - HEADROOM)
         capacity.append(f"| {users} | {planned:.2f} | {planned * 86_400:,.0f} |")
+
     note = f"Times at the percentiles {', '.join(map(str, PERCENTILES))}."
     return "\n".join([*measured, "", note, "", *capacity, ""])
 
