@@ -32,6 +32,7 @@ from megatron_rl.check.rewards import (
     check_servers,
     contained_sections,
     evaluation_set_errors,
+    filter_errors,
     function_errors,
     silent_servers,
 )
@@ -233,7 +234,7 @@ def _check_data(inputs: Inputs) -> None:
 def _check_reward(inputs: Inputs) -> None:
     """Check reward functions and servers, and whether the servers answer now."""
     reward = inputs.config.reward
-    errors = [*check_reward(reward), *check_servers(reward)]
+    errors = [*check_reward(reward), *check_servers(reward), *filter_errors(inputs.config)]
 
     # `reward.code` runs the tests in the ground truth: try to parse those of the first record.
     first = inputs.preview.first if inputs.preview else None
