@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatron_rl.algorithms.algorithm import Algorithm as Algorithm
     from megatron_rl.algorithms.correction import Correction as Correction
     from megatron_rl.algorithms.correction import mismatch_metrics as mismatch_metrics
+    from megatron_rl.algorithms.distillation import Distillation as Distillation
     from megatron_rl.algorithms.estimation import AlgorithmState as AlgorithmState
     from megatron_rl.algorithms.estimation import build_train_batch as build_train_batch
     from megatron_rl.algorithms.estimation import initial_state as initial_state
@@ -58,6 +59,7 @@ _NAMES = {
     "aggregation": "Aggregation minibatches with_loss_weights",
     "algorithm": "ALGORITHMS Algorithm",
     "correction": "Correction mismatch_metrics",
+    "distillation": "Distillation",
     "estimation": "AlgorithmState build_train_batch initial_state next_state old_policy_metrics valid_rows",
     "kl": "Kl",
     "lookup": "algorithm_of get_algorithm",

@@ -82,7 +82,8 @@ class Advantage(Piece, ABC):
 
     A subclass defines `estimate` and declares its requirements as class attributes: a critic, a greedy
     response per prompt, several samples per prompt. ``reads_rewards`` is false for an estimator of the
-    reward's components, which reward shaping and penalties do not change.
+    reward's components, which reward shaping and penalties do not change. ``learns_from_rewards`` is false
+    for one that reads neither.
     """
 
     whiten: bool = setting(
@@ -99,6 +100,7 @@ class Advantage(Piece, ABC):
     needs_greedy_baseline: ClassVar[bool] = False
     compares_samples: ClassVar[bool] = False
     reads_rewards: ClassVar[bool] = True
+    learns_from_rewards: ClassVar[bool] = True
 
     @abstractmethod
     def estimate(self, inputs: AdvantageInputs) -> Advantages:
@@ -137,6 +139,28 @@ class FunctionAdvantage(Advantage):
         """Call the user's function."""
         assert self.function is not None
         return self.function(inputs)
+
+
+@dataclass(frozen=True)
+class NoRewards(Advantage):
+    """Advantage 0 of every token: nothing is learned from rewards, and a run needs none.
+
+    For algorithms of which another piece is the signal, such as distillation.
+
+    Source: none; the gradient of a constant reward with itself as baseline.
+
+    Example:
+        >>> NoRewards()(advantage_inputs([1.0, 0.0], group=[0, 0])).advantages.abs().sum().item()
+        0.0
+    """
+
+    reads_rewards: ClassVar[bool] = False
+    learns_from_rewards: ClassVar[bool] = False
+
+    def estimate(self, inputs: AdvantageInputs) -> Advantages:
+        """Return 0 for every token."""
+        zeros = torch.zeros(inputs.mask.shape, dtype=torch.float64)
+        return Advantages(zeros, zeros)
 
 
 def outcome(inputs: AdvantageInputs, advantages: Tensor) -> Advantages:

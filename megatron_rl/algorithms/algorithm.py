@@ -42,6 +42,7 @@ from megatron_rl.algorithms.advantages import (
     Grpo,
     GrpoLeaveOneOut,
     GrpoPassAtK,
+    NoRewards,
     Opo,
     Reinforce,
     Remax,
@@ -57,6 +58,7 @@ from megatron_rl.algorithms.aggregation import (
     TokenSum,
 )
 from megatron_rl.algorithms.correction import Correction
+from megatron_rl.algorithms.distillation import Distillation, NoDistillation, ReverseKl
 from megatron_rl.algorithms.kl import Kl, KlInLoss, KlInReward, NoKl
 from megatron_rl.algorithms.losses import (
     Cispo,
@@ -108,6 +110,7 @@ class Algorithm:
     reward_shaping: RewardShaping = RewardShaping()
     overlong: Overlong = Overlong()
     imitation: Imitation = Imitation()
+    distillation: Distillation = NoDistillation()
     dynamic_sampling: DynamicSampling = KeepEveryGroup()
     max_response_tokens: int | None = None
     """Length limit in tokens of responses without a limit of their own; set by `within`."""
@@ -121,6 +124,16 @@ class Algorithm:
     def needs_reference(self) -> bool:
         """Whether the algorithm reads the reference policy's log-probs."""
         return self.kl.needs_reference
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the algorithm reads a teacher's log-probs."""
+        return self.distillation.needs_teacher
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether the algorithm learns from rewards."""
+        return self.advantage.learns_from_rewards
 
     @property
     def needs_greedy_baseline(self) -> bool:
@@ -208,6 +221,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "grpo": Grpo(),
     "grpo_leave_one_out": GrpoLeaveOneOut(),
     "grpo_pass_at_k": GrpoPassAtK(),
+    "none": NoRewards(),
     "opo": Opo(),
     "reinforce": Reinforce(),
     "remax": Remax(),
@@ -331,6 +345,12 @@ KINDS: dict[str, Kind] = {
         method="marks",
         arguments=("rewards", "valid", "mask", "lengths"),
     ),
+    "distillation": Kind(
+        base=Distillation,
+        named={"none": NoDistillation(), "reverse_kl": ReverseKl()},
+        method="estimate",
+        arguments=("log_probs", "teacher_log_probs"),
+    ),
     "dynamic_sampling": Kind(
         base=DynamicSampling,
         named={"none": KeepEveryGroup(), "refill": RefillGroups()},
@@ -452,6 +472,12 @@ _TABLE = (
         advantage=Vapo(whiten=True),
         policy_loss=PpoClip(clip_high=0.28),
         imitation=Imitation(coef=0.1),
+    ),
+    Algorithm(
+        "distillation",
+        "On-policy distillation: the reverse KL to a teacher on the actor's own samples, without rewards.",
+        advantage=NoRewards(),
+        distillation=ReverseKl(),
     ),
 )
 

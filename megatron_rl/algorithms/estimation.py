@@ -34,6 +34,9 @@ from megatron_rl.types import (
     row_counts,
 )
 
+TEACHER_LOG_PROBS = "teacher_log_probs"
+"""Column of `Scores.columns` with a teacher's log-probs [N]."""
+
 
 def build_train_batch(
     rollouts: Rollouts,
@@ -67,6 +70,10 @@ def build_train_batch(
     inputs = _advantage_inputs(rollouts, scores, algorithm, state, valid_mask, valid, old_log_probs)
     advantages, returns = algorithm.advantage(inputs)
     correction, train_mask, metrics = _correct(rollouts, scores, algorithm, valid_mask)
+    if algorithm.needs_teacher:
+        term, teacher_metrics = _distill(scores, algorithm, valid_mask, old_log_probs)
+        advantages = advantages + term
+        metrics += teacher_metrics
     if algorithm.overlong.filter:
         complete = rollouts.finish_reason != FINISH_LENGTH
         train_mask = train_mask & broadcast_rows(complete, rollouts.lengths)
@@ -248,6 +255,24 @@ def _correct(
     if log_probs is None or algorithm.correction.bypass or not algorithm.correction.active:
         return None, mask, Metrics()
     return algorithm.correction.correct(log_probs, rollouts.rollout_log_probs, mask, rollouts.lengths)
+
+
+def _distill(
+    scores: Scores,
+    algorithm: Algorithm,
+    mask: Tensor,
+    old_log_probs: Tensor | None,
+) -> tuple[Tensor, Metrics]:
+    """Return the teacher's term in the advantages [N], 0 outside the mask, and the mean reverse KL to it."""
+    teacher_log_probs = scores.columns.get(TEACHER_LOG_PROBS)
+    if teacher_log_probs is None or old_log_probs is None:
+        raise ValueError("the algorithm needs the teacher's and the actor's log-probs of the batch")
+
+    log_probs = old_log_probs.double()
+    teacher_log_probs = teacher_log_probs.double()
+    term = torch.where(mask, algorithm.distillation(log_probs, teacher_log_probs), 0)
+    difference = (log_probs - teacher_log_probs)[mask]
+    return term, Metrics.mean("kl/teacher", float(difference.sum()), len(difference))
 
 
 @dataclass(frozen=True)

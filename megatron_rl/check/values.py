@@ -29,7 +29,6 @@ def check_values(config: RunConfig) -> list[UserError]:
         *value_errors(config),
         *profile_errors(config.rollout),
         *_reward_model_errors(config),
-        *_no_reward_errors(config),
         *check_stages(config),
         *_learning_rate_errors(config),
         *_pair_errors(config),
@@ -47,7 +46,27 @@ def check_algorithm(config: RunConfig) -> tuple[Algorithm | None, list[UserError
         algorithm = algorithm_of(config)
     except UserError as error:
         return ALGORITHMS.get(config.algorithm.name), list(single_errors(error))
-    return algorithm, _overlong_errors(config, algorithm)
+    errors = [
+        *_overlong_errors(config, algorithm),
+        *_no_reward_errors(config, algorithm),
+        *_teacher_errors(config, algorithm),
+    ]
+    return algorithm, errors
+
+
+def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
+    """Yield the error of a distillation without a teacher's checkpoint."""
+    if config.job != TRAIN or not algorithm.needs_teacher:
+        return
+    if config.teacher is None or config.teacher.path is None:
+        # The actor's own model would be its teacher.
+        yield requires(
+            "algorithm.distillation",
+            type(algorithm.distillation).__name__,
+            "teacher.path, a checkpoint with the actor's tokenizer",
+            got="no teacher",
+            fix="set teacher.path, or algorithm.distillation=none",
+        )
 
 
 def _overlong_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]:
@@ -99,11 +118,11 @@ def _reward_model_errors(config: RunConfig) -> Iterator[UserError]:
             )
 
 
-def _no_reward_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of reinforcement learning without any reward."""
+def _no_reward_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
+    """Yield the error of reinforcement learning without any reward, by an algorithm that learns from them."""
     # An environment can return rewards without any scorer.
     has_reward = bool(config.reward.scorers or config.reward.models or config.rollout.environment)
-    if config.job == TRAIN and not has_reward:
+    if config.job == TRAIN and algorithm.needs_rewards and not has_reward:
         yield UserError(
             "no reward is configured",
             where="reward.function",

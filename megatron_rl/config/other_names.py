@@ -58,8 +58,6 @@ _NO_COUNTERPART: Mapping[str, str] = {
     "the tokenizer's own chat template is used": """
         custom_chat_template chat_template_path system_prompt""",
     # Features that this project does not have, or has under another subject.
-    "no model teaches another": """
-        teacher teacher_model teacher_path distillation""",
     "metrics.jsonl and `report` have the time of each phase of a step": """
         profile profiler enable_profiling nsys_profile use_nsys global_profiler torch_profiler""",
     # Behaviour that cannot be configured.

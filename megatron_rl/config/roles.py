@@ -17,12 +17,12 @@ from operator import attrgetter
 from typing import Any
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.models import ActorConfig, CriticConfig, ReferenceConfig
+from megatron_rl.config.sections.models import ActorConfig, CriticConfig, ReferenceConfig, TeacherConfig
 from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.sections.rollout import RolloutConfig
 from megatron_rl.config.setting import with_value
 
-RoleConfig = ActorConfig | CriticConfig | ReferenceConfig | RewardModelConfig
+RoleConfig = ActorConfig | CriticConfig | ReferenceConfig | TeacherConfig | RewardModelConfig
 
 # Output layer of a policy: its outputs are the log-prob of each token, and the entropy of its distribution.
 VOCABULARY = "vocabulary"
@@ -145,6 +145,22 @@ REFERENCE = RoleSpec(
     ),
     shares=INITIAL,
 )
+TEACHER = RoleSpec(
+    name="teacher",
+    section="teacher",
+    section_class=TeacherConfig,
+    phase="score",
+    head=VOCABULARY,
+    outputs=("teacher_log_probs", "teacher_entropy"),
+    need=AlgorithmNeed(
+        attribute="needs_teacher",
+        reason="algorithm.distillation needs a teacher",
+        unused="the teacher is loaded but the algorithm does not use it",
+        lacks="without a distillation",
+        choice="set algorithm.distillation=reverse_kl",
+    ),
+    placement="split",
+)
 REWARD_MODELS = RoleSpec(
     name="reward",
     section="reward.models",
@@ -166,7 +182,7 @@ ROLLOUT = RoleSpec(
 
 # Every role, in the order of layouts and printed tables. It is also the order in which roles work on shared
 # ranks: all ranks must call collectives in the same order.
-ROLES = (ACTOR, CRITIC, REFERENCE, REWARD_MODELS, ROLLOUT)
+ROLES = (ACTOR, CRITIC, REFERENCE, TEACHER, REWARD_MODELS, ROLLOUT)
 
 # The roles with a Megatron model.
 MODEL_ROLES = tuple(spec for spec in ROLES if spec.head is not None)

@@ -16,7 +16,13 @@ from megatron_rl.config.sections.bounds import ENDLESS, MANY, POSITIVE, RANKS, S
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.evaluation import NEVER, EvaluationConfig
 from megatron_rl.config.sections.logging import LoggingConfig
-from megatron_rl.config.sections.models import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig
+from megatron_rl.config.sections.models import (
+    ActorConfig,
+    CriticConfig,
+    ModelConfig,
+    ReferenceConfig,
+    TeacherConfig,
+)
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.config.sections.rollout import (
     AsynchronyConfig,
@@ -390,6 +396,7 @@ class RunConfig:
     reference: ReferenceConfig | None = setting(
         None, "The reference policy.", unset="one if the algorithm needs it"
     )
+    teacher: TeacherConfig | None = setting(None, "The teacher of a distillation.", unset="none")
     # Generation, and its connection with training.
     rollout: RolloutConfig = setting(RolloutConfig(), "Generation of responses.")
     hybrid_engine: HybridEngineConfig = setting(

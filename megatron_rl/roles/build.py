@@ -158,7 +158,8 @@ def build_roles(
 
     Collective over the world.
     """
-    reward = RewardRole(config.reward, tokenizer, filters=config.rollout.filters)
+    filters = config.rollout.filters
+    reward = RewardRole(config.reward, tokenizer, filters=filters, needed=algorithm.needs_rewards)
     adapters = separate_adapters(config)
 
     # The engine comes first and is put to sleep: engine and models need not fit in device memory together.

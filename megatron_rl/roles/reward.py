@@ -125,6 +125,7 @@ class RewardRole:
     ``key``: configuration key of a function that is not the run's own, such as an evaluator's. Such a
     function also rewards rows that an environment has rewarded.
     ``filters``: filters of training samples, see `filter`.
+    ``needed``: whether the algorithm learns from rewards; without any scorer a row is invalid if it does.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class RewardRole:
         tokenizer: Any,
         key: str = "",
         filters: FiltersConfig | None = None,
+        needed: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._visible = VisibleText(tokenizer)
@@ -158,7 +160,9 @@ class RewardRole:
 
         if not self._scorers:
             # With reward models a row without another reward is valid, and this scorer adds nothing.
-            answer = Answer(None, "", 0.0) if config.models else Answer(NO_REWARD, _NO_SCORER)
+            answer = Answer(NO_REWARD, _NO_SCORER)
+            if config.models or not needed:
+                answer = Answer(None, "", 0.0)
             self._scorers[FUNCTION] = (config.weight, NullScorer(answer))
 
     @property

@@ -28,7 +28,12 @@ from megatron_rl.algorithms.advantages import (
     outcome,
 )
 from megatron_rl.algorithms.aggregation import TokenSum
-from megatron_rl.algorithms.estimation import AlgorithmState, initial_state, next_state
+from megatron_rl.algorithms.estimation import (
+    TEACHER_LOG_PROBS,
+    AlgorithmState,
+    initial_state,
+    next_state,
+)
 from megatron_rl.algorithms.losses import FunctionLoss, TokenLoss
 from megatron_rl.algorithms.rewards import RunningMoments
 from megatron_rl.errors import UserErrors
@@ -75,9 +80,10 @@ def test_failed_rows_take_no_part(name, batch):
         f: getattr(scores, f)[token_index(rollouts.lengths, torch.as_tensor(kept))]
         for f in ("old_log_probs", "ref_log_probs", "values")
     }
-    alone, _ = build_train_batch(
-        rollouts.rows(kept), Scores(components={}, **per_row, **per_token), algorithm
-    )
+    index = token_index(rollouts.lengths, torch.as_tensor(kept))
+    columns = {name: values[index] for name, values in scores.columns.items()}
+    alone_scores = Scores(components={}, columns=columns, **per_row, **per_token)
+    alone, _ = build_train_batch(rollouts.rows(kept), alone_scores, algorithm)
     close(made.rows(kept).advantages, alone.advantages, 1e-6)
     close(made.rows(kept).returns, alone.returns, 1e-6)
 
@@ -311,9 +317,13 @@ def test_old_log_probs_may_come_with_the_learn_pass(pieces):
     )
     later = replace(scores, old_log_probs=None)
     state, asked = initial_state(algorithm), algorithm.needs_scoring_pass
-    assert asked == {"reinforce_pp": ("kl",), "clip_cov": ("policy_loss",), "kl_cov": ("policy_loss",)}.get(
-        name, ()
-    )
+    needs = {
+        "reinforce_pp": ("kl",),
+        "clip_cov": ("policy_loss",),
+        "kl_cov": ("policy_loss",),
+        "distillation": ("distillation",),
+    }
+    assert asked == needs.get(name, ())
     if asked:
         with pytest.raises(ValueError, match=f"algorithm.{asked[0]}"):
             build_train_batch(rollouts, later, algorithm)
@@ -459,3 +469,31 @@ def test_denominator_all_counts_what_was_rejected():
         assert metrics.values()["mismatch/rejected_fraction"] == pytest.approx(1 / 6)
         (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
         assert mini.loss_weights[0] == pytest.approx(weight)
+
+
+def test_a_teacher_adds_its_term_to_the_advantages_of_valid_tokens():
+    """Beside GRPO and alone: the reverse KL of the sampled token, by a loop in float64."""
+    batch = Batch(
+        [0, 0, 0], [1.0, 0.0, math.nan], [True, True, False], [[True, False, True], [True], [True] * 2], 3
+    )
+    rollouts, scores = step(batch)
+    teacher = scores.columns[TEACHER_LOG_PROBS].double().tolist()
+    old = scores.old_log_probs.double().tolist()
+    plain, _ = build_train_batch(rollouts, scores, algorithm_of("grpo"))
+    for clip in (None, 0.1):
+        term = {"name": "reverse_kl", "coef": 0.7, "clip": clip}
+        made, metrics = build_train_batch(rollouts, scores, algorithm_of("grpo", distillation=term))
+        alone, _ = build_train_batch(rollouts, scores, algorithm_of("distillation", distillation=term))
+        token, kls = 0, []
+        for row, mask in enumerate(batch.masks):
+            for is_response in mask:
+                expected = 0.0
+                if is_response and batch.valid[row]:
+                    expected = 0.7 * (teacher[token] - old[token])
+                    if clip is not None:
+                        expected = max(-clip, min(clip, expected))
+                    kls.append(old[token] - teacher[token])
+                close(alone.advantages[token], expected, 1e-6)
+                close(made.advantages[token], float(plain.advantages[token]) + expected, 1e-6)
+                token += 1
+        assert metrics.values()["kl/teacher"] == pytest.approx(sum(kls) / len(kls))

@@ -161,7 +161,9 @@ def test_roles_each_algorithm_needs():
     assert critic == {"ppo", "vapo"}
     assert reference == {"reinforce_pp", "reinforce_pp_baseline"}
     assert greedy == {"remax"}
-    assert alone == {"ppo", "vapo", "remax", "reinforce", "reinforce_pp"}
+    assert alone == {"ppo", "vapo", "remax", "reinforce", "reinforce_pp", "distillation"}
+    assert {name for name, a in ALGORITHMS.items() if a.needs_teacher} == {"distillation"}
+    assert {name for name, a in ALGORITHMS.items() if not a.needs_rewards} == {"distillation"}
     assert get_algorithm("grpo", {"kl": "loss"}).needs_reference
 
 

@@ -22,15 +22,15 @@ from megatron_rl.data import quickstart
 
 PACKAGE = Path(megatron_rl.__file__).parent
 
-SECTION = '    teacher: ReferenceConfig | None = setting(None, "A policy to learn from.", unset="none")\n'
+SECTION = '    tutor: ReferenceConfig | None = setting(None, "A policy to learn from.", unset="none")\n'
 ROW = """\
-TEACHER = RoleSpec(
-    name="teacher",
-    section="teacher",
+TUTOR = RoleSpec(
+    name="tutor",
+    section="tutor",
     section_class=ReferenceConfig,
     phase="score",
     head=VOCABULARY,
-    outputs=("teacher_log_probs", "teacher_entropy"),
+    outputs=("tutor_log_probs", "tutor_entropy"),
     placement="split",
 )
 
@@ -61,7 +61,7 @@ scorers = build_scorers(config, algorithm, actor)
 
 # The score phase asks the models alone: engine and rewards have no part in it.
 roles = Roles(actor, None, None, None, scorers)
-assert [role.name for role in roles.models] == ["actor", "teacher"] and list(roles.learners) == ["actor"]
+assert [role.name for role in roles.models] == ["actor", "tutor"] and list(roles.learners) == ["actor"]
 lengths = torch.tensor([5, 7])
 mask = torch.tensor([0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 1]).bool()
 rollouts = Rollouts(
@@ -77,10 +77,10 @@ rollouts = Rollouts(
 rewards = Scores(torch.zeros(2), torch.ones(2).bool(), {})
 batch = ScoredBatch(None, rollouts, rewards, (None, None))
 scores = compute_log_probs(batch, roles, config, 1, ReplicaGroup(None)).scores
-assert sorted(scores.columns) == ["teacher_entropy", "teacher_log_probs"]
+assert sorted(scores.columns) == ["tutor_entropy", "tutor_log_probs"]
 assert bool((scores.old_log_probs[mask] < 0).all())
-torch.testing.assert_close(scores.columns["teacher_log_probs"], scores.old_log_probs, rtol=0, atol=0)
-print("the teacher's column is there")
+torch.testing.assert_close(scores.columns["tutor_log_probs"], scores.old_log_probs, rtol=0, atol=0)
+print("the tutor's column is there")
 """
 
 
@@ -100,7 +100,7 @@ def extended(tmp_path_factory) -> Path:
     text = table.read_text()
     last = "ROLES = (ACTOR, CRITIC, REFERENCE, "
     assert text.count(last) == 1
-    table.write_text(text.replace(last, f"{ROW}{last}TEACHER, "))
+    table.write_text(text.replace(last, f"{ROW}{last}TUTOR, "))
 
     changed = [
         path.relative_to(PACKAGE).as_posix()
@@ -113,7 +113,7 @@ def extended(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def configuration(extended) -> Path:
-    """Write a run of the extended package whose teacher has ranks of its own."""
+    """Write a run of the extended package whose tutor has ranks of its own."""
     material = quickstart.make(extended / "material")
     config = {
         "run_dir": str(extended / "run"),
@@ -122,7 +122,7 @@ def configuration(extended) -> Path:
         "data": {"train": str(material / "train.jsonl"), "max_prompt_tokens": 8},
         "reward": {"function": "megatron_rl.rewards.arithmetic:exact_match"},
         "rollout": {"engine": "torch", "max_response_tokens": 6},
-        "teacher": {"path": str(material / "model")},
+        "tutor": {"path": str(material / "model")},
         "batch": {"prompts_per_step": 8},
     }
     file = extended / "config.yaml"
@@ -149,21 +149,21 @@ def test_check_shows_a_role_that_only_the_table_and_the_schema_name(extended, co
     picture = extended / "picture.svg"
     command = ("-m", "megatron_rl", "check", configuration, "--world-size", "4", "placement=split")
     text = run(extended, *command, "--picture", picture)
-    assert re.search(r"^ *teacher .*= 2 ranks", text, re.MULTILINE), "its layout and ranks"
-    assert "teacher" in picture.read_text()
+    assert re.search(r"^ *tutor .*= 2 ranks", text, re.MULTILINE), "its layout and ranks"
+    assert "tutor" in picture.read_text()
 
     report = json.loads(run(extended, *command, "--json"))
-    assert report["roles"]["teacher"]["ranks"] == [2, 3], "the half that split gives it"
-    assert report["config"]["teacher.path"]["origin"] == "file"
+    assert report["roles"]["tutor"]["ranks"] == [2, 3], "the half that split gives it"
+    assert report["config"]["tutor.path"]["origin"] == "file"
     names = {item["name"] for rank in report["memory"] for item in rank["items"]}
-    assert {"teacher weights", "teacher forward activations"} <= names
+    assert {"tutor weights", "tutor forward activations"} <= names
 
 
 @pytest.mark.slow
 def test_the_score_phase_runs_a_role_that_only_the_table_and_the_schema_name(extended, configuration):
     script = extended / "scores.py"
     script.write_text(SCORES)
-    assert "the teacher's column is there" in run(extended, script, configuration)
+    assert "the tutor's column is there" in run(extended, script, configuration)
 
 
 @pytest.mark.parametrize("spec", ROLES, ids=lambda spec: spec.name)

@@ -299,6 +299,19 @@ class AlgorithmConfig:
         },
     )
     imitation: PieceChoice = setting(None, "Additional imitation loss on good responses.", unset=_ITS_OWN)
+    distillation: PieceChoice = setting(
+        None,
+        "Term of a teacher in the advantages: none, or the reverse KL on the actor's samples (reverse_kl).",
+        unset=_ITS_OWN,
+        also_called={"slime": "use_opd", "verl": "distillation.enabled", "common": "distillation"},
+        also_called_below={
+            "reverse_kl: coef": {"slime": "opd_kl_coef", "prime-rl": "teacher_tau"},
+        },
+        their_values={
+            "use_opd": {True: "reverse_kl", False: REMOVED},
+            "distillation.enabled": {True: "reverse_kl", False: REMOVED},
+        },
+    )
     dynamic_sampling: PieceChoice = setting(
         None,
         "Replacement of groups whose rewards are all equal, which have no gradient: none or refill.",

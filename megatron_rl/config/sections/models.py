@@ -466,6 +466,28 @@ class ActorConfig:
 
 
 @dataclass(frozen=True)
+class TeacherConfig:
+    """Frozen policy that the actor learns from, with the actor's tokenizer; see `algorithm.distillation`."""
+
+    VALUE_KEY: ClassVar[str] = "path"
+
+    path: str | None = setting(
+        None,
+        "Hugging Face checkpoint of the teacher.",
+        unset="no default: a distillation needs it",
+        also_called={
+            "slime": "opd_teacher_load",
+            "TRL": "teacher_model_name_or_path",
+            "common": "teacher_model, teacher_path, teacher_model_path",
+        },
+        conversion="with algorithm.distillation: reverse_kl",
+    )
+    layout: LayoutConfig | None = setting(None, "Ranks and parallelism of the teacher.", unset="the actor's")
+    offload: bool = setting(False, "Move the model to host memory while other roles work.")
+    megatron: dict[str, Any] | None = setting(None, OWN_MEGATRON, unset=LIKE_ACTOR)
+
+
+@dataclass(frozen=True)
 class ReferenceConfig:
     """Frozen reference policy."""
 
