@@ -43,7 +43,10 @@ def from_first_rank(compute: Callable[[], Any]) -> Any:
 
     Ranks that looked for themselves could see different states of a shared file system for a while.
     """
-    return gather_objects(compute() if device.rank() == 0 else None)[0]
+    value = None
+    if device.rank() == 0:
+        value = compute()
+    return gather_objects(value)[0]
 
 
 def run_write_step(
@@ -226,14 +229,15 @@ def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, s
     digests: dict[str, str] = {}
     for gathered in gather_objects(dict(rank_digests)):
         digests |= gathered
-    pending_names = from_first_rank(
-        lambda: [name for name in durable.files_below(folder) if name not in digests]
-    )
+
+    # Megatron's own files, such as the directory of tensors, have no digest yet.
+    names = from_first_rank(lambda: durable.files_below(folder))
+    pending_names = [name for name in names if name not in digests]
     new_digests: dict[str, str] = {}
 
     def compute_share() -> None:
-        names = pending_names[device.rank() :: device.world_size()]
-        new_digests.update(durable.digests(folder, names))
+        rank_names = pending_names[device.rank() :: device.world_size()]
+        new_digests.update(durable.digests(folder, rank_names))
 
     run_write_step(compute_share, "bring the checkpoint to the disk", folder)
     for gathered in gather_objects(new_digests):
@@ -261,6 +265,7 @@ def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
             # If the last save of a run was interrupted, no later save deletes its remains.
             from_first_rank(lambda: remove_interrupted_saves(folder))
             return path
+
         summary = summarize_damages(problems)
         newest_damage = newest_damage or f"{path.name}: {summary}"
         log(f"{path} is damaged and is not used: {summary}")
@@ -313,7 +318,9 @@ def require_intact_models(keys_by_folder: Mapping[str, str]) -> None:
 def find_model_damages(folder: Path) -> list[str]:
     """Return the damages of a model folder; a folder without digests has none. Collective over the world."""
     has_digests = from_first_rank(lambda: durable.is_sealed(folder))
-    return find_damages(folder) if has_digests else []
+    if not has_digests:
+        return []
+    return find_damages(folder)
 
 
 def summarize_damages(problems: Sequence[str]) -> str:
@@ -332,6 +339,7 @@ def find_damages(path: Path) -> list[str]:
     digests = from_first_rank(lambda: durable.read_digests(path))
     if digests is None:
         return [f"{durable.DIGESTS} is missing or damaged"]
+
     names = list(digests)[device.rank() :: device.world_size()]
     problems: list[str] = []
     for lines in gather_objects(durable.damages(path, digests, names)):

@@ -157,9 +157,11 @@ class CopyRecorder(TorchDispatchMode):
         view_begin = int(tensor.storage_offset())
         index = bisect_right(entries, view_begin, key=lambda entry: entry[0]) - 1
         # Only an empty view, which copies nothing, can end before the first destination.
-        begin, end, name = (0, 0, "")
+        entry = (0, 0, "")
         if index >= 0:
-            begin, end, name = entries[index]
+            entry = entries[index]
+
+        begin, end, name = entry
         if view_begin + _extent(tensor) > end:
             return None
         return name, begin
