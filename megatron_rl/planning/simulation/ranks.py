@@ -52,8 +52,10 @@ class Simulated:
         simulated_bytes = self.bytes(phase)
         if simulated_bytes <= _MIN_BYTES:
             return 0.0
+
+        ratio = self.estimate.total(phase) / simulated_bytes
         # Adding 0.0 makes a negative zero positive, which would be printed with its sign.
-        return round(self.estimate.total(phase) / simulated_bytes - 1, 4) + 0.0
+        return round(ratio - 1, 4) + 0.0
 
 
 def simulate_ranks(report: CheckReport) -> list[Simulated]:
@@ -150,9 +152,10 @@ def simulation_lines(simulated: list[Simulated]) -> list[str]:
 def _usage_text(usage: Usage) -> str:
     """Return the counts of one phase as text."""
     # Bytes and calls by kind of group.
-    traffic = ", ".join(
-        f"{kind} {byte_text(usage.bytes[kind])} in {count:,} calls" for kind, count in usage.calls.items()
-    )
+    terms = []
+    for kind, count in usage.calls.items():
+        terms.append(f"{kind} {byte_text(usage.bytes[kind])} in {count:,} calls")
+    traffic = ", ".join(terms)
     return (
         f"peak {usage.peak / _GIB:.2f} GiB, {usage.kernels:,} kernels, "
         f"{usage.microbatches:,} micro-batches, {usage.waits:,} waits of the host ({usage.reads:,} reads of "
