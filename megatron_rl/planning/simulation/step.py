@@ -1,7 +1,7 @@
 """Simulate a step of training on one rank of a job, at its real size, without machines.
 
-The idea: the trainer's own code builds the roles and runs their phases, on tensors without storage and in a
-world of which only this process exists; `Simulation` counts.
+The idea: the trainer's own code builds the roles and runs their phases, on tensors without storage, in a
+world that this process simulates alone; `Simulation` counts.
 """
 
 from __future__ import annotations
