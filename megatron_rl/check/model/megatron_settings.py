@@ -305,8 +305,10 @@ def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
         need = NEEDS.get(name)
         if need is None or is_off(value):
             continue
+        # Megatron refuses these on any machine, so they can be tried.
         if name in _STATE_DTYPES and not values.get(_PRECISION_AWARE):
             continue
+
         if need == GPU:
             is_missing = has_host_build()
         else:
@@ -318,7 +320,9 @@ def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
 
 def _triable(values: Mapping[str, Any], training: bool) -> dict[str, Any]:
     """Return the settings that Megatron can validate here; at the start of a run, all of them."""
-    unmet = {} if training else unmet_needs(values)
+    if training:
+        return dict(values)
+    unmet = unmet_needs(values)
     return {name: value for name, value in values.items() if name not in unmet}
 
 
@@ -590,31 +594,28 @@ def _set_by_run_error(path: str, name: str, value: Any, reason: str, key: str | 
 
 @dataclass(frozen=True)
 class TrialRole:
-    """Role whose Megatron configuration the trial builds.
-
-    Attributes:
-        role: Name of the role.
-        model: The config.json of its model.
-        layout: Its layout.
-        scalar_head: Whether the model has a scalar output instead of logits over tokens.
-        recompute: Its ``recompute`` setting.
-        fused: Whether its layers are Transformer Engine's.
-        settings_key: The key of its Megatron settings.
-        settings: Its Megatron settings.
-        optimizer: Its optimizer, None for a role that does not learn.
-        ddp: Its settings of Megatron's DDP.
-    """
+    """Role whose Megatron configuration the trial builds."""
 
     role: str
+    """Name of the role."""
     model: Path
+    """The config.json of its model."""
     layout: ParallelLayout
+    """Its layout."""
     scalar_head: bool
+    """Whether the model has a scalar output instead of logits over tokens."""
     recompute: str
+    """Its ``recompute`` setting."""
     fused: bool
+    """Whether its layers are Transformer Engine's."""
     settings_key: str
+    """The key of its Megatron settings, such as ``actor.megatron``."""
     settings: Mapping[str, Any]
+    """Its Megatron settings."""
     optimizer: OptimizerConfig | None
+    """Its optimizer, None for a role that does not learn."""
     ddp: Mapping[str, Any]
+    """Its settings of Megatron's DDP."""
 
     def request(self, dtype: str, training: bool) -> dict[str, Any]:
         """Return the role's part of the request to `megatron_rl.megatron.trial`.
@@ -625,6 +626,7 @@ class TrialRole:
         if self.optimizer is not None:
             optimizer = dataclasses.asdict(self.optimizer)
             optimizer["megatron"] = _triable(self.optimizer.megatron, training)
+
         return {
             "role": self.role,
             "model": str(self.model),
@@ -640,25 +642,31 @@ class TrialRole:
 
     def refusal_errors(self, refusals: Mapping[str, str]) -> Iterator[UserError]:
         """Yield the errors of this role's refused settings; ``refusals`` is the trial's answer."""
-        if self.role in refusals:
-            yield self._refusal("model", refusals[self.role], self.settings_key, self.settings)
-        role_path = self.layout.path.removesuffix("layout")
-        if f"{self.role} ddp" in refusals:
-            yield self._refusal("DDP", refusals[f"{self.role} ddp"], f"{role_path}ddp", self.ddp)
-        optimizer_part = f"{self.role} optimizer"
-        if self.optimizer is not None and optimizer_part in refusals:
-            path = f"{role_path}optimizer.megatron"
-            yield self._refusal("optimizer", refusals[optimizer_part], path, self.optimizer.megatron)
+        # The trial answers for the model under the role's name, for its other parts under names after it.
+        message = refusals.get(self.role)
+        if message is not None:
+            yield self._refusal("model", message, self.settings_key, self.settings)
+
+        section = self.layout.path.removesuffix("layout")
+        message = refusals.get(f"{self.role} ddp")
+        if message is not None:
+            yield self._refusal("DDP", message, f"{section}ddp", self.ddp)
+
+        message = refusals.get(f"{self.role} optimizer")
+        if self.optimizer is not None and message is not None:
+            path = f"{section}optimizer.megatron"
+            yield self._refusal("optimizer", message, path, self.optimizer.megatron)
 
     def _refusal(self, component: str, message: str, path: str, values: Mapping[str, Any]) -> UserError:
         """Return the error of Megatron's ``message`` about one of the ``values`` at the key ``path``."""
         # Megatron's message usually names the field.
-        field = next((name for name in values if name in message or len(values) == 1), None)
+        fields = [name for name in values if name in message or len(values) == 1]
         key = path
         fix = f"correct or remove one of {', '.join(values)}"
-        if field is not None:
-            key = f"{path}.{field}"
+        if fields:
+            key = f"{path}.{fields[0]}"
             fix = f"correct or remove `{key}`"
+
         return UserError(
             f"Megatron refuses the settings of the {self.role}'s {component}",
             where=key,
@@ -699,28 +707,33 @@ class Trial:
             )
 
     def result(
-        self, roles: list[TrialRole], dtype: str, training: bool
+        self,
+        roles: list[TrialRole],
+        dtype: str,
+        training: bool,
     ) -> tuple[list[UserError], list[UserError]]:
         """Return the errors of settings that Megatron refuses, and the warning of a trial without result.
 
-        At the start of a run (``training``) fields are tried even if this machine lacks what they need.
+        At the start of a run (``training``) fields are tried even if this machine lacks their requirements.
         """
         if not self._paths:
             return [], []
         if self._process is None:
             return [], [self._not_tried(f"{self._missing_package} is not installed here")]
 
+        # The other rules have used a part of the time.
         request = json.dumps([role.request(dtype, training) for role in roles])
         elapsed = time.monotonic() - self._start
+        timeout = max(0.1, self._patience - elapsed)
         try:
-            answer, stderr = self._process.communicate(request, timeout=max(0.1, self._patience - elapsed))
+            answer, stderr = self._process.communicate(request, timeout=timeout)
         except subprocess.TimeoutExpired:
             self.stop()
             return [], [self._not_tried(f"Megatron did not answer within {self._patience:g} seconds")]
 
         # A failed process is only a warning, since `train` builds the same configurations.
         if self._process.returncode != 0:
-            last_line = stderr.strip().rpartition("\n")[2]
+            _, _, last_line = stderr.strip().rpartition("\n")
             return [], [self._not_tried(last_line or "the process died")]
         try:
             refusals = json.loads(answer)
