@@ -291,7 +291,7 @@ def disjoint(
 def _grid_cells(box: Span, edges: Sequence[Sequence[int]]) -> Iterable[Span]:
     """Yield the cells of a grid that tile a box.
 
-    ``edges``: the grid's coordinates by dimension, sorted; those of the box are among them.
+    ``edges``: the grid's coordinates by dimension, sorted; they include the edges of the box.
     """
     start, size = box
     intervals_by_dim = []
@@ -401,7 +401,10 @@ def check_coverage(
     return padding_gaps
 
 
-def _find_gaps(boxes: Sequence[TensorBox], count: int) -> tuple[list[tuple[int, int]], int]:
+def _find_gaps(
+    boxes: Sequence[TensorBox],
+    count: int,
+) -> tuple[list[tuple[int, int]], int]:
     """Return the gaps of [0, count) between all boxes, and the number of elements in several boxes."""
     starts_by_box: list[numpy.ndarray] = []
     ends_by_box: list[numpy.ndarray] = []

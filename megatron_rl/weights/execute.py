@@ -183,20 +183,11 @@ class Execution:
 
         # One copy from the device for all checksums.
         terms = [term for term, _ in computed]
-        sums = torch.zeros(0)
+        checksums = torch.zeros(0)
         if computed:
-            checksums = [checksum for _, checksum in computed]
-            sums = torch.stack(checksums).cpu()
-
-        # Add up this rank's terms per region.
-        indices = [term.region // regions.step for term in terms]
-        weights = torch.tensor([term.weight for term in terms], dtype=torch.int64)
-        balances = torch.zeros(len(regions), dtype=torch.int64)
-        balances.index_add_(
-            0,
-            torch.tensor(indices, dtype=torch.int64),
-            sums.long() * weights,
-        )
+            device_checksums = [checksum for _, checksum in computed]
+            checksums = torch.stack(device_checksums).cpu()
+        balances = _balances(terms, checksums, regions)
 
         # A single number crosses ranks while all regions agree: gloo takes several times as long for a
         # vector. Odd factors show any single region that differs; several cancel with probability 2**-64.
@@ -209,7 +200,7 @@ class Execution:
         sum_over_ranks(balances, self._group)
         differing = {regions[index] for index in balances.nonzero()[:, 0].tolist()}
         evidence = []
-        for term, value in zip(terms, sums.tolist(), strict=True):
+        for term, value in zip(terms, checksums.tolist(), strict=True):
             if term.region in differing:
                 evidence.append((term.region, term.is_reference, value))
         self._raise_mismatch(evidence)
@@ -314,6 +305,21 @@ class Execution:
         reference_bits = f"{reference % 2**32:#010x}"
         holders = f"ranks {list(region.holders)} hold {reference_bits}"
         return f"{box}: rank {rank} has {value_bits}, {holders}"
+
+
+def _balances(
+    terms: Sequence[_Term],
+    checksums: Tensor,
+    regions: range,
+) -> Tensor:
+    """Add up one rank's weighted checksums per region, [len(regions)] int64; ``checksums`` are [terms]."""
+    indices = [term.region // regions.step for term in terms]
+    weights = [term.weight for term in terms]
+    weighted = checksums.long() * torch.tensor(weights, dtype=torch.int64)
+
+    balances = torch.zeros(len(regions), dtype=torch.int64)
+    balances.index_add_(0, torch.tensor(indices, dtype=torch.int64), weighted)
+    return balances
 
 
 def storage_key(storages: Mapping[str, Tensor]) -> tuple[tuple[str, int, int, torch.dtype], ...]:

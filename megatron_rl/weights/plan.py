@@ -15,7 +15,7 @@ from functools import cached_property
 
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import BoxGroup, BoxIndex, Region, needed_bytes, regions
-from megatron_rl.weights.senders import Share, choose_senders
+from megatron_rl.weights.senders import RegionGroup, SharesByReceiver, choose_senders
 from megatron_rl.weights.transfer import OWN_MESSAGE_BYTES, slot_bytes
 
 Pair = tuple[int, int]
@@ -29,8 +29,8 @@ MAX_MESSAGES = 1000
 class Bundle:
     """Regions with the same holders and receivers, which are sent together.
 
-    Example: ``Bundle(regions, senders={4: 0, 2: 2}, bytes=64)``, of which rank 4 receives 64 bytes from rank
-    0, and rank 2 copies its own.
+    Example: rank 4 receives 64 bytes from rank 0, and rank 2 copies its own, by
+    ``Bundle(regions, senders={4: 0, 2: 2}, bytes=64)``.
     """
 
     regions: tuple[Region, ...]
@@ -307,13 +307,13 @@ def build_plan(
     needs and lacks.
     """
     groups = _group_by_ranks(regions(sources, destinations))
-    constraints = []
+    region_groups = []
     for group in groups:
         group_bytes = sum(region.bytes for region in group)
-        constraints.append((group[0].holders, group[0].receivers, group_bytes))
+        region_groups.append(RegionGroup(group[0].holders, group[0].receivers, group_bytes))
 
     bundles: list[Bundle] = []
-    shares_by_group = choose_senders(constraints, node_of or {})
+    shares_by_group = choose_senders(region_groups, node_of or {})
     for group, shares in zip(groups, shares_by_group, strict=True):
         bundles += _bundles(group, shares)
 
@@ -392,7 +392,7 @@ def _group_by_ranks(all_regions: Sequence[Region]) -> list[list[Region]]:
     return sorted(groups.values(), key=constraint)
 
 
-def _bundles(group: Sequence[Region], shares: Mapping[int, Sequence[Share]]) -> Iterator[Bundle]:
+def _bundles(group: Sequence[Region], shares: SharesByReceiver) -> Iterator[Bundle]:
     """Yield a group in bundles, cut where the sender of any receiver changes.
 
     ``shares``: receiver to its senders, each with its part of the group's bytes. Regions are not cut, so a

@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MIN_PART_BYTES = 2**20
 """Fewest bytes for which a receiver gets one more sender: smaller parts would be messages without a gain."""
@@ -36,43 +37,63 @@ class Demand:
     """Bytes that each receiver needs."""
 
 
-Share = tuple[int, int]
-"""A sender and the bytes that it is to send, of one receiver's part of a group."""
+class RegionGroup(NamedTuple):
+    """Regions with the same holders and the same receivers."""
+
+    holders: Sequence[int]
+    """Global ranks that hold the regions, sorted."""
+    receivers: Sequence[int]
+    """Global ranks that need the regions, sorted; some may be holders."""
+    bytes: int
+    """Bytes of the regions, once."""
+
+
+class Share(NamedTuple):
+    """Part of a group's bytes that one sender sends to one receiver."""
+
+    sender: int
+    """Global rank; the receiver itself copies locally."""
+    bytes: int
+    """Bytes to send."""
+
+
+SharesByReceiver = dict[int, list[Share]]
+"""Receiver -> its senders, whose bytes add up to the group's."""
 Budgets = dict[tuple[int, ...], dict[int, float]]
 """Set of holders -> holder -> bytes that it should still send of the regions that this set holds."""
 
 
 def choose_senders(
-    groups: Sequence[tuple[Sequence[int], Sequence[int], int]],
+    groups: Sequence[RegionGroup],
     nodes: Mapping[int, int],
-) -> list[dict[int, list[Share]]]:
+) -> list[SharesByReceiver]:
     """Return for each group the senders of each receiver, with the bytes of each sender.
 
-    ``groups``: (holders, receivers, bytes of the regions once), in order of decreasing constraint.
+    ``groups`` are in order of decreasing constraint: the first ones have the fewest holders to choose from.
     ``nodes``: node by rank; equal, or absent, nodes count as near.
 
     A receiver that holds the regions is its own sender. Otherwise holders on its node send, if there are
     any; then its present peers, then ranks with its local rank, on the same rail of the network.
     """
-    result: list[dict[int, list[Share]]] = []
+    result: list[SharesByReceiver] = []
     demands: list[Demand] = []
-    for index, (holders, receivers, num_bytes) in enumerate(groups):
-        local_senders: dict[int, list[Share]] = {}
+    for index, group in enumerate(groups):
+        local_shares: SharesByReceiver = {}
         remote_receivers: list[int] = []
-        holder_set = set(holders)
-        for rank in receivers:
+        holder_set = set(group.holders)
+        for rank in group.receivers:
             if rank in holder_set:
-                local_senders[rank] = [(rank, num_bytes)]
+                local_shares[rank] = [Share(rank, group.bytes)]
             else:
                 remote_receivers.append(rank)
 
-        result.append(local_senders)
-        for near_holders, near_receivers in _by_distance(holders, remote_receivers, nodes):
-            demand = Demand(index, near_receivers, near_holders, num_bytes)
+        result.append(local_shares)
+        for holders, receivers in _by_distance(group.holders, remote_receivers, nodes):
+            demand = Demand(index, receivers, holders, group.bytes)
             demands.append(demand)
 
     # All loads are needed before the first choice: what is even depends on every demand.
-    assignment = _Assignment(_even_shares(demands), _local_ranks(nodes))
+    assignment = _Assignment(_even_budgets(demands), _local_ranks(nodes))
     for demand in demands:
         result[demand.group].update(assignment.assign(demand))
     return result
@@ -117,10 +138,10 @@ def _local_ranks(nodes: Mapping[int, int]) -> dict[int, int]:
     return result
 
 
-def _even_shares(demands: Sequence[Demand]) -> Budgets:
+def _even_budgets(demands: Sequence[Demand]) -> Budgets:
     """Return for each set of holders the bytes that each holder should send, so that loads are even.
 
-    The demands of equal holders share one budget: which receiver takes whose share is free.
+    The demands of equal holders share one budget: any receiver may take any holder's part of it.
     """
     total_bytes: Counter[tuple[int, ...]] = Counter()
     for demand in demands:
@@ -128,15 +149,16 @@ def _even_shares(demands: Sequence[Demand]) -> Budgets:
 
     # Small sets of holders first: they have the least choice, and larger sets balance the load after them.
     loads: dict[int, float] = defaultdict(float)
-    shares: Budgets = {}
+    budgets: Budgets = {}
     for holders in sorted(total_bytes, key=len):
-        level = _fill_level([loads[rank] for rank in holders], total_bytes[holders])
-        shares[holders] = {}
+        holder_loads = [loads[rank] for rank in holders]
+        level = _fill_level(holder_loads, total_bytes[holders])
+        budgets[holders] = {}
         for rank in holders:
-            share = max(0.0, level - loads[rank])
-            shares[holders][rank] = share
-            loads[rank] += share
-    return shares
+            budget = max(0.0, level - loads[rank])
+            budgets[holders][rank] = budget
+            loads[rank] += budget
+    return budgets
 
 
 def _fill_level(loads: Sequence[float], total: float) -> float:
@@ -155,86 +177,112 @@ def _fill_level(loads: Sequence[float], total: float) -> float:
 
 
 class _Assignment:
-    """Senders chosen so far: the peers of each rank, and what holders sent beyond their shares."""
+    """Senders chosen so far: the peers of each rank, and the budgets of holders."""
 
-    def __init__(self, shares: Budgets, local_ranks: Mapping[int, int]) -> None:
+    def __init__(self, budgets: Budgets, local_ranks: Mapping[int, int]) -> None:
         loads: dict[int, float] = defaultdict(float)
-        for budget in shares.values():
-            for rank, share in budget.items():
-                loads[rank] += share
+        for budget in budgets.values():
+            for rank, num_bytes in budget.items():
+                loads[rank] += num_bytes
 
-        self._shares = shares
+        self._budgets = budgets
         self._local_ranks = local_ranks
         # A transfer lasts as long as its busiest sender, so slack is measured against that one.
         self._slack_bytes = SLACK * max(loads.values(), default=0.0)
-        # Bytes that each holder sent beyond its shares.
+        # Bytes that each holder sends beyond its budgets.
         self._excess: dict[int, float] = defaultdict(float)
         self._peers: dict[int, set[int]] = defaultdict(set)
 
-    def assign(self, demand: Demand) -> dict[int, list[Share]]:
-        """Return the senders of each receiver of a demand."""
-        receivers = demand.receivers
+    def assign(self, demand: Demand) -> SharesByReceiver:
+        """Return the senders of each receiver of a demand, and subtract their bytes from the budgets."""
+        result: SharesByReceiver = {}
+        for receiver in self._ordered_receivers(demand):
+            shares = self._choose(receiver, demand)
+            self._record(receiver, demand, shares)
+            result[receiver] = shares
+        return result
+
+    def _ordered_receivers(self, demand: Demand) -> Sequence[int]:
+        """Return the receivers in the order in which they choose."""
         if len(demand.holders) == 1:
-            sender = demand.holders[0]
-            return {rank: self._book(rank, demand, [(sender, demand.bytes)]) for rank in receivers}
+            return demand.receivers
 
         # A receiver with few peers among the holders chooses before one without any, which may take all.
         holder_set = set(demand.holders)
         peer_counts: dict[int, float] = {}
-        for rank in receivers:
+        for rank in demand.receivers:
             peer_counts[rank] = len(holder_set & self._peers[rank]) or math.inf
+        return sorted(demand.receivers, key=lambda rank: (peer_counts[rank], rank))
 
-        result: dict[int, list[Share]] = {}
-        for rank in sorted(receivers, key=lambda rank: (peer_counts[rank], rank)):
-            senders = self._choose(rank, demand)
-            result[rank] = self._book(rank, demand, senders)
-        return result
-
-    def _book(self, receiver: int, demand: Demand, senders: list[Share]) -> list[Share]:
-        """Subtract the bytes of a receiver's senders from their budgets, and return the senders."""
-        shares = self._shares[demand.holders]
-        for sender, num_bytes in senders:
+    def _record(
+        self,
+        receiver: int,
+        demand: Demand,
+        shares: Sequence[Share],
+    ) -> None:
+        """Record the peers of a choice, and what its senders have left of their budgets."""
+        budget = self._budgets[demand.holders]
+        for sender, num_bytes in shares:
             self._peers[sender].add(receiver)
             self._peers[receiver].add(sender)
 
-            remaining = shares[sender] - num_bytes
-            shares[sender] = max(0.0, remaining)
+            remaining = budget[sender] - num_bytes
+            budget[sender] = max(0.0, remaining)
             self._excess[sender] += max(0.0, -remaining)
-        return senders
 
     def _choose(self, receiver: int, demand: Demand) -> list[Share]:
         """Return one holder with room for all bytes of a receiver, else as few as have room together."""
+        if len(demand.holders) == 1:
+            return [Share(demand.holders[0], demand.bytes)]
+
         peers = self._peers[receiver]
         local_rank = self._local_ranks.get(receiver)
-        shares = self._shares[demand.holders]
+        budget = self._budgets[demand.holders]
 
         def preference(rank: int) -> tuple[bool, bool, float, int]:
             is_other_rail = self._local_ranks.get(rank) != local_rank
-            return (rank not in peers, is_other_rail, -shares[rank], rank)
+            return rank not in peers, is_other_rail, -budget[rank], rank
 
         # Slack counts for one sender of all bytes: it saves the second sender.
         candidates: list[int] = []
         for rank in demand.holders:
-            room = shares[rank] + self._slack_bytes - self._excess[rank]
+            room = budget[rank] + self._slack_bytes - self._excess[rank]
             if room >= demand.bytes:
                 candidates.append(rank)
         if candidates:
             sender = min(candidates, key=preference)
-            return [(sender, demand.bytes)]
+            return [Share(sender, demand.bytes)]
 
-        # Several senders: present peers first, then the largest shares, so that there are few parts.
-        senders: list[Share] = []
+        shares, remaining = self._split(demand, peers)
+        if not shares:
+            sender = min(demand.holders, key=preference)
+            return [Share(sender, demand.bytes)]
+
+        # The first sender takes the rest: rounded bytes, and budgets that are too small for a part.
+        first = shares[0]
+        shares[0] = Share(first.sender, first.bytes + remaining)
+        return shares
+
+    def _split(
+        self,
+        demand: Demand,
+        peers: set[int],
+    ) -> tuple[list[Share], int]:
+        """Divide a receiver's bytes over several holders; return their shares and the bytes without one."""
+        # Present peers first, then the largest budgets, so that there are few parts.
+        budget = self._budgets[demand.holders]
+        holders = sorted(
+            demand.holders,
+            key=lambda rank: (rank not in peers, -budget[rank], rank),
+        )
+
+        shares: list[Share] = []
         remaining = demand.bytes
-        for rank in sorted(demand.holders, key=lambda rank: (rank not in peers, -shares[rank], rank)):
-            num_bytes = min(remaining, round(shares[rank]))
+        for rank in holders:
+            num_bytes = min(remaining, round(budget[rank]))
             if num_bytes >= min(remaining, MIN_PART_BYTES):
-                senders.append((rank, num_bytes))
+                shares.append(Share(rank, num_bytes))
                 remaining -= num_bytes
             if not remaining:
-                return senders
-
-        # The first sender takes the rest: rounded bytes, and shares that are too small for a part.
-        if not senders:
-            return [(min(demand.holders, key=preference), demand.bytes)]
-        first_sender, first_bytes = senders[0]
-        return [(first_sender, first_bytes + remaining), *senders[1:]]
+                break
+        return shares, remaining

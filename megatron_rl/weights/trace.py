@@ -236,9 +236,15 @@ def trace_copies(
     return merge_boxes(recorder.boxes)
 
 
-def meta_sources(shapes: Mapping[str, Iterable[int]], dtype: torch.dtype) -> dict[str, Tensor]:
+def meta_sources(
+    shapes: Mapping[str, Iterable[int]],
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
     """Return meta tensors of the given shapes, to represent a checkpoint."""
-    return {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, shape in shapes.items()}
+    sources: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        sources[name] = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    return sources
 
 
 def merge_boxes(boxes: Iterable[TensorBox]) -> list[TensorBox]:
@@ -478,9 +484,19 @@ def _extent(tensor: Tensor) -> int:
     return extent
 
 
-def _drop_dim(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
+def _drop_dim(
+    values: tuple[int, ...],
+    dim: int,
+) -> tuple[int, ...]:
     return values[:dim] + values[dim + 1 :]
 
 
 def _order(box: TensorBox) -> Any:
-    return (box.name, box.storage, box.rank, box.start, box.size, box.offset)
+    return (
+        box.name,
+        box.storage,
+        box.rank,
+        box.start,
+        box.size,
+        box.offset,
+    )

@@ -44,8 +44,9 @@ class _Segment:
     def staged(self, buffer: Tensor) -> Tensor:
         """Return the view of the segment in a message buffer of bytes, in the shape of its views."""
         shape = self.views[0].shape
-        count = shape.numel() * self.dtype.itemsize
-        return buffer[self.offset : self.offset + count].view(self.dtype).view(shape)
+        end = self.offset + shape.numel() * self.dtype.itemsize
+        segment = buffer[self.offset : end]
+        return segment.view(self.dtype).view(shape)
 
     def in_place(self) -> Tensor | None:
         """Return the view's storage as bytes if it can be sent or received without staging, else None."""
@@ -85,7 +86,8 @@ class _Stream:
 
     def needs_own_message(self, views: Views, dtype: torch.dtype) -> bool:
         """Return whether views are large enough for messages of their own."""
-        return views[0].numel() * dtype.itemsize >= min(self.own_message_bytes, self.slot)
+        num_bytes = views[0].numel() * dtype.itemsize
+        return num_bytes >= min(self.own_message_bytes, self.slot)
 
     def in_place(self) -> list[Tensor | None]:
         """Return for each message the storage that replaces its staging buffer, or None."""
@@ -159,12 +161,15 @@ class Exchange:
     ) -> None:
         self._group = group
 
-        self._sends = {peer: _Stream(slot, own_message_bytes) for peer in sends}
-        self._receives = {peer: _Stream(slot, own_message_bytes) for peer in receives}
+        self._sends: dict[int, _Stream] = {}
         for peer, views in sends.items():
+            self._sends[peer] = _Stream(slot, own_message_bytes)
             self._sends[peer].fill([((view,), dtype) for view, dtype in views])
-        for peer, targets in receives.items():
-            self._receives[peer].fill(targets)
+
+        self._receives: dict[int, _Stream] = {}
+        for peer, pieces in receives.items():
+            self._receives[peer] = _Stream(slot, own_message_bytes)
+            self._receives[peer].fill(pieces)
 
         # A round is one message of every stream; short streams have none in the last rounds.
         streams = [*self._sends.values(), *self._receives.values()]
