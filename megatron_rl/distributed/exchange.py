@@ -69,7 +69,10 @@ class RowShard:
 
 @dataclass
 class GatherStats:
-    """Cost of gathering rows on this rank."""
+    """Cost of gathering rows on this rank.
+
+    Example: ``GatherStats(bytes=1_048_576, seconds=0.12)``.
+    """
 
     bytes: int = 0
     """Bytes received."""

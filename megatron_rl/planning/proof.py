@@ -284,7 +284,10 @@ def _seconds(call: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Task:
-    """Job that every rank joins, in a process of its own."""
+    """Job that every rank joins, in a process of its own.
+
+    Example: ``Task("train", "resume from the checkpoint", "train", ("steps=3",), "compare metrics")``.
+    """
 
     name: str
     """Folder of the job's run, below that of the proof."""

@@ -84,9 +84,13 @@ class _Overlap(NamedTuple):
     """Intersection of a source box and a destination box of one tensor."""
 
     start: Coordinates
+    """First coordinates of the intersection, in elements."""
     size: Coordinates
+    """Its size, in elements."""
     holders: Ranks
+    """Ranks that hold the source box."""
     receivers: Ranks
+    """Ranks that need the destination box."""
 
 
 def regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup]) -> list[Region]:

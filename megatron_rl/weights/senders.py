@@ -38,7 +38,10 @@ class Demand:
 
 
 class RegionGroup(NamedTuple):
-    """Regions with the same holders and the same receivers."""
+    """Regions with the same holders and the same receivers.
+
+    Example: rank 2 of ``RegionGroup(holders=(0, 2), receivers=(2, 4), bytes=64)`` copies, rank 4 receives.
+    """
 
     holders: Sequence[int]
     """Global ranks that hold the regions, sorted."""
@@ -49,7 +52,10 @@ class RegionGroup(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Part of a group's bytes that one sender sends to one receiver."""
+    """Part of a group's bytes that one sender sends to one receiver.
+
+    Example: rank 4 gets 64 bytes from two senders, ``[Share(0, 40), Share(2, 24)]``.
+    """
 
     sender: int
     """Global rank; the receiver itself copies locally."""

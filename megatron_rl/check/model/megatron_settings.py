@@ -594,7 +594,10 @@ def _set_by_run_error(path: str, name: str, value: Any, reason: str, key: str | 
 
 @dataclass(frozen=True)
 class TrialRole:
-    """Role whose Megatron configuration the trial builds."""
+    """Role whose Megatron configuration the trial builds.
+
+    Example: the critic, of the model in ``models/8b/config.json``, with settings at ``critic.megatron``.
+    """
 
     role: str
     """Name of the role."""

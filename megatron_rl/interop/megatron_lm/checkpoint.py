@@ -65,7 +65,10 @@ class Location:
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """Description of one ``iter_*`` folder; no tensor is read."""
+    """Description of one ``iter_*`` folder; no tensor is read.
+
+    Example: ``read_checkpoint("run/checkpoints", "model.megatron").iteration`` is 500.
+    """
 
     path: Path
     """The folder."""

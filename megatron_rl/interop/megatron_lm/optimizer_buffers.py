@@ -99,6 +99,7 @@ class _Model:
     """Model as Megatron-LM built it."""
 
     shape: ModelShape
+    """Sizes of the model."""
     rows: int
     """Rows of the padded vocabulary."""
     layout: ParallelLayout

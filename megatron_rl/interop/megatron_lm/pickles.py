@@ -68,7 +68,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Tensor of a checkpoint."""
+    """Tensor of a checkpoint.
+
+    Example: ``StoredTensor((8, 2), "torch.bfloat16", (Chunk((0, 0), (8, 2), "__0_0.distcp", 0, 32),))``.
+    """
 
     shape: tuple[int, ...]
     """Complete shape."""
@@ -79,7 +82,10 @@ class StoredTensor:
 
 
 class Bucket(NamedTuple):
-    """Name of a bucket in a buffer of the distributed optimizer."""
+    """Name of a bucket in a buffer of the distributed optimizer.
+
+    Example: ``Bucket(part=0, group=1, buffer=0, number=2)``.
+    """
 
     part: int
     """Number of the chained optimizer: 1 for experts with an optimizer of their own."""

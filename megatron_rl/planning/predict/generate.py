@@ -62,6 +62,20 @@ class DecodeCost:
 
     The seconds of B sequences at mean context c are
     ``fixed + per_sequence B + per_cached_token B c + max(weights(B), flops B)``.
+
+    Example: a dense model, whose experts take no time, on one stage::
+
+        DecodeCost(
+            fixed=5e-3,
+            per_sequence=1e-5,
+            per_cached_token=2e-9,
+            dense_weights=6e-3,
+            expert_weights=0.0,
+            flops=4e-5,
+            hit=0.0,
+            spread=0.0,
+            pipeline=1,
+        )
     """
 
     fixed: float

@@ -89,6 +89,8 @@ class Problem:
 
     The last four fields describe the trainer. Their defaults are this package's; published measurements of
     other systems are predicted with theirs.
+
+    Example: ``Problem({"actor": shape, "reference": shape}, "grpo", batch, machine)``.
     """
 
     models: Mapping[str, ModelShape]
@@ -130,7 +132,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Plan of one group of roles that share GPUs."""
+    """Plan of one group of roles that share GPUs.
+
+    Example: ``GroupPlan(16, {"actor": actor, "reference": reference}, rollout=rollout)``.
+    """
 
     gpus: int
     """GPUs of the group."""
@@ -181,7 +186,10 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """Placement with its predicted step."""
+    """Placement with its predicted step.
+
+    Example: ``PlacementPlan("split", (group,), step, rollout, rollout_gpus=8)``.
+    """
 
     name: str
     """Kind of placement, as it is printed."""

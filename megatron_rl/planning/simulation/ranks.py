@@ -34,7 +34,10 @@ _FOREIGN_LAYERS = ("transformer_engine", "transformer_engine_torch", "apex", "am
 
 @dataclass(frozen=True)
 class Simulated:
-    """Simulated rank with the estimate of its memory, both of the simulated layers."""
+    """Simulated rank with the estimate of its memory, both of the simulated layers.
+
+    Example: ``Simulated(rank, estimate).difference("learn")`` is 0.02 for an estimate that is 2 % too high.
+    """
 
     rank: SimulatedRank
     """Counts of the simulation."""
