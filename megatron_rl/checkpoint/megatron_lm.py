@@ -23,7 +23,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.hf.megatron_source import BufferFiles, MegatronFiles, read_pointed
 from megatron_rl.hf.weights import assigned_parameters, fill, source_boxes
 from megatron_rl.interop.megatron_lm.arguments import arguments_of
-from megatron_rl.interop.megatron_lm.checkpoint import TRACKER, MegatronCheckpoint, pointer
+from megatron_rl.interop.megatron_lm.checkpoint import TRACKER, MegatronCheckpoint, read_pointer
 from megatron_rl.interop.megatron_lm.pickles import MASTERS
 from megatron_rl.megatron.lora import without_adapters
 from megatron_rl.megatron.model import ParallelModel, live_parameters
@@ -54,7 +54,7 @@ def checkpoint_arguments(source: str | Path) -> tuple[dict[str, Any], int]:
     """
     model = read_pretrained(Path(source) / "config.json")
     arguments = arguments_of(model)
-    origin = pointer(source)
+    origin = read_pointer(source)
     if origin is not None:
         return dict(origin["arguments"]), int(origin["iteration"])
 

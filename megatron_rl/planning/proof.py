@@ -301,7 +301,7 @@ class Task:
     """Advice where the job fails."""
 
 
-def tasks(folder: Path, world: int) -> list[Task]:
+def list_tasks(folder: Path, world: int) -> list[Task]:
     """Return the jobs in the order in which they run; the comparison with one rank needs several ranks."""
     warm_up = (f"sft.data={folder / 'material/sft.jsonl'}", f"sft.steps={_STEPS}", "sft.rows_per_step=64")
 
@@ -342,7 +342,7 @@ def tasks(folder: Path, world: int) -> list[Task]:
     return [job for job in jobs if world > 1 or job.name != "all_ranks"]
 
 
-def settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
+def job_settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
     """Return the configuration of the jobs, with as many kinds of parallelism as the ranks allow."""
     # Tensor parallelism needs two ranks, both together need four.
     tensor = 1
@@ -405,7 +405,7 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
         yield Finding("error", "shared folder", text, fix)
         return
 
-    for task in tasks(folder, world):
+    for task in list_tasks(folder, world):
         finding = _run_task(task, folder)
         if finding.level == "ok" and task.name == "all_ranks":
             tolerance = TOLERANCE[_dtype(device.on_host())]
@@ -439,7 +439,7 @@ def _write_material(folder: Path, world: int, *, on_host: bool) -> None:
         )
 
     # Two ranks have all jobs, also those that a proof of one rank leaves out.
-    task_names = {task.name for task in tasks(folder, 2)}
+    task_names = {task.name for task in list_tasks(folder, 2)}
     for name in task_names | {"material", "logs"}:
         shutil.rmtree(folder / name, ignore_errors=True)
 
@@ -449,7 +449,7 @@ def _write_material(folder: Path, world: int, *, on_host: bool) -> None:
         model_size = "small"
     quickstart.make(folder / "material", model_size)
 
-    config = settings(folder, world, on_host=on_host)
+    config = job_settings(folder, world, on_host=on_host)
     (folder / "proof.yaml").write_text(yaml.safe_dump(config))
     (folder / "logs").mkdir(exist_ok=True)
 

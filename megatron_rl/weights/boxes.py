@@ -139,7 +139,7 @@ def needed_bytes(destinations: Sequence[BoxGroup]) -> dict[int, int]:
     bytes_by_ranks: Counter[Ranks] = Counter()
     for name, target_spans in _boxes_by_tensor(destinations, rank_sets).items():
         itemsize = dtypes[name].itemsize
-        for (_, size), receivers in disjoint(target_spans, rank_sets).items():
+        for (_, size), receivers in cut_overlaps(target_spans, rank_sets).items():
             bytes_by_ranks[receivers] += math.prod(size) * itemsize
 
     result: Counter[int] = Counter()
@@ -220,8 +220,8 @@ def _intersect_boxes(
     Raises UncoveredError, naming the tensor, if the sources do not contain a target completely.
     """
     # Disjoint boxes: every element is sent and received once.
-    sources = disjoint(source_spans, rank_sets)
-    targets = disjoint(target_spans, rank_sets)
+    sources = cut_overlaps(source_spans, rank_sets)
+    targets = cut_overlaps(target_spans, rank_sets)
 
     result: list[_Overlap] = []
     for target, receivers in targets.items():
@@ -268,7 +268,7 @@ def intersect(first: Span, second: Span) -> Span | None:
     return tuple(start), tuple(size)
 
 
-def disjoint(
+def cut_overlaps(
     spans: Mapping[Span, Ranks],
     rank_sets: _RankSets | None = None,
 ) -> Mapping[Span, Ranks]:

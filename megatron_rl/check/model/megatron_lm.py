@@ -23,13 +23,13 @@ from megatron_rl.config.sections.models import ModelConfig
 from megatron_rl.config.source import Origin
 from megatron_rl.error_forms import requires
 from megatron_rl.errors import UserError, UserErrors, single_errors
-from megatron_rl.interop.megatron_lm.arguments import arguments_of, contradictions, derived
+from megatron_rl.interop.megatron_lm.arguments import arguments_of, contradictions, derive_config
 from megatron_rl.interop.megatron_lm.checkpoint import (
     POINTER,
     MegatronCheckpoint,
     is_megatron,
-    pointer,
     read_checkpoint,
+    read_pointer,
 )
 from megatron_rl.shapes.pretrained import (
     TOKENIZER_FILES,
@@ -230,7 +230,7 @@ def _write_model_folder(config: RunConfig, path: Path, key: str, folder: Path) -
 
     # Another role's model may have another size than the one in the tokenizer's folder.
     if hf_config is None or (errors and not is_actor):
-        hf_config = derived(checkpoint.arguments, key, _vocabulary(config, is_actor, tokenizer))
+        hf_config = derive_config(checkpoint.arguments, key, _vocabulary(config, is_actor, tokenizer))
         errors = []
 
     # The checkpoint must match the model: its parameters, optimizer state, and complete files.
@@ -293,7 +293,7 @@ def _starting_iteration(config: RunConfig, path: Path, folder: Path) -> Path:
         return path
 
     # The pointer names the checkpoint that the run began with.
-    values = pointer(folder) or {}
+    values = read_pointer(folder) or {}
     recorded = Path(str(values.get("checkpoint", "")))
     if recorded.parent == path.resolve() and recorded.is_dir():
         return recorded

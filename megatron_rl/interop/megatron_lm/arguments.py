@@ -412,7 +412,7 @@ def _refusal(
     )
 
 
-def derived(arguments: Mapping[str, Any], setting: str, vocabulary: int | None) -> dict[str, Any]:
+def derive_config(arguments: Mapping[str, Any], setting: str, vocabulary: int | None) -> dict[str, Any]:
     """Derive a config.json from arguments, and verify that it gives the same arguments back.
 
     Takes the arguments of `config_of` and raises UserErrors like it.

@@ -19,7 +19,7 @@ from megatron_rl.errors import UserError, join_names
 from megatron_rl.interop.megatron_lm.optimizer_buffers import (
     FlatParameter,
     flat_parameters,
-    orders,
+    module_orders,
     other_buffers,
     writer_layout,
 )
@@ -161,7 +161,7 @@ class MegatronCheckpoint:
         # Several implementations of the layers may fit: their master weights decide later.
         arrangements = []
         errors = []
-        for order in orders(self.arguments, shape):
+        for order in module_orders(self.arguments, shape):
             try:
                 arrangements.append(flat_parameters(self.arguments, shape, rows, sizes, order))
             except UserError as error:
@@ -328,7 +328,7 @@ class MegatronCheckpoint:
         )
 
 
-def pointer(path: str | Path) -> dict[str, Any] | None:
+def read_pointer(path: str | Path) -> dict[str, Any] | None:
     """Return the pointer of a model's folder to a Megatron checkpoint; None for a folder with weights."""
     file = Path(path) / POINTER
     if not file.is_file():

@@ -130,7 +130,7 @@ def writer_layout(arguments: Mapping[str, Any]) -> ParallelLayout:
     )
 
 
-def orders(arguments: Mapping[str, Any], shape: ModelShape) -> list[Order]:
+def module_orders(arguments: Mapping[str, Any], shape: ModelShape) -> list[Order]:
     """Return the layer implementations that may have written a checkpoint, most likely first.
 
     The arguments alone do not determine it, since they do not include a user's own layer specs.

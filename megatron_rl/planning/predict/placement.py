@@ -31,7 +31,7 @@ from megatron_rl.planning.predict.search import (
     RolloutPlan,
     SearchCount,
     TrainPlan,
-    contexts,
+    context_sizes,
     rollout_plans,
     training_front,
 )
@@ -670,7 +670,7 @@ def search(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
     ``split``, of `SPLITS`, determines when GPUs for generation alone sample.
     """
     # Search context parallelism only for rows that are long enough for 4 or more ranks.
-    if max(contexts(problem.batch.longest)) >= 4:
+    if max(context_sizes(problem.batch.longest)) >= 4:
         problem = replace(problem, context_parallel=True)
 
     planner = Planner(problem)

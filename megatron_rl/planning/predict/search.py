@@ -110,7 +110,7 @@ def virtual_choices(model: ModelShape, pipeline: int) -> list[int]:
     return [size for size in (1, 2, 4, 8) if layers_per_stage % size == 0]
 
 
-def contexts(row_limit: float) -> list[int]:
+def context_sizes(row_limit: float) -> list[int]:
     """Return the context-parallel sizes to try, which give each rank 4,096 tokens of the longest row."""
     return [size for size in _POWERS if size == 1 or row_limit / size >= _MIN_CONTEXT_TOKENS]
 
@@ -135,7 +135,7 @@ def training_layouts(
     for tensor in _tensor_choices(model, gpus, min(node, _MAX_TENSOR)):
         for pipeline in _pipeline_choices(model, gpus // tensor):
             stage_gpus = gpus // tensor // pipeline
-            for context in contexts(row_limit):
+            for context in context_sizes(row_limit):
                 if stage_gpus % context:
                     continue
                 data = stage_gpus // context
