@@ -207,6 +207,7 @@ class PendingCheckpoint:
             raise self._failure
 
     def _write(self) -> None:
+        """Write this rank's share and compute its digests, on the thread; failures are kept for `finish`."""
         start = time.perf_counter()
         try:
             for write in self._writes:

@@ -1,4 +1,8 @@
-"""Checkpoints for Megatron-LM: write weights that it loads, and read the state of Adam that it saved."""
+"""Checkpoints for Megatron-LM: write weights that it loads, and read the state of Adam that it saved.
+
+The idea: both directions go through Megatron's distributed format, which any layout can read. So a written
+checkpoint has no layout, and a saved optimizer is read slice by slice on the layout of this run.
+"""
 
 from __future__ import annotations
 

@@ -192,6 +192,7 @@ class Watch:
         self._stopped.set()
 
     def _run(self) -> None:
+        """Report and check until the watch stops or the job hangs; the thread's function."""
         detector = None
         last_answer = time.monotonic()
         while not self._stopped.wait(self._interval):

@@ -1,4 +1,8 @@
-"""Facts about the environment that need no heavy import: versions, drivers, memory, disk, limits."""
+"""Facts about the environment that need no heavy import: versions, drivers, memory, disk, limits.
+
+Each function returns findings, which `doctor` prints as a table; packages are read from their metadata and
+not imported.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Execution of one rank's part of a reshard plan on live storage, and checksums of the arrived weights."""
+"""Execution of one rank's part of a reshard plan on live storage, and checksums of the arrived weights.
+
+The idea: everything that does not depend on values is done once, by the constructor of `Execution` (views,
+messages, weights of checksums). A sync then only copies, communicates and sums.
+"""
 
 from __future__ import annotations
 
@@ -297,6 +301,7 @@ class Execution:
         value: int,
         reference: int,
     ) -> str:
+        """Return one line on a receiver's checksum that differs from the reference."""
         region = self._regions[index]
         box = f"{region.name}, box at {list(region.start)} of size {list(region.size)}"
 
@@ -415,6 +420,7 @@ class BoxSum:
         return torch.stack(sums).sum(dtype=torch.int32)
 
     def _sum_chunk(self, values: Tensor, row_weights: Tensor) -> Tensor:
+        """Return the weighted sum of a chunk of rows, a 0-dim int32; ``row_weights`` are [rows]."""
         if values.dtype != torch.int32:
             values = _as_words(values.to(self._dtype), self._elements_per_word)
 

@@ -226,7 +226,7 @@ class _Assignment:
         demand: Demand,
         shares: Sequence[Share],
     ) -> None:
-        """Record the peers of a choice, and what its senders have left of their budgets."""
+        """Record the peers of a choice, and the remaining budgets of its senders."""
         budget = self._budgets[demand.holders]
         for sender, num_bytes in shares:
             self._peers[sender].add(receiver)

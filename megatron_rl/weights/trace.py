@@ -128,6 +128,7 @@ class CopyRecorder(TorchDispatchMode):
         source: Tensor,
         execute: Callable[[], Any],
     ) -> Any:
+        """Record a copy into a destination, else execute it; returns the result of ``copy_``."""
         is_source = _storage(source) in self._frames
         parameter = self._parameter_at(target)
 

@@ -101,7 +101,7 @@ class _Stream:
         return storages
 
     def _append(self, views: Views, dtype: torch.dtype) -> None:
-        """Append views to the last message, and what does not fit to new messages."""
+        """Append views to the last message, and rows that do not fit to new messages."""
         shape = views[0].shape
         num_bytes = shape.numel() * dtype.itemsize
         padding = -self.lengths[-1] % ALIGNMENT

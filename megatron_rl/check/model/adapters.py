@@ -1,4 +1,8 @@
-"""Rules on LoRA adapters: their layers, their sync with the rollout engine, and PEFT files to start from."""
+"""Rules on LoRA adapters: their layers, their sync with the rollout engine, and PEFT files to start from.
+
+PEFT's files are compared with the adapters that the configuration describes on its model: settings first,
+then the names and shapes of tensors, from the header of the file.
+"""
 
 from __future__ import annotations
 

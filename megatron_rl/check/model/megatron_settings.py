@@ -1,10 +1,10 @@
 """Rules on Megatron's own settings: ``megatron``, ``ddp`` and ``optimizer.megatron`` of each role.
 
-A field is set by the run (from a key of ours, or to the only value that works), refused because it has no
-effect, passed through and tried, or passed through and said to be untried where it needs what this machine
-lacks. Names and types of the last two kinds are compared with the installed sources. Then Megatron itself
-builds the configuration of every role, in a separate process (`megatron_rl.megatron.trial`) that starts first
-and is awaited last: importing torch and Megatron takes longer than all other rules.
+A field is one of four kinds: set by the run (from a key of ours, or to the only value that works), refused
+because it has no effect, passed through and tried, or passed through with a warning that this machine lacks
+its requirements. Names and types of the last two kinds are compared with the installed sources. Then Megatron
+itself builds the configuration of every role, in a separate process (`megatron_rl.megatron.trial`) that
+starts first and is awaited last: importing torch and Megatron takes longer than all other rules.
 """
 
 from __future__ import annotations
@@ -583,6 +583,7 @@ def _pass_through_errors(
 
 
 def _set_by_run_error(path: str, name: str, value: Any, reason: str, key: str | None) -> UserError:
+    """Return the error of a field that the run sets, from ``key`` if there is one."""
     expected = "no value"
     fix = f"remove `{path}`"
     if key is not None:
@@ -755,6 +756,7 @@ class Trial:
             self._process.communicate()
 
     def _not_tried(self, reason: str) -> UserError:
+        """Return the warning of a trial without result."""
         return UserError(
             f"the values of {', '.join(self._paths)} were not tried",
             where=self._paths[0],

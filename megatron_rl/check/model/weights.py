@@ -221,6 +221,7 @@ def _read_shard(path: Path, files: Files) -> dict[str, StoredTensor]:
 
 
 def _misplaced_error(path: Path, weight_map: Mapping[str, str], names: list[str]) -> UserError:
+    """Return the error of tensors that are not in the file that the index names for them."""
     return UserError(
         "the model's list of weight files names tensors that the files do not hold",
         where=str(path / INDEX),
@@ -322,6 +323,7 @@ def _equal_values(first: StoredTensor, second: StoredTensor) -> bool:
 
 
 def _quantised_error(path: Path, names: list[str], dtype: str) -> UserError:
+    """Return the error of tensors in ``dtype``, which are neither floats nor scaled 8-bit numbers."""
     return UserError(
         "the weights are quantised in a way that cannot be read",
         where=str(path),
