@@ -332,6 +332,8 @@ def _agree(masters: MegatronFiles, weights: MegatronFiles, box: TensorBox) -> bo
     """Return whether the master weights of a box equal the weights up to rounding."""
     master = masters.read(box.name, box.start, box.size)
     weight = weights.read(box.name, box.start, box.size)
+
+    # A weight is its master rounded to the weight's dtype; below the smallest normal number absolutely.
     rounding = torch.finfo(weight.dtype)
     return torch.allclose(
         master.float(),
