@@ -70,7 +70,7 @@ class Execution:
         self.staging_bytes = staging_bytes
 
         # All views are created once here, so that a sync only copies and communicates.
-        sends = {}
+        sends: dict[int, list[tuple[Tensor, torch.dtype]]] = {}
         for peer, peer_regions in plan.to_send(rank).items():
             sends[peer] = [(self._source_view(region), region.dtype) for region in peer_regions]
 

@@ -309,8 +309,8 @@ def build_plan(
     groups = _group_by_ranks(regions(sources, destinations))
     region_groups = []
     for group in groups:
-        group_bytes = sum(region.bytes for region in group)
-        region_groups.append(RegionGroup(group[0].holders, group[0].receivers, group_bytes))
+        first = group[0]
+        region_groups.append(RegionGroup(first.holders, first.receivers, _total_bytes(group)))
 
     bundles: list[Bundle] = []
     shares_by_group = choose_senders(region_groups, node_of or {})
@@ -373,6 +373,10 @@ def check_plan(plan: ReshardPlan) -> None:
             raise PlanError(f"rank {rank} would receive {received} bytes, it lacks {lacking_bytes[rank]}")
 
 
+def _total_bytes(group: Sequence[Region]) -> int:
+    return sum(region.bytes for region in group)
+
+
 def _group_by_ranks(all_regions: Sequence[Region]) -> list[list[Region]]:
     """Group regions with equal holders and receivers; groups with the fewest holders come first.
 
@@ -385,11 +389,10 @@ def _group_by_ranks(all_regions: Sequence[Region]) -> list[list[Region]]:
         key = (id(region.holders), id(region.receivers))
         groups.setdefault(key, []).append(region)
 
-    def constraint(group: Sequence[Region]) -> tuple[int, int]:
-        total_bytes = sum(region.bytes for region in group)
-        return len(group[0].holders), -total_bytes
-
-    return sorted(groups.values(), key=constraint)
+    return sorted(
+        groups.values(),
+        key=lambda group: (len(group[0].holders), -_total_bytes(group)),
+    )
 
 
 def _bundles(group: Sequence[Region], shares: SharesByReceiver) -> Iterator[Bundle]:
@@ -398,8 +401,7 @@ def _bundles(group: Sequence[Region], shares: SharesByReceiver) -> Iterator[Bund
     ``shares``: receiver to its senders, each with its part of the group's bytes. Regions are not cut, so a
     sender's part ends at the region's end nearest to it.
     """
-    region_bytes = [region.bytes for region in group]
-    ends = list(itertools.accumulate(region_bytes))
+    ends = list(itertools.accumulate(region.bytes for region in group))
 
     # Receiver -> index of a region -> the sender from this region on, in ascending order.
     sender_starts: dict[int, dict[int, int]] = {}
@@ -422,8 +424,13 @@ def _bundles(group: Sequence[Region], shares: SharesByReceiver) -> Iterator[Bund
         for receiver, starts in sender_starts.items():
             if first in starts:
                 current_senders[receiver] = starts[first]
-        bundle_bytes = sum(region_bytes[first:end])
-        yield Bundle(tuple(group[first:end]), dict(current_senders), bundle_bytes)
+
+        bundle_regions = tuple(group[first:end])
+        yield Bundle(
+            bundle_regions,
+            senders=dict(current_senders),
+            bytes=_total_bytes(bundle_regions),
+        )
 
 
 def _nearest_boundary(ends: Sequence[int], offset: int) -> int:

@@ -250,10 +250,13 @@ class Simulation(TorchDispatchMode):
 
     def _read(self, value: Tensor, *_: Any, **options: Any) -> Tensor:
         """Return a host copy of a tensor: its assigned values if there are any, else ones."""
-        values = self._values.get(value.untyped_storage()._cdata)
-        if values is not None:
-            return values.clone()
-        return torch.ones(value.shape, dtype=options.get("dtype") or value.dtype)
+        key = value.untyped_storage()._cdata
+        assigned = self._values.get(key)
+        if assigned is not None:
+            return assigned.clone()
+
+        dtype = options.get("dtype") or value.dtype
+        return torch.ones(value.shape, dtype=dtype)
 
     def _scalar(self, value: Tensor) -> Any:
         """Return the value of a one-element tensor: False, so that no check of the code fires, or 1."""
@@ -277,11 +280,15 @@ _READS: dict[Any, Callable[..., Any]] = {
 def _reads_device(func: Any, args: Any, kwargs: Any) -> bool:
     """Return whether a call of an operator of `_READS` copies values from the device to the host."""
     if func is _aten.copy_.default:
-        return not args[0].is_meta and args[1].is_meta
+        target, source = args[:2]
+        return source.is_meta and not target.is_meta
+
+    source = args[0]
     if func is _aten._to_copy.default:
-        target = kwargs.get("device")
-        return args[0].is_meta and target is not None and target.type != "meta"
-    return args[0].is_meta
+        target_device = kwargs.get("device")
+        is_download = target_device is not None and target_device.type != "meta"
+        return source.is_meta and is_download
+    return source.is_meta
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ world that this process simulates alone; `Simulation` counts.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -89,20 +89,7 @@ def simulate(
                 role.residency.leave()
         resting = simulation.phases["first step"].end
 
-        # Forward passes without gradients, then a training step of each learner.
-        for role in roles:
-            with role.resident(Use.READ), simulation.phase("score"):
-                _set_boundary(simulation, role, rows)
-                with _counted_microbatches(simulation, "score", role):
-                    role.infer(rows)
-        for role, objective in objectives.items():
-            with role.resident():
-                with simulation.phase("learn"):
-                    _set_boundary(simulation, role, rows)
-                    with _counted_microbatches(simulation, "learn", role):
-                        role.accumulate(rows, objective)
-                with simulation.phase("step"):
-                    role.step()
+        _run_phases(simulation, roles, objectives, rows)
 
     # The first group is the world's.
     job, *groups = memberships()
@@ -112,6 +99,29 @@ def simulate(
     if config.rollout.capabilities.in_process:
         sync = _sync_messages(config, models[ACTOR.name], actor.layout, rank)
     return SimulatedRank(rank, simulation.phases, resting, group_sizes, sync)
+
+
+def _run_phases(
+    simulation: Simulation,
+    roles: Sequence[ModelRole],
+    objectives: Mapping[ModelRole, Any],
+    rows: TrainBatch,
+) -> None:
+    """Run the forward pass of every role, then a training step of each role with an objective."""
+    for role in roles:
+        with role.resident(Use.READ), simulation.phase("score"):
+            _set_boundary(simulation, role, rows)
+            with _counted_microbatches(simulation, "score", role):
+                role.infer(rows)
+
+    for role, objective in objectives.items():
+        with role.resident():
+            with simulation.phase("learn"):
+                _set_boundary(simulation, role, rows)
+                with _counted_microbatches(simulation, "learn", role):
+                    role.accumulate(rows, objective)
+            with simulation.phase("step"):
+                role.step()
 
 
 def _sync_messages(config: RunConfig, model: Path, layout: ParallelLayout, rank: int) -> SyncMessages:
