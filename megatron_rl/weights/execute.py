@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_rl.distributed.exchange import gather_objects, sum_over_ranks
 from megatron_rl.weights.boxes import Region, view_of
 from megatron_rl.weights.plan import ReshardPlan, Schedule, schedule
-from megatron_rl.weights.transfer import Exchange
+from megatron_rl.weights.transfer import Exchange, ReceivedPiece, SentPiece, Views
 
 SAMPLE = 8
 """``sampled`` verification checks every region once in this many syncs."""
@@ -70,17 +70,17 @@ class Execution:
         self.staging_bytes = staging_bytes
 
         # All views are created once here, so that a sync only copies and communicates.
-        sends: dict[int, list[tuple[Tensor, torch.dtype]]] = {}
+        sends: dict[int, list[SentPiece]] = {}
         for peer, peer_regions in plan.to_send(rank).items():
             sends[peer] = [(self._source_view(region), region.dtype) for region in peer_regions]
 
         regions_by_sender = plan.to_receive(rank)
         local_regions = regions_by_sender.pop(rank, [])
-        receives = {}
+        receives: dict[int, list[ReceivedPiece]] = {}
         for peer, peer_regions in regions_by_sender.items():
             receives[peer] = [(self._destination_views(region), region.dtype) for region in peer_regions]
 
-        self._local_copies: list[tuple[tuple[Tensor, ...], Tensor]] = []
+        self._local_copies: list[tuple[Views, Tensor]] = []
         for region in local_regions:
             targets = self._destination_views(region)
             self._local_copies.append((targets, self._source_view(region)))
@@ -99,7 +99,7 @@ class Execution:
         box = self._source_boxes.containing(region)[0]
         return view_of(self._sources[box.storage], box)
 
-    def _destination_views(self, region: Region) -> tuple[Tensor, ...]:
+    def _destination_views(self, region: Region) -> Views:
         boxes = self._destination_boxes.containing(region)
         return tuple(view_of(self._destinations[box.storage], box) for box in boxes)
 
@@ -131,19 +131,19 @@ class Execution:
     def _build_exchanges(
         self,
         phases: Schedule,
-        sends: dict[int, Any],
-        receives: dict[int, Any],
+        sends: Mapping[int, Sequence[SentPiece]],
+        receives: Mapping[int, Sequence[ReceivedPiece]],
     ) -> list[Exchange]:
         """Return this rank's exchanges, one per phase of the schedule, in order."""
-        sends_by_phase: dict[int, dict[int, Any]] = defaultdict(dict)
-        for peer, views in sends.items():
+        sends_by_phase: dict[int, dict[int, Sequence[SentPiece]]] = defaultdict(dict)
+        for peer, sent_pieces in sends.items():
             phase = phases.phase[self._rank, peer]
-            sends_by_phase[phase][peer] = views
+            sends_by_phase[phase][peer] = sent_pieces
 
-        receives_by_phase: dict[int, dict[int, Any]] = defaultdict(dict)
-        for peer, views in receives.items():
+        receives_by_phase: dict[int, dict[int, Sequence[ReceivedPiece]]] = defaultdict(dict)
+        for peer, received_pieces in receives.items():
             phase = phases.phase[peer, self._rank]
-            receives_by_phase[phase][peer] = views
+            receives_by_phase[phase][peer] = received_pieces
 
         # Phases in which this rank has no messages are left out: point-to-point needs no other rank.
         exchanges = []

@@ -23,6 +23,10 @@ from megatron_rl.weights.boxes import BoxGroup
 
 Views = tuple[Tensor, ...]
 """Views of equal shape, all of which a receiver writes; a sender has one."""
+SentPiece = tuple[Tensor, torch.dtype]
+"""View of a region to send, and its dtype on the wire."""
+ReceivedPiece = tuple[Views, torch.dtype]
+"""Views to write a received region to, and its dtype on the wire."""
 
 ALIGNMENT = 16
 """Bytes at whose multiples segments of a message begin, so that a view of any dtype is aligned."""
@@ -71,7 +75,7 @@ class _Stream:
     closed: bool = True
     """Whether the next segment begins a new message."""
 
-    def fill(self, pieces: Sequence[tuple[Views, torch.dtype]]) -> None:
+    def fill(self, pieces: Sequence[ReceivedPiece]) -> None:
         """Append all pieces; the small ones, which share messages, come first."""
         for views, dtype in sorted(pieces, key=lambda piece: self.needs_own_message(*piece)):
             self.add(views, dtype)
@@ -153,8 +157,8 @@ class Exchange:
 
     def __init__(
         self,
-        sends: Mapping[int, Sequence[tuple[Tensor, torch.dtype]]],
-        receives: Mapping[int, Sequence[tuple[Views, torch.dtype]]],
+        sends: Mapping[int, Sequence[SentPiece]],
+        receives: Mapping[int, Sequence[ReceivedPiece]],
         slot: int,
         group: Any = None,
         own_message_bytes: int = OWN_MESSAGE_BYTES,
@@ -162,9 +166,9 @@ class Exchange:
         self._group = group
 
         self._sends: dict[int, _Stream] = {}
-        for peer, views in sends.items():
+        for peer, pieces in sends.items():
             self._sends[peer] = _Stream(slot, own_message_bytes)
-            self._sends[peer].fill([((view,), dtype) for view, dtype in views])
+            self._sends[peer].fill([((view,), dtype) for view, dtype in pieces])
 
         self._receives: dict[int, _Stream] = {}
         for peer, pieces in receives.items():
