@@ -79,11 +79,13 @@ def write_error(error: Exception, folder: Path) -> Exception:
     if memory_error is not None:
         return memory_error
 
+    # A failed write may leave no folder: ask the file system of the nearest one above.
     existing_folder = next(parent for parent in (folder, *folder.parents) if parent.exists())
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if is_full or shutil.disk_usage(existing_folder).free < _FULL_BYTES:
         return durable.no_space(folder, f"the checkpoint {folder.name}", str(error).splitlines()[0])
 
+    # torch's writer reports its position instead of the system's reason.
     if isinstance(error, RuntimeError) and _TRUNCATED_WRITE in str(error):
         return UserError(
             f"the checkpoint {folder.name} cannot be written",

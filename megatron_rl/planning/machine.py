@@ -282,6 +282,7 @@ def runtime_compiler(toolkit: int, packages: Path | None = None) -> Finding:
     ``attention_backend: fused``. ``toolkit`` is the major version of torch's CUDA, ``packages`` the folder of
     NVIDIA's wheels.
     """
+    # Opened by name as cuDNN does, so that the same search paths apply.
     compiler = f"libnvrtc.so.{toolkit}"
     driver = "libcuda.so.1"
     load_errors: dict[str, str] = {}

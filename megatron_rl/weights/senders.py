@@ -115,6 +115,7 @@ def _by_distance(
     for rank in holders:
         holders_by_node[nodes.get(rank)].append(rank)
 
+    # Messages inside a node do not use the network, so near holders are preferred even if they are few.
     receivers_by_node: dict[int | None, list[int]] = defaultdict(list)
     remote_receivers: list[int] = []
     for rank in receivers:

@@ -196,6 +196,7 @@ def _expert_errors(
             fix=f"set {key}.sync=merged",
         )
 
+    # Megatron then runs shared experts in steps of the token dispatcher, without the layers' communication.
     overlap = "moe_shared_expert_overlap"
     if shape.shared_width and settings.get(overlap):
         yield UserError(

@@ -324,6 +324,7 @@ def _tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: st
             return None
         return actor_folder
 
+    # Of Megatron-LM's tokenizers only this one is a folder that transformers can read.
     tokenizer_type = checkpoint.arguments.get("tokenizer_type")
     tokenizer_model = checkpoint.arguments.get("tokenizer_model")
     if tokenizer_type == "HuggingFaceTokenizer" and Path(str(tokenizer_model)).is_dir():

@@ -480,6 +480,7 @@ def _iteration_folder(path: Path, setting: str) -> Path:
             fix="name the folder that pretrain_gpt.py had as --save",
         )
 
+    # Megatron-LM writes the number of an iteration, or the word "release".
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     folder = path / "release"
     if text.isdecimal():

@@ -232,6 +232,7 @@ class _ConfigWriter:
         if self.plan.plan_of(REFERENCE.name) is not None:
             sections[REFERENCE.section] = self.frozen(REFERENCE.name)
 
+        # A placement preset implies the ranks of the rollout, as of the other roles.
         layout = self.plan.rollout.layout
         rollout: dict[str, Any] = {
             "tensor": layout.tensor,
@@ -349,6 +350,7 @@ def peak_bytes(run: PlannedRun, phase: str) -> int:
 
 def plan_record(run: PlannedRun) -> dict[str, Any]:
     """Return a planned run as plain JSON values: seconds, and gigabytes on the fullest rank of each phase."""
+    # Layout and settings of each role with a Megatron model.
     plan = run.plan
     seconds = run.prediction.seconds
     roles = {}
@@ -433,6 +435,7 @@ def _plan_lines(problem: Problem, number: int, run: PlannedRun) -> list[str]:
         f"     GiB per GPU {_memory_text(run)}",
         f"     weight sync {byte_text(run.traffic.received_most)} received by the busiest rank",
     ]
+    # A line for each role, the rollout last.
     for group in plan.groups:
         for role, role_plan in group.plans.items():
             lines.append(_role_line(problem, role, group.gpus, role_plan))

@@ -268,6 +268,7 @@ def _train_choice(
     model: ModelShape,
 ) -> TrainChoice:
     """Return the settings with which a role's model runs; of a frozen role only the layout has an effect."""
+    # A frozen role has no such section: read the actor's, since only the layout has an effect.
     spec = spec_of(role)
     section: Any = config.actor
     lora = None
