@@ -156,9 +156,9 @@ def _model_type_fix(model_type: Any, family: Family) -> str:
     if model_type is None or model_type in FAMILIES:
         return f"write model_type: {family.model_type}, or the architecture of {model_type}"
     return (
-        f"in a copy of the folder write model_type: {family.model_type}, if its layers are those of "
-        f"{family.architecture} unchanged; what is missing for {model_type} is code that comes with the "
-        "checkpoint, of the model or of its tokenizer, which is not run"
+        f"in a copy of the folder write model_type: {family.model_type}, if the layers are "
+        f"{family.architecture}'s unchanged; {model_type} itself needs the code that comes with the "
+        "checkpoint, of the model or of its tokenizer, and that code is not run"
     )
 
 

@@ -298,6 +298,12 @@ ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 """Names of Megatron's AttnBackend."""
 
 
+def _is_installed(module: str) -> bool:
+    """Return whether a module could be imported, without importing it."""
+    _, absent_part = find_module(module)
+    return not absent_part
+
+
 def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the fields of a section that cannot be tried on this machine, with what each needs."""
     unmet: dict[str, str] = {}
@@ -312,7 +318,7 @@ def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
         if need == GPU:
             is_missing = has_host_build()
         else:
-            is_missing = bool(find_module(_PACKAGES[need])[1])
+            is_missing = not _is_installed(_PACKAGES[need])
         if is_missing:
             unmet[name] = need
     return unmet
@@ -332,18 +338,24 @@ def is_off(value: Any) -> bool:
 
 
 def check_model_settings(
-    values: Mapping[str, Any], path: str = "actor.megatron", *, elsewhere: bool = False
+    values: Mapping[str, Any],
+    path: str = "actor.megatron",
+    *,
+    elsewhere: bool = False,
 ) -> list[UserError]:
     """Return the errors of a role's settings of Megatron's TransformerConfig, which the key ``path`` has.
 
     ``elsewhere`` if the run will be on other machines than this one.
     """
     # Some keys that set a field are in the role's own section.
-    role_prefix = path.removesuffix("megatron")
-    keys = {name: key.replace("actor.layout", f"{role_prefix}layout") for name, key in DERIVED_FIELDS.items()}
+    section = path.removesuffix("megatron")
+    keys: dict[str, str] = {}
+    for name, key in DERIVED_FIELDS.items():
+        keys[name] = key.replace("actor.layout", f"{section}layout")
     keys["pipeline_model_parallel_layout"] = f"{path}.num_layers_in_first_pipeline_stage"
     keys["recompute_granularity"] = "actor.recompute"
 
+    # Report dropped fields once, below.
     dropped = {name for name, value in values.items() if name in DROPPED and not is_off(value)}
     effective = {name: value for name, value in values.items() if name not in dropped}
     errors = _pass_through_errors(effective, path, TRANSFORMER_CONFIG, keys, SET_BY_RUN)
@@ -364,7 +376,7 @@ def check_model_settings(
 
     # Megatron's plain layers accept these formats and compute in the model's own.
     low_precision = [name for name in ("fp8", "fp4") if not is_off(values.get(name))]
-    if low_precision and not elsewhere and find_module("transformer_engine")[1]:
+    if low_precision and not elsewhere and not _is_installed("transformer_engine"):
         for name in low_precision:
             errors.append(
                 requires(
@@ -375,6 +387,7 @@ def check_model_settings(
                     fix=f"install it as launch/setup.sh --gpu does, or remove `{path}.{name}`",
                 )
             )
+
     backend = values.get("attention_backend")
     if backend is not None and backend not in ATTENTION_BACKENDS:
         errors.append(unknown_choice(f"{path}.attention_backend", backend, ATTENTION_BACKENDS))
@@ -413,6 +426,7 @@ def _router_loss_errors(values: Mapping[str, Any], path: str) -> Iterator[UserEr
             got=f"{balanced_by}: {reason}",
             fix=f"set `{path}.{_BALANCED_BY}` to {SEQUENCE_BALANCE}, or remove `{path}.moe_aux_loss_coeff`",
         )
+
     # Both choose experts in code that the losses are not attached to.
     for name, excluded in (("moe_router_fusion", True), (_BALANCED_BY, "sinkhorn")):
         if coefficients and values.get(name) == excluded:
@@ -452,7 +466,7 @@ def check_optimizer(
 
     # Features that require a package or another setting.
     wants_fused_adam = optimizer.megatron.get(_PRECISION_AWARE) and not optimizer.offload
-    if wants_fused_adam and not elsewhere and find_module("transformer_engine")[1]:
+    if wants_fused_adam and not elsewhere and not _is_installed("transformer_engine"):
         yield requires(
             f"{optimizer_path}.{_PRECISION_AWARE}",
             "true",
@@ -696,7 +710,7 @@ class Trial:
         # Without torch or Megatron there is no trial, and the warning names the missing package.
         self._missing_package: str | None = None
         for package in ("torch", "megatron.core"):
-            if find_module(package)[1]:
+            if not _is_installed(package):
                 self._missing_package = package
                 break
 
