@@ -6,8 +6,8 @@
 #   --dev         also the tools of launch/test.sh and launch/lint.sh
 #   --cpu, --gpu  overrule the detection (a GPU machine is one where nvidia-smi lists a GPU)
 #   --cuda 12     the GPU stack for drivers 525 to 579, which cannot run CUDA 13
-#   PYTHON=…      the interpreter that .venv is made with (default: the first of python3.11, python3.12,
-#                 python3 that is 3.11 or newer and can make environments)
+#   PYTHON=…      the interpreter that .venv is made with (default: the first of python3.12, python3.11,
+#                 python3, on PATH or among pyenv's, that is 3.11 or newer and can make environments)
 #   VENV=…        the environment's folder instead of .venv
 #
 # Python 3.12 gets Megatron-Core 0.19, Python 3.11 the last version that supports it, 0.16.1.
@@ -54,14 +54,17 @@ fi
 usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
 
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:-python3.11 python3.12 python3}; do
-        if command -v "$candidate" >/dev/null && usable "$candidate"; then echo "$candidate"; return; fi
+    local name candidate
+    for name in ${PYTHON:-python3.12 python3.11 python3}; do
+        # pyenv's shims refuse a version that is not chosen, so its own interpreters are candidates, too.
+        for candidate in "$name" "${PYENV_ROOT:-$HOME/.pyenv}/versions/${name#python}".*/bin/"$name"; do
+            if command -v "$candidate" >/dev/null && usable "$candidate"; then echo "$candidate"; return; fi
+        done
     done
     fail "no usable Python" \
         "expected: Python 3.11 or newer with the venv and ensurepip modules" \
         "got: ${PYTHON:-$(python3 --version 2>/dev/null || echo 'no python3')} on PATH" \
-        "fix: install Python 3.11 (and python3.11-venv on Debian or Ubuntu), or set PYTHON=/path/to/python3.11"
+        "fix: install Python 3.12 (and python3.12-venv on Debian or Ubuntu), or set PYTHON=/path/to/python3.12"
 }
 
 make_venv() {
@@ -139,7 +142,7 @@ EOF
 
 # The real imports: they find what is missing, and compile once what every rank will load.
 check_cpu() {
-    env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 "$python" -W ignore - <<'EOF' || fail "the installed stack does not import" \
+    env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 VLLM_LOGGING_LEVEL=ERROR "$python" -W ignore - <<'EOF' || fail "the installed stack does not import" \
         "expected: torch, megatron.core, transformers and vllm" \
         "got: the message above" "fix: rm -rf $venv, then run launch/setup.sh again"
 import megatron.core.models.gpt

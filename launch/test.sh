@@ -6,7 +6,7 @@
 # --fast: leave out the tests that start ranks, those with the marker `slow`, and the static checks: three
 # minutes on two free cores, for between two edits.
 #
-# There are two legs, Python 3.11 with Megatron-Core 0.16.1 and Python 3.12 with 0.19. All tests run on the one of
+# There are two legs, Python 3.12 with Megatron-Core 0.19 and Python 3.11 with 0.16.1. All tests run on the one of
 # .venv. With OTHER_LEG=yes unit tests and one file of ranks follow on the other, in an environment of its own.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -198,6 +198,59 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+QWEN_VISION = {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
+SIGLIP_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+SECTIONS = {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [4, 6, 6]}
+"""Rotary positions of images, in a head of 32."""
+MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3-vision": (
+        "Gemma3",
+        FAMILIES["gemma3"][1],
+        {"vision_config": SIGLIP_VISION, "mm_tokens_per_image": 1},
+    ),
+    "mistral3": (
+        "Mistral3",
+        {"model_type": "mistral", "sliding_window": None, "head_dim": 32, "tie_word_embeddings": False},
+        {
+            "vision_config": SIGLIP_VISION | {"model_type": "pixtral", "head_dim": 16},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "qwen2-5-vl": (
+        "Qwen2_5_VL",
+        {"hidden_size": 128, "rope_parameters": SECTIONS},
+        {"vision_config": QWEN_VISION | {"out_hidden_size": 128}},
+    ),
+    "qwen3-vl": (
+        "Qwen3VL",
+        {"head_dim": 32, "rope_parameters": SECTIONS},
+        {"vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0]}},
+    ),
+    "qwen3-5-vision": ("Qwen3_5", FAMILIES["qwen3-5"][1], {"vision_config": QWEN_VISION}),
+    "qwen3-5-moe-vision": ("Qwen3_5Moe", FAMILIES["qwen3-5-moe"][1], {"vision_config": QWEN_VISION}),
+}
+"""Tiny multimodal models: prefix of the class, settings of the language model, settings of the whole."""
+
+
+def save_multimodal(name: str, path: Path, seed: int = 0, **changes: Any) -> Any:
+    """Save a tiny multimodal checkpoint and return its model; ``changes`` are of the language model."""
+    class_prefix, settings, outer = MULTIMODAL[name]
+    inner = {**COMMON, **settings, **changes}
+    config = getattr(transformers, f"{class_prefix}Config")(text_config=inner, **outer)
+    model = getattr(transformers, f"{class_prefix}ForConditionalGeneration")(config).float().eval()
+    model.set_attn_implementation("eager")
+    randomize(model, seed)
+    model.save_pretrained(path)
+    return model
+
+
 def config_of(family: str, **changes: Any) -> Any:
     """Return the transformers config of a family's tiny model, with ``changes`` of its values."""
     class_prefix, settings = FAMILIES[family]
@@ -214,7 +267,12 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
     # Of transformers' implementations only the eager one applies softcapping to attention scores.
     model.set_attn_implementation("eager")
     use_epsilon_of_config(model)
+    randomize(model, seed)
+    return model
 
+
+def randomize(model: Any, seed: int) -> None:
+    """Give every parameter and stored buffer of a model random values."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
@@ -224,9 +282,8 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
             # Norm weights stay near 1, so that activations keep their scale through the layers.
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5, generator=generator)
-            else:
+            elif parameter.is_floating_point():
                 parameter.normal_(std=0.1, generator=generator)
-    return model
 
 
 def use_epsilon_of_config(model: Any) -> None:

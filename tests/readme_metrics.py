@@ -14,6 +14,7 @@ WRITTEN_BY = {
     "time/evaluate time/checkpoint",
     "a run whose rewards fail": "reward/invalid_",
     "a run with an environment and servers": "environment/ reward/http/ reward/judge/",
+    "a run with filters": "filtered/ reward/saved/",
     "a run of several sources": "reward/mean/ data/",
     "a run with a critic": "critic/ reward/component/",
     "a run of a mixture": "router/",

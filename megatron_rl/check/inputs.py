@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron_rl.check.data import DataPreview, DataSet, ReadBudget, TokenCounter, check_data
 from megatron_rl.check.engine.arguments import check_tool_parser
-from megatron_rl.check.engine.servers import check_engine_servers
+from megatron_rl.check.engine.servers import check_engine_servers, language_model_errors
 from megatron_rl.check.files import Files
 from megatron_rl.check.model.config import check_model_config
 from megatron_rl.check.model.megatron_lm import provider_errors
@@ -32,6 +32,7 @@ from megatron_rl.check.rewards import (
     check_servers,
     contained_sections,
     evaluation_set_errors,
+    filter_errors,
     function_errors,
     silent_servers,
 )
@@ -175,8 +176,10 @@ def _check_models(inputs: Inputs) -> None:
             inputs.errors.extend(stop_errors(Path(config.model.path), config.rollout))
 
     actor = None
-    if config.model.provider is not None and inputs.shape is not None:
+    if inputs.shape is not None:
         actor = read_pretrained(inputs.models["actor"])
+        if config.job == TRAIN:
+            inputs.errors.extend(language_model_errors(config.rollout, actor, config.model.path))
     inputs.errors.extend(provider_errors(config.model, actor))
 
     for section, path in explicit_model_paths(config).items():
@@ -231,7 +234,7 @@ def _check_data(inputs: Inputs) -> None:
 def _check_reward(inputs: Inputs) -> None:
     """Check reward functions and servers, and whether the servers answer now."""
     reward = inputs.config.reward
-    errors = [*check_reward(reward), *check_servers(reward)]
+    errors = [*check_reward(reward), *check_servers(reward), *filter_errors(inputs.config)]
 
     # `reward.code` runs the tests in the ground truth: try to parse those of the first record.
     first = inputs.preview.first if inputs.preview else None

@@ -28,6 +28,7 @@ from megatron_rl.check.values import name_errors
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import LimitsConfig
 from megatron_rl.config.sections.evaluation import EvaluationSetConfig
+from megatron_rl.config.sections.filters import FILTER_KEY, filter_function
 from megatron_rl.config.sections.rewards import SENDABLE_PARTS, JudgeConfig, RewardConfig, RewardServerConfig
 from megatron_rl.contained.process import LoadFailed, unenforced_protections
 from megatron_rl.error_forms import requires, unknown_choice
@@ -99,6 +100,14 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
             template = FunctionRef(reward.judge.template, "reward.judge.template", accepts_group=False)
             errors += check_function(template)
     return errors
+
+
+def filter_errors(config: RunConfig) -> list[UserError]:
+    """Return the errors of the user's filter of responses, by its source."""
+    function = config.rollout.filters.function
+    if function is None:
+        return []
+    return check_function(FunctionRef(function, FILTER_KEY, accepts_group=False))
 
 
 def _argument_errors(reward: RewardConfig) -> list[UserError]:
@@ -371,6 +380,9 @@ def _loadings(config: RunConfig) -> Iterator[_Loading]:
     reward = replace(config.reward, workers=1)
     if reward.function is not None:
         yield _Loading(reward, "reward.function")
+    filters = config.rollout.filters
+    if filters.function is not None:
+        yield _Loading(filter_function(filters, reward), FILTER_KEY, accepts_group=False)
     for name, evaluation_set in config.evaluation.sets.items():
         for key, function in evaluation_set.functions().items():
             settings = replace(reward, function=function, arguments={})
@@ -689,7 +701,7 @@ def contained_sections(config: RunConfig) -> dict[str, LimitsConfig]:
     # Functions of evaluation sets run under the limits of the reward function.
     reward = config.reward
     sections: dict[str, LimitsConfig] = {}
-    if reward.function is not None or config.evaluation.sets:
+    if reward.function is not None or config.evaluation.sets or config.rollout.filters.function is not None:
         sections["reward.limits"] = reward.limits
     if reward.code is not None:
         sections["reward.code.limits"] = reward.code.limits

@@ -154,7 +154,9 @@ class TensorWrite:
 class _Save(TorchDistSaveShardedStrategy):
     """Save strategy that leaves the results of a write in this process, not in one that Megatron starts."""
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *writer_package: Any) -> Any:
+    def async_save(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, sharded_state_dict: Any, checkpoint_dir: Any, *writer_package: Any
+    ) -> Any:
         """Return the plan of a write; the first rank writes the common values.
 
         Common values are written to common.pt, which all versions of Megatron-Core read. Since 0.19
@@ -268,7 +270,8 @@ def load_tensors(
         if optimizer is not None:
             initialise_states(optimizer)
         state, rank_state = sharded_state(model, optimizer, is_loading=True, layout=layout)
-        strategy = FullyParallelLoadStrategyWrapper(
+        # Megatron-Core 0.19.2 annotates a class that the wrapper is not derived from, and calls `load` alone.
+        strategy: Any = FullyParallelLoadStrategyWrapper(
             TorchDistLoadShardedStrategy(),
             model.groups.data_context,
         )
@@ -300,7 +303,9 @@ class _LoadOutsideLayout(TorchDistLoadShardedStrategy):
         super().__init__()
         self._shares_reading = shares_reading
 
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Path, *save_settings: Any) -> Any:
+    def load(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, sharded_state_dict: Any, checkpoint_dir: Path, *save_settings: Any
+    ) -> Any:
         """Join the collectives of a load; newer versions of Megatron pass how the checkpoint was saved."""
         loaded = super().load(sharded_state_dict, checkpoint_dir, *save_settings)
         if self._shares_reading:

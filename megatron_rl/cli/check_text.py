@@ -31,8 +31,7 @@ from megatron_rl.config.stage_plan import StagePlan, job_reads, stage_plans
 from megatron_rl.errors import numbered
 from megatron_rl.planning.simulation.ranks import SIMULATED_LAYERS, Simulated, simulation_lines
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.pretrained import read_json
-from megatron_rl.shapes.quantized import read_quantization
+from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.shapes.traffic import byte_text, gathered_bytes
 
 WIDTH = 110
@@ -401,7 +400,7 @@ def _roles(report: CheckReport) -> list[str]:
     block = min(report.config.gpus_per_node, _RANKS_IN_A_ROW)
     role_width = max(len(role) for role in layouts)
     lines = [f"{role:<{role_width}} {layout_text(role, layout)}" for role, layout in layouts.items()]
-    lines += _quantized_models(report)
+    lines += _unusual_checkpoints(report)
     groups = process_group_counts(layouts, world)
     if groups.total:
         lines.append(f"{_count(groups.total, 'process group')}, at most {groups.per_rank} on a rank")
@@ -527,13 +526,16 @@ def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
     return lines
 
 
-def _quantized_models(report: CheckReport) -> list[str]:
-    """Return a line for each model of a checkpoint with quantised weights: what they are read as."""
+def _unusual_checkpoints(report: CheckReport) -> list[str]:
+    """Return lines on the checkpoints that are read in part or in another form: what is read, and as what."""
     lines: dict[str, None] = {}
     for file in report.models.values():
-        quantization = read_quantization(read_json(file), str(file))
-        if quantization is not None:
-            lines[f"{file.parent}: {quantization.text}, read as {report.config.model.dtype}"] = None
+        model = read_pretrained(file)
+        if model.is_multimodal:
+            text = "the language model of a multimodal checkpoint; exports carry the other parts unchanged"
+            lines[f"{file.parent}: {text}"] = None
+        if model.quantization is not None:
+            lines[f"{file.parent}: {model.quantization.text}, read as {report.config.model.dtype}"] = None
     return list(lines)
 
 

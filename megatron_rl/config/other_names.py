@@ -80,11 +80,6 @@ _NO_COUNTERPART: Mapping[str, str] = {
         target_utilization""",
     "responses come when they are complete": """
         enable_streaming stream streaming""",
-    (
-        "a reward function may give a response no reward (an exception, or None in a group), and the "
-        "sample is invalid then"
-    ): """
-        add_postprocess_filter postprocess_filter rollout_sample_filter_path""",
     # Backends and launchers.
     (
         "there is no ZeRO and no FSDP: actor.layout cuts the model, and the optimizer is distributed "

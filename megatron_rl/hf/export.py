@@ -11,7 +11,7 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from megatron_rl.distributed.exchange import run_on_all_ranks_or_raise
 from megatron_rl.durable import seal, sync_folder
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import (
+    CheckpointFiles,
     SafetensorsWriter,
     Shape,
     copy_tensors,
@@ -37,15 +38,16 @@ from megatron_rl.hf.weights import open_checkpoint, source_boxes
 from megatron_rl.megatron.lora import adapter_parameters, policy_weights
 from megatron_rl.megatron.model_spec import pretrained
 from megatron_rl.shapes.lora import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
-from megatron_rl.shapes.pretrained import SINGLE, PretrainedModel
+from megatron_rl.shapes.pretrained import SINGLE, PretrainedModel, read_json
+from megatron_rl.shapes.quantized import without_quantization
 from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import BoxGroup, BoxIndex, Coordinates, Region, regions, view_of
 from megatron_rl.weights.transfer import Exchange, connect, gather_layout
 
 FILE_BYTES = 5 * 2**30
 PIECE_BYTES = 64 * 2**20
-MTP_FILE = "further-layers.safetensors"
-"""File of the layers for multi-token prediction, which are copied and not trained."""
+FURTHER_FILE = "further-tensors.safetensors"
+"""File of what is copied and not trained: layers for multi-token prediction, parts of a multimodal model."""
 FLOAT32_NAMES = ("e_score_correction_bias",)
 """Endings of the names of tensors that stay float32: the biases that balance the load of experts."""
 
@@ -78,7 +80,9 @@ def export(
     """Write a `ParallelModel` as safetensors, config.json, index and tokenizer files, with adapters merged.
 
     ``source`` is the checkpoint that the model was made from: its tokenizer files, and its layers for
-    multi-token prediction, are copied; quantised tensors of these layers are written in ``dtype``. None as
+    multi-token prediction, are copied; quantised tensors of these layers are written in ``dtype``. If it is
+    multimodal, so is the export: the other parts are copied with their dtypes, and config.json is its own. A
+    model with a scalar head, or without ``source``, is written as a language model alone. None as
     ``dtype`` keeps the parameters'; biases that balance experts stay float32. Different ranks write files in
     parallel, in pieces of at most ``piece_bytes`` (or one row), so no rank ever holds more than a few pieces.
     ``path`` must be new or empty, on a file system that all ranks share. Raises UserError on all ranks if it
@@ -91,12 +95,17 @@ def export(
     dtypes = {name: torch.float32 if name.endswith(FLOAT32_NAMES) else dtype for name in shapes}
 
     files = shard_files(shapes, dtypes, file_bytes)
+    whole = _multimodal_source(hf_model, source)
     extra_tensors = _mtp_tensors(hf_model, source)
+    stored_names: dict[str, str] = {}
+    if whole is not None:
+        extra_tensors += whole.carried()
+        stored_names = {name: whole.stored_name(name) for name in shapes}
     if extra_tensors and SINGLE in files:
-        # Readers that find `model.safetensors` ignore the index, and with it the file of MTP layers.
+        # Readers that find `model.safetensors` ignore the index, and with it the file of further tensors.
         files = {"model-00001-of-00001.safetensors": files[SINGLE]}
 
-    content = _Content(files, shapes, dtypes, parameters, source_boxes(model))
+    content = _Content(files, shapes, dtypes, parameters, source_boxes(model), stored_names)
     finish = partial(_finish, model.hf_config, content, dtype, source, extra_tensors)
     _write(model, Path(path), content, piece_bytes, finish)
 
@@ -139,6 +148,12 @@ class _Content:
     """This rank's storages by name."""
     boxes: Sequence[TensorBox]
     """Boxes of the tensors in this rank's storages."""
+    stored_names: Mapping[str, str] = field(default_factory=dict)
+    """Name of a tensor -> its name in the files, in a multimodal checkpoint."""
+
+    def stored(self, name: str) -> str:
+        """Return the name of a tensor in the files."""
+        return self.stored_names.get(name, name)
 
 
 def _write(
@@ -159,7 +174,7 @@ def _write(
     # Send every piece to its writer. A rank without messages in the first step must connect, too.
     parameter_dtypes = {name: value.dtype for name, value in content.parameters.items()}
     sources = gather_layout(content.boxes, parameter_dtypes, group)
-    writer = _Writer(content.files, content.shapes, content.dtypes, target)
+    writer = _Writer(content, target)
     connect(group)
     _collect(steps, sources, BoxIndex(content.boxes), content.parameters, writer, group)
 
@@ -174,6 +189,16 @@ def _mtp_tensors(hf_model: PretrainedModel, source: str | Path | None) -> list[s
     if source is None or not hf_model.config.get("num_nextn_predict_layers"):
         return []
     return sorted(name for name in open_checkpoint(source).names() if hf_model.is_mtp(name))
+
+
+def _multimodal_source(hf_model: PretrainedModel, source: str | Path | None) -> CheckpointFiles | None:
+    """Return the multimodal checkpoint that the export completes, None where a language model is exported."""
+    if source is None or hf_model.shape.scalar_head:
+        return None
+    files = open_checkpoint(source)
+    if isinstance(files, CheckpointFiles) and files.is_multimodal:
+        return files
+    return None
 
 
 def _schedule_pieces(
@@ -225,16 +250,8 @@ def _split_tensor(
 class _Writer:
     """Writer of this rank's files. `close` raises any error, since other ranks still send their pieces."""
 
-    def __init__(
-        self,
-        files: Mapping[str, Sequence[str]],
-        shapes: Mapping[str, Shape],
-        dtypes: Mapping[str, torch.dtype],
-        target: Path,
-    ) -> None:
-        self._files = files
-        self._shapes = shapes
-        self._dtypes = dtypes
+    def __init__(self, content: _Content, target: Path) -> None:
+        self._content = content
         self._target = target
         self._open: dict[str, SafetensorsWriter] = {}
         self._error: OSError | None = None
@@ -245,8 +262,11 @@ class _Writer:
             return
         try:
             if piece.file not in self._open:
-                shapes = {name: self._shapes[name] for name in self._files[piece.file]}
-                self._open[piece.file] = SafetensorsWriter(self._target / piece.file, shapes, self._dtypes)
+                content = self._content
+                names = content.files[piece.file]
+                shapes = {content.stored(name): content.shapes[name] for name in names}
+                dtypes = {content.stored(name): content.dtypes[name] for name in names}
+                self._open[piece.file] = SafetensorsWriter(self._target / piece.file, shapes, dtypes)
             self._open[piece.file].write(values)
         except OSError as error:
             self._error = error
@@ -386,9 +406,28 @@ def _finish(
     target: Path,
 ) -> None:
     """Write config.json, index and tokenizer files of a checkpoint, and its ``extra_tensors``."""
-    files = content.files
+    files = {file: [content.stored(name) for name in names] for file, names in content.files.items()}
 
-    # config.json as transformers and engines read it.
+    if content.stored_names:
+        assert source is not None
+        _write_multimodal_config(Path(source), dtype, target)
+    else:
+        _write_config(hf_config, dtype, target)
+
+    total_bytes = sum(tensor_bytes(shape, content.dtypes[name]) for name, shape in content.shapes.items())
+    if source is not None and extra_tensors:
+        total_bytes += copy_tensors(source, target / FURTHER_FILE, extra_tensors, dtype)
+        files = {**files, FURTHER_FILE: extra_tensors}
+
+    # More than one file needs an index.
+    if len(files) > 1:
+        write_index(target, files, total_bytes)
+    if source is not None:
+        copy_tokenizer(source, target)
+
+
+def _write_config(hf_config: Any, dtype: torch.dtype, target: Path) -> None:
+    """Write config.json as transformers and engines read it."""
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
     described = pretrained(config)
@@ -398,16 +437,17 @@ def _finish(
         setattr(config, key, value)
     config.save_pretrained(target)
 
-    total_bytes = sum(tensor_bytes(shape, content.dtypes[name]) for name, shape in content.shapes.items())
-    if source is not None and extra_tensors:
-        total_bytes += copy_tensors(source, target / MTP_FILE, extra_tensors, dtype)
-        files = {**files, MTP_FILE: extra_tensors}
 
-    # More than one file needs an index.
-    if len(files) > 1:
-        write_index(target, files, total_bytes)
-    if source is not None:
-        copy_tokenizer(source, target)
+def _write_multimodal_config(source: Path, dtype: torch.dtype, target: Path) -> None:
+    """Write the config.json of a multimodal checkpoint as it is, but for the dtype of the language model."""
+    config = without_quantization(read_json(source / "config.json"))
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    inner = config.get("text_config")
+    if isinstance(inner, dict):
+        inner.pop("torch_dtype", None)
+        inner["dtype"] = config["dtype"]
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _run_or_raise(

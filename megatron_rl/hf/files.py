@@ -18,6 +18,7 @@ from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError
 from megatron_rl.hf.quantized import dequantize
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
+from megatron_rl.shapes.multimodal import StoredPart, language_config, language_parts
 from megatron_rl.shapes.pretrained import (
     INDEX,
     SINGLE,
@@ -51,7 +52,10 @@ class CheckpointFiles:
     """Tensors of a checkpoint directory, of which slices can be read.
 
     ``file`` is the one file of the directory to read; None reads the model's files as `weight_files` lists
-    them. Quantised weights are read as float32, and their scales are not listed (see `shapes.quantized`).
+    them. Of a multimodal checkpoint the tensors are those of its language model, under the names that they
+    have in a checkpoint of its own (see `shapes.multimodal`). Quantised weights are read as float32, and
+    their scales are not listed (see `shapes.quantized`).
+
     Raises UserError if the directory has no safetensors, its index names missing files, or its config.json
     has a quantisation that cannot be read.
     """
@@ -62,14 +66,23 @@ class CheckpointFiles:
         files = weight_files(self.path) if file is None else [self.path / file]
         self._file_of = {name: self.path / stored for name, stored in self._index(files).items()}
 
+        config: Mapping[str, Any] = {}
+        config_file = self.path / "config.json"
+        if file is None and config_file.is_file():
+            config = read_json(config_file)
+        language_model = language_config(config)
+
+        # Name -> where it is stored.
+        self._parts: dict[str, StoredPart] = {name: StoredPart(name) for name in self._file_of}
+        self.is_multimodal = language_model is not config
+        if self.is_multimodal:
+            self._parts = language_parts(self._file_of, self._stored_shape)
+
         # Weight -> the tensor of its scales.
         self._scales: dict[str, str] = {}
-        self._quantization: Quantization | None = None
-        config = self.path / "config.json"
-        if file is None and config.is_file():
-            self._quantization = read_quantization(read_json(config), str(config))
+        self._quantization: Quantization | None = read_quantization(language_model, str(config_file))
         if self._quantization is not None:
-            self._scales = scales_by_weight(self._file_of)
+            self._scales = scales_by_weight(self._parts)
 
     def _index(self, files: list[Path] | None) -> Mapping[str, str]:
         """Return the file name of each tensor, without ``files`` from the directory's index."""
@@ -121,20 +134,46 @@ class CheckpointFiles:
         return self._open[file]
 
     def names(self) -> set[str]:
-        """Return the names of all tensors but the scales of quantised ones."""
-        names = set(self._file_of)
+        """Return the names of the model's tensors, without the scales of quantised ones."""
+        names = set(self._parts)
         if self._quantization is None:
             return names
         return {name for name in names - set(self._scales.values()) if not is_activation_scale(name)}
 
+    def carried(self) -> list[str]:
+        """Return the stored names of a multimodal checkpoint's tensors outside its language model."""
+        used = {part.name for part in self._parts.values()}
+        return sorted(set(self._file_of) - used)
+
+    def stored_name(self, name: str) -> str:
+        """Return the name under which a tensor is stored; that of an expert in a fused tensor is its own.
+
+        An export writes experts one by one.
+        """
+        part = self._parts.get(name)
+        if part is None:
+            return name
+        if part.expert is None:
+            return part.name
+        return part.name.rpartition("experts.")[0] + "experts." + name.rpartition("experts.")[2]
+
     def shapes(self) -> dict[str, Shape]:
-        """Return the shapes of all tensors by name."""
+        """Return the shapes of the model's tensors by name."""
         names = self.names()
-        return {name: self.shape(name) for name in self._file_of if name in names}
+        return {name: self.shape(name) for name in self._parts if name in names}
 
     def shape(self, name: str) -> Shape:
         """Return a tensor's shape."""
-        return tuple(self._slice_of(name).get_shape())
+        part = self._part(name)
+        return part.shape(self._stored_shape(part.name))
+
+    def _part(self, name: str) -> StoredPart:
+        """Return where a tensor is stored; one that is carried has its stored name."""
+        return self._parts.get(name) or StoredPart(name)
+
+    def _stored_shape(self, stored: str) -> Shape:
+        """Return the shape of a stored tensor."""
+        return tuple(self._slice_of(stored).get_shape())
 
     def read(
         self,
@@ -146,9 +185,14 @@ class CheckpointFiles:
 
         Its dtype is the stored one, or float32 for a quantised tensor.
         """
+        part = self._part(name)
         dims = zip(start, size, strict=True)
-        box = tuple(slice(begin, begin + count) for begin, count in dims)
-        values = self._slice_of(name)[box]
+        box: list[int | slice] = [slice(begin, begin + count) for begin, count in dims]
+        if part.expert is not None:
+            # An index removes the dimension of the experts.
+            first = part.begin + start[0]
+            box = [part.expert, slice(first, first + size[0]), *box[1:]]
+        values = self._slice_of(part.name)[tuple(box)]
         if name not in self._scales:
             return values
         return self._dequantize(name, values, start)
@@ -156,7 +200,7 @@ class CheckpointFiles:
     def _dequantize(self, name: str, values: Tensor, start: Sequence[int]) -> Tensor:
         """Return a box of a quantised tensor, of which ``values`` are stored, as float32."""
         # Scales are read whole: they are a fraction of the box, and one of a tensor may have no dimensions.
-        stored = self._scales[name]
+        stored = self._part(self._scales[name]).name
         scales = self._handle(self._file_of[stored]).get_tensor(stored)
 
         assert self._quantization is not None
@@ -170,9 +214,9 @@ class CheckpointFiles:
         """Return whether a tensor is stored as numbers with scales."""
         return name in self._scales
 
-    def _slice_of(self, name: str) -> Any:
-        """Return safetensors' lazy view of a tensor."""
-        return self._handle(self._file_of[name]).get_slice(name)
+    def _slice_of(self, stored: str) -> Any:
+        """Return safetensors' lazy view of a stored tensor."""
+        return self._handle(self._file_of[stored]).get_slice(stored)
 
 
 class SafetensorsWriter:

@@ -56,7 +56,8 @@ class PackedDeltaNet(GatedDeltaNet):
         """Set the rule too, which the constructor of 0.19.2 requires and `forward` does not read."""
         parent: Any = super()
         parent._setup_variant_attrs()
-        self.gated_delta_rule = chunked_delta_rule
+        # Its arguments are those of the forward pass here.
+        self.gated_delta_rule = chunked_delta_rule  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(
         self,

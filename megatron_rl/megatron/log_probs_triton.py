@@ -119,4 +119,4 @@ def tile_slope(
 
 def _block(rows: int) -> int:
     """Return the number of logits of a block: a power of two, as Triton's ranges are."""
-    return min(BLOCK, triton.next_power_of_2(rows))
+    return min(BLOCK, int(triton.next_power_of_2(rows)))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.check.model.megatron_settings import DERIVED_FIELDS
@@ -31,7 +31,8 @@ from megatron_rl.megatron.layers import (
 from megatron_rl.megatron.transformer_settings import transformer_settings
 from megatron_rl.shapes.family import rope_parameters, rotary_fraction
 from megatron_rl.shapes.layout import ParallelLayout, trainer_problems
-from megatron_rl.shapes.pretrained import PretrainedModel, describe
+from megatron_rl.shapes.multimodal import language_config
+from megatron_rl.shapes.pretrained import PretrainedModel, describe, read_json
 from megatron_rl.shapes.quantized import quantization_keys
 
 
@@ -43,11 +44,16 @@ def pretrained(hf_config: Any) -> PretrainedModel:
 def read_hf_config(path: str | Path) -> Any:
     """Return the transformers config of a checkpoint, without the quantisation of its files.
 
-    Models are built, and written, in the dtype that their weights are read as. Raises UserError if
-    transformers rejects the config.
+    That of a multimodal checkpoint is its language model's. Models are built, and written, in the dtype that
+    their weights are read as. Raises UserError if transformers rejects the config.
     """
+    values = read_json(Path(path) / "config.json")
+    language_model = language_config(values)
     try:
-        config = AutoConfig.from_pretrained(path)
+        if language_model is values:
+            config = AutoConfig.from_pretrained(path)
+        else:
+            config = CONFIG_MAPPING[language_model["model_type"]].from_dict(dict(language_model))
     except Exception as error:  # transformers' validation may raise anything
         raise UserError(
             "transformers refuses the model's config.json",

@@ -158,7 +158,7 @@ def build_roles(
 
     Collective over the world.
     """
-    reward = RewardRole(config.reward, tokenizer)
+    reward = RewardRole(config.reward, tokenizer, filters=config.rollout.filters)
     adapters = separate_adapters(config)
 
     # The engine comes first and is put to sleep: engine and models need not fit in device memory together.

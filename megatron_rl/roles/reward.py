@@ -6,9 +6,9 @@ does; the step gathers the shards of all scorers and sums them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -17,10 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_rl.config.sections.filters import FiltersConfig
 from megatron_rl.config.sections.rewards import FUNCTION, RewardConfig
 from megatron_rl.data.chat_format import VisibleText
 from megatron_rl.distributed.exchange import ReplicaGroup, RowShard
 from megatron_rl.metrics import Metrics
+from megatron_rl.rewards.filters import FILTERED, FILTERS, NOTHING_FILTERED, FilteredRows, ResponseFilters
 from megatron_rl.rewards.function import (
     Failure,
     FunctionReward,
@@ -122,9 +124,16 @@ class RewardRole:
 
     ``key``: configuration key of a function that is not the run's own, such as an evaluator's. Such a
     function also rewards rows that an environment has rewarded.
+    ``filters``: filters of training samples, see `filter`.
     """
 
-    def __init__(self, config: RewardConfig, tokenizer: Any, key: str = "") -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        tokenizer: Any,
+        key: str = "",
+        filters: FiltersConfig | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._visible = VisibleText(tokenizer)
         self._ignores_environments = bool(key)
@@ -132,8 +141,11 @@ class RewardRole:
         # One worker: a function's processes work on one list of samples after the other.
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rewards")
         self._early: list[Future[tuple[str, dict[int, Answer]]]] = []
+        self._filters: ResponseFilters | None = None
 
         try:
+            if filters is not None and filters.names:
+                self._filters = ResponseFilters(filters, config)
             for name, weight in config.scorers.items():
                 self._scorers[name] = (
                     weight,
@@ -174,7 +186,10 @@ class RewardRole:
     @property
     def not_enforced(self) -> tuple[str, ...]:
         """Describe the limits of the scorers' processes that this machine does not enforce."""
-        return tuple(dict.fromkeys(text for _, scorer in self._scorers.values() for text in scorer.missing))
+        sources: list[Scorer | ResponseFilters] = [scorer for _, scorer in self._scorers.values()]
+        if self._filters is not None:
+            sources.append(self._filters)
+        return tuple(dict.fromkeys(text for source in sources for text in source.missing))
 
     def start_early(self, index: int, group: SequenceGroup) -> None:
         """Start to reward a finished group in a thread, while other groups are sampled; see `gather_early`.
@@ -191,10 +206,17 @@ class RewardRole:
             return
 
         # All groups of a round have as many rows.
-        round_rows = [index * len(rollouts) + row for row in rows]
+        first_row = index * len(rollouts)
+        verdicts = None
+        if self._filters is not None:
+            samples = self._samples(prompts, rollouts, rows, self._filters.takes)
+            ids = self._response_ids(rollouts.rows(rows))
+            verdicts = self._executor.submit(_filter_rows, self._filters, rows, samples, ids, first_row)
+            self._early.append(verdicts)
         for name, scorer in self._functions.items():
-            samples = self._samples(prompts, rollouts, rows, scorer.takes)
-            self._early.append(self._executor.submit(_score_rows, name, scorer, round_rows, samples))
+            make_samples = partial(self._samples, prompts, rollouts, takes=scorer.takes)
+            scored = self._executor.submit(_score_rows, name, scorer, rows, make_samples, first_row, verdicts)
+            self._early.append(scored)
 
     def gather_early(self, members: ReplicaGroup) -> EarlyRewards:
         """Return the rewards of the groups started since the last call, by row of the round.
@@ -204,6 +226,8 @@ class RewardRole:
         rewards: dict[str, dict[int, Answer]] = {name: {} for name in self._functions}
         if not rewards:
             return rewards
+        if self._filters is not None:
+            rewards[FILTERS] = {}
 
         # Waits for the rewards that are still being computed.
         futures = self._early
@@ -213,41 +237,85 @@ class RewardRole:
                 rewards[name].update(answers)
         return rewards
 
+    def filter(
+        self,
+        prompts: PromptBatch,
+        rollouts: Rollouts,
+        members: ReplicaGroup,
+        early: EarlyRewards | None = None,
+    ) -> FilteredRows:
+        """Return the rows that the run's filters remove, the same value on every rank.
+
+        ``prompts`` has one entry per row; ``early`` has the verdicts on rows that were filtered while others
+        were sampled. Rows on which the engine or the environment failed reach no filter. Collective over the
+        members.
+        """
+        filters = self._filters
+        if filters is None:
+            return NOTHING_FILTERED
+
+        # Each rank filters its share of the rows.
+        available = (early or {}).get(FILTERS, {})
+        failed = _failed_rows(rollouts)
+        share = range(members.ranks.index(members.rank), len(rollouts), len(members.ranks))
+        rows = [row for row in share if row not in available and row not in failed]
+        samples = self._samples(prompts, rollouts, rows, filters.takes)
+        verdicts = filters.answers(samples, self._response_ids(rollouts.rows(rows)))
+
+        answers = dict(available)
+        for by_row in members.gather_objects(dict(zip(rows, verdicts, strict=True))):
+            answers |= by_row
+        names = {row: answer.message for row, answer in answers.items() if answer.reason == FILTERED}
+        failures = {row: answer for row, answer in answers.items() if answer.reason not in (None, FILTERED)}
+        metrics = Metrics()
+        for name in filters.config.names:
+            removed = sum(1 for filter_name in names.values() if filter_name == name)
+            metrics += Metrics.mean(f"filtered/{name}", float(removed), float(len(rollouts)))
+        return FilteredRows(names, failures, filters.config.reward, metrics)
+
     def infer(
         self,
         prompts: PromptBatch,
         rollouts: Rollouts,
         members: ReplicaGroup,
         early: EarlyRewards | None = None,
+        filtered: FilteredRows = NOTHING_FILTERED,
     ) -> list[ScorerResult]:
         """Return the rewards of each scorer for this rank's share of the rows.
 
         ``prompts`` has one entry per row. A row that an environment rewarded reaches no scorer: its reward
-        counts as the first scorer's, and the other scorers' rewards are 0. Rows on which the engine or the
-        environment failed are invalid without a call, and rows with ``early`` rewards are not rewarded again.
+        counts as the first scorer's, and the other scorers' rewards are 0. So does a row that is ``filtered``
+        with a reward. Rows that are dropped, on which the engine or the environment failed, or that an
+        earlier scorer found invalid are not sent on, and rows with ``early`` rewards are not rewarded again.
         Collective over the members.
         """
         answers = environment_answers(rollouts)
         if self._ignores_environments:
             answers = {row: answer for row, answer in answers.items() if answer.reason is not None}
+        answers |= filtered.answers
+        failed = _failed_rows(rollouts)
+        skipped = failed | filtered.dropped
 
         # In the same order on every rank, since each scorer gathers.
         results: list[ScorerResult] = []
         for name, (weight, scorer) in self._scorers.items():
             rows = _rows_of_rank(rollouts, members, scorer)
             available = {**(early or {}).get(name, {}), **answers}
+            available = {row: answer for row, answer in available.items() if row not in skipped}
             make_samples = partial(self._samples, prompts, rollouts, takes=scorer.takes)
             result = _run_scorer(
                 name,
                 weight,
                 scorer,
                 make_samples,
-                rollouts,
                 rows,
                 available,
+                skipped,
                 members,
             )
-            results.append(result)
+            saved = (skipped - failed) | filtered.names.keys()
+            results.append(self._with_saved_calls(result, rows, saved))
+            skipped = skipped | set(result.reasons)
 
             # The environment's reward counts once, as that of the first scorer.
             answers = {
@@ -255,6 +323,17 @@ class RewardRole:
                 for row, answer in answers.items()
             }
         return results
+
+    def _with_saved_calls(
+        self, result: ScorerResult, rows: Sequence[int], saved_rows: Set[int]
+    ) -> ScorerResult:
+        """Return a scorer's result with the share of its rows that filters and other scorers kept from it."""
+        is_first = result.name == self.first_scorer
+        if self._filters is None and is_first:
+            return result
+        saved = len(saved_rows & set(rows))
+        share = Metrics.mean(f"reward/saved/{result.name}", float(saved), float(len(rows)))
+        return replace(result, metrics=result.metrics + share)
 
     def _samples(
         self,
@@ -286,12 +365,16 @@ class RewardRole:
 
     def responses(self, rollouts: Rollouts) -> list[str]:
         """Return the response of each row as text, see `VisibleText`."""
+        return self._visible.texts(self._response_ids(rollouts))
+
+    @staticmethod
+    def _response_ids(rollouts: Rollouts) -> list[list[int]]:
+        """Return the ids of the policy's tokens in each row."""
         # The policy's tokens of all rows are consecutive: cut them at the ends of the rows.
         tokens = rollouts.tokens[rollouts.response_mask].tolist()
         counts = row_counts(rollouts.response_mask, rollouts.lengths)
         ends = counts.cumsum(0).tolist()
-        ids = [tokens[end - count : end] for end, count in zip(ends, counts.tolist(), strict=True)]
-        return self._visible.texts(ids)
+        return [tokens[end - count : end] for end, count in zip(ends, counts.tolist(), strict=True)]
 
     def conversations(self, rollouts: Rollouts) -> list[list[dict[str, Any]]]:
         """Return the turns of each row: the ``prompt``, then ``policy`` and ``environment`` alternately.
@@ -339,6 +422,8 @@ class RewardRole:
         self._executor.shutdown(wait=False, cancel_futures=True)
         for _, scorer in self._scorers.values():
             scorer.close()
+        if self._filters is not None:
+            self._filters.close()
 
 
 class _MakeSamples(Protocol):
@@ -352,23 +437,22 @@ def _run_scorer(
     weight: float,
     scorer: Scorer,
     make_samples: _MakeSamples,
-    rollouts: Rollouts,
     rows: list[int],
     available: Mapping[int, Answer],
+    skipped: Set[int],
     members: ReplicaGroup,
 ) -> ScorerResult:
     """Compute the rewards of ``rows`` by one scorer, and return them with its ``available`` answers.
 
-    Failed rows, and rows with an available answer, do not reach the scorer. Collective over the members.
+    ``skipped`` rows, and rows with an available answer, do not reach the scorer. Collective over the members.
     """
     # Compute the missing rewards.
-    failed = (rollouts.finish_reason == FINISH_FAILED).tolist()
-    new_rows = [row for row in rows if row not in available and not failed[row]]
+    new_rows = [row for row in rows if row not in available and row not in skipped]
     new = scorer.score(make_samples(new_rows))
     answers = dict(zip(new_rows, new.answers, strict=True))
     answers |= {row: available[row] for row in rows if row in available}
 
-    # Failed rows have no answer: their rewards stay NaN.
+    # Skipped rows have no answer: their rewards stay NaN.
     answered_rows = sorted(answers)
     result = RewardResult([answers[row] for row in answered_rows], new.measured)
     index_of = {row: index for index, row in enumerate(rows)}
@@ -420,14 +504,41 @@ def _make_scorer(name: str, config: RewardConfig, key: str) -> Scorer:
     return {"code": code_reward, "http": HttpReward, "judge": JudgeReward}[name](section)
 
 
+def _filter_rows(
+    filters: ResponseFilters,
+    rows: Sequence[int],
+    samples: Sequence[Sample],
+    ids: Sequence[Sequence[int]],
+    first_row: int,
+) -> tuple[str, dict[int, Answer]]:
+    """Run the filters on a group's ``rows``; return their name and their answers by row of the round."""
+    answers = filters.answers(samples, ids)
+    return FILTERS, {first_row + row: answer for row, answer in zip(rows, answers, strict=True)}
+
+
 def _score_rows(
     name: str,
     scorer: FunctionReward,
     rows: Sequence[int],
-    samples: Sequence[Sample],
+    make_samples: _MakeSamples,
+    first_row: int,
+    verdicts: Future[tuple[str, dict[int, Answer]]] | None,
 ) -> tuple[str, dict[int, Answer]]:
-    """Run a scorer on the samples of ``rows``; return its name and its answers by row."""
-    return name, dict(zip(rows, scorer.answers(samples), strict=True))
+    """Run a scorer on a group's ``rows``; return its name and its answers by row of the round.
+
+    Of ``verdicts``, which an earlier task of the same thread has computed, only rows without a reason are
+    scored.
+    """
+    if verdicts is not None:
+        _, answers = verdicts.result()
+        rows = [row for row in rows if answers[first_row + row].reason is None]
+    scored = scorer.answers(make_samples(list(rows)))
+    return name, {first_row + row: answer for row, answer in zip(rows, scored, strict=True)}
+
+
+def _failed_rows(rollouts: Rollouts) -> frozenset[int]:
+    """Return the rows on which the engine failed."""
+    return frozenset((rollouts.finish_reason == FINISH_FAILED).nonzero().flatten().tolist())
 
 
 def _rows_of_rank(rollouts: Rollouts, members: ReplicaGroup, scorer: Scorer) -> list[int]:

@@ -109,7 +109,15 @@ def adapted(
     """Return the description of a model's adapters; ``alpha`` defaults to the rank."""
     if targets is None:
         targets = default_targets(model.shape)
-    return AdaptedModel(model.family, model.shape, model.config, rank, alpha or float(rank), tuple(targets))
+    return AdaptedModel(
+        model.family,
+        model.shape,
+        model.config,
+        model.is_multimodal,
+        rank=rank,
+        alpha=alpha or float(rank),
+        targets=tuple(targets),
+    )
 
 
 def adapter_weights(weights: Iterable[Weight], lora: Lora) -> tuple[Weight, ...]:

@@ -16,6 +16,7 @@ from megatron_rl.shapes.families import FAMILIES
 from megatron_rl.shapes.family import ConfigReader, Family
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, Source, Weight, outer_weights
 from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.multimodal import MULTIMODAL, language_config
 from megatron_rl.shapes.quantized import Quantization, read_quantization
 from megatron_rl.shapes.refused import REFUSED
 
@@ -28,7 +29,8 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
     "chat_template.json", "generation_config.json", "tekken.json", "spiece.model",
-    "sentencepiece.bpe.model", "tokenizer.model.v3",
+    "sentencepiece.bpe.model", "tokenizer.model.v3", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json",
 )  # fmt: skip
 """Files of a checkpoint's folder besides config.json and weights."""
 TOKENIZER_PATTERNS = ("additional_chat_templates/*.jinja", "*.py", "*.tiktoken")
@@ -67,6 +69,8 @@ class PretrainedModel:
     """Sizes."""
     config: Mapping[str, Any]
     """The config.json with one spelling of every key, and defaults for absent ones (`Family.normal`)."""
+    is_multimodal: bool = False
+    """Whether it is the language model of a multimodal checkpoint."""
 
     @property
     def engine_keys(self) -> Mapping[str, Any]:
@@ -224,22 +228,26 @@ def separate_head_error(path: Path, shapes: Mapping[str, Sequence[int]], what: s
 def describe(config: Mapping[str, Any], file: str = "config.json") -> PretrainedModel:
     """Return the model of a config.json, as a checkpoint or ``PretrainedConfig.to_dict()`` has it.
 
-    ``file`` is the path that errors name. Raises UserError for a family that is not in the table, and
-    UserErrors for values that are missing or not supported.
+    The model of a multimodal one is its language model. ``file`` is the path that errors name. Raises
+    UserError for a family that is not in the table, and UserErrors for values that are missing or not
+    supported.
     """
     family = family_of(config, file)
-    normal = family.normal(config)
+    language_model = language_config(config)
+    normal = family.normal(language_model)
     reader = ConfigReader(normal, file)
     shape = family.shape(reader)
     raise_errors(reader.errors)
-    return PretrainedModel(family, shape, normal)
+    return PretrainedModel(family, shape, normal, language_model is not config)
 
 
 def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
     """Return the family of a config.json, by its ``architectures`` or else by its ``model_type``.
 
-    ``file`` is the path that errors name. Raises UserError for any family that cannot be trained.
+    That of a multimodal model is its language model's. ``file`` is the path that errors name. Raises
+    UserError for any family that cannot be trained.
     """
+    config = language_config(config)
     architectures = config.get("architectures")
     architecture = None
     if isinstance(architectures, list) and architectures:
@@ -267,7 +275,7 @@ def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
                 fix="use a checkpoint of another family",
             )
 
-    # A multimodal model has the config.json of its language model under text_config.
+    # A multimodal model of another kind has the config.json of its language model under text_config, too.
     name = str(architecture or model_type or "")
     inner = config.get("text_config")
     inner_family = None
@@ -284,7 +292,7 @@ def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
     raise UserError(
         f"the model's architecture {name or '(none named)'} is not supported",
         where=f"{file}: architectures",
-        expected="one of " + ", ".join(sorted([*supported, *FAMILIES])),
+        expected="one of " + ", ".join(sorted([*supported, *MULTIMODAL, *FAMILIES])),
         got=name or "no `architectures`",
         fix=fix,
     )

@@ -25,6 +25,7 @@ from megatron_rl.shapes.family import (
     sliding_window_fields,
 )
 from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.multimodal import language_config
 from megatron_rl.shapes.pretrained import PretrainedModel, read_json, read_pretrained
 
 # Properties of model types that their config.json does not contain.
@@ -95,7 +96,8 @@ def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
 
     Raises UserErrors that name the missing keys.
     """
-    config = config.get("text_config") or config  # the language model of a multimodal one
+    config = language_config(config)
+    config = config.get("text_config") or config  # of a multimodal model that can be planned alone
     family = FAMILIES.get(str(config.get("model_type", "")))
     if family is None:
         reader = ConfigReader(config, name)

@@ -469,6 +469,8 @@ def code_of(config: RunConfig) -> Iterator[str]:
             yield reward.judge.template
     for settings in config.evaluation.sets.values():
         yield from settings.functions().values()
+    if config.rollout.filters.function is not None:
+        yield config.rollout.filters.function
     if config.rollout.environment is not None:
         yield config.rollout.environment.name
 

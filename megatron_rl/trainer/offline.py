@@ -233,6 +233,15 @@ def export_checkpoint(path: Path, out: Path, *, form: str = "hf", trusted: bool 
             fix="remove --format, which writes the complete model",
         )
 
+    if form == "peft" and read_pretrained(Path(config.model.path) / "config.json").is_multimodal:
+        raise requires(
+            "--format",
+            "peft",
+            "a model that is a language model alone",
+            got=f"the multimodal {config.model.path}, of which PEFT would adapt the vision tower too",
+            fix="remove --format, which merges the adapters",
+        )
+
     phases = Phases()
     with report_failure(config, phases), phases("export"):
         # Arguments that Megatron-LM reads from a checkpoint, and the iteration that the run began with.

@@ -28,6 +28,7 @@ from megatron_rl.data.sources import PromptSource
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics, merge
+from megatron_rl.rewards.filters import FILTERED, NOTHING_FILTERED, FilteredRows
 from megatron_rl.rewards.function import Failure, last_lines
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.reward import COMPONENT, EarlyRewards, ScorerResult
@@ -68,7 +69,7 @@ class ScoredBatch:
     scores: Scores
     """Rewards of the rows; log-probs and values once the step has computed them."""
     reasons: tuple[str | None, ...]
-    """[B], why a row has no reward; None if it has one."""
+    """[B], why a row has no reward of a scorer: a failure, or a filter (`FILTERED`); None if it has one."""
     metrics: Metrics = field(default_factory=Metrics)
     """Metrics of sampling and rewards, of this rank alone."""
     failures: tuple[Failure, ...] = ()
@@ -114,10 +115,11 @@ def compute_rewards(roles: Roles, sampled: SampledBatch, learners: ReplicaGroup)
     # The rows of a prompt are consecutive.
     samples_per_prompt = len(sampled.rollouts) // max(len(sampled.prompts), 1)
     prompts = sampled.prompts.repeat(samples_per_prompt)
-    rewards = compute_row_rewards(roles, prompts, sampled.rollouts, learners, sampled.early)
+    filtered = roles.reward.filter(prompts, sampled.rollouts, learners, sampled.early)
+    rewards = compute_row_rewards(roles, prompts, sampled.rollouts, learners, sampled.early, filtered)
 
     scores = rewards.scores
-    metrics = sampled.metrics + rewards.metrics
+    metrics = sampled.metrics + filtered.metrics + rewards.metrics
     failures = rewards.failures
     # ReMax: the reward of the greedy response is the baseline of all samples of its prompt.
     if sampled.greedy is not None:
@@ -147,17 +149,23 @@ def compute_row_rewards(
     rollouts: Rollouts,
     members: ReplicaGroup,
     early: EarlyRewards | None = None,
+    filtered: FilteredRows = NOTHING_FILTERED,
 ) -> RowRewards:
     """Sum the rewards of all scorers and reward models, each times its weight, into one reward per row.
 
     A row is valid if every one of them returned a finite number. A single scorer's reward is the row's, and
     its components keep their names. Several scorers are components by their names, and their own components
-    become ``SCORER/NAME``. ``prompts`` has one entry per row. Metrics and failures are of this rank.
-    Collective over the members.
+    become ``SCORER/NAME``. ``prompts`` has one entry per row. ``filtered`` rows reach no scorer and no model:
+    they are dropped, which is no failure, or have the reward of the filters. Metrics and failures are of this
+    rank. Collective over the members.
     """
     # All start before any result is gathered: reward models on ranks of their own work at the same time.
-    model_shards = [model.infer(rollouts) for model in roles.reward_models]
-    results = roles.reward.infer(prompts, rollouts, members, early)
+    judged = [row for row in range(len(rollouts)) if row not in filtered.names]
+    judged_rollouts = rollouts
+    if judged and filtered.names:
+        judged_rollouts = rollouts.rows(judged)
+    model_shards = [model.infer(judged_rollouts) for model in roles.reward_models]
+    results = roles.reward.infer(prompts, rollouts, members, early, filtered)
 
     # Scorers outside the training process.
     weighted: list[Tensor] = []
@@ -176,19 +184,29 @@ def compute_row_rewards(
 
     # Gather the reward models, whose forward passes have run at the same time.
     for model, shard in zip(roles.reward_models, model_shards, strict=True):
-        components[model.name] = members.gather_rows(shard).values[model.name]
-        weighted.append(model.weight * components[model.name])
+        values_of_judged = members.gather_rows(shard).values[model.name]
+        components[model.name] = values_of_judged
+        if judged_rollouts is not rollouts:
+            components[model.name] = torch.full((len(rollouts),), float("nan"))
+            components[model.name][judged] = values_of_judged
+        # A removed row has the filters' reward alone.
+        is_judged = torch.ones(len(rollouts), dtype=torch.bool)
+        is_judged[list(filtered.names)] = False
+        weighted.append(torch.where(is_judged, model.weight * components[model.name], 0.0))
 
     # A NaN of any scorer makes the sum NaN, and the row invalid.
     rewards = sum(weighted[1:], weighted[0])
     valid = rewards.isfinite() & (rollouts.finish_reason != FINISH_FAILED)
     rewards = rewards.masked_fill(~valid, float("nan"))
 
-    metrics = Metrics.mean("reward/invalid", float((~valid).sum()), float(len(valid)))
+    # A dropped row is no failure.
+    invalid = ~valid
+    invalid[sorted(filtered.dropped)] = False
+    metrics = Metrics.mean("reward/invalid", float(invalid.sum()), float(len(valid)))
     metrics += merge(result.metrics for result in results)
     return RowRewards(
         Scores(rewards, valid, components),
-        _invalid_reasons(results, rollouts, valid),
+        _invalid_reasons(results, rollouts, valid, filtered),
         metrics,
         sum((result.failures for result in results), ()),
     )
@@ -219,9 +237,9 @@ def source_metrics(batch: ScoredBatch | None, prompts: TrainingPrompts) -> Metri
 
 
 def _invalid_reasons(
-    results: Sequence[ScorerResult], rollouts: Rollouts, valid: Tensor
+    results: Sequence[ScorerResult], rollouts: Rollouts, valid: Tensor, filtered: FilteredRows
 ) -> tuple[str | None, ...]:
-    """Return why each row has no reward: [B], None for a valid row. The first scorer's reason counts."""
+    """Return why each row has no reward of a scorer: [B], None if it has. The first reason counts."""
     # An earlier scorer's reason replaces those of later ones.
     by_row: dict[int, str] = {}
     for result in results:
@@ -230,7 +248,9 @@ def _invalid_reasons(
     # A row without a scorer's reason had no response, or a number that is not finite.
     reasons: list[str | None] = []
     for row, is_valid in enumerate(valid.tolist()):
-        if is_valid:
+        if row in filtered.names:
+            reasons.append(f"{FILTERED}: {filtered.names[row]}")
+        elif is_valid:
             reasons.append(None)
         elif row in by_row:
             reasons.append(by_row[row])

@@ -11,15 +11,20 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from test_layout_invariance import sparse
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
 from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.shapes.families import FAMILIES as TABLE
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.lora import PEFT_PREFIX, TARGETS, Lora, default_targets
+from megatron_rl.shapes.multimodal import is_carried
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.shapes.traffic import shared_bytes
-from tests.hf_models import FAMILIES, config_of, quantise, save_model
+from tests.hf_models import FAMILIES, MULTIMODAL, config_of, quantise, save_model, save_multimodal
 from tests.readme_metrics import unwritten
 
 SCRIPT = Path(__file__).with_name("family_ranks.py")
@@ -33,6 +38,11 @@ LOSSES = {
     "moe_router_load_balancing_type": "seq_aux_loss",
 }
 """Losses of routers, of the runs without adapters."""
+ROLLOUTS = {
+    "vllm": {"tensor": 2, "max_response_tokens": 12},
+    "torch": {"engine": "torch", "max_response_tokens": 12},
+}
+"""Rollout on a host by engine."""
 DELTA_NETS = ("qwen3-5", "qwen3-5-moe", "qwen3-next")
 """Families that `check` refuses with vLLM on a host, and that a plain torch model samples from."""
 REWARD = "def score(*, response, **_):\n    return float(len(response) % 3) + 0.1 * response.count('1')\n"
@@ -46,7 +56,10 @@ def sizes(family: str) -> dict[str, Any]:
 
 def workspace(folder: Path, family: str, material: Path, **changes: Any) -> None:
     """Write a tiny checkpoint with the quickstart's tokenizer, and a run of it."""
-    save_model(family, folder / "model", **COMMON, **sizes(family))
+    if family in MULTIMODAL:
+        save_multimodal(family, folder / "model", **COMMON)
+    else:
+        save_model(family, folder / "model", **COMMON, **sizes(family))
     for file in (material / "model").glob("*token*"):
         shutil.copy(file, folder / "model")
     (folder / "reward.py").write_text(REWARD)
@@ -58,8 +71,7 @@ def workspace(folder: Path, family: str, material: Path, **changes: Any) -> None
         "reward": {"function": f"{folder / 'reward.py'}:score"},
         "batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "optimizer_steps": 1 + sparse(family)},
         "actor": {"optimizer": {"learning_rate": 1e-3}, "megatron": LOSSES if sparse(family) else {}},
-        "rollout": {"max_response_tokens": 12}
-        | ({"engine": "torch"} if family in DELTA_NETS else {"tensor": 2}),
+        "rollout": ROLLOUTS["torch" if family in DELTA_NETS else "vllm"],
         "checkpoint": {"every": 1, "export": False},
         "algorithm": {"name": "grpo", "kl": "none"},
     } | changes
@@ -107,6 +119,32 @@ def test_checkpoints_as_they_are_published_go_through_every_command(
             # Adam moves a weight by about the learning rate, 1e-3, in each of its updates.
             updates = 3 * (1 + sparse(name)) * (".layers.4." not in tensor)
             assert change.abs().max() <= 1.5e-3 * updates, tensor
+
+
+def test_multimodal_checkpoints_go_through_every_command(fork: Any, material: Path, tmp_path: Path) -> None:
+    """The language model is trained; the export has the rest as it was, and `check` takes it again."""
+    engines = {"gemma3-vision": "vllm", "qwen2-5-vl": "vllm", "qwen3-5-vision": "torch"}
+    for name, engine in engines.items():
+        workspace(tmp_path / name, name, material, rollout=ROLLOUTS[engine])
+    fork(SCRIPT, 2, tmp_path, *engines, timeout=400)
+
+    for name in engines:
+        lines = [json.loads(line) for line in (tmp_path / name / "run/metrics.jsonl").open()]
+        assert [line["step"] for line in lines] == [1, 2, 3]
+        bound = 4e-5 if name.startswith("qwen3-5") else 1e-5
+        assert max(line["mismatch/abs_diff"] for line in lines) < bound, name
+        _, told = AutoModelForImageTextToText.from_pretrained(
+            tmp_path / name / "out", output_loading_info=True
+        )
+        assert not any(told.values()), (name, told)
+        before = load_file(tmp_path / name / "model/model.safetensors")
+        after = {}
+        for file in (tmp_path / name / "out").glob("*.safetensors"):
+            after |= load_file(file)
+        assert before.keys() == after.keys()
+        for key, value in before.items():
+            # No text of this vocabulary may reach a row of the embedding or a bias of a key.
+            assert torch.equal(value, after[key]) == is_carried(key) or "k_proj.bias" in key, key
 
 
 def add_mtp_layer(folder: Path) -> None:

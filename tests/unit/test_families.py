@@ -114,7 +114,8 @@ def test_defaults_are_those_of_transformers(family) -> None:
 
 
 def test_a_model_with_text_inside_says_how_to_save_it(workspace: Path) -> None:
-    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    """A multimodal model whose checkpoint is not known, with a language model that is."""
+    config = {"architectures": ["MyOwnForConditionalGeneration"], "model_type": "my_own"}
     config["text_config"] = config_of("gemma3").to_dict()
     save_model("gemma3", workspace / "nested")
     (workspace / "nested/config.json").write_text(json.dumps(config))

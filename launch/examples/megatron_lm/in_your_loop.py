@@ -3,6 +3,9 @@
 torchrun --nproc-per-node 8 launch/examples/megatron_lm/in_your_loop.py --calculate-per-token-loss --save DIR
 """
 
+# Megatron-LM annotates its globals as None until it is initialised.
+# pyright: reportOptionalMemberAccess=false, reportOptionalCall=false
+
 from functools import partial
 
 import torch

@@ -15,7 +15,7 @@ from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import CLOSED, OPEN, RolloutConfig
 from megatron_rl.errors import UserError
-from megatron_rl.shapes.pretrained import read_pretrained
+from megatron_rl.shapes.pretrained import PretrainedModel, read_pretrained
 
 WORKER_EXTENSION = "megatron_rl.hybrid_engine.worker_extension.HybridWorker"
 """Class of this package that vLLM's workers inherit from to receive weights."""
@@ -172,6 +172,24 @@ def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
                 got=f"{rule.setting} is set",
                 fix=f"remove {rule.setting}, or set {rule.engines}",
             )
+
+
+def language_model_errors(rollout: RolloutConfig, model: PretrainedModel, path: str) -> Iterator[UserError]:
+    """Yield the error of servers for the language model of a multimodal checkpoint, at ``path``.
+
+    A server would have the whole model, whose tensors have other names.
+    """
+    if rollout.capabilities.in_process or not model.is_multimodal:
+        return
+    architecture = model.family.architecture
+    yield UserError(
+        f"rollout.engine={rollout.engine} has the whole multimodal model, and its language model is trained",
+        where="rollout.engine",
+        expected=f"a checkpoint of {architecture}, or {engines_with(in_process=True, tensor_parallel=True)}",
+        got=path,
+        fix=f"save the language model alone: transformers.{architecture}.from_pretrained({path!r})"
+        ".save_pretrained(FOLDER), and copy the tokenizer's files",
+    )
 
 
 def _server_url_errors(rollout: RolloutConfig) -> Iterator[UserError]:

@@ -15,6 +15,7 @@ from megatron_rl.check.files import Files
 from megatron_rl.check.installed_source import class_fields
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.family import ROPE_TYPES, Family
+from megatron_rl.shapes.multimodal import language_config
 from megatron_rl.shapes.pretrained import FAMILIES, PretrainedModel, family_of, read_json
 from megatron_rl.shapes.published import read_trainable
 from megatron_rl.shapes.quantized import read_quantization
@@ -43,12 +44,13 @@ _LONGEST_VALUE = 200
 def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
     """Return the model of a config.json, None where it cannot be trained; errors are added to ``files``."""
     try:
-        config = read_json(file)
-        family = family_of(config, str(file))
+        stored = read_json(file)
+        family = family_of(stored, str(file))
     except UserError:
         return read_trainable(file, files.errors)  # reports the file, or its architecture
 
     # The rules on values assume the right types.
+    config = language_config(stored)
     errors = list(_type_errors(config, family, file))
     if not errors:
         errors = list(_value_errors(config, family, file))
@@ -57,13 +59,13 @@ def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
         return None
 
     # The checkpoint's own modelling code is never run, and the model may be a different one without it.
-    if config.get("auto_map"):
+    if stored.get("auto_map"):
         files.warnings.append(
             UserError(
                 "the model comes with Python code, which no part of a run executes",
                 where=f"{file}: auto_map",
                 expected=f"a {family.title} model as transformers and vLLM have it",
-                got=str(config["auto_map"])[:_LONGEST_VALUE],
+                got=str(stored["auto_map"])[:_LONGEST_VALUE],
                 fix="remove auto_map if the model computes nothing else",
             )
         )

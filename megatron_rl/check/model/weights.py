@@ -15,6 +15,7 @@ from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError, join_names
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, SCALAR
+from megatron_rl.shapes.multimodal import language_parts
 from megatron_rl.shapes.pretrained import (
     INDEX,
     PretrainedModel,
@@ -236,6 +237,9 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
 
     At most one error is returned: quantised tensors, other names, an untied output layer, or a wrong shape.
     """
+    if model.is_multimodal:
+        stored = _language_tensors(stored)
+
     # Scales belong to their weights, and are not tensors of the model.
     if model.quantization is not None:
         stored, errors = _read_scales(stored, model.quantization)
@@ -272,6 +276,16 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
                 )
             ]
     return []
+
+
+def _language_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors of a multimodal checkpoint's language model by their names in one of its own."""
+    tensors: dict[str, StoredTensor] = {}
+    for name, part in language_parts(stored, lambda stored_name: stored[stored_name].shape).items():
+        # Values are compared for the embedding and the output layer alone, which are stored whole.
+        tensor = stored[part.name]
+        tensors[name] = replace(tensor, shape=part.shape(tensor.shape))
+    return tensors
 
 
 def _read_scales(

@@ -26,6 +26,7 @@ from megatron_rl.config.sections.bounds import (
     WAIT,
     LimitsConfig,
 )
+from megatron_rl.config.sections.filters import FiltersConfig
 from megatron_rl.config.sections.models import RANKS_LISTED
 from megatron_rl.config.setting import Setting, required, setting, setting_of
 from megatron_rl.error_forms import out_of_range
@@ -311,6 +312,10 @@ class RolloutConfig:
             "rollout_per_device_batch_size": "ours is the largest number of episodes of a replica at once; "
             "leave it out to have the engine's own",
         },
+    )
+    # What no reward is computed for.
+    filters: FiltersConfig = setting(
+        FiltersConfig(), "Filters that remove finished responses before any reward is computed."
     )
     # Conversations.
     environment: EnvironmentConfig | None = setting(

@@ -14,7 +14,12 @@ FAMILY = Family(
     "Gemma3TextForSequenceClassification",
     _structure,
     gemma_megatron,
+    # Published multimodal checkpoints of 4B and more state few of these.
     defaults={
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
         "head_dim": 256,
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": 256,

@@ -55,7 +55,10 @@ function show() {
     if (row.length !== null) facts.push(`${row.length} tokens`);
     if (row.finish !== null) facts.push(row.finish);
     element(sample, 'div', 'facts', facts.join(' · '));
-    if (row.failure !== null) element(sample, 'div', 'facts', `failed: ${row.failure}`);
+    if (row.failure !== null) {
+      const filtered = row.failure.startsWith('filtered: ');
+      element(sample, 'div', 'facts', filtered ? row.failure : `failed: ${row.failure}`);
+    }
     if (row.turns === null) {
       element(sample, 'p', 'prompt', row.prompt);
       element(sample, 'p', 'response', row.response);

@@ -152,8 +152,10 @@ class TorchEngine:
         settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
         pretrained = read_pretrained(Path(path) / "config.json")
         has_tensors = not (Path(path) / POINTER).is_file()
-        quantised = pretrained.quantization is not None
-        if has_tensors and not quantised:
+        # transformers would compute with quantised weights on an accelerator, and load all of a multimodal
+        # model.
+        read_here = has_tensors and (pretrained.quantization is not None or pretrained.is_multimodal)
+        if has_tensors and not read_here:
             model: Any = AutoModelForCausalLM.from_pretrained(path, **settings)
         else:
             model = AutoModelForCausalLM.from_config(read_hf_config(path), **settings)
@@ -166,8 +168,7 @@ class TorchEngine:
             tensor_name=pretrained.family.tensor_name,
             **options,
         )
-        if has_tensors and quantised:
-            # transformers would compute with the quantised weights on an accelerator.
+        if read_here:
             engine._read_weights(CheckpointFiles(path))
         return engine
 

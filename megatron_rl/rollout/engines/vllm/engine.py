@@ -146,17 +146,24 @@ class VllmEngine:
         arguments = self._arguments(config, layout.tensor, dtype, seed)
         if adapters is not None:
             arguments |= weights.adapter_arguments(adapters, dtype)
-        if load and read_pretrained(self._path / "config.json").quantization is not None:
-            raise ValueError(f"{self._path}: vLLM reads quantised weights as they are: write parameters()")
+        pretrained = read_pretrained(self._path / "config.json")
+        if load and (pretrained.quantization is not None or pretrained.is_multimodal):
+            raise ValueError(f"{self._path}: vLLM reads these weights in another form: write parameters()")
         arguments["load_format"] = "auto" if load else "dummy"
 
         # vLLM seeds generators, takes ranks from the world, and counts devices by the launcher's local rank.
         local_rank = setup.local_rank(device.device().index)
-        with setup.unchanged_random_state(), setup.layout_as_world(layout), local_rank:
+        language_model = setup.language_model_arguments(self._path)
+        with (
+            setup.unchanged_random_state(),
+            setup.layout_as_world(layout),
+            local_rank,
+            language_model as model,
+        ):
             from vllm import LLM
 
             try:
-                return LLM(**arguments)
+                return LLM(**arguments | model)
             except (ValueError, NotImplementedError) as error:
                 raise _refusal(self._path, config, error) from error
 

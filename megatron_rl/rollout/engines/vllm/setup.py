@@ -9,12 +9,15 @@ read the named function of vLLM again, and drop a change that it no longer needs
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy
@@ -25,6 +28,8 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import communicator, create_communicators
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
+from megatron_rl.shapes.multimodal import language_config
+from megatron_rl.shapes.pretrained import read_json
 
 _REQUIRED = {
     # The engine runs in this process, so that its weights can be written in place.
@@ -386,6 +391,23 @@ def layout_as_world(layout: ParallelLayout) -> Iterator[None]:
         parallel_state.init_world_group = init_world
         parallel_state.init_model_parallel_group = init_model_parallel
         parallel_state.torch = torch
+
+
+@contextmanager
+def language_model_arguments(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the engine arguments for the language model of a multimodal checkpoint; none for another model.
+
+    vLLM reads the language model's config.json from a temporary folder within the context. It would otherwise
+    build the vision tower too, and reserve memory for images.
+    """
+    config = read_json(path / "config.json")
+    language_model = language_config(config)
+    if language_model is config:
+        yield {}
+        return
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(language_model), encoding="utf-8")
+        yield {"hf_config_path": folder}
 
 
 def count_engine(change: int) -> int:

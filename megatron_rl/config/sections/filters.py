@@ -1,0 +1,88 @@
+"""Filters of responses, which are removed before any reward is computed for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_rl.config.sections.bounds import MOST_TOKENS, SHARE, TOKENS, WEIGHT
+from megatron_rl.config.sections.rewards import RewardConfig
+from megatron_rl.config.setting import setting
+
+FILTER_KEY = "rollout.filters.function"
+"""Key of the user's filter."""
+DROP = "drop"
+REWARD = "reward"
+
+
+@dataclass(frozen=True)
+class FiltersConfig:
+    """Filters of finished responses: no reward function, server, judge or reward model sees a removed one.
+
+    The first filter that applies counts, in the order of the keys here. Evaluations are not filtered.
+    """
+
+    empty: bool = setting(False, "Remove responses without a visible character.")
+    min_tokens: int = setting(
+        0,
+        "Remove responses with fewer tokens; 0 removes none.",
+        unit="tokens",
+        at_least=0,
+        at_most=MOST_TOKENS,
+    )
+    max_repetition: float = setting(
+        1.0,
+        "Remove responses of whose n-grams of tokens a larger share has occurred before; 1 removes none.",
+        **SHARE,
+        advice="0.3 removes loops and few other texts",
+    )
+    ngram: int = setting(4, "Length of the n-grams of `max_repetition`.", **TOKENS)
+    banned: tuple[str, ...] = setting((), "Remove responses that contain one of these texts.")
+    function: str | None = setting(
+        None,
+        "Function that is called as a reward function is, with its limits, and returns whether to keep a "
+        "response: module:function, or path/to/file.py:function.",
+        unset="none",
+        also_called={
+            "slime": "rollout_sample_filter_path",
+            "common": "add_postprocess_filter, postprocess_filter",
+        },
+        conversion="ours judges one response: path/to/file.py:function",
+    )
+    on_filtered: str = setting(
+        DROP,
+        "Use of a removed response: its group learns from the others (`drop`), or it has the reward "
+        "`filtered_reward` (`reward`).",
+        choices=(DROP, REWARD),
+    )
+    filtered_reward: float = setting(0.0, "Reward of removed responses with `on_filtered: reward`.", **WEIGHT)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the filters that are set, in the order in which they are applied."""
+        is_set: dict[str, Any] = {
+            "empty": self.empty,
+            "min_tokens": self.min_tokens > 0,
+            "max_repetition": self.max_repetition < 1,
+            "banned": bool(self.banned),
+            "function": self.function is not None,
+        }
+        return tuple(name for name, value in is_set.items() if value)
+
+    @property
+    def reward(self) -> float | None:
+        """Return the reward of a removed response, None if it is dropped."""
+        if self.on_filtered == DROP:
+            return None
+        return self.filtered_reward
+
+
+def filter_function(config: FiltersConfig, reward: RewardConfig) -> RewardConfig:
+    """Return the settings of the user's filter: a function with the limits of the reward function."""
+    return replace(
+        RewardConfig(config.function),
+        timeout=reward.timeout,
+        workers=reward.workers,
+        concurrency=reward.concurrency,
+        limits=reward.limits,
+    )

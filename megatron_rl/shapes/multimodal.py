@@ -1,0 +1,230 @@
+"""The language model inside a multimodal checkpoint: its config.json, and the names of its tensors.
+
+A multimodal checkpoint nests the config.json of its language model and puts a prefix before the names of its
+tensors. Everything that trains or samples reads the language model as if it were a checkpoint of its own;
+tensors of other parts, such as the vision tower, are copied unchanged into exports.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.shapes.families import FAMILIES
+
+_INHERITED = (
+    "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "compression_config",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+"""Keys that a multimodal config.json may state outside ``text_config``, for the language model too."""
+_PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
+"""Beginnings of names of the language model: in a multimodal checkpoint -> in one of its own."""
+_CARRIED = (
+    "visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "embed_audio.",
+    "embed_vision.", "mtp.",
+)  # fmt: skip
+"""First parts of the names of tensors that are not the language model's, after ``model.`` or not.
+
+Qwen3.5's layers for multi-token prediction (``mtp.``) are among them.
+"""
+_FUSED_EXPERTS = re.compile(r"(?P<experts>.*\.mlp\.experts\.)(?P<matrix>gate_up_proj|down_proj)$")
+"""Name of one matrix of all routed experts of a layer in one tensor."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Multimodal:
+    """Kind of multimodal model of which the language model can be trained."""
+
+    title: str
+    """Display name in the list of models."""
+    model_type: str
+    """``model_type`` of its config.json."""
+    architecture: str
+    """The transformers class of the whole model."""
+    language_models: Mapping[str, str]
+    """``model_type`` of its ``text_config`` -> that of the family in the table."""
+
+
+_KINDS = (
+    Multimodal("Gemma 3", "gemma3", "Gemma3ForConditionalGeneration", {"gemma3_text": "gemma3_text"}),
+    Multimodal(
+        "Mistral Small 3.1 and 3.2",
+        "mistral3",
+        "Mistral3ForConditionalGeneration",
+        {"mistral": "mistral", "ministral": "ministral"},
+    ),
+    Multimodal(
+        "Qwen2-VL",
+        "qwen2_vl",
+        "Qwen2VLForConditionalGeneration",
+        {"qwen2_vl_text": "qwen2", "qwen2_vl": "qwen2"},
+    ),
+    Multimodal(
+        "Qwen2.5-VL",
+        "qwen2_5_vl",
+        "Qwen2_5_VLForConditionalGeneration",
+        {"qwen2_5_vl_text": "qwen2", "qwen2_5_vl": "qwen2"},
+    ),
+    Multimodal("Qwen3-VL", "qwen3_vl", "Qwen3VLForConditionalGeneration", {"qwen3_vl_text": "qwen3"}),
+    Multimodal(
+        "Qwen3.5 and 3.6", "qwen3_5", "Qwen3_5ForConditionalGeneration", {"qwen3_5_text": "qwen3_5_text"}
+    ),
+    Multimodal(
+        "Qwen3.5-MoE and 3.6-MoE",
+        "qwen3_5_moe",
+        "Qwen3_5MoeForConditionalGeneration",
+        {"qwen3_5_moe_text": "qwen3_5_moe_text"},
+    ),
+)
+MULTIMODAL: dict[str, Multimodal] = {kind.architecture: kind for kind in _KINDS}
+"""Every multimodal model of which the language model can be trained, by architecture."""
+
+
+def multimodal_of(config: Mapping[str, Any]) -> Multimodal | None:
+    """Return the kind of multimodal model of a config.json, by its ``architectures`` or its ``model_type``.
+
+    None for any other model, also for one whose language model is not in the table of families.
+    """
+    architectures = config.get("architectures")
+    for kind in _KINDS:
+        matches = config.get("model_type") == kind.model_type
+        if isinstance(architectures, list) and architectures:
+            matches = architectures[0] == kind.architecture
+        if matches and _language_type(config, kind) in kind.language_models:
+            return kind
+    return None
+
+
+def _language_type(config: Mapping[str, Any], kind: Multimodal) -> str:
+    """Return the ``model_type`` of the language model in a multimodal config.json."""
+    inner = config.get("text_config")
+    if inner is None:
+        # Qwen2-VL and Qwen2.5-VL are published without a nested config.
+        return str(config.get("model_type"))
+    if not isinstance(inner, Mapping):
+        return ""
+    return str(inner.get("model_type", next(iter(kind.language_models))))
+
+
+def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json of the language model alone; that of any other model is returned as it is.
+
+    >>> config = {
+    ...     "architectures": ["Gemma3ForConditionalGeneration"],
+    ...     "tie_word_embeddings": True,
+    ...     "text_config": {"model_type": "gemma3_text", "hidden_size": 2560},
+    ... }
+    >>> language_config(config)["architectures"], language_config(config)["tie_word_embeddings"]
+    (['Gemma3ForCausalLM'], True)
+    """
+    kind = multimodal_of(config)
+    if kind is None:
+        return config
+
+    inner = config.get("text_config")
+    if inner is None:
+        inner = {key: value for key, value in config.items() if key != "vision_config"}
+    inherited = {key: config[key] for key in _INHERITED if config.get(key) is not None}
+    stated = {key: value for key, value in inner.items() if value is not None or key not in inherited}
+
+    family = FAMILIES[kind.language_models[_language_type(config, kind)]]
+    result = {
+        **inherited,
+        **stated,
+        "model_type": family.model_type,
+        "architectures": [family.architecture],
+    }
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(result.get(key), Mapping):
+            result[key] = _for_text(result[key])
+    return result
+
+
+def _for_text(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary parameters without the sections for image positions.
+
+    The three positions of a text token are equal, so that sections make no difference.
+    """
+    result = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    for key in ("type", "rope_type"):
+        if result.get(key) == "mrope":
+            result[key] = "default"
+    return result
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """Where a tensor of the language model is stored: a whole tensor, or a part of one.
+
+    Example: the up projection of expert 3 is `StoredPart("...experts.gate_up_proj", 3, 32, 64)` where experts
+    are 32 wide.
+    """
+
+    name: str
+    """Name of the stored tensor."""
+    expert: int | None = None
+    """Index in its first dimension; None for a tensor that is not divided by experts."""
+    begin: int = 0
+    """First row of the part."""
+    end: int = 0
+    """Row behind the part."""
+
+    def shape(self, stored: Shape) -> Shape:
+        """Return the shape of the part of a tensor of the shape ``stored``."""
+        if self.expert is None:
+            return stored
+        return (self.end - self.begin, *stored[2:])
+
+
+def language_parts(stored: Iterable[str], shape_of: Callable[[str], Shape]) -> dict[str, StoredPart]:
+    """Return where each tensor of the language model lies among the tensors of a multimodal checkpoint.
+
+    ``stored`` are their names, and ``shape_of`` returns the shape of one. Keys are the names that the tensors
+    have in a checkpoint of the language model alone; tensors of other parts are left out. Experts that are
+    stored in one tensor, [experts, rows, hidden], become one tensor per expert.
+
+    >>> list(language_parts(["model.language_model.norm.weight", "model.visual.norm.weight"], len))
+    ['model.norm.weight']
+    """
+    parts: dict[str, StoredPart] = {}
+    for stored_name in stored:
+        if is_carried(stored_name):
+            continue
+        name = language_name(stored_name)
+        fused = _FUSED_EXPERTS.match(name)
+        if fused is None:
+            parts[name] = StoredPart(stored_name)
+            continue
+
+        # The rows of the gate projection come before those of the up projection.
+        shape = shape_of(stored_name)
+        matrices = ("down_proj",)
+        if fused["matrix"] == "gate_up_proj":
+            matrices = ("gate_proj", "up_proj")
+        rows = shape[1] // len(matrices)
+        for expert in range(shape[0]):
+            for index, matrix in enumerate(matrices):
+                part = StoredPart(stored_name, expert, index * rows, (index + 1) * rows)
+                parts[f"{fused['experts']}{expert}.{matrix}.weight"] = part
+    return parts
+
+
+def language_name(stored: str) -> str:
+    """Return the name that a stored tensor of the language model has in a checkpoint of its own.
+
+    >>> language_name("model.language_model.norm.weight"), language_name("language_model.lm_head.weight")
+    ('model.norm.weight', 'lm_head.weight')
+    """
+    for prefix, own_prefix in _PREFIXES.items():
+        if stored.startswith(prefix):
+            return own_prefix + stored.removeprefix(prefix)
+    return stored
+
+
+def is_carried(stored: str) -> bool:
+    """Return whether a tensor of a multimodal checkpoint, by its stored name, is not the language model's."""
+    return stored.removeprefix("model.").startswith(_CARRIED)
