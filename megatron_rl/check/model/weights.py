@@ -280,11 +280,12 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
 
 def _language_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors of a multimodal checkpoint's language model by their names in one of its own."""
+    locations = language_parts(stored, lambda stored_name: stored[stored_name].shape)
     tensors: dict[str, StoredTensor] = {}
-    for name, part in language_parts(stored, lambda stored_name: stored[stored_name].shape).items():
+    for name, location in locations.items():
         # Values are compared for the embedding and the output layer alone, which are stored whole.
-        tensor = stored[part.name]
-        tensors[name] = replace(tensor, shape=part.shape(tensor.shape))
+        tensor = stored[location.name]
+        tensors[name] = replace(tensor, shape=location.shape(tensor.shape))
     return tensors
 
 
