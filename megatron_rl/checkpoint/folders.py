@@ -43,7 +43,10 @@ def from_first_rank(compute: Callable[[], Any]) -> Any:
 
     Ranks that looked for themselves could see different states of a shared file system for a while.
     """
-    return gather_objects(compute() if device.rank() == 0 else None)[0]
+    value = None
+    if device.rank() == 0:
+        value = compute()
+    return gather_objects(value)[0]
 
 
 def run_write_step(
@@ -76,11 +79,13 @@ def write_error(error: Exception, folder: Path) -> Exception:
     if memory_error is not None:
         return memory_error
 
+    # A failed write may leave no folder: ask the file system of the nearest one above.
     existing_folder = next(parent for parent in (folder, *folder.parents) if parent.exists())
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if is_full or shutil.disk_usage(existing_folder).free < _FULL_BYTES:
         return durable.no_space(folder, f"the checkpoint {folder.name}", str(error).splitlines()[0])
 
+    # torch's writer reports its position instead of the system's reason.
     if isinstance(error, RuntimeError) and _TRUNCATED_WRITE in str(error):
         return UserError(
             f"the checkpoint {folder.name} cannot be written",
@@ -204,6 +209,7 @@ class PendingCheckpoint:
             raise self._failure
 
     def _write(self) -> None:
+        """Write this rank's share and compute its digests, on the thread; failures are kept for `finish`."""
         start = time.perf_counter()
         try:
             for write in self._writes:
@@ -226,14 +232,15 @@ def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, s
     digests: dict[str, str] = {}
     for gathered in gather_objects(dict(rank_digests)):
         digests |= gathered
-    pending_names = from_first_rank(
-        lambda: [name for name in durable.files_below(folder) if name not in digests]
-    )
+
+    # Megatron's own files, such as the directory of tensors, have no digest yet.
+    names = from_first_rank(lambda: durable.files_below(folder))
+    pending_names = [name for name in names if name not in digests]
     new_digests: dict[str, str] = {}
 
     def compute_share() -> None:
-        names = pending_names[device.rank() :: device.world_size()]
-        new_digests.update(durable.digests(folder, names))
+        rank_names = pending_names[device.rank() :: device.world_size()]
+        new_digests.update(durable.digests(folder, rank_names))
 
     run_write_step(compute_share, "bring the checkpoint to the disk", folder)
     for gathered in gather_objects(new_digests):
@@ -261,6 +268,7 @@ def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
             # If the last save of a run was interrupted, no later save deletes its remains.
             from_first_rank(lambda: remove_interrupted_saves(folder))
             return path
+
         summary = summarize_damages(problems)
         newest_damage = newest_damage or f"{path.name}: {summary}"
         log(f"{path} is damaged and is not used: {summary}")
@@ -313,7 +321,9 @@ def require_intact_models(keys_by_folder: Mapping[str, str]) -> None:
 def find_model_damages(folder: Path) -> list[str]:
     """Return the damages of a model folder; a folder without digests has none. Collective over the world."""
     has_digests = from_first_rank(lambda: durable.is_sealed(folder))
-    return find_damages(folder) if has_digests else []
+    if not has_digests:
+        return []
+    return find_damages(folder)
 
 
 def summarize_damages(problems: Sequence[str]) -> str:
@@ -332,6 +342,7 @@ def find_damages(path: Path) -> list[str]:
     digests = from_first_rank(lambda: durable.read_digests(path))
     if digests is None:
         return [f"{durable.DIGESTS} is missing or damaged"]
+
     names = list(digests)[device.rank() :: device.world_size()]
     problems: list[str] = []
     for lines in gather_objects(durable.damages(path, digests, names)):

@@ -1,4 +1,8 @@
-"""Checkpoints for Megatron-LM: write weights that it loads, and read the state of Adam that it saved."""
+"""Checkpoints for Megatron-LM: write weights that it loads, and read the state of Adam that it saved.
+
+The idea: both directions go through Megatron's distributed format, which any layout can read. So a written
+checkpoint has no layout, and a saved optimizer is read slice by slice on the layout of this run.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.hf.megatron_source import BufferFiles, MegatronFiles, read_pointed
 from megatron_rl.hf.weights import assigned_parameters, fill, source_boxes
 from megatron_rl.interop.megatron_lm.arguments import arguments_of
-from megatron_rl.interop.megatron_lm.checkpoint import TRACKER, MegatronCheckpoint, pointer
+from megatron_rl.interop.megatron_lm.checkpoint import TRACKER, MegatronCheckpoint, read_pointer
 from megatron_rl.interop.megatron_lm.pickles import MASTERS
 from megatron_rl.megatron.lora import without_adapters
 from megatron_rl.megatron.model import ParallelModel, live_parameters
@@ -54,12 +58,13 @@ def checkpoint_arguments(source: str | Path) -> tuple[dict[str, Any], int]:
     """
     model = read_pretrained(Path(source) / "config.json")
     arguments = arguments_of(model)
-    origin = pointer(source)
+    origin = read_pointer(source)
     if origin is not None:
         return dict(origin["arguments"]), int(origin["iteration"])
 
     positions = min(model.shape.max_positions, _MOST_POSITIONS)
-    padded_vocabulary = -(-model.shape.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    padding = -model.shape.vocab % VOCABULARY_MULTIPLE
+    padded_vocabulary = model.shape.vocab + padding
 
     # Arguments that pretrain_gpt.py needs in addition to the model's.
     arguments |= {
@@ -126,11 +131,14 @@ def _surplus_iterations(final: Path, keep: int | None) -> list[Path]:
     """Return the oldest iterations before ``final`` that exceed ``keep``, which counts ``final`` too."""
     if keep is None:
         return []
+
+    # Names sort as iterations do: their numbers have leading zeros.
     earlier: list[Path] = []
     for path in sorted(final.parent.glob("iter_*")):
         if re.fullmatch(r"iter_\d+", path.name) and path.name < final.name:
             earlier.append(path)
-    return earlier[: max(len(earlier) + 1 - keep, 0)]
+    surplus = len(earlier) + 1 - keep
+    return earlier[: max(surplus, 0)]
 
 
 def _state(
@@ -164,7 +172,10 @@ def _state(
     vocabulary_rows = int(arguments["padded_vocab_size"])
     chunks, _ = sharded_state(model, None, is_loading=False)
     for index, chunk in enumerate(chunks.values()):
-        name = "model" if len(chunks) == 1 else f"model{index}"
+        # Megatron-LM numbers the chunks only if a stage has several.
+        name = "model"
+        if len(chunks) > 1:
+            name = f"model{index}"
         state[name] = {key: _with_rows(model, value, vocabulary_rows) for key, value in chunk.items()}
     return state
 
@@ -183,16 +194,21 @@ def _with_rows(model: ParallelModel, value: Any, row_count: int) -> Any:
     multiple. The last rank adds or drops rows of padding.
     """
     vocabulary = vocabulary_names(model.spec.model.shape)
-    if not isinstance(value, ShardedTensor) or value.key not in vocabulary or value.data is None:
+    if not isinstance(value, ShardedTensor) or value.key not in vocabulary:
+        return value
+    if value.data is None:
         return value
 
     data = value.data
     tensor_rank = model.groups.coordinates.tensor
     start = tensor_rank * len(data)
-    if tensor_rank == model.groups.layout.tensor - 1:
-        rows = data[: row_count - start]
-        padding = rows.new_zeros(row_count - start - len(rows), data.shape[1])
+    is_last_rank = tensor_rank == model.groups.layout.tensor - 1
+    if is_last_rank:
+        rank_rows = row_count - start
+        rows = data[:rank_rows]
+        padding = rows.new_zeros(rank_rows - len(rows), data.shape[1])
         data = torch.cat([rows, padding])
+
     return replace(
         value,
         data=data,
@@ -223,15 +239,17 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
 
     # One state at a time, on the host: a rank keeps only its data-parallel share of it.
     for state, open_files in _states(model, source, checkpoint):
-        values = {
-            name: torch.zeros(parameter.shape, device=device.host())
-            for name, parameter in live_parameters(model).items()
-        }
+        values: dict[str, Tensor] = {}
+        for parameter_name, parameter in live_parameters(model).items():
+            values[parameter_name] = torch.zeros(parameter.shape, device=device.host())
         fill(values, model, open_files)
+
         # Megatron's optimizers call the master weights "param".
-        name = "param" if state in MASTERS else state
+        state_name = state
+        if state in MASTERS:
+            state_name = "param"
         for sub_optimizer in optimizer.parts:
-            _set_state(model, sub_optimizer, name, values)
+            _set_state(model, sub_optimizer, state_name, values)
 
     restore_steps(optimizer, checkpoint.steps)
     for sub_optimizer in optimizer.parts:
@@ -240,20 +258,27 @@ def load_optimizer(optimizer: Optimizer, source: str | Path) -> None:
 
 
 def _states(
-    model: ParallelModel, source: str | Path, checkpoint: MegatronCheckpoint
+    model: ParallelModel,
+    source: str | Path,
+    checkpoint: MegatronCheckpoint,
 ) -> Iterator[tuple[str, Callable[[], MegatronFiles]]]:
     """Yield each optimizer state with a function that opens its files. Collective over the model's ranks."""
+    # A fully reshardable optimizer has a tensor per parameter and state.
     if checkpoint.states:
         for state in checkpoint.states:
             yield state, partial(MegatronFiles, source, checkpoint.state(state))
         return
+
+    # Any other one has flat buffers without names.
     buffers = _verified_buffers(model, source, checkpoint)
     for state in checkpoint.buffers:
         yield state, partial(buffers.with_state, state)
 
 
 def _verified_buffers(
-    model: ParallelModel, source: str | Path, checkpoint: MegatronCheckpoint
+    model: ParallelModel,
+    source: str | Path,
+    checkpoint: MegatronCheckpoint,
 ) -> BufferFiles:
     """Return the optimizer's flat buffers with the parameter order that agrees with the model's weights.
 
@@ -279,28 +304,36 @@ def _verified_buffers(
         if not differing:
             return masters
 
+    names = ", ".join(sorted(set(differing))[:_LISTED])
     raise UserError(
         "the optimizer's buffers in the Megatron checkpoint hold other weights than its model does",
         where="model.resume_optimizer",
         expected="the weights in float32, from the last parameter of Megatron's GPTModel to its first, "
         "each from a multiple of 64 elements",
-        got=f"{checkpoint.path}: other values in the place of {', '.join(sorted(set(differing))[:_LISTED])}",
+        got=f"{checkpoint.path}: other values in the place of {names}",
         fix="load and save it with Megatron-LM on its layout, with --dist-ckpt-optim-fully-reshardable; "
         "or remove model.resume_optimizer: the optimizer starts from zero",
     )
 
 
 def _first_difference(
-    masters: MegatronFiles, weights: MegatronFiles, boxes: Sequence[TensorBox]
+    masters: MegatronFiles,
+    weights: MegatronFiles,
+    boxes: Sequence[TensorBox],
 ) -> str | None:
     """Return the tensor of the first of ``boxes`` whose master weights differ from the weights, or None."""
-    return next((box.name for box in boxes if not _agree(masters, weights, box)), None)
+    for box in boxes:
+        if not _agree(masters, weights, box):
+            return box.name
+    return None
 
 
 def _agree(masters: MegatronFiles, weights: MegatronFiles, box: TensorBox) -> bool:
     """Return whether the master weights of a box equal the weights up to rounding."""
     master = masters.read(box.name, box.start, box.size)
     weight = weights.read(box.name, box.start, box.size)
+
+    # A weight is its master rounded to the weight's dtype; below the smallest normal number absolutely.
     rounding = torch.finfo(weight.dtype)
     return torch.allclose(
         master.float(),
@@ -317,18 +350,46 @@ def _set_state(
     values: Mapping[str, Tensor],
 ) -> None:
     """Copy one optimizer state into one of Megatron's optimizers, from complete tensors by parameter name."""
+    is_distributed = hasattr(sub_optimizer, "model_param_gbuf_map")
     for index, chunk in enumerate(model.chunks):
         for name, parameter in chunk.named_parameters():
             value = values[f"{index}.{name}"]
-            if not hasattr(sub_optimizer, "model_param_gbuf_map"):
-                # An optimizer that is not distributed has a master weight for each half-precision one.
-                main_parameter = getattr(parameter, "main_param", parameter)
-                if main_parameter in sub_optimizer.optimizer.state:
-                    if state == "param":
-                        main_parameter.copy_(value)
-                    else:
-                        sub_optimizer.optimizer.state[main_parameter][state].copy_(value)
-            elif parameter in sub_optimizer.model_param_gbuf_map:
-                # A distributed optimizer has a range of the flattened parameter.
-                shard = sub_optimizer._get_model_param_range_map(parameter)["param"]
-                set_states(sub_optimizer, parameter, {state: value.flatten()[shard.start : shard.end]})
+            if is_distributed:
+                _set_shard(sub_optimizer, parameter, state, value)
+            else:
+                _set_complete(sub_optimizer, parameter, state, value)
+
+
+def _set_shard(
+    sub_optimizer: Any,
+    parameter: Any,
+    state: str,
+    value: Tensor,
+) -> None:
+    """Copy this rank's range of a flattened parameter into a distributed optimizer that has the parameter."""
+    # Dense and expert parameters are in optimizers of their own.
+    if parameter not in sub_optimizer.model_param_gbuf_map:
+        return
+
+    shard = sub_optimizer._get_model_param_range_map(parameter)["param"]
+    shard_values = value.flatten()[shard.start : shard.end]
+    set_states(sub_optimizer, parameter, {state: shard_values})
+
+
+def _set_complete(
+    sub_optimizer: Any,
+    parameter: Any,
+    state: str,
+    value: Tensor,
+) -> None:
+    """Copy a state into an optimizer that is not distributed and has the parameter."""
+    # It has a master weight for each half-precision one.
+    main_parameter = getattr(parameter, "main_param", parameter)
+    optimizer_state = sub_optimizer.optimizer.state
+    if main_parameter not in optimizer_state:
+        return
+
+    if state == "param":
+        main_parameter.copy_(value)
+    else:
+        optimizer_state[main_parameter][state].copy_(value)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_rl import durable
 from megatron_rl.checkpoint.folders import (
@@ -65,10 +66,15 @@ _OPTIMIZER_BYTES = 12
 
 
 class TrainedRole(NamedTuple):
-    """A role's model and optimizer, as they are saved and restored; None on ranks outside its layout."""
+    """A role's model and optimizer, as they are saved and restored.
+
+    Example: ``TrainedRole(model, optimizer)`` on the role's ranks, ``TrainedRole(None, None)`` on others.
+    """
 
     model: ParallelModel | None
+    """This rank's shard of the model; None on ranks outside the role's layout."""
     optimizer: Optimizer | None
+    """Optimizer of this shard; None with ``model``."""
 
 
 # --- Saving
@@ -103,40 +109,46 @@ def save(
     partial = partial_of(final)
     first_role = next(iter(roles))
 
-    # Ranks outside a role's layout get its values from a rank inside.
-    needed_bytes = sum(gather_objects(sum(_stored_bytes(role) for role in roles.values())))
+    # The free space is compared with the whole checkpoint before anything is written.
+    rank_bytes = sum(_stored_bytes(role) for role in roles.values())
+    checkpoint_bytes = sum(gather_objects(rank_bytes))
+
+    # The first rank of the world writes for all roles, also those whose layouts it is outside of.
     schedules: dict[str, Any] = {}
+    roles_meta: dict[str, Any] = {}
     for name, role in roles.items():
         step_count = None
         if role.optimizer is not None:
             step_count = role.optimizer.scheduler.num_steps
         schedules[name] = _from_layout(step_count, role.model)
-    content = {"state": _from_layout(dict(state), roles[first_role].model), "schedules": schedules}
-    roles_meta: dict[str, Any] = {}
-    for name, role in roles.items():
+
         role_meta = None
         if role.model is not None:
             role_meta = _role_meta(role.model, role.optimizer, layout)
         roles_meta[name] = _from_layout(role_meta, role.model)
 
+    run_state = _from_layout(dict(state), roles[first_role].model)
+    content = {"state": run_state, "schedules": schedules}
     meta = {**roles_meta[first_role], **_run_meta(state), "roles": roles_meta}
+    generator_path = partial / "rng" / f"rank_{device.rank()}.pt"
+    state_path = partial / "state.pt"
 
     def prepare() -> None:
-        _prepare(final, roles, layout, needed_bytes)
+        _prepare(final, roles, layout, checkpoint_bytes)
 
     def write_rank_files() -> None:
-        torch.save(_generator_states(), partial / "rng" / f"rank_{device.rank()}.pt")
+        torch.save(_generator_states(), generator_path)
         if device.rank() == 0:
-            torch.save(content, partial / "state.pt")
+            torch.save(content, state_path)
             write_meta(partial, meta)
 
     run_write_step(prepare, "prepare the checkpoint's folder", final)
     run_write_step(write_rank_files, "write the state of the run", final)
 
     # Copy the tensors of each role, then write them from a thread.
-    files = [partial / "rng" / f"rank_{device.rank()}.pt"]
+    files = [generator_path]
     if device.rank() == 0:
-        files.append(partial / "state.pt")
+        files.append(state_path)
     writes: list[TensorWrite] = []
     try:
         for name, role in roles.items():
@@ -147,17 +159,18 @@ def save(
                 files += write_index(partial / name, role.model, role.optimizer)
     except Exception as error:
         raise write_error(error, final) from error
-    saving = PendingCheckpoint(final, writes, files, keep, best)
+
+    checkpoint = PendingCheckpoint(final, writes, files, keep, best)
     if not in_background:
-        saving.finish()
-    return saving
+        checkpoint.finish()
+    return checkpoint
 
 
 def _prepare(
     final: Path,
     roles: Mapping[str, TrainedRole],
     layout: str,
-    needed_bytes: float,
+    checkpoint_bytes: float,
 ) -> None:
     """Create the folders of a checkpoint; raise UserError if it cannot be written."""
     if layout == SAME:
@@ -168,7 +181,7 @@ def _prepare(
         # A save that was killed leaves its partial folder.
         durable.remove(partial_of(final))
         final.parent.mkdir(parents=True, exist_ok=True)
-        durable.require_space(final.parent, needed_bytes, f"the checkpoint {final.name}")
+        durable.require_space(final.parent, checkpoint_bytes, f"the checkpoint {final.name}")
         for name in (*roles, "rng"):
             (partial_of(final) / name).mkdir(parents=True)
 
@@ -177,25 +190,33 @@ def _stored_bytes(role: TrainedRole) -> int:
     """Return the bytes of this rank's share of a role in a checkpoint, counting each shard on one rank."""
     if role.model is None:
         return 0
+
+    # Data- and context-parallel ranks hold the same weights: count the first rank's.
     coordinates = role.model.groups.coordinates
-    # Data- and context-parallel ranks hold the same weights: count those of the first.
     if coordinates.data != 0 or coordinates.context != 0:
         return 0
 
+    parameters: list[Tensor] = []
     if role.model.adapters is not None:
-        weights = list(adapter_parameters(role.model).values())
+        parameters += adapter_parameters(role.model).values()
     else:
-        weights = [parameter for chunk in role.model.chunks for parameter in chunk.parameters()]
-    size = sum(weight.numel() * weight.element_size() for weight in weights)
+        for chunk in role.model.chunks:
+            parameters += chunk.parameters()
+
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     if role.optimizer is not None:
-        size += _OPTIMIZER_BYTES * sum(weight.numel() for weight in weights)
-    return size
+        num_bytes += _OPTIMIZER_BYTES * sum(parameter.numel() for parameter in parameters)
+    return num_bytes
 
 
 def _from_layout(value: Any, model: ParallelModel | None) -> Any:
     """Return the value of the first rank of the model's layout. Collective over the world."""
-    is_source = model is not None and model.groups.layout.ranks[0] == device.rank()
-    for gathered in gather_objects((value,) if is_source else None):
+    # In a tuple: the value itself may be None.
+    message = None
+    if model is not None and model.groups.layout.ranks[0] == device.rank():
+        message = (value,)
+
+    for gathered in gather_objects(message):
         if gathered is not None:
             return gathered[0]
     return value
@@ -227,16 +248,19 @@ def load(
     meta = read_meta(folder)
     require_state_format(folder, meta)
     require_roles(folder, meta, roles)
+    roles_meta = meta["roles"]
     for name, role in roles.items():
         if role.model is not None:
-            _require_same_role(folder, meta["roles"][name], name, role.model, role.optimizer)
+            _require_same_role(folder, roles_meta[name], name, role.model, role.optimizer)
             if role.optimizer is not None:
                 require_layout(folder, name, meta, _layout_meta(role.model))
+
     # Before any pickle of the checkpoint is loaded.
     for name in roles:
         refuse_code(folder / name, trusted=trusted)
-
     content = _read(folder / "state.pt", types)
+
+    # Every rank needs every role's layout, to choose between two loads that are collective over the world.
     layouts: dict[str, Any] = {}
     for name, role in roles.items():
         role_layout = None
@@ -245,19 +269,23 @@ def load(
         layouts[name] = _from_layout(role_layout, role.model)
 
     for name, role in roles.items():
-        saved = meta["roles"][name]
-        if fits_shards(saved, layouts[name]):
-            load_tensors(folder / name, role.model, role.optimizer, optimizer_layout(saved))
+        role_meta = roles_meta[name]
+        role_folder = folder / name
+        if fits_shards(role_meta, layouts[name]):
+            load_tensors(role_folder, role.model, role.optimizer, optimizer_layout(role_meta))
         else:
-            load_shards(folder / name, role.model, role.optimizer)
+            load_shards(role_folder, role.model, role.optimizer)
+
+        # Restore the position in the learning-rate schedule; the schedule itself is configured.
         if role.optimizer is not None:
-            # Restore the position in the learning-rate schedule; the schedule itself is configured.
-            role.optimizer.scheduler.num_steps = 0
-            role.optimizer.scheduler.step(content["schedules"][name])
+            scheduler = role.optimizer.scheduler
+            scheduler.num_steps = 0
+            scheduler.step(content["schedules"][name])
 
     # Generators differ between ranks, so that they belong to a layout.
-    if all(layouts[name] == meta["roles"][name]["layout"] for name in roles):
-        _set_generator_states(_read(folder / "rng" / f"rank_{device.rank()}.pt"))
+    if all(layouts[name] == roles_meta[name]["layout"] for name in roles):
+        generator_path = folder / "rng" / f"rank_{device.rank()}.pt"
+        _set_generator_states(_read(generator_path))
     else:
         first_model = next(iter(roles.values())).model
         seed_generators(int(meta["seed"]), int(meta["step"]), first_model)
@@ -271,7 +299,10 @@ def read_state(directory: str | Path) -> dict[str, Any]:
 
 
 def load_model(
-    directory: str | Path, model: ParallelModel | None, *, trusted: bool = False
+    directory: str | Path,
+    model: ParallelModel | None,
+    *,
+    trusted: bool = False,
 ) -> dict[str, Any]:
     """Restore the actor's weights alone, also into a model without optimizer; return the meta.json.
 
@@ -319,14 +350,21 @@ def _role_meta(
     optimizer: Optimizer | None,
     layout: str,
 ) -> dict[str, Any]:
+    """Return a role's entry of meta.json, which `load` compares with the role that it restores."""
     is_distributed = optimizer is not None and optimizer.config.distributed
     is_adam = optimizer is not None and optimizer.config.name == "adam"
+
+    # Megatron stores an optimizer that is not distributed like weights, which any layout can read.
+    stored_layout = ANY
+    if is_distributed:
+        stored_layout = layout
+
     return {
         "model": model_identity(pretrained(model.hf_config)),
         "dtype": _dtype(model),
         "layers": _layer_kind(model),
         "optimizer": _optimizer_kind(optimizer),
-        "optimizer_layout": layout if is_distributed else ANY,
+        "optimizer_layout": stored_layout,
         # The index of the shards has the states of Adam.
         "indexed_shards": is_distributed and is_adam and layout == SAME,
         "adapters": _adapters(model),
@@ -337,7 +375,10 @@ def _role_meta(
 
 def _layout_meta(model: ParallelModel) -> dict[str, Any]:
     values = asdict(model.groups.layout)
-    return {**values, "ranks": list(values["ranks"]), "world_size": device.world_size()}
+    # As JSON has it: the entry is compared with one that was read.
+    values["ranks"] = list(values["ranks"])
+    values["world_size"] = device.world_size()
+    return values
 
 
 def _dtype(model: ParallelModel) -> str:
@@ -345,7 +386,9 @@ def _dtype(model: ParallelModel) -> str:
 
 
 def _layer_kind(model: ParallelModel) -> str:
-    return "transformer_engine" if model.uses_transformer_engine else "torch"
+    if model.uses_transformer_engine:
+        return "transformer_engine"
+    return "torch"
 
 
 def _optimizer_kind(optimizer: Optimizer | None) -> str | None:
@@ -362,7 +405,9 @@ def _adapters(model: ParallelModel) -> str | None:
 
 
 def _adapter_base(model: ParallelModel) -> str | None:
-    return None if model.adapters is None else model.adapters.base
+    if model.adapters is None:
+        return None
+    return model.adapters.base
 
 
 def _require_same_role(
@@ -389,9 +434,11 @@ def _require_same_role(
 
 
 def _generator_states() -> dict[str, Any]:
+    """Return the states of the generators of Python, NumPy and torch as plain values and tensors."""
     numpy_state: Any = np.random.get_state(legacy=False)
     # A list: NumPy's arrays cannot be loaded as plain values.
-    generator = {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}
+    generator = dict(numpy_state["state"])
+    generator["key"] = generator["key"].tolist()
     return {
         "python": random.getstate(),
         "numpy": {**numpy_state, "state": generator},
@@ -400,10 +447,14 @@ def _generator_states() -> dict[str, Any]:
 
 
 def _set_generator_states(states: Mapping[str, Any]) -> None:
+    """Restore the generators from `_generator_states`."""
     random.setstate(states["python"])
+
     numpy_state = states["numpy"]
-    key = np.array(numpy_state["state"]["key"], dtype=np.uint32)
-    np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
+    generator = dict(numpy_state["state"])
+    generator["key"] = np.array(generator["key"], dtype=np.uint32)
+    np.random.set_state({**numpy_state, "state": generator})
+
     device.set_generator_states(states["torch"])
 
 
@@ -412,8 +463,13 @@ def seed_generators(seed: int, step: int, model: ParallelModel | None) -> None:
 
     On the device, the tensor-parallel ranks of ``model`` get different seeds.
     """
-    value = int(np.random.SeedSequence([seed, step]).generate_state(1)[0]) >> 1
+    # A SeedSequence mixes both: neighbouring steps get unrelated seeds. Every generator takes 31 bits.
+    sequence = np.random.SeedSequence([seed, step])
+    value = int(sequence.generate_state(1)[0]) >> 1
     random.seed(value)
     np.random.seed(value)
-    tensor_rank = model.groups.coordinates.tensor if model is not None else 0
+
+    tensor_rank = 0
+    if model is not None:
+        tensor_rank = model.groups.coordinates.tensor
     device.seed_generators(value, tensor_rank)

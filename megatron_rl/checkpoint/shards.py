@@ -1,19 +1,19 @@
 """Read an optimizer that was saved in the shards of one layout (`SAME`) on any other, without a gather.
 
 Megatron writes each rank's part of its flat optimizer buffers as it is in memory, and these buffers have no
-names. The one idea: each group of ranks with equal parameters also writes an index of them, which says where
-in a buffer each part of each global tensor is. A rank of another layout then reads the ranges of its own
-parameters, one parameter and one state at a time, and copies them bit for bit.
+names. The one idea: each group of ranks with equal parameters also writes an index of them, which maps each
+box of each global tensor to its elements in a buffer. A rank of another layout then reads the ranges of its
+own parameters, one parameter and one state at a time, and copies them bit for bit.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -44,11 +44,11 @@ _INDEX = "parameters_*.json"
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterBox:
     """Box of a global tensor in the flattened parameter of a rank.
 
     Example: the second of two tensor-parallel ranks holds rows 4 to 7 of an [8, 2] tensor:
-    ``Part("w", start=(4, 0), size=(4, 2), first=0, strides=(2, 1))``.
+    ``ParameterBox("w", start=(4, 0), size=(4, 2), first=0, strides=(2, 1))``.
     """
 
     key: str
@@ -64,29 +64,42 @@ class Part:
 
     def offset(self, start: tuple[int, ...]) -> int:
         """Return the element of the flattened parameter at an index of the global tensor."""
-        steps = zip(start, self.start, self.strides, strict=True)
-        return self.first + sum((index - origin) * stride for index, origin, stride in steps)
+        offset = self.first
+        for index, origin, stride in zip(start, self.start, self.strides, strict=True):
+            offset += (index - origin) * stride
+        return offset
 
-    def within(self, begin: int, end: int) -> Part:
+    def within(self, begin: int, end: int) -> ParameterBox:
         """Return the slices of the box along one dimension that reach into a range of elements."""
         dims = [dim for dim, extent in enumerate(self.size) if extent > 1]
         if not dims:
             return self
+
         # The elements of a slice are within one stride, because this dimension has the largest one.
-        dim = max(dims, key=lambda index: self.strides[index])
+        dim = max(dims, key=lambda dim: self.strides[dim])
         stride = self.strides[dim]
-        low = min(max((begin - self.first) // stride, 0), self.size[dim])
-        high = max(min(-(-(end - self.first) // stride), self.size[dim]), low)
-        start = (*self.start[:dim], self.start[dim] + low, *self.start[dim + 1 :])
-        size = (*self.size[:dim], high - low, *self.size[dim + 1 :])
-        return replace(self, start=start, size=size, first=self.first + low * stride)
+        extent = self.size[dim]
+
+        # The first slice contains ``begin`` (rounded down), the last one the element before ``end`` (up).
+        low = (begin - self.first) // stride
+        low = min(max(low, 0), extent)
+        high = -(-(end - self.first) // stride)
+        high = max(min(high, extent), low)
+
+        start = list(self.start)
+        start[dim] += low
+        size = list(self.size)
+        size[dim] = high - low
+        first = self.first + low * stride
+        return replace(self, start=tuple(start), size=tuple(size), first=first)
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """Part of a saved parameter, and the location of the parameter in the buffers."""
+class _StoredBox:
+    """Box of a saved parameter, and the location of the parameter in the buffers."""
 
-    part: Part
+    box: ParameterBox
+    """Box in the flattened parameter of the rank that saved it."""
     bucket: Bucket
     """Bucket that contains the parameter."""
     begin: int
@@ -103,58 +116,67 @@ def write_index(folder: Path, model: ParallelModel | None, optimizer: Optimizer 
     """
     if model is None or optimizer is None:
         return []
+
     with megatron_scope(model):
         state, _ = sharded_state(model, None, is_loading=False)
-    sharded = _sharded_parameters(state)
+    sharded_parameters = _sharded_parameters(state)
+
     entries: list[dict[str, Any]] = []
     for number, sub_optimizer in enumerate(optimizer.parts):
-        if not hasattr(sub_optimizer, "gbuf_ranges") or sub_optimizer.data_parallel_group.rank() != 0:
+        # All ranks of a data-parallel group have equal buffers, so the first one writes the index.
+        is_distributed = hasattr(sub_optimizer, "gbuf_ranges")
+        if not is_distributed or sub_optimizer.data_parallel_group.rank() != 0:
             continue
+
         group = sub_optimizer.data_parallel_group_idx
         for buffer_index, buffer in enumerate(sub_optimizer.buffers):
-            for parameter, (start, _, bucket) in buffer.param_index_map.items():
-                name = Bucket(number, group, buffer_index, bucket)
-                begin = start - buffer.buckets[bucket].offset
-                for part in _parts(sharded[parameter]):
-                    entries.append({"bucket": list(name), "begin": begin, **asdict(part)})
+            for parameter, (start, _, bucket_index) in buffer.param_index_map.items():
+                bucket = Bucket(number, group, buffer_index, bucket_index)
+                # Megatron counts from the buffer's first element; a checkpoint stores each bucket by itself.
+                begin = start - buffer.buckets[bucket_index].offset
+                for box in _parameter_boxes(sharded_parameters[parameter]):
+                    entry = {"bucket": list(bucket), "begin": begin}
+                    entries.append(entry | asdict(box))
     if not entries:
         return []
 
     path = folder / _INDEX.replace("*", str(device.rank()))
-    path.write_text(json.dumps({"steps": step_count(optimizer), "parts": entries}), encoding="utf-8")
+    index = {"steps": step_count(optimizer), "parts": entries}
+    path.write_text(json.dumps(index), encoding="utf-8")
     return [path]
 
 
 def _sharded_parameters(state: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return parameter -> Megatron's description of its place in the global tensors."""
+    """Return parameter -> Megatron's ShardedTensor or factory, which locates it in the global tensors."""
     sharded, _ = extract_sharded_tensors_and_factories(dict(state))
     return {item.data: item for item in nested_values(sharded) if item.data is not None}
 
 
-def _parts(sharded: Any) -> list[Part]:
-    """Return the boxes of global tensors in a parameter; none if they are not views of it."""
+def _parameter_boxes(sharded: Any) -> list[ParameterBox]:
+    """Return the boxes of global tensors in a parameter; an empty list if they are not views of it."""
     # On the meta device a view has an offset and strides, but no values.
     parameter = torch.empty(sharded.data.shape, dtype=sharded.data.dtype, device="meta")
     tensors: list[Any] = [replace(sharded, data=parameter)]
     if isinstance(sharded, ShardedTensorFactory):
         tensors = list(nested_values(tensors[0].build()))
 
-    parts = []
+    boxes = []
     for tensor in tensors:
         # A factory may copy, so that the copy's strides are not those of the parameter.
         if tensor.data.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
             return []
+
+        # A global tensor may stack local ones, as of layers: its leading dimensions are not in the parameter.
         leading = tensor.prepend_axis_num
-        parts.append(
-            Part(
-                tensor.key,
-                tuple(tensor.global_offset),
-                (1,) * leading + tuple(tensor.local_shape),
-                tensor.data.storage_offset(),
-                (0,) * leading + tuple(tensor.data.stride()),
-            )
+        box = ParameterBox(
+            tensor.key,
+            start=tuple(tensor.global_offset),
+            size=(1,) * leading + tuple(tensor.local_shape),
+            first=tensor.data.storage_offset(),
+            strides=(0,) * leading + tuple(tensor.data.stride()),
         )
-    return parts
+        boxes.append(box)
+    return boxes
 
 
 # --- Loading
@@ -187,95 +209,126 @@ def load_shards(folder: Path, model: ParallelModel | None, optimizer: Optimizer 
 @torch.no_grad()
 def _read(folder: Path, optimizer: Optimizer, sharded: Mapping[Any, Any]) -> None:
     """Read this rank's shards of all optimizer states."""
-    parts = {parameter: _parts(item) for parameter, item in sharded.items()}
-    needed = {part.key for boxes in parts.values() for part in boxes}
-    stored, steps = _read_index(folder, needed)
+    boxes_by_parameter = {parameter: _parameter_boxes(item) for parameter, item in sharded.items()}
+    tensor_names: set[str] = set()
+    for boxes in boxes_by_parameter.values():
+        tensor_names.update(box.key for box in boxes)
+
+    index = _read_index(folder, tensor_names)
     files = BucketReader(folder, read_tensors(folder).buffers)
 
+    # One parameter and one state at a time: the host holds a single unsharded parameter.
     for sub_optimizer in optimizer.parts:
         for parameter in sub_optimizer.model_param_gbuf_map:
+            boxes = boxes_by_parameter[parameter]
+            # Only rows that pad the vocabulary of this layout may be absent.
+            may_be_absent = getattr(sharded[parameter], "allow_shape_mismatch", False)
             shard = sub_optimizer._get_model_param_range_map(parameter)["param"]
-            states = sub_optimizer._get_main_param_and_optimizer_states(parameter).keys() - {"step"}
-            padded = getattr(sharded[parameter], "allow_shape_mismatch", False)
-            for name in sorted(states):
+            current_states = sub_optimizer._get_main_param_and_optimizer_states(parameter)
+
+            for state in sorted(current_states.keys() - {"step"}):
+                if not boxes:
+                    raise _absent_error(folder, None, state)
+
                 values = torch.zeros(parameter.numel(), device=device.host())
-                for part in parts[parameter]:
-                    missing = _fill(values, part.within(shard.start, shard.end), name, stored, files)
-                    # Only rows that pad the vocabulary of this layout may be absent.
-                    if missing and not padded:
-                        raise _absent(folder, part, name)
-                if not parts[parameter]:
-                    raise _absent(folder, None, name)
-                set_states(sub_optimizer, parameter, {name: values[shard.start : shard.end]})
+                for box in boxes:
+                    shard_box = box.within(shard.start, shard.end)
+                    num_absent = _copy_box(values, shard_box, state, index.boxes, files)
+                    if num_absent and not may_be_absent:
+                        raise _absent_error(folder, box, state)
+
+                shard_values = values[shard.start : shard.end]
+                set_states(sub_optimizer, parameter, {state: shard_values})
             count_progress("tensors read")
 
-    restore_steps(optimizer, steps)
+    restore_steps(optimizer, index.steps)
     for sub_optimizer in optimizer.parts:
         if isinstance(sub_optimizer.optimizer, HostOptimizer):
             sub_optimizer.optimizer.settle()
 
 
-def _fill(
+def _copy_box(
     values: Tensor,
-    part: Part,
+    box: ParameterBox,
     state: str,
-    stored: Mapping[str, list[_Stored]],
+    stored_boxes: Mapping[str, list[_StoredBox]],
     files: BucketReader,
 ) -> int:
-    """Copy the values of one part of a flattened parameter; return how many the checkpoint lacks."""
+    """Copy one box of a state into a flattened parameter; return how many elements the checkpoint lacks."""
     copied = 0
-    for source in stored.get(part.key, ()):
-        overlap = intersect((part.start, part.size), (source.part.start, source.part.size))
+    for stored in stored_boxes.get(box.key, ()):
+        source = stored.box
+        overlap = intersect((box.start, box.size), (source.start, source.size))
         if overlap is None:
             continue
+
+        # Read the range of elements between the first and the last one of the overlap.
         start, size = overlap
+        count = 1
+        for extent, stride in zip(size, source.strides, strict=True):
+            count += (extent - 1) * stride
+        begin = stored.begin + source.offset(start)
+        elements = files.read(state, stored.bucket, begin, count)
 
-        # The range of elements between the first and the last one of the box.
-        strides = source.part.strides
-        reach = sum((extent - 1) * stride for extent, stride in zip(size, strides, strict=True)) + 1
-        begin = source.begin + source.part.offset(start)
-        elements = files.read(state, source.bucket, begin, reach)
-        target = values.as_strided(size, part.strides, part.offset(start))
-        target.copy_(elements.as_strided(size, strides, elements.storage_offset()))
+        # Both sides see the overlap by their own strides.
+        source_view = elements.as_strided(size, source.strides, elements.storage_offset())
+        target_view = values.as_strided(size, box.strides, box.offset(start))
+        target_view.copy_(source_view)
         copied += math.prod(size)
-    return math.prod(part.size) - copied
+
+    return math.prod(box.size) - copied
 
 
-def _read_index(folder: Path, needed: set[str]) -> tuple[dict[str, list[_Stored]], int]:
-    """Return the stored parts of the ``needed`` global tensors, each box once, and the number of steps."""
-    stored: dict[str, list[_Stored]] = {}
-    boxes: set[tuple[Any, ...]] = set()
+class _Index(NamedTuple):
+    """Index of a checkpoint's optimizer shards."""
+
+    boxes: dict[str, list[_StoredBox]]
+    """Name of a global tensor -> its boxes, which do not overlap."""
+    steps: int
+    """Number of optimizer steps before the save."""
+
+
+def _read_index(folder: Path, tensor_names: set[str]) -> _Index:
+    """Return the boxes of the named global tensors, each once, from the files of all ranks that wrote one."""
+    stored_boxes: dict[str, list[_StoredBox]] = {}
+    unique_boxes: set[tuple[Any, ...]] = set()
     steps = 0
     for path in sorted(folder.glob(_INDEX)):
         index = json.loads(path.read_text(encoding="utf-8"))
         steps = max(steps, int(index["steps"]))
-        for part, bucket, begin in _entries(index["parts"]):
-            # Ranks hold equal copies of parameters that are not sharded.
-            box = (part.key, part.start, part.size)
-            if part.key in needed and box not in boxes:
-                boxes.add(box)
-                stored.setdefault(part.key, []).append(_Stored(part, bucket, begin))
-    return stored, steps
+
+        for entry in index["parts"]:
+            stored = _stored_box(entry)
+            box = stored.box
+            if box.key not in tensor_names:
+                continue
+            # Tensor-parallel ranks save equal copies of parameters that are not sharded.
+            box_key = (box.key, box.start, box.size)
+            if box_key in unique_boxes:
+                continue
+            unique_boxes.add(box_key)
+            stored_boxes.setdefault(box.key, []).append(stored)
+
+    return _Index(stored_boxes, steps)
 
 
-def _entries(entries: list[dict[str, Any]]) -> Iterator[tuple[Part, Bucket, int]]:
-    """Yield the parts of an index with bucket and first element of their parameters."""
-    for entry in entries:
-        part = Part(
-            entry["key"],
-            tuple(entry["start"]),
-            tuple(entry["size"]),
-            entry["first"],
-            tuple(entry["strides"]),
-        )
-        yield part, Bucket(*entry["bucket"]), entry["begin"]
+def _stored_box(entry: Mapping[str, Any]) -> _StoredBox:
+    """Return one entry of an index; JSON has lists for tuples."""
+    box = ParameterBox(
+        entry["key"],
+        tuple(entry["start"]),
+        tuple(entry["size"]),
+        entry["first"],
+        tuple(entry["strides"]),
+    )
+    return _StoredBox(box, Bucket(*entry["bucket"]), entry["begin"])
 
 
-def _absent(folder: Path, part: Part | None, state: str) -> UserError:
-    """Return the error of a part of a parameter that the checkpoint has no location of."""
+def _absent_error(folder: Path, box: ParameterBox | None, state: str) -> UserError:
+    """Return the error of a box of a parameter that the checkpoint has no location of."""
     text = "a parameter whose shards Megatron copies"
-    if part is not None:
-        text = f"{part.key} from {list(part.start)}"
+    if box is not None:
+        text = f"{box.key} from {list(box.start)}"
     return UserError(
         "the checkpoint's optimizer shards cannot be read on this layout",
         where=str(folder),

@@ -88,16 +88,19 @@ class TensorWrite:
             # Ranks outside the layout take part in the collectives of the save.
             strategy = _SaveOutsideLayout("torch_dist", 1, thread_count=WRITERS)
         else:
-            strategy = FullyParallelSaveStrategyWrapper(
-                _Save("torch_dist", 1, thread_count=WRITERS), model.groups.data_context
-            )
+            # The wrapper distributes replicated tensors over the ranks that hold them.
+            rank_strategy = _Save("torch_dist", 1, thread_count=WRITERS)
+            strategy = FullyParallelSaveStrategyWrapper(rank_strategy, model.groups.data_context)
 
+        content_metadata = None
+        if content:
+            content_metadata = dict(content)
         self._request: Any = dist_checkpointing.save(
             state,
             str(folder),
             strategy,
             async_sharded_save=True,
-            content_metadata=dict(content) if content else None,
+            content_metadata=content_metadata,
         )
         self.files: list[Path] = []
         # Ranks without a shard write nothing.
@@ -137,8 +140,10 @@ class TensorWrite:
                 raise outcome
             return outcome
 
+        # `finish` reads the results of all files as one value, by index.
         with ThreadPoolExecutor(WRITERS) as pool:
-            results.put(dict(enumerate(pool.map(write_bucket, range(len(buckets))))))
+            outcomes_by_file = pool.map(write_bucket, range(len(buckets)))
+            results.put(dict(enumerate(outcomes_by_file)))
 
     def finish(self) -> None:
         """Write the directory of all ranks' tensors, inside `megatron_mode`. Collective over the world."""
@@ -162,10 +167,13 @@ class _Save(TorchDistSaveShardedStrategy):
         if common is not None and device.rank() == 0:
             torch.save(common.data, Path(checkpoint_dir) / "common.pt")
 
+        # Older versions take no package.
+        package = ["mcore"] * len(writer_package)
+
         # Without a queue Megatron would start a process that provides one.
         filesystem_async._results_queue = queue.Queue()  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            return super().async_save(sharded_state_dict, checkpoint_dir, *("mcore" for _ in writer_package))
+            return super().async_save(sharded_state_dict, checkpoint_dir, *package)
         finally:
             filesystem_async._results_queue = None
 
@@ -200,16 +208,17 @@ def begin_tensors(
     """Plan the write of a model and its optimizer into an empty folder; see `TensorWrite`.
 
     Ranks outside the layout pass no ``model``. ``layout`` is the way to store a distributed optimizer: `ANY`
-    gathers it, `SAME` stores the shards. ``keep`` as for `TensorWrite`. Collective over the
-    world.
+    gathers it, `SAME` stores the shards. ``keep`` as for `TensorWrite`. Collective over the world.
     """
     with megatron_scope(model):
         state: dict[str, Any] = {}
+
         if model is not None:
             if optimizer is not None:
                 # A save before the first step stores the states as they will be then.
                 initialise_states(optimizer)
             state, _ = sharded_state(model, optimizer, is_loading=False, layout=layout)
+
         return TensorWrite(folder, model, state, keep=keep)
 
 
@@ -249,31 +258,38 @@ def load_tensors(
     """
     # A load that data-parallel ranks share has more collectives, which ranks outside the layout must join.
     shares_reading = model is not None and model.groups.data_context.size() > 1
-    any_shares_reading = bool(sum_over_ranks(torch.tensor([int(shares_reading)])))
+    num_sharing_ranks = sum_over_ranks(torch.tensor([int(shares_reading)]))
+    any_shares_reading = bool(num_sharing_ranks)
 
     with _load_errors(folder), megatron_scope(model):
         if model is None:
             dist_checkpointing.load({}, str(folder), _LoadOutsideLayout(any_shares_reading))
             return
+
+        # States must exist before their values can be restored in place.
         if optimizer is not None:
             initialise_states(optimizer)
         state, rank_state = sharded_state(model, optimizer, is_loading=True, layout=layout)
         # Megatron-Core 0.19.2 annotates a class that the wrapper is not derived from, and calls `load` alone.
         strategy: Any = FullyParallelLoadStrategyWrapper(
-            TorchDistLoadShardedStrategy(), model.groups.data_context
+            TorchDistLoadShardedStrategy(),
+            model.groups.data_context,
         )
         loaded: Any = dist_checkpointing.load(state, str(folder), strategy)
 
         for index, chunk in enumerate(model.chunks):
+            chunk_state = loaded[f"chunk{index}"]
             if model.adapters is not None:
-                load_adapters(model, chunk, loaded[f"chunk{index}"])
+                load_adapters(model, chunk, chunk_state)
             else:
-                chunk.load_state_dict(loaded[f"chunk{index}"])
-
+                chunk.load_state_dict(chunk_state)
         _clear_padding(model)
+
+        # Megatron's state has common values, values of this rank alone, and sharded tensors.
         if optimizer is not None:
             optimizer_state = merge(loaded["optimizer_common"], rank_state)
-            _load_optimizer(optimizer, merge(optimizer_state, loaded["optimizer"]))
+            optimizer_state = merge(optimizer_state, loaded["optimizer"])
+            _load_optimizer(optimizer, optimizer_state)
 
 
 class _LoadOutsideLayout(TorchDistLoadShardedStrategy):
@@ -357,7 +373,8 @@ def sharded_state(
     # which may be outside the layout.
     replica_id = (0, 0, groups.layout.ranks.index(groups.rank))
     common_object = ShardedObject("optimizer.common", common, (1,), (0,), replica_id)
-    return {**chunks, "optimizer": tensors, "optimizer_common": common_object}, _unwrapped(rank_state)
+    complete_state = {**chunks, "optimizer": tensors, "optimizer_common": common_object}
+    return complete_state, _unwrapped(rank_state)
 
 
 def _unwrapped(value: Any) -> Any:
@@ -390,8 +407,10 @@ def _clear_padding(model: ParallelModel) -> None:
     shape = model.spec.model.shape
     for storage, parameter in live_parameters(model).items():
         if global_name(model, storage) in vocabulary_names(shape):
-            row_count = shape.vocab - model.groups.coordinates.tensor * len(parameter)
-            parameter[max(row_count, 0) :].zero_()
+            # Tensor-parallel ranks hold equally many rows, in order; the last rows are padding.
+            first_row = model.groups.coordinates.tensor * len(parameter)
+            row_count = max(shape.vocab - first_row, 0)
+            parameter[row_count:].zero_()
 
 
 # --- Optimizer state
@@ -403,8 +422,11 @@ def initialise_states(optimizer: Optimizer) -> None:
         inner = sub_optimizer.optimizer
         if len(inner.state):
             continue
+
         rates = [group["lr"] for group in inner.param_groups]
-        parameters = [p for group in inner.param_groups for p in group["params"] if p.numel()]
+        parameters: list[Tensor] = []
+        for group in inner.param_groups:
+            parameters += [parameter for parameter in group["params"] if parameter.numel()]
         gradients = [parameter.grad for parameter in parameters]
 
         # A step with learning rate and gradients of zero creates the states and changes no weight.
@@ -414,6 +436,7 @@ def initialise_states(optimizer: Optimizer) -> None:
             parameter.grad = torch.zeros_like(parameter)
         inner.step()
 
+        # Undo it: gradients, learning rates and step counts are as before.
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         for group, rate in zip(inner.param_groups, rates, strict=True):
@@ -429,14 +452,19 @@ def _separate_steps(inner: Any, reset: bool = False) -> None:
     Megatron's load makes all parameters share one tensor, which every parameter's update then increments.
     """
     for state in inner.state.values():
-        if isinstance(state.get("step"), Tensor):
-            state["step"] = torch.zeros_like(state["step"]) if reset else state["step"].clone()
+        step = state.get("step")
+        if isinstance(step, Tensor):
+            state["step"] = step.clone()
+            if reset:
+                state["step"].zero_()
 
 
 def step_count(optimizer: Optimizer) -> int:
     """Return the number of steps that the optimizer has taken, equal in all of Megatron's optimizers."""
+    # torch's Adam counts in the state of a parameter, Transformer Engine's in the parameter group.
     for sub_optimizer in optimizer.parts:
-        for entry in (*sub_optimizer.optimizer.state.values(), *sub_optimizer.optimizer.param_groups):
+        inner = sub_optimizer.optimizer
+        for entry in (*inner.state.values(), *inner.param_groups):
             if "step" in entry:
                 return int(entry["step"])
     return 0
@@ -468,6 +496,7 @@ def _with_step(
         inner = sub_optimizer.optimizer
         if inner.state or not hasattr(sub_optimizer, "gbuf_ranges"):
             return original()
+
         groups = []
         for group in inner.state_dict()["param_groups"]:
             settings = {name: value for name, value in group.items() if name != "params"}
@@ -479,16 +508,19 @@ def _with_step(
 
 def _load_optimizer(optimizer: Optimizer, state: Any) -> None:
     """Restore optimizer states, but not the settings of parameter groups: these are the configuration's."""
-    settings = [
-        {name: value for name, value in group.items() if name not in ("params", "step")}
-        for group in optimizer.megatron.param_groups
-    ]
+    settings: list[dict[str, Any]] = []
+    for group in optimizer.megatron.param_groups:
+        group_settings = dict(group)
+        del group_settings["params"]
+        group_settings.pop("step", None)
+        settings.append(group_settings)
+
     # Shards are copied into views of parameters, which autograd would refuse.
     with torch.no_grad(), _replaced(optimizer, "_set_main_param_and_optimizer_states", _without_step):
         optimizer.megatron.load_state_dict(state)
 
-    for group, values in zip(optimizer.megatron.param_groups, settings, strict=True):
-        group.update(values)
+    for group, group_settings in zip(optimizer.megatron.param_groups, settings, strict=True):
+        group.update(group_settings)
     for sub_optimizer in optimizer.parts:
         _separate_steps(sub_optimizer.optimizer)
         if isinstance(sub_optimizer.optimizer, HostOptimizer):
@@ -504,10 +536,12 @@ def _replaced(
     """Replace the method ``name`` of Megatron's optimizers by ``build(sub_optimizer, method)``."""
     sub_optimizers = [sub_optimizer for sub_optimizer in optimizer.parts if hasattr(sub_optimizer, name)]
     for sub_optimizer in sub_optimizers:
-        setattr(sub_optimizer, name, build(sub_optimizer, getattr(sub_optimizer, name)))
+        method = getattr(sub_optimizer, name)
+        setattr(sub_optimizer, name, build(sub_optimizer, method))
     try:
         yield
     finally:
+        # The replacement is an attribute of the instance: without it the class's method is found again.
         for sub_optimizer in sub_optimizers:
             delattr(sub_optimizer, name)
 
@@ -521,8 +555,12 @@ def _with_bucket_padding(sub_optimizer: Any, original: Callable[..., Any]) -> Ca
 
     def gather(**arguments: Any) -> Any:
         state = original(**arguments)
+        # Only the first data-parallel rank gets the gathered state.
+        if not state:
+            return state
+
         for index, buffer in enumerate(sub_optimizer.buffers):
-            for tensors in (state or {}).get(index, {}).values():
+            for tensors in state.get(index, {}).values():
                 for name, value in list(tensors.items()):
                     if isinstance(value, Tensor):
                         tensors[name] = _padded(value, buffer)
@@ -546,7 +584,8 @@ def _without_step(sub_optimizer: Any, _: Callable[..., None]) -> Callable[..., N
     """Return a restore of one parameter's states that skips the step: the groups' load restores it."""
 
     def restore(parameter: Any, tensors: Mapping[str, Tensor]) -> None:
-        states = sub_optimizer._get_main_param_and_optimizer_states(parameter).keys() - {"step"}
-        set_states(sub_optimizer, parameter, {name: tensors[name] for name in states})
+        current_states = sub_optimizer._get_main_param_and_optimizer_states(parameter)
+        names = current_states.keys() - {"step"}
+        set_states(sub_optimizer, parameter, {name: tensors[name] for name in names})
 
     return restore

@@ -62,6 +62,8 @@ def refuse_code(folder: Path, *, trusted: bool) -> None:
     """
     if trusted:
         return
+
+    # One file at a time: the directory must be harmless before it is unpickled to find the other files.
     for path, names in _pickled_names(folder):
         dangerous = sorted(f"{module}.{name}" for module, name in names - HARMLESS)
         if dangerous:
@@ -105,9 +107,12 @@ def _stored_values(folder: Path, directory: Any) -> Iterator[tuple[Path, int, in
     for name, entry in directory.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             names.add(name)
-    for index, location in (directory.storage_data or {}).items():
+
+    locations = directory.storage_data or {}
+    for index, location in locations.items():
         if index.fqn in names:
-            yield folder / location.relative_path, location.offset, location.length
+            path = folder / location.relative_path
+            yield path, location.offset, location.length
 
 
 def _names_in_archive(

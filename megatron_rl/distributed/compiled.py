@@ -32,12 +32,11 @@ def compile_for_any_shape() -> None:
     setattr(jit, "jit_fuser", compile_function)
 
     # Activations keep their identity: Megatron tests `activation_func == quick_gelu`, for example.
-    recompiled = {
-        id(value): value
-        for module in _ACTIVATION_MODULES
-        for value in vars(module).values()
-        if _uncompiled(value) is not None
-    }
+    recompiled: dict[int, Any] = {}
+    for module in _ACTIVATION_MODULES:
+        for value in vars(module).values():
+            if _uncompiled(value) is not None:
+                recompiled[id(value)] = value
 
     def recompile_attributes(owner: Any) -> None:
         for name, value in list(vars(owner).items()):
@@ -46,6 +45,7 @@ def compile_for_any_shape() -> None:
                 setattr(owner, name, compile_function)
                 continue
 
+            # A function that several modules imported is compiled once.
             function = _uncompiled(value)
             if function is not None:
                 if id(value) not in recompiled:

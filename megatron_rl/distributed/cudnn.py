@@ -22,31 +22,39 @@ _MAPS = Path("/proc/self/maps")
 def load_cudnn_of_torch() -> None:
     """Load every library of torch's cuDNN; must precede the first import of Megatron-Core.
 
-    Without effect where there is no Transformer Engine, no GPU, or a torch that loads no cuDNN by itself.
-    Warns where another one has been loaded.
+    Without effect if Transformer Engine is not installed, if this rank has no GPU, or if torch loads no cuDNN
+    by itself. Warns if parts of another cuDNN are loaded already.
     """
     if device.on_host() or find_spec("transformer_engine") is None:
         return
-    files = mapped_libraries(_MAPS.read_text() if _MAPS.is_file() else "")
-    main = [file for file in files if file.name.startswith("libcudnn.so")]
-    if not main:
-        return
 
     # torch has loaded the one without parts in its name, which finds the others next to itself.
-    folder = main[0].parent
-    others = sorted({file.parent for file in files} - {folder})
-    if others:
+    maps = ""
+    if _MAPS.is_file():
+        maps = _MAPS.read_text()
+    files = mapped_libraries(maps)
+    main_files = [file for file in files if file.name.startswith("libcudnn.so")]
+    if not main_files:
+        return
+
+    # Another cuDNN that is loaded already cannot be replaced: the user has to start again without it.
+    folder = main_files[0].parent
+    foreign_folders = sorted({file.parent for file in files} - {folder})
+    if foreign_folders:
         warnings.warn(
-            f"cuDNN was loaded from {others[0]}, and torch has its own in {folder}: export "
+            f"cuDNN was loaded from {foreign_folders[0]}, and torch has its own in {folder}: export "
             f"LD_LIBRARY_PATH={folder}:$LD_LIBRARY_PATH before Python starts",
             stacklevel=2,
         )
         return
+
     for file in sorted(folder.glob("libcudnn*.so.*")):
         ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
 
 
 def mapped_libraries(maps: str) -> list[Path]:
     """Return the files of cuDNN among a process's mapped files, in the order of ``maps``."""
-    files = [Path(line.split()[-1]) for line in maps.splitlines() if "/libcudnn" in line]
+    # The path is the last column; a library has a line for each of its segments.
+    lines = [line for line in maps.splitlines() if "/libcudnn" in line]
+    files = [Path(line.split()[-1]) for line in lines]
     return list(dict.fromkeys(files))

@@ -142,7 +142,9 @@ def set_environment(variables: Mapping[str, str]) -> None:
 
 def backend() -> str:
     """Return the communication backend of the device."""
-    return "gloo" if _ON_HOST else "nccl"
+    if _ON_HOST:
+        return "gloo"
+    return "nccl"
 
 
 def backends() -> str:
@@ -204,10 +206,13 @@ def upload(tensors: Sequence[Tensor]) -> list[Tensor]:
     if on_host():
         return list(tensors)
 
-    offsets = [0]
+    # Each copy begins at an aligned offset of the buffer.
+    offsets: list[int] = []
+    size = 0
     for tensor in tensors:
-        offsets.append(offsets[-1] + -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT)
-    size = offsets.pop()
+        offsets.append(size)
+        padding = -tensor.nbytes % _ALIGNMENT
+        size += tensor.nbytes + padding
     buffer = torch.empty(size, dtype=torch.uint8, device=device())
 
     if _simulated:
@@ -223,10 +228,11 @@ def upload(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _views(buffer: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[Tensor]:
     """Return views of a buffer of bytes at ``offsets``, with the dtypes and shapes of ``tensors``."""
-    return [
-        buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for tensor, offset in zip(tensors, offsets, strict=True)
-    ]
+    views = []
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        content = buffer[offset : offset + tensor.nbytes]
+        views.append(content.view(tensor.dtype).view(tensor.shape))
+    return views
 
 
 def peak_memory(reset: bool = False) -> int:
@@ -252,7 +258,7 @@ def peak_memory(reset: bool = False) -> int:
 
 
 def set_unbacked(size: int) -> None:
-    """Set the number of allocated bytes without physical memory, such as those of a sleeping engine.
+    """Set the number of allocated bytes without physical memory, such as a sleeping engine's.
 
     vLLM's sleep mode unmaps memory that PyTorch continues to count as allocated.
     """
@@ -282,7 +288,9 @@ def initialize(timeout: float = 600.0, *, watched: bool = False) -> None:
     Raises UserError if the ranks do not meet. Collective over the world.
     """
     global _collective_timeout
-    _collective_timeout = _WATCHED_TIMEOUT if watched else timedelta(seconds=timeout)
+    _collective_timeout = timedelta(seconds=timeout)
+    if watched:
+        _collective_timeout = _WATCHED_TIMEOUT
 
     # The environment of a job of one process, as torchrun would set it.
     defaults = {
@@ -299,12 +307,14 @@ def initialize(timeout: float = 600.0, *, watched: bool = False) -> None:
         local_rank = int(os.environ["LOCAL_RANK"])
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
+    # A training script that embeds this package may have joined the job already.
     if not dist.is_initialized():
         try:
+            store = _open_store(timedelta(seconds=timeout))
             dist.init_process_group(
                 backends(),
                 timeout=_collective_timeout,
-                store=_fake_store() if _simulated else open_store(timedelta(seconds=timeout)),
+                store=store,
                 rank=rank(),
                 world_size=world_size(),
             )
@@ -338,8 +348,11 @@ def deterministic() -> bool:
     return _deterministic
 
 
-def _fake_store() -> dist.Store:
-    """Return the store of a simulated rank, which no other process opens."""
+def _open_store(timeout: timedelta) -> dist.Store:
+    """Return the store of the job; a simulated rank has one that no other process opens."""
+    if not _simulated:
+        return open_store(timeout)
+
     # The import registers the fake backend, whose collectives move nothing.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -353,8 +366,11 @@ def collective_timeout() -> timedelta | None:
 
 def flight_record() -> bytes:
     """Return the last collectives of this process in the format of PyTorch's flight recorder."""
-    dump = "_dump_fr_trace" if _ON_HOST else "_dump_nccl_trace"
-    return getattr(c10d, dump)()
+    # NCCL has a recorder of its own.
+    function_name = "_dump_nccl_trace"
+    if _ON_HOST:
+        function_name = "_dump_fr_trace"
+    return getattr(c10d, function_name)()
 
 
 def prepare_megatron() -> None:
@@ -440,7 +456,8 @@ class _HostMode(TorchFunctionMode):
 
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # Megatron's distributed optimizer distinguishes dtypes by names such as torch.cuda.HalfTensor.
-            return func(args[0]).replace("torch.meta.", "torch.").replace("torch.", "torch.cuda.")
+            type_name = func(args[0]).replace("torch.meta.", "torch.")
+            return type_name.replace("torch.", "torch.cuda.")
 
         if "device" in kwargs and _names_accelerator(kwargs["device"]):
             kwargs = {**kwargs, "device": device()}
@@ -466,6 +483,8 @@ def megatron_mode() -> Iterator[None]:
     the block for an operation that has no deterministic kernel.
     """
     global _megatron_mode_depth
+
+    # The outermost block alone redirects: a mode inside itself would redirect twice.
     is_outermost = _megatron_mode_depth == 0
     _megatron_mode_depth += 1
     try:
@@ -495,7 +514,7 @@ def _raised_for_other_kernels() -> Iterator[None]:
 
 
 class _HostStream:
-    """Stand-in for a CUDA stream or event: on the host everything runs in order."""
+    """Host's stand-in for a CUDA stream or event, without effect: on the host everything runs in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device = host()

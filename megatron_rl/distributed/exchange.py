@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,17 +30,18 @@ _FIRST_MESSAGE_BYTES = 1024
 """Size of the first message of `broadcast_object`: commands between most engine steps fit into it."""
 _LENGTH_BYTES = 8
 """Bytes of the first message that give the length of the pickled object."""
+_HEAD_BYTES = _FIRST_MESSAGE_BYTES - _LENGTH_BYTES
+"""Bytes of the pickled object in the first message."""
+
+# Indices in the counts that ranks exchange before rows.
+_NUM_ROWS = 0
+_NUM_TOKENS = 1
+_FIRST_NUM_ITEMS = 2
 
 
 @dataclass(frozen=True)
 class RowShard:
     """Results of one rank for the rows that it computed.
-
-    ``rows``: [b] int64, indices in the whole batch.
-    ``lengths``: [b] int64, tokens of each row.
-    ``tokens``: name to ragged [n, ...] tensor, the tokens of all rows in order.
-    ``values``: name to [b, ...] tensor.
-    ``items``: name of a token field of counts to the counted items, [sum of the counts, ...], token by token.
 
     Every rank has the same fields of the same dtypes, in the same order; without rows they are empty.
 
@@ -55,22 +56,37 @@ class RowShard:
     """
 
     rows: Tensor
+    """Indices of the rows in the whole batch, [b] int64."""
     lengths: Tensor
+    """Tokens of each row, [b] int64."""
     tokens: Mapping[str, Tensor]
+    """Name -> ragged values of the tokens of all rows in order, [n, ...]."""
     values: Mapping[str, Tensor]
+    """Name -> a value per row, [b, ...]."""
     items: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name of a token field of counts -> the counted items, token by token, [sum of the counts, ...]."""
 
 
 @dataclass
 class GatherStats:
     """Cost of gathering rows on this rank.
 
-    ``bytes``: bytes received.
-    ``seconds``: time in the gather, including the wait for slower ranks.
+    Example: ``GatherStats(bytes=1_048_576, seconds=0.12)``.
     """
 
     bytes: int = 0
+    """Bytes received."""
     seconds: float = 0.0
+    """Time in the gather, including the wait for slower ranks."""
+
+
+class _Field(NamedTuple):
+    """Tensor of a `RowShard` in the message that carries it."""
+
+    tensor: Tensor
+    """This rank's values, [entries, ...]; the other ranks' have the same dtype and inner shape."""
+    count_index: int
+    """Index of the number of entries in a rank's counts (`ReplicaGroup._gather_counts`)."""
 
 
 class ReplicaGroup:
@@ -91,6 +107,7 @@ class ReplicaGroup:
         else:
             self.group = communicator(ranks)
             self.ranks = ranks
+
         self.rank = dist.get_rank()
         self._gather_stats = gather_stats or GatherStats()
 
@@ -104,10 +121,12 @@ class ReplicaGroup:
         counts_by_rank = self._gather_counts(shard)
         received = []
         for rank, counts in zip(self.ranks, counts_by_rank, strict=True):
-            if counts[0]:
+            if counts[_NUM_ROWS]:
                 received.append(self._broadcast_shard(shard, rank, counts))
 
-        gathered = _merge_in_row_order(received) if received else shard
+        gathered = shard
+        if received:
+            gathered = _merge_in_row_order(received)
         self._gather_stats.seconds += time.perf_counter() - start
         return gathered
 
@@ -117,7 +136,9 @@ class ReplicaGroup:
 
     def _gather_counts(self, shard: RowShard) -> list[list[int]]:
         """Return by rank the numbers of rows, of tokens, and of items per field of items."""
-        counts = [len(shard.rows), int(shard.lengths.sum()), *map(len, shard.items.values())]
+        num_tokens = int(shard.lengths.sum())
+        item_counts = [len(items) for items in shard.items.values()]
+        counts = [len(shard.rows), num_tokens, *item_counts]
 
         # On the host: the fastest rank waits here, and a wait on an accelerator keeps it busy.
         local_counts = torch.tensor(counts, dtype=torch.int64)
@@ -132,16 +153,17 @@ class ReplicaGroup:
         counts: list[int],
     ) -> RowShard:
         """Return the shard of rank ``source`` as a copy on the host. Collective over the group."""
+        # Receivers know the size of each field from their own, empty or not, and the source's counts.
         fields = _list_fields(shard)
         sizes = []
-        for _, tensor, kind in fields:
+        for tensor, count_index in fields:
             entry_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
-            sizes.append(counts[kind] * entry_bytes)
+            sizes.append(counts[count_index] * entry_bytes)
 
         # Pack all fields into one message of bytes.
         if self.rank == source:
-            parts = [tensor.contiguous().view(-1).view(torch.uint8) for _, tensor, _ in fields]
-            buffer = torch.cat(parts).to(device.device())
+            segments = [tensor.contiguous().view(-1).view(torch.uint8) for tensor, _ in fields]
+            buffer = torch.cat(segments).to(device.device())
         else:
             buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device.device())
             self._gather_stats.bytes += sum(sizes)
@@ -149,13 +171,13 @@ class ReplicaGroup:
 
         # Unpack on the host. A copy starts at an aligned address; a slice of the buffer may not.
         received: list[Tensor] = []
-        for (_, tensor, kind), raw in zip(fields, buffer.cpu().split(sizes), strict=True):
-            shape = (counts[kind], *tensor.shape[1:])
-            received.append(raw.clone().view(tensor.dtype).view(shape))
+        for (tensor, count_index), segment in zip(fields, buffer.cpu().split(sizes), strict=True):
+            shape = (counts[count_index], *tensor.shape[1:])
+            received.append(segment.clone().view(tensor.dtype).view(shape))
 
         # After rows and lengths, the message has the other fields in the order of `_list_fields`.
-        rows, lengths, *others = received
-        remaining = iter(others)
+        rows, lengths, *ragged_fields = received
+        remaining = iter(ragged_fields)
         return RowShard(
             rows=rows,
             lengths=lengths,
@@ -165,13 +187,14 @@ class ReplicaGroup:
         )
 
 
-def _list_fields(shard: RowShard) -> list[tuple[str, Tensor, int]]:
-    """Return (name, tensor, index of its length in `_gather_counts`) of every tensor, in message order."""
-    fixed = [("rows", shard.rows, 0), ("lengths", shard.lengths, 0)]
-    tokens = [(name, tensor, 1) for name, tensor in shard.tokens.items()]
-    values = [(name, tensor, 0) for name, tensor in shard.values.items()]
-    items = [(name, tensor, kind) for kind, (name, tensor) in enumerate(shard.items.items(), 2)]
-    return [*fixed, *tokens, *values, *items]
+def _list_fields(shard: RowShard) -> list[_Field]:
+    """Return every tensor of a shard, in the order of a message."""
+    fields = [_Field(shard.rows, _NUM_ROWS), _Field(shard.lengths, _NUM_ROWS)]
+    fields += [_Field(tensor, _NUM_TOKENS) for tensor in shard.tokens.values()]
+    fields += [_Field(tensor, _NUM_ROWS) for tensor in shard.values.values()]
+    for index, tensor in enumerate(shard.items.values()):
+        fields.append(_Field(tensor, _FIRST_NUM_ITEMS + index))
+    return fields
 
 
 def _merge_in_row_order(shards: Sequence[RowShard]) -> RowShard:
@@ -181,25 +204,34 @@ def _merge_in_row_order(shards: Sequence[RowShard]) -> RowShard:
     if not torch.equal(sorted_rows, torch.arange(len(rows))):
         raise RuntimeError(f"rows were computed twice or not at all: {sorted_rows.tolist()[:20]}")
 
-    order = rows.argsort()
-    lengths = torch.cat([shard.lengths for shard in shards])
-    index = token_index(lengths, order)
-
     tokens = _concatenate([shard.tokens for shard in shards])
     values = _concatenate([shard.values for shard in shards])
     items = _concatenate([shard.items for shard in shards])
+
+    # Tokens are ragged by the lengths of rows, items by the counts of tokens.
+    order = rows.argsort()
+    lengths = torch.cat([shard.lengths for shard in shards])
+    token_order = token_index(lengths, order)
+    sorted_items: dict[str, Tensor] = {}
+    for name, tensor in items.items():
+        item_order = token_index(tokens[name], token_order)
+        sorted_items[name] = tensor[item_order]
+
     return RowShard(
         rows=rows[order],
         lengths=lengths[order],
-        tokens={name: tensor[index] for name, tensor in tokens.items()},
+        tokens={name: tensor[token_order] for name, tensor in tokens.items()},
         values={name: tensor[order] for name, tensor in values.items()},
-        items={name: tensor[token_index(tokens[name], index)] for name, tensor in items.items()},
+        items=sorted_items,
     )
 
 
 def _concatenate(shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the tensors of each name, joined in the order of the shards."""
-    return {name: torch.cat([tensors[name] for tensors in shards]) for name in shards[0]}
+    concatenated: dict[str, Tensor] = {}
+    for name in shards[0]:
+        concatenated[name] = torch.cat([tensors[name] for tensors in shards])
+    return concatenated
 
 
 def gather_metrics(metrics: Metrics) -> Metrics:
@@ -210,12 +242,17 @@ def gather_metrics(metrics: Metrics) -> Metrics:
 def host_metrics(metrics: Metrics) -> Metrics:
     """Return metrics of floats; scalars of the device are read in one copy."""
     scalars = [*chain.from_iterable(metrics.sums.values()), *metrics.maxima.values()]
-    on_device = [scalar for scalar in scalars if isinstance(scalar, Tensor)]
-    if not on_device:
+    device_scalars = [scalar for scalar in scalars if isinstance(scalar, Tensor)]
+    if not device_scalars:
         return metrics
 
-    values = iter(torch.stack(on_device).tolist())
-    floats = iter([next(values) if isinstance(scalar, Tensor) else scalar for scalar in scalars])
+    # Put the values back at the positions of their tensors.
+    values = iter(torch.stack(device_scalars).tolist())
+    for index, scalar in enumerate(scalars):
+        if isinstance(scalar, Tensor):
+            scalars[index] = next(values)
+
+    floats = iter(scalars)
     return Metrics(
         {name: (next(floats), next(floats)) for name in metrics.sums},
         {name: next(floats) for name in metrics.maxima},
@@ -254,6 +291,8 @@ def run_on_all_ranks_or_raise(
 
     outcomes = gather_objects((result, failure), group)
     failures = [rank_failure for _, rank_failure in outcomes if rank_failure is not None]
+
+    # Prefer a UserError: it names what to change.
     for rank_failure in failures:
         if isinstance(rank_failure, UserError):
             raise rank_failure
@@ -267,10 +306,13 @@ def broadcast_tensor(tensor: Tensor, source: int, group: Any) -> None:
 
     ``source`` is the rank within the group. Collective over the group.
     """
-    if dist.get_world_size(group) > 1:
-        # As bytes, since a backend may not support the dtype.
-        raw = tensor.view(-1).view(torch.uint8)
-        dist.broadcast(raw, dist.get_global_rank(group, source), group=group)
+    if dist.get_world_size(group) == 1:
+        return
+
+    # As bytes, since a backend may not support the dtype.
+    tensor_bytes = tensor.view(-1).view(torch.uint8)
+    source_rank = dist.get_global_rank(group, source)
+    dist.broadcast(tensor_bytes, source_rank, group=group)
 
 
 def broadcast_object(value: Any, ranks: tuple[int, ...]) -> Any:
@@ -289,26 +331,31 @@ def broadcast_object(value: Any, ranks: tuple[int, ...]) -> Any:
 
 
 def _send_object(value: Any, source: int, group: Any) -> None:
+    """Broadcast an object as its length, then its pickle; `_receive_object` is the other side."""
     pickled = pickle.dumps(value)
+    length = len(pickled).to_bytes(_LENGTH_BYTES, "little")
+    head = pickled[:_HEAD_BYTES]
+    tail = pickled[_HEAD_BYTES:]
 
     # A short object is sent in one message: a second one would double the latency between engine steps.
-    head = len(pickled).to_bytes(_LENGTH_BYTES, "little") + pickled[: _FIRST_MESSAGE_BYTES - _LENGTH_BYTES]
     first_message = torch.zeros(_FIRST_MESSAGE_BYTES, dtype=torch.uint8, device=device.host())
-    first_message[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    content = torch.frombuffer(bytearray(length + head), dtype=torch.uint8)
+    first_message[: len(content)] = content
     dist.broadcast(first_message, source, group=group)
 
-    tail = pickled[_FIRST_MESSAGE_BYTES - _LENGTH_BYTES :]
     if tail:
-        dist.broadcast(torch.frombuffer(bytearray(tail), dtype=torch.uint8), source, group=group)
+        second_message = torch.frombuffer(bytearray(tail), dtype=torch.uint8)
+        dist.broadcast(second_message, source, group=group)
 
 
 def _receive_object(source: int, group: Any) -> Any:
+    """Return the object that `_send_object` broadcasts."""
     first_message = torch.zeros(_FIRST_MESSAGE_BYTES, dtype=torch.uint8, device=device.host())
     dist.broadcast(first_message, source, group=group)
 
-    head = first_message.numpy().tobytes()
-    length = int.from_bytes(head[:_LENGTH_BYTES], "little")
-    pickled = head[_LENGTH_BYTES : _LENGTH_BYTES + length]
+    content = first_message.numpy().tobytes()
+    length = int.from_bytes(content[:_LENGTH_BYTES], "little")
+    pickled = content[_LENGTH_BYTES : _LENGTH_BYTES + length]
     if len(pickled) < length:
         tail = torch.empty(length - len(pickled), dtype=torch.uint8, device=device.host())
         dist.broadcast(tail, source, group=group)

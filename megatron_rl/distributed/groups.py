@@ -1,4 +1,8 @@
-"""Process groups: of a parallel layout, without Megatron's process-global groups, and across several jobs."""
+"""Process groups: of a parallel layout, without Megatron's process-global groups, and across several jobs.
+
+The idea: a group is identified by its ranks. Roles with equal groups share one communicator, under any name,
+and the order in which all ranks create the groups follows from the layouts alone.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from megatron_rl.distributed import device
 from megatron_rl.shapes.layout import Coordinates, ParallelLayout
 
 _communicators: dict[tuple[int, ...], Any] = {}
+"""Ranks, in the order of the group -> process group, or torch's mark of a group without this rank."""
 
 
 def communicator(ranks: tuple[int, ...]) -> Any:
@@ -37,11 +42,15 @@ def create_communicators(rank_groups: Sequence[tuple[int, ...]]) -> None:
     Collective over the world.
     """
     world = tuple(range(dist.get_world_size()))
-    missing = [ranks for ranks in rank_groups if ranks != world and ranks not in _communicators]
+    new_groups = [ranks for ranks in rank_groups if ranks != world and ranks not in _communicators]
+
     # NCCL splits all of them from the world's communicator at once, but in ascending order of ranks.
-    if device.can_split_groups() and len(missing) > 1 and all(list(r) == sorted(r) for r in missing):
-        _communicators.update(_split_world(missing))
-    for ranks in missing:
+    are_ascending = all(list(ranks) == sorted(ranks) for ranks in new_groups)
+    if device.can_split_groups() and len(new_groups) > 1 and are_ascending:
+        _communicators.update(_split_world(new_groups))
+        return
+
+    for ranks in new_groups:
         communicator(ranks)
 
 
@@ -73,9 +82,12 @@ def _split_world(rank_groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...]
         world.bound_device_id = None
 
     # A rank outside a group needs no object for it.
-    outside = dist.GroupMember.NON_GROUP_MEMBER
     rank = device.rank()
-    return {ranks: group if rank in ranks else outside for ranks in rank_groups}
+    groups: dict[tuple[int, ...], Any] = dict.fromkeys(rank_groups, dist.GroupMember.NON_GROUP_MEMBER)
+    for ranks in rank_groups:
+        if rank in ranks:
+            groups[ranks] = group
+    return groups
 
 
 class ParallelGroups:
@@ -91,10 +103,10 @@ class ParallelGroups:
         self.member = self.rank in layout.ranks
 
         # Creating groups is collective over the world: every rank makes all groups in this order.
-        self._groups = {
-            name: self._group_of_this_rank(rank_groups)
-            for name, rank_groups in layout.process_groups().items()
-        }
+        self._groups: dict[str, Any] = {}
+        for name, rank_groups in layout.process_groups().items():
+            self._groups[name] = self._group_of_this_rank(rank_groups)
+
         self.tensor = self._groups["tensor"]
         self.context = self._groups["context"]
         self.data = self._groups["data"]
@@ -114,7 +126,10 @@ class ParallelGroups:
     def _group_of_this_rank(self, rank_groups: Sequence[tuple[int, ...]]) -> Any:
         """Create the groups of one name; return this rank's. Collective over the world."""
         create_communicators(rank_groups)
-        return next((communicator(ranks) for ranks in rank_groups if self.rank in ranks), None)
+        for ranks in rank_groups:
+            if self.rank in ranks:
+                return communicator(ranks)
+        return None
 
     @cached_property
     def coordinates(self) -> Coordinates:
@@ -206,4 +221,5 @@ def memberships() -> list[tuple[int, ...]]:
     """
     rank = device.rank()
     world = tuple(range(dist.get_world_size()))
-    return [world, *(ranks for ranks in _communicators if rank in ranks)]
+    made_groups = [ranks for ranks in _communicators if rank in ranks]
+    return [world, *made_groups]

@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of a job.
+"""Rendezvous of the ranks of a job: the store through which they find each other.
 
 Ranks of an earlier attempt cannot join by mistake and, in a job on one host, other hosts cannot connect.
 """
@@ -30,18 +30,20 @@ def open_store(timeout: timedelta) -> dist.Store:
     if current_launch().world_size == 1:
         return dist.HashStore()
 
-    agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    single_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-    if single_host and not agent_store:
+    # With an agent store torchrun itself listens on MASTER_PORT.
+    has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_single_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    if is_single_host and not has_agent_store:
         return store_of_one_host(int(os.environ["MASTER_PORT"]), timeout)
 
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-    if not agent_store:
+    if not has_agent_store:
         return store
 
     # torchrun's agent store survives a restart of the ranks: each attempt gets a separate prefix.
-    return dist.PrefixStore(agree_on_attempt(store, rank, world_size, timeout), store)
+    prefix = agree_on_attempt(store, rank, world_size, timeout)
+    return dist.PrefixStore(prefix, store)
 
 
 def store_of_one_host(port: int, timeout: timedelta) -> dist.Store:
@@ -52,12 +54,14 @@ def store_of_one_host(port: int, timeout: timedelta) -> dist.Store:
     address = "127.0.0.1"
     is_first = current_launch().rank == 0
 
+    # TCPStore takes a socket that listens already, here on the loopback interface alone.
     listener = None
     if is_first:
         try:
             listener = socket.create_server((address, port)).detach()
         except OSError as error:
             raise dist.DistNetworkError(f"port {port}: {error.strerror}") from error
+
     return dist.TCPStore(
         address,
         port,
@@ -83,6 +87,7 @@ def agree_on_attempt(
 
     Raises DistStoreError after ``timeout``. Collective over the world.
     """
+    # The counter starts at 1 and survives restarts, so no two attempts have the same number.
     if rank == 0:
         attempt = store.add("attempt", 1)
         for peer in range(1, world_size):
@@ -93,6 +98,7 @@ def agree_on_attempt(
     identifier = uuid.uuid4().hex
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
+        # Until rank 0 has opened its attempt, this may be the number of an earlier one.
         attempt = store.get("attempt").decode()
         store.set(f"{attempt} {rank}", identifier)
         try:

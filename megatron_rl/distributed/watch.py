@@ -55,26 +55,30 @@ def last_calls(thread: int | None) -> str:
 class Report:
     """Position of one rank, as it is written to the job's store.
 
-    ``beat``: count of reports; it changes while the reporting thread lives.
-    ``progress``: hash of phase, work and stack; it changes when the main thread makes progress.
-    ``waits``: whether the main thread is in a collective, which other ranks must enter.
-    ``text``: rank, phase, work and innermost calls, for the abort message.
+    Example: ``Report("12", "81303", True, "rank 3 in phase learn after 40 micro-batches, inside barrier")``.
     """
 
     beat: str
+    """Count of reports; it changes while the reporting thread lives."""
     progress: str
+    """Hash of phase, work and stack; it changes when the main thread makes progress."""
     waits: bool
+    """Whether the main thread is in a collective, which other ranks must enter."""
     text: str
+    """Rank, phase, work and innermost calls, for the abort message."""
 
     @classmethod
     def read(cls, text: str) -> Report:
         """Parse a report from the text of `write`."""
+        # At most three cuts: the description may have lines of its own.
         beat, progress, waits, description = text.split("\n", 3)
         return cls(beat, progress, bool(waits), description)
 
     def write(self) -> str:
         """Return the report as text."""
-        waits = "waits" if self.waits else ""
+        waits = ""
+        if self.waits:
+            waits = "waits"
         return "\n".join([self.beat, self.progress, waits, self.text])
 
 
@@ -92,10 +96,10 @@ class HangDetector:
 
     def update(self, now: float, rank: int, report: Report) -> None:
         """Record the report of a rank, read at time ``now``."""
-        last = self._last_report[rank]
-        if last is None or last.progress != report.progress:
+        previous = self._last_report[rank]
+        if previous is None or previous.progress != report.progress:
             self._last_progress[rank] = now
-        if last is None or last.beat != report.beat:
+        if previous is None or previous.beat != report.beat:
             self._last_beat[rank] = now
         self._last_report[rank] = report
 
@@ -116,21 +120,28 @@ class HangDetector:
 
         lines = [f"no rank made progress for {self._limit:g} s (rank_timeout)"]
         for rank in stragglers[:_MAX_RANKS_LISTED]:
-            state = "stopped reporting, last seen" if rank in silent else "is"
+            state = "is"
+            if rank in silent:
+                state = "stopped reporting, last seen"
             text = self._describe(rank).replace(" in phase", f" {state} in phase", 1)
             lines.append(f"  {text}")
         if len(stragglers) > _MAX_RANKS_LISTED:
             lines.append(f"  and {len(stragglers) - _MAX_RANKS_LISTED} more")
 
+        # One of the waiting ranks is described, with the collective that it is in.
         waiting = [rank for rank in ranks if rank not in stragglers]
         if waiting:
-            suffix = f" and {len(waiting) - 1} more" if len(waiting) > 1 else ""
-            lines.append(f"  waiting for them: {self._describe(waiting[0])}{suffix}")
+            line = f"  waiting for them: {self._describe(waiting[0])}"
+            if len(waiting) > 1:
+                line += f" and {len(waiting) - 1} more"
+            lines.append(line)
         return "\n".join(lines)
 
     def _describe(self, rank: int) -> str:
         report = self._last_report[rank]
-        return str(rank) if report is None else report.text
+        if report is None:
+            return str(rank)
+        return report.text
 
     def _is_waiting(self, rank: int) -> bool:
         report = self._last_report[rank]
@@ -181,6 +192,7 @@ class Watch:
         self._stopped.set()
 
     def _run(self) -> None:
+        """Report and check until the watch stops or the job hangs; the thread's function."""
         detector = None
         last_answer = time.monotonic()
         while not self._stopped.wait(self._interval):
@@ -205,15 +217,19 @@ class Watch:
     def _check(self, detector: HangDetector, now: float) -> None:
         """Abort the job if it hangs and this rank is the one that decides."""
         # Only rank 0 reads all reports; the others read its report until it is silent.
-        self._read_reports(detector, now, range(1 if self._rank else self._world_size))
-        if self._rank and not detector.is_silent(now, 0):
-            return
-        self._read_reports(detector, now, range(1, self._world_size if self._rank else 1))
+        first_unread = 0
+        if self._rank != 0:
+            self._read_reports(detector, now, range(1))
+            if not detector.is_silent(now, 0):
+                return
+            first_unread = 1
+        self._read_reports(detector, now, range(first_unread, self._world_size))
 
         # The lowest rank that still reports decides.
-        reporting = (rank for rank in range(self._world_size) if not detector.is_silent(now, rank))
-        if next(reporting, None) != self._rank:
+        reporting = [rank for rank in range(self._world_size) if not detector.is_silent(now, rank)]
+        if not reporting or reporting[0] != self._rank:
             return
+
         message = detector.abort_message(now)
         if message is None or self._stopped.is_set():
             return
@@ -238,9 +254,10 @@ class Watch:
             (self._records / f"rank_{self._rank}").write_bytes(device.flight_record())
 
     def _read_reports(self, detector: HangDetector, now: float, ranks: range) -> None:
+        """Update the detector from the reports of some ranks in the store."""
         keys = [f"report {rank}" for rank in ranks]
-        reports = self._store.multi_get(keys) if keys else ()
-        for rank, text in zip(ranks, reports, strict=True):
+        texts = self._store.multi_get(keys)
+        for rank, text in zip(ranks, texts, strict=True):
             detector.update(now, rank, Report.read(text.decode()))
 
     def _report(self) -> None:
@@ -253,7 +270,8 @@ class Watch:
         frame: Any = sys._current_frames().get(self._main_thread or 0)
         while frame is not None:
             stack.append((frame.f_code.co_name, frame.f_lineno))
-            waits = waits or frame.f_globals.get("__name__", "").startswith("torch.distributed")
+            module_name = frame.f_globals.get("__name__", "")
+            waits = waits or module_name.startswith("torch.distributed")
             frame = frame.f_back
 
         description = self._describe()

@@ -19,7 +19,12 @@ from torch import Tensor
 
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.interop.megatron_lm.checkpoint import Location, MegatronCheckpoint, pointer, read_checkpoint
+from megatron_rl.interop.megatron_lm.checkpoint import (
+    Location,
+    MegatronCheckpoint,
+    read_checkpoint,
+    read_pointer,
+)
 from megatron_rl.interop.megatron_lm.optimizer_buffers import FlatParameter, writer_layout
 from megatron_rl.interop.megatron_lm.pickles import MASTERS, Bucket, Chunk, StoredTensor
 from megatron_rl.megatron.parameter_mapping import Shard, trace_import
@@ -33,7 +38,7 @@ _CACHED_CHUNKS = 16
 
 def read_pointed(path: str | Path) -> MegatronCheckpoint:
     """Return the metadata of the Megatron checkpoint that a model's folder points to."""
-    target = pointer(path)
+    target = read_pointer(path)
     assert target is not None, "the folder has weights of its own"
     return read_checkpoint(target["checkpoint"], str(path))
 

@@ -39,21 +39,25 @@ FROM_OTHER_INDEXES = frozenset({"torch", "vllm", "transformer-engine-cu13"})
 """Packages whose wheels on the package index are for CUDA 13."""
 
 SEPARATE_PACKAGES = ("nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvidia-ml-py")
-"""Beginnings of the names of NVIDIA's packages that are no part of CUDA, which no torch brings."""
+"""Prefixes of NVIDIA's packages that are not part of CUDA, which no torch brings."""
 
 
 def unfit_packages(versions: Mapping[str, str]) -> list[Finding]:
     """Compare a machine's own packages with the GPU stack that would be installed beside them.
 
     ``versions`` maps names of distributions to their versions. An error stops the installation; a warning
-    names what has to be tried or built afterwards. Nothing is imported or installed.
+    names a package to try or to build afterwards. Nothing is imported or installed.
     """
     findings = []
     torch = versions.get("torch")
     vllm = versions.get("vllm")
-    built = [name for name in BUILT_TOGETHER if name in versions and name not in ("torch", "triton")]
 
-    if vllm is not None and "{}.{}".format(*release(vllm)) not in VLLM_SERIES:
+    # Triton is not compiled against torch.
+    extensions = [name for name in BUILT_TOGETHER if name in versions]
+    extensions = [name for name in extensions if name not in ("torch", "triton")]
+
+    # Any other series of vLLM may have moved or changed the parts that a rank replaces.
+    if vllm is not None and _series(vllm) not in VLLM_SERIES:
         findings.append(
             Finding(
                 "error",
@@ -63,18 +67,19 @@ def unfit_packages(versions: Mapping[str, str]) -> list[Finding]:
             )
         )
 
-    if torch is None and built:
+    if torch is None and extensions:
         findings.append(
             Finding(
                 "error",
                 "torch",
-                f"{', '.join(built)} without the torch that they were built for",
-                f"pip uninstall {' '.join(built)}, or use a container that has torch too",
+                f"{', '.join(extensions)} without the torch that they were built for",
+                f"pip uninstall {' '.join(extensions)}, or use a container that has torch too",
             )
         )
 
+    # vLLM's wheel would be installed beside this torch.
     if torch is not None and vllm is None:
-        findings += _torch_without_vllm(torch, built)
+        findings += _torch_without_vllm(torch, extensions)
 
     apex = versions.get("apex")
     if apex is not None and not is_nvidia_apex(apex):
@@ -82,15 +87,22 @@ def unfit_packages(versions: Mapping[str, str]) -> list[Finding]:
     return findings
 
 
-def _torch_without_vllm(torch: str, built: list[str]) -> list[Finding]:
+def _series(version: str) -> str:
+    """Return the major and minor number of a version, such as 0.32."""
+    return "{}.{}".format(*release(version))
+
+
+def _torch_without_vllm(torch: str, extensions: list[str]) -> list[Finding]:
     """Compare a machine's torch with the one that vLLM's wheel was built for."""
     if release(torch) != release(TORCH):
         text = f"{torch} is here, and vLLM {VLLM} is built for torch {TORCH}"
-        if built:
-            text += f", which {', '.join(built)} of this machine cannot load with"
-        newer = release(torch) > release(TORCH)
-        choice = f"use a container with torch {TORCH}, or with a vLLM {VLLM_SERIES[-1]} of its own"
-        fix = f"{choice}; or {BUILD_VLLM}" if newer else choice
+        if extensions:
+            text += f", which {', '.join(extensions)} of this machine cannot load with"
+
+        # Offer a build from source only against a newer torch.
+        fix = f"use a container with torch {TORCH}, or with a vLLM {VLLM_SERIES[-1]} of its own"
+        if release(torch) > release(TORCH):
+            fix += f"; or {BUILD_VLLM}"
         return [Finding("error", "torch", text, fix)]
 
     # A vendor's own build of the same release: wheels for it usually load, which the import after the
@@ -108,26 +120,32 @@ def missing_requirements(lock: str, versions: Mapping[str, str], toolkit: int = 
     packages to their versions. A torch of the machine's own comes with the CUDA libraries it was built with,
     and so does a torch for another CUDA: NVIDIA's wheels in the lock are left out then.
     """
-    brought = {distribution_name(name) for name in versions}
-    skipped = {COMPILED_HERE}
+    system_names = {distribution_name(name) for name in versions}
+    excluded = system_names | {COMPILED_HERE}
     # Its parts are of one version: a part of the lock beside a container's own one does not load.
-    if "transformer-engine" in brought:
-        skipped |= {"transformer-engine-cu12", "transformer-engine-cu13"}
+    if "transformer-engine" in system_names:
+        excluded |= {"transformer-engine-cu12", "transformer-engine-cu13"}
     if toolkit != TOOLKIT:
-        skipped |= FROM_OTHER_INDEXES
-    brings_libraries = "torch" in brought or toolkit != TOOLKIT
+        excluded |= FROM_OTHER_INDEXES
+    brings_libraries = "torch" in system_names or toolkit != TOOLKIT
 
-    missing = []
+    requirements = []
     for line in lock.splitlines():
         requirement = line.partition("#")[0].strip()
         name = distribution_name(requirement.partition("==")[0])
-        is_device_library = name == "triton" or (
-            name.startswith("nvidia-") and not name.startswith(SEPARATE_PACKAGES)
-        )
-        if not requirement or name in brought | skipped or (brings_libraries and is_device_library):
+        if not requirement or name in excluded:
             continue
-        missing.append(requirement)
-    return missing
+        if brings_libraries and _is_device_library(name):
+            continue
+        requirements.append(requirement)
+    return requirements
+
+
+def _is_device_library(name: str) -> bool:
+    """Return whether a distribution is one of the libraries that a wheel of torch brings."""
+    if name == "triton":
+        return True
+    return name.startswith("nvidia-") and not name.startswith(SEPARATE_PACKAGES)
 
 
 def unfit_driver(driver: str, toolkit: int = TOOLKIT) -> Finding | None:
@@ -136,14 +154,16 @@ def unfit_driver(driver: str, toolkit: int = TOOLKIT) -> Finding | None:
     Done before anything is downloaded: a torch that the driver cannot run is 5 GB of packages.
     """
     branch = release(driver)[0]
-    needed = OLDEST_DRIVER[toolkit]
-    if branch >= needed:
+    oldest_branch = OLDEST_DRIVER[toolkit]
+    if branch >= oldest_branch:
         return None
+
     text = f"{driver} does not run CUDA {toolkit}, which torch {TORCH} of the index is built for"
-    update = f"update the driver to {needed} or later"
-    if branch < OLDEST_DRIVER[12]:
-        return Finding("error", "driver", text, update)
-    older_build = (
-        f"launch/setup.sh --gpu --cuda 12 takes torch {TORCH}+cu129 and vLLM's wheel for CUDA 12 instead"
-    )
-    return Finding("error", "driver", text, f"{update}; or {older_build}")
+    fix = f"update the driver to {oldest_branch} or later"
+    # The build for CUDA 12 runs on older drivers.
+    if branch >= OLDEST_DRIVER[12]:
+        fix += (
+            f"; or launch/setup.sh --gpu --cuda 12 takes torch {TORCH}+cu129 and vLLM's wheel for CUDA 12 "
+            "instead"
+        )
+    return Finding("error", "driver", text, fix)

@@ -1,4 +1,8 @@
-"""Facts about the environment that need no heavy import: versions, drivers, memory, disk, limits."""
+"""Facts about the environment that need no heavy import: versions, drivers, memory, disk, limits.
+
+Each function returns findings, which `doctor` prints as a table; packages are read from their metadata and
+not imported.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ BUILT_TOGETHER = (
     "torch", "torchvision", "torchaudio", "triton", "transformer-engine", "transformer-engine-torch",
     "transformer-engine-cu12", "transformer-engine-cu13", "apex", "flash-attn", "vllm",
 )  # fmt: skip
-"""Packages of which a container has builds for one another; another version of one breaks the others."""
+"""Packages that a container builds for one another; another version of one breaks the others."""
 _REQUIRED = ("torch", "megatron-core", "transformers")
 """Packages of `TRIED` without which nothing runs; without vLLM, plain torch can generate."""
 MIN_SHARED_MEMORY_GIB = 1.0
@@ -72,11 +76,13 @@ class Finding:
 def packages() -> list[Finding]:
     """Return the versions of the packages that training needs, and their conflicts."""
     version = ".".join(map(str, sys.version_info[:3]))
-    supported = sys.version_info >= (3, 11)
-    findings = [Finding("ok", "python", version)]
-    if not supported:
-        findings = [Finding("error", "python", version, "install Python 3.11 or later")]
-    findings += [_package(name, version) for name, version in TRIED.items()]
+    is_supported = sys.version_info >= (3, 11)
+    python_finding = Finding("ok", "python", version)
+    if not is_supported:
+        python_finding = Finding("error", "python", version, "install Python 3.11 or later")
+
+    findings = [python_finding]
+    findings += [_package(name, tested_version) for name, tested_version in TRIED.items()]
     return [*findings, *_conflicts(), *_shadowed()]
 
 
@@ -93,6 +99,7 @@ def _package(name: str, tested_version: str) -> Finding:
         return Finding("error", label, "not installed", fix)
     if version is None:
         return Finding("warning", label, "not installed: only rollout.engine=torch can generate", fix)
+
     # A build tag such as +cpu or +cu130 does not make another version.
     if version.split("+")[0] == tested_version:
         return Finding("ok", label, version)
@@ -120,18 +127,18 @@ def _shadowed() -> list[Finding]:
     """Return the packages of this environment that hide other versions of the machine's own packages."""
     own_versions = _built_together(in_environment=True)
     system_versions = system_packages()
-    builds = "which this machine's packages are built for"
-    # A package of the same version hides nothing.
-    return [
-        Finding(
-            "error",
-            name,
-            f"{version} of {sys.prefix} hides {system_versions[name]}, {builds}",
-            f"pip uninstall {name}, then launch/setup.sh",
+
+    findings = []
+    for name, version in own_versions.items():
+        # A package of the same version hides nothing.
+        system_version = system_versions.get(name, version)
+        if system_version == version:
+            continue
+        text = (
+            f"{version} of {sys.prefix} hides {system_version}, which this machine's packages are built for"
         )
-        for name, version in own_versions.items()
-        if system_versions.get(name, version) != version
-    ]
+        findings.append(Finding("error", name, text, f"pip uninstall {name}, then launch/setup.sh"))
+    return findings
 
 
 def _conflicts() -> list[Finding]:
@@ -184,12 +191,16 @@ def optional_packages() -> list[Finding]:
         version = installed(name)
         if name == "apex" and version is not None and not is_nvidia_apex(version):
             findings.append(foreign_apex(version))
-        elif find_spec(name) is not None:
+            continue
+        if find_spec(name) is not None:
             findings.append(Finding("ok", name, installed(name.replace("_", "-")) or "installed"))
-        else:
-            # Without a GPU these packages have no use.
-            level = "note" if name in _GPU_ONLY and not has_gpus else "warning"
-            findings.append(Finding(level, name, f"not installed: {cost}"))
+            continue
+
+        # Without a GPU the packages for GPUs have no use.
+        level = "warning"
+        if name in _GPU_ONLY and not has_gpus:
+            level = "note"
+        findings.append(Finding(level, name, f"not installed: {cost}"))
     return findings
 
 
@@ -208,7 +219,9 @@ def foreign_apex(version: str) -> Finding:
 def driver_version() -> str | None:
     """Return the version of the NVIDIA driver; None without a working one."""
     gpus = _nvidia_smi()
-    return gpus[0][2] if gpus else None
+    if not gpus:
+        return None
+    return gpus[0][2]
 
 
 def _nvidia_smi() -> list[list[str]]:
@@ -224,8 +237,12 @@ def _nvidia_smi() -> list[list[str]]:
         )
     except (OSError, subprocess.SubprocessError):
         return []
-    lines = [line for line in answer.stdout.splitlines() if line.strip()]
-    return [[cell.strip() for cell in line.split(",")] for line in lines]
+
+    rows = []
+    for line in answer.stdout.splitlines():
+        if line.strip():
+            rows.append([cell.strip() for cell in line.split(",")])
+    return rows
 
 
 def accelerators() -> list[Finding]:
@@ -265,33 +282,44 @@ def runtime_compiler(toolkit: int, packages: Path | None = None) -> Finding:
     ``attention_backend: fused``. ``toolkit`` is the major version of torch's CUDA, ``packages`` the folder of
     NVIDIA's wheels.
     """
-    names = (f"libnvrtc.so.{toolkit}", "libcuda.so.1")
-    missing: dict[str, str] = {}
-    for name in names:
+    # Opened by name as cuDNN does, so that the same search paths apply.
+    compiler = f"libnvrtc.so.{toolkit}"
+    driver = "libcuda.so.1"
+    load_errors: dict[str, str] = {}
+    for name in (compiler, driver):
         try:
             ctypes.CDLL(name)
         except OSError as error:
-            missing[name] = str(error)
+            load_errors[name] = str(error)
+
     label = "runtime compiler"
-    if not missing:
-        return Finding("ok", label, f"cuDNN's opens {' and '.join(names)}")
+    if not load_errors:
+        return Finding("ok", label, f"cuDNN's opens {compiler} and {driver}")
 
     steps = []
-    if names[0] in missing:
-        if packages is None:
-            packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
-        files = sorted(packages.glob(f"*/lib/{names[0]}"))
-        wheel = "nvidia-cuda-nvrtc" if toolkit >= 13 else f"nvidia-cuda-nvrtc-cu{toolkit}"
-        step = f"pip install {wheel}, in the version that torch requires"
-        if files:
-            step = f"export LD_LIBRARY_PATH={files[0].parent}:$LD_LIBRARY_PATH before Python starts"
-        steps.append(step)
-    if names[1] in missing:
+    if compiler in load_errors:
+        steps.append(_compiler_fix(compiler, toolkit, packages))
+    if driver in load_errors:
         steps.append(
             "libcuda.so.1 is the driver's: start the container with --gpus all, or install the driver"
         )
-    text = f"no fused attention: cuDNN's cannot open {'; '.join(missing.values())}"
+    text = f"no fused attention: cuDNN's cannot open {'; '.join(load_errors.values())}"
     return Finding("error", label, text, "; ".join(steps))
+
+
+def _compiler_fix(library: str, toolkit: int, packages: Path | None) -> str:
+    """Return the step after which cuDNN can open the runtime compiler: a search path, else a wheel."""
+    if packages is None:
+        packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    files = sorted(packages.glob(f"*/lib/{library}"))
+    if files:
+        return f"export LD_LIBRARY_PATH={files[0].parent}:$LD_LIBRARY_PATH before Python starts"
+
+    # From CUDA 13 on NVIDIA's wheels have no version in their names.
+    wheel = f"nvidia-cuda-nvrtc-cu{toolkit}"
+    if toolkit >= 13:
+        wheel = "nvidia-cuda-nvrtc"
+    return f"pip install {wheel}, in the version that torch requires"
 
 
 def shared_memory() -> list[Finding]:
@@ -299,6 +327,7 @@ def shared_memory() -> list[Finding]:
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return [Finding("warning", "shared memory", "there is no /dev/shm")]
+
     # It is a file system in memory, so that its size is read like a disk's.
     size = shutil.disk_usage(folder)
     text = f"{size.free / _GIB:.1f} GiB free of {size.total / _GIB:.1f} GiB in /dev/shm"
@@ -351,6 +380,7 @@ def limits() -> list[Finding]:
     else:
         cores = os.cpu_count() or 1
     findings.append(Finding("ok", "processors", f"{cores} cores"))
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _GIB
-    findings.append(Finding("ok", "host memory", f"{memory:.0f} GiB"))
+
+    num_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    findings.append(Finding("ok", "host memory", f"{num_bytes / _GIB:.0f} GiB"))
     return findings

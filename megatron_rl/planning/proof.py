@@ -64,7 +64,10 @@ _LOG_TAIL = 3000
 
 @dataclass(frozen=True)
 class LinkProbe:
-    """Measurement of the world's communicator."""
+    """Measurement of the world's communicator.
+
+    Example: 16 MiB in 0.7 ms between two machines, ``LinkProbe(2**24, 7e-4, True, 0.01, ("a", "b"))``.
+    """
 
     bytes: int
     """Bytes of one all-reduce."""
@@ -86,26 +89,27 @@ class LinkProbe:
 
 def probe_links(host: str, mebibytes: int = 16) -> LinkProbe:
     """Time all-reduces over the world and compare clocks. Collective over the world."""
-    elements = mebibytes * _MIB // 4
+    # Each rank adds its number, counted from 1, in float32.
+    num_elements = mebibytes * _MIB // 4
     expected_sum = device.world_size() * (device.world_size() + 1) / 2
-    times = []
-    correct = True
+    rank_seconds = []
+    is_correct = True
     for _ in range(_REPEATS + 1):
-        values = torch.full((elements,), float(device.rank() + 1), device=device.device())
+        values = torch.full((num_elements,), float(device.rank() + 1), device=device.device())
         barrier()
-        times.append(_seconds(lambda values=values: dist.all_reduce(values)))
-        correct = correct and bool((values == expected_sum).all())
+        seconds = _seconds(lambda values=values: dist.all_reduce(values))
+        rank_seconds.append(seconds)
+        is_correct = is_correct and bool((values == expected_sum).all())
 
     # Read the clocks right after a barrier, so that differences are not delays of the ranks.
     barrier()
-    answers = gather_objects((time.time(), host, correct, median(times[1:])))
-    clocks = [answer[0] for answer in answers]
+    clocks = gather_objects(time.time())
     return LinkProbe(
-        bytes=elements * 4,
-        seconds=max(answer[3] for answer in answers),
-        correct=all(answer[2] for answer in answers),
+        bytes=num_elements * 4,
+        seconds=max(gather_objects(median(rank_seconds[1:]))),
+        correct=all(gather_objects(is_correct)),
         clock_spread=max(clocks) - min(clocks),
-        hosts=tuple(answer[1] for answer in answers),
+        hosts=tuple(gather_objects(host)),
     )
 
 
@@ -115,22 +119,29 @@ def neighbour_pairs(hosts: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
     Within a machine its ranks are paired in their order; across machines, ranks of the same index on two
     machines. A rank without a partner is left out, and so is a kind without pairs.
     """
-    machines: defaultdict[str, list[int]] = defaultdict(list)
+    ranks_by_host: defaultdict[str, list[int]] = defaultdict(list)
     for rank, host in enumerate(hosts):
-        machines[host].append(rank)
+        ranks_by_host[host].append(rank)
+    machines = list(ranks_by_host.values())
 
-    machine_ranks = list(machines.values())
-    pairs: dict[str, list[tuple[int, int]]] = {WITHIN: [], ACROSS: []}
-    for ranks in machine_ranks:
-        pairs[WITHIN] += zip(ranks[::2], ranks[1::2], strict=False)
-    for first, second in zip(machine_ranks[::2], machine_ranks[1::2], strict=False):
-        pairs[ACROSS] += zip(first, second, strict=False)
-    return {kind: kind_pairs for kind, kind_pairs in pairs.items() if kind_pairs}
+    # Neighbours without a partner, the last of an odd number, are dropped by zip.
+    pairs_within: list[tuple[int, int]] = []
+    for ranks in machines:
+        pairs_within += zip(ranks[::2], ranks[1::2], strict=False)
+    pairs_across: list[tuple[int, int]] = []
+    for first_ranks, second_ranks in zip(machines[::2], machines[1::2], strict=False):
+        pairs_across += zip(first_ranks, second_ranks, strict=False)
+
+    pairs_by_kind = {WITHIN: pairs_within, ACROSS: pairs_across}
+    return {kind: pairs for kind, pairs in pairs_by_kind.items() if pairs}
 
 
 @dataclass(frozen=True)
 class PairProbe:
-    """Measurement of pairs of ranks that all send at the same time."""
+    """Measurement of pairs of ranks that all send at the same time.
+
+    Example: ``PairProbe(rate=180e9, slowest=(2, 3), correct=True)``.
+    """
 
     rate: float
     """Bytes per second in one direction of the slowest pair."""
@@ -145,32 +156,49 @@ def probe_pairs(pairs: Sequence[tuple[int, int]], mebibytes: int = 16) -> PairPr
 
     The world's communicator must have been used before, as `probe_links` does.
     """
-    elements = mebibytes * _MIB // 4
+    num_elements = mebibytes * _MIB // 4
     rank = device.rank()
-    partner = next((sum(pair) - rank for pair in pairs if rank in pair), None)
-    outgoing = torch.full((elements,), float(rank), device=device.device())
+    partner = _partner_of(rank, pairs)
+    outgoing = torch.full((num_elements,), float(rank), device=device.device())
     incoming = torch.empty_like(outgoing)
 
     def exchange(partner: int) -> None:
-        calls = [dist.P2POp(dist.isend, outgoing, partner), dist.P2POp(dist.irecv, incoming, partner)]
-        for request in dist.batch_isend_irecv(calls):
-            request.wait()
+        send = dist.P2POp(dist.isend, outgoing, partner)
+        receive = dist.P2POp(dist.irecv, incoming, partner)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
 
-    times = []
-    correct = True
+    rank_seconds = []
+    is_correct = True
     for _ in range(_REPEATS + 1):
         # The barrier is collective over the world, so ranks without a partner take part.
         barrier()
         if partner is not None:
-            times.append(_seconds(lambda: exchange(partner)))
-            correct = correct and bool((incoming == partner).all())
+            rank_seconds.append(_seconds(lambda: exchange(partner)))
+            is_correct = is_correct and bool((incoming == partner).all())
 
     # A rank without a partner has no measurements.
-    seconds = median(times[1:]) if times else 0.0
-    answers = gather_objects((seconds, correct))
-    slowest = max(pairs, key=lambda pair: max(answers[rank][0] for rank in pair))
-    slowest_seconds = max(answers[rank][0] for rank in slowest)
-    return PairProbe(elements * 4 / slowest_seconds, slowest, all(answer[1] for answer in answers))
+    median_seconds = 0.0
+    if rank_seconds:
+        median_seconds = median(rank_seconds[1:])
+    seconds = gather_objects(median_seconds)
+    slowest = max(pairs, key=lambda pair: max(seconds[pair[0]], seconds[pair[1]]))
+    slowest_seconds = max(seconds[rank] for rank in slowest)
+    return PairProbe(
+        rate=num_elements * 4 / slowest_seconds,
+        slowest=slowest,
+        correct=all(gather_objects(is_correct)),
+    )
+
+
+def _partner_of(rank: int, pairs: Sequence[tuple[int, int]]) -> int | None:
+    """Return the other rank of the pair that has this rank, None if no pair has it."""
+    for first, second in pairs:
+        if rank == first:
+            return second
+        if rank == second:
+            return first
+    return None
 
 
 @dataclass(frozen=True)
@@ -192,12 +220,12 @@ class DeviceProbe:
 
 def probe_devices() -> list[DeviceProbe]:
     """Return the rates of all devices by rank, measured while all work. Collective over the world."""
+    # Large enough for a GPU's full rate; a host would take minutes for it.
+    size = 8192
+    block_bytes = 1024 * _MIB
     if device.on_host():
         size = 512
         block_bytes = 32 * _MIB
-    else:
-        size = 8192
-        block_bytes = 1024 * _MIB
 
     # Use random values: zeros and ones draw less power, so clocks would be higher than in training.
     matrix = torch.randn(size, size, device=device.device()).to(torch.bfloat16)
@@ -205,16 +233,25 @@ def probe_devices() -> list[DeviceProbe]:
     block = torch.zeros(block_bytes, dtype=torch.uint8, device=device.device())
     copy = torch.empty_like(block)
 
+    # All devices work at once: they may share power, memory or a link to the host.
     barrier()
+
     # A product of n x n matrices takes 2 n^3 FLOPs; a copy reads and writes each byte.
-    flops = 2 * size**3 / _median_seconds(lambda: matrix @ factor)
-    memory = 2 * len(block) / _median_seconds(lambda: copy.copy_(block))
-    host = None
+    product_seconds = _median_seconds(lambda: matrix @ factor)
+    copy_seconds = _median_seconds(lambda: copy.copy_(block))
+    host_rate = None
     if not device.on_host():
         buffer = device.host_buffer(len(block) // 4)
-        seconds = _median_seconds(lambda: buffer.copy_(block[: len(buffer)], non_blocking=True))
-        host = len(buffer) / seconds
-    return gather_objects(DeviceProbe(device.name(), flops, memory, host))
+        host_seconds = _median_seconds(lambda: buffer.copy_(block[: len(buffer)], non_blocking=True))
+        host_rate = len(buffer) / host_seconds
+
+    probe = DeviceProbe(
+        device.name(),
+        flops=2 * size**3 / product_seconds,
+        memory=2 * len(block) / copy_seconds,
+        host=host_rate,
+    )
+    return gather_objects(probe)
 
 
 def probe_kernel() -> tuple[bool, str]:
@@ -229,7 +266,8 @@ def probe_kernel() -> tuple[bool, str]:
 
 def _median_seconds(call: Callable[[], object]) -> float:
     """Return the median time of a call in seconds, without the first one, which warms up."""
-    return median([_seconds(call) for _ in range(_REPEATS + 1)][1:])
+    seconds = [_seconds(call) for _ in range(_REPEATS + 1)]
+    return median(seconds[1:])
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -246,7 +284,10 @@ def _seconds(call: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Task:
-    """Job that every rank joins, in a process of its own."""
+    """Job that every rank joins, in a process of its own.
+
+    Example: ``Task("train", "resume from the checkpoint", "train", ("steps=3",), "compare metrics")``.
+    """
 
     name: str
     """Folder of the job's run, below that of the proof."""
@@ -260,7 +301,7 @@ class Task:
     """Advice where the job fails."""
 
 
-def tasks(folder: Path, world: int) -> list[Task]:
+def list_tasks(folder: Path, world: int) -> list[Task]:
     """Return the jobs in the order in which they run; the comparison with one rank needs several ranks."""
     warm_up = (f"sft.data={folder / 'material/sft.jsonl'}", f"sft.steps={_STEPS}", "sft.rows_per_step=64")
 
@@ -301,16 +342,19 @@ def tasks(folder: Path, world: int) -> list[Task]:
     return [job for job in jobs if world > 1 or job.name != "all_ranks"]
 
 
-def settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
+def job_settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
     """Return the configuration of the jobs, with as many kinds of parallelism as the ranks allow."""
     # Tensor parallelism needs two ranks, both together need four.
-    tensor = 2 if world % 2 == 0 else 1
-    pipeline = 2 if world % (2 * tensor) == 0 else 1
-    material = folder / "material"
-    dtype = "float32" if on_host else "bfloat16"
+    tensor = 1
+    if world % 2 == 0:
+        tensor = 2
+    pipeline = 1
+    if world % (2 * tensor) == 0:
+        pipeline = 2
 
+    material = folder / "material"
     return {
-        "model": {"path": str(material / "model"), "dtype": dtype},
+        "model": {"path": str(material / "model"), "dtype": _dtype(on_host)},
         "data": {"train": str(material / "train.jsonl"), "max_prompt_tokens": 8},
         "reward": {"function": "megatron_rl.rewards.arithmetic:exact_match"},
         "algorithm": {"name": "grpo"},
@@ -319,6 +363,13 @@ def settings(folder: Path, world: int, *, on_host: bool) -> dict[str, Any]:
         "rollout": {"tensor": tensor, "max_response_tokens": 8},
         "checkpoint": {"every": 1, "export": False},
     }
+
+
+def _dtype(on_host: bool) -> str:
+    """Return the dtype of the small model on this kind of device."""
+    if on_host:
+        return "float32"
+    return "bfloat16"
 
 
 def prove(folder: Path, world: int) -> Iterator[Finding]:
@@ -335,8 +386,9 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
     if device.rank() == 0:
         _write_material(folder, world, on_host=device.on_host())
     barrier()
-    visible = gather_objects((links.hosts[device.rank()], _has_material(folder)))
-    blind_hosts = [host for host, sees_folder in visible if not sees_folder]
+    sees_folder = gather_objects(_has_material(folder))
+    blind_hosts = [host for host, sees in zip(links.hosts, sees_folder, strict=True) if not sees]
+
     # The small jobs run in other processes with their own process groups.
     watch.leave()
 
@@ -353,19 +405,19 @@ def prove(folder: Path, world: int) -> Iterator[Finding]:
         yield Finding("error", "shared folder", text, fix)
         return
 
-    for task in tasks(folder, world):
+    for task in list_tasks(folder, world):
         finding = _run_task(task, folder)
         if finding.level == "ok" and task.name == "all_ranks":
-            dtype = "float32" if device.on_host() else "bfloat16"
-            finding = compare_steps(folder, finding, TOLERANCE[dtype])
+            tolerance = TOLERANCE[_dtype(device.on_host())]
+            finding = compare_steps(folder, finding, tolerance)
         yield finding
         if finding.level == "error":
             return
     yield from run_findings(folder)
 
-    override = measured_constants(
-        devices, {kind: pair.rate for kind, pair in pairs.items()}, load_constants()
-    )
+    # Offer the measured rates to the planner.
+    pair_rates = {kind: pair.rate for kind, pair in pairs.items()}
+    override = measured_constants(devices, pair_rates, load_constants())
     if override and process_rank() == 0:
         file = folder / "constants.json"
         file.write_text(json.dumps(override, indent=1) + "\n")
@@ -386,11 +438,19 @@ def _write_material(folder: Path, world: int, *, on_host: bool) -> None:
             fix="name another folder",
         )
 
-    for name in {task.name for task in tasks(folder, 2)} | {"material", "logs"}:
+    # Two ranks have all jobs, also those that a proof of one rank leaves out.
+    task_names = {task.name for task in list_tasks(folder, 2)}
+    for name in task_names | {"material", "logs"}:
         shutil.rmtree(folder / name, ignore_errors=True)
+
     # The host trains the small model in seconds, a GPU a larger one.
-    quickstart.make(folder / "material", "small" if on_host else "medium")
-    (folder / "proof.yaml").write_text(yaml.safe_dump(settings(folder, world, on_host=on_host)))
+    model_size = "medium"
+    if on_host:
+        model_size = "small"
+    quickstart.make(folder / "material", model_size)
+
+    config = job_settings(folder, world, on_host=on_host)
+    (folder / "proof.yaml").write_text(yaml.safe_dump(config))
     (folder / "logs").mkdir(exist_ok=True)
 
 
@@ -428,17 +488,20 @@ def _run_task(task: Task, folder: Path) -> Finding:
 
 def link_findings(links: LinkProbe) -> list[Finding]:
     """Return the findings on the links between ranks and on the machines' clocks."""
-    ranks = len(links.hosts)
-    machines = len(set(links.hosts))
+    num_machines = len(set(links.hosts))
+    noun = "machine"
+    if num_machines > 1:
+        noun = "machines"
     rate = links.bus_bandwidth
-    # A wrong sum is an error at any rate; a slow link is a warning.
     text = (
-        f"{ranks} ranks on {machines} machine{'s' if machines > 1 else ''}: {links.bytes / _MIB:.0f} MiB in "
+        f"{len(links.hosts)} ranks on {num_machines} {noun}: {links.bytes / _MIB:.0f} MiB in "
         f"{links.seconds * 1e3:.1f} ms, {rate / 1e9:.2f} GB/s per rank"
     )
     slow_rate = SLOW_LINK
     if device.on_host():
         slow_rate = SLOW_HOST_LINK
+
+    # A wrong sum is an error at any rate; a slow link is a warning.
     if not links.correct:
         fix = "check the network's driver and firmware"
         reduce_finding = Finding("error", "all-reduce", f"wrong sum; {text}", fix)
@@ -500,12 +563,15 @@ def compare_steps(folder: Path, finding: Finding, tolerance: float) -> Finding:
     """Return the difference of the steps on all ranks from those on one; an error beyond ``tolerance``."""
     one_rank = read_metrics(RunFolder(folder / "one_rank").stage_metrics("sft"))
     all_ranks = read_metrics(RunFolder(folder / "all_ranks").stage_metrics("sft"))
-    differences = []
+
     # The largest relative difference of all steps and numbers decides.
-    for expected, actual in zip(one_rank, all_ranks, strict=True):
+    differences = []
+    for expected_line, actual_line in zip(one_rank, all_ranks, strict=True):
         for name in ("sft/loss", "sft/grad_norm"):
-            difference = abs(actual[name] - expected[name]) / abs(expected[name])
-            text = f"{name} of step {expected['step']}: {expected[name]}, {actual[name]}"
+            expected = expected_line[name]
+            actual = actual_line[name]
+            difference = abs(actual - expected) / abs(expected)
+            text = f"{name} of step {expected_line['step']}: {expected}, {actual}"
             differences.append((difference, text))
 
     largest_difference, text = max(differences)
@@ -554,20 +620,19 @@ def measured_constants(
 
     # The slowest device sets the pace of all.
     gpu = constants.gpus[names[0]]
-    achieved = constants.efficiency
+    efficiency = constants.efficiency
     flops = min(probe.flops for probe in devices)
-    memory = min(probe.memory for probe in devices)
-    host = min(probe.host for probe in devices if probe.host is not None)
+    memory_rate = min(probe.memory for probe in devices)
+    host_rate = min(probe.host for probe in devices if probe.host is not None)
     rates = {
         "gemm_efficiency": min(1.0, flops / gpu.bf16_flops),
-        "hbm_terabytes_per_second": memory / achieved.hbm / 1e12,
-        "host_gigabytes_per_second": host / achieved.host / GB,
+        "hbm_terabytes_per_second": memory_rate / efficiency.hbm / 1e12,
+        "host_gigabytes_per_second": host_rate / efficiency.host / GB,
     }
     if WITHIN in pairs:
-        rates["nvlink_gigabytes_per_second"] = pairs[WITHIN] / achieved.nvlink / GB
+        rates["nvlink_gigabytes_per_second"] = pairs[WITHIN] / efficiency.nvlink / GB
     if ACROSS in pairs:
-        rates["network_gigabits"] = pairs[ACROSS] / achieved.network / GB * 8
-    return {
-        "comment": "measured by doctor --gpu",
-        "gpus": {gpu.name: {name: round(rate, 3) for name, rate in rates.items()}},
-    }
+        rates["network_gigabits"] = pairs[ACROSS] / efficiency.network / GB * 8
+
+    rounded_rates = {name: round(rate, 3) for name, rate in rates.items()}
+    return {"comment": "measured by doctor --gpu", "gpus": {gpu.name: rounded_rates}}

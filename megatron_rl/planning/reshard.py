@@ -1,9 +1,13 @@
-"""Offline plan of a weight transfer: the real model's shapes and any number of ranks, in one process."""
+"""Offline plan of a weight transfer: the real model's shapes and any number of ranks, in one process.
+
+The idea: a plan depends on boxes alone, and boxes follow from a model's config and a layout. So one process
+computes the boxes of all ranks and builds the plan that the ranks of a job would build.
+"""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +22,7 @@ from megatron_rl.megatron.model_spec import model_spec, pretrained
 from megatron_rl.megatron.parameter_mapping import Shard, trace_import
 from megatron_rl.planning.predict.step import copy_seconds
 from megatron_rl.shapes.hardware import Constants, Machine
+from megatron_rl.shapes.layer_weights import Source
 from megatron_rl.shapes.layout import SHORT_NAMES, ParallelLayout, end_settings, stage_layers
 from megatron_rl.shapes.lora import Lora, adapted
 from megatron_rl.shapes.pretrained import PretrainedModel
@@ -33,7 +38,10 @@ _SIZES = {short: name for name, short in SHORT_NAMES.items()}
 
 @dataclass(frozen=True)
 class Summary:
-    """Cost of a plan; bytes are per rank unless a field is over all ranks together."""
+    """Cost of a plan; bytes are per rank unless a field is over all ranks together.
+
+    `plan-reshard` prints it.
+    """
 
     model_bytes: int
     """Bytes of one complete copy of the model."""
@@ -73,9 +81,13 @@ def read_layout(text: str, option: str = "--from") -> dict[str, int]:
     """Parse ``tp8pp8dp2`` into sizes by name; raises UserError for anything else."""
     sizes = re.findall(r"([a-z]+)(\d{1,6})", text)
     names = [name for name, _ in sizes]
+
     # The matches must cover the text, since findall skips text that does not match.
-    complete = bool(sizes) and "".join(name + count for name, count in sizes) == text
-    if not complete or not set(names) <= set(_SIZES) or len(set(names)) < len(names):
+    matched_text = "".join(name + count for name, count in sizes)
+    is_complete = bool(sizes) and matched_text == text
+    has_unknown_names = not set(names) <= set(_SIZES)
+    has_duplicates = len(set(names)) < len(names)
+    if not is_complete or has_unknown_names or has_duplicates:
         raise UserError(
             f"{text!r} is not a layout",
             where=option,
@@ -140,6 +152,7 @@ def plan_offline(
     model = pretrained(hf_config)
     if settings is None:
         settings = end_settings(model.shape.layers, actor.pipeline, actor.virtual_pipeline) or {}
+
     # Megatron validates its settings in constructors, partly by assertions.
     try:
         sources = megatron_layout(hf_config, actor, dtype, settings, lora)
@@ -158,9 +171,12 @@ def plan_offline(
         lora=lora,
     )
     order = best_rank_order(overlap, rollout_ranks, ranks_per_node)
+
+    # With adapters the engine has the base already, and only their tensors are sent.
     if lora is not None:
         model = adapted(model, lora.rank, None, lora.targets)
     destinations = engine_layout(model, order, tensor, dtype, whole_experts)
+
     nodes = {rank: rank // ranks_per_node for rank in {*actor.ranks, *rollout_ranks}}
     return build_plan(sources, destinations, nodes)
 
@@ -178,9 +194,10 @@ def engine_layout(
     """
     groups = []
     for tensor_rank in range(tensor):
-        boxes = []
-        dtypes = {}
+        boxes: list[TensorBox] = []
+        dtypes: dict[str, torch.dtype] = {}
         experts = engine_experts(model.shape.experts, tensor_rank, tensor)
+
         for tensor_spec in model.tensors():
             name = tensor_spec.name
             source = tensor_spec.source
@@ -193,19 +210,37 @@ def engine_layout(
             if cut.start >= cut.stop:
                 continue
 
-            # The slice as a box of the checkpoint's tensor.
-            start = [0] * len(source.shape)
-            size = list(source.shape)
-            start[cut.dim] = cut.start
-            size[cut.dim] = cut.stop - cut.start
-            for row, rows in source.pieces(start[0], size[0]):
-                piece_start = (row, *start[1:])
-                piece_size = (rows, *size[1:])
-                boxes.append(TensorBox(name, piece_start, piece_size, -1, name, 0, (0,) * len(size)))
-            dtypes[name] = torch.float32 if source.float32 else dtype
+            boxes += _slice_boxes(name, source, cut)
+            dtypes[name] = dtype
+            if source.float32:
+                dtypes[name] = torch.float32
+
         # Ranks with the same tensor-parallel index in their replicas need the same boxes.
-        groups.append(BoxGroup(tuple(ranks[tensor_rank::tensor]), tuple(boxes), dtypes))
+        group_ranks = tuple(ranks[tensor_rank::tensor])
+        groups.append(BoxGroup(group_ranks, tuple(boxes), dtypes))
     return groups
+
+
+def _slice_boxes(name: str, source: Source, cut: Slice) -> list[TensorBox]:
+    """Return a slice of a weight as boxes of the checkpoint's tensor; a plan needs no offsets and strides."""
+    start = [0] * len(source.shape)
+    size = list(source.shape)
+    start[cut.dim] = cut.start
+    size[cut.dim] = cut.stop - cut.start
+
+    boxes = []
+    for row, rows in source.pieces(start[0], size[0]):
+        box = TensorBox(
+            name,
+            start=(row, *start[1:]),
+            size=(rows, *size[1:]),
+            rank=-1,
+            storage=name,
+            offset=0,
+            stride=(0,) * len(size),
+        )
+        boxes.append(box)
+    return boxes
 
 
 def summarise(
@@ -219,7 +254,7 @@ def summarise(
 
     Raises UserError for a cluster that is not in the constants, and where the staging is too small.
     """
-    # The schedule cuts transfers into rounds that fit the staging buffers.
+    # The schedule divides the transfer into phases that fit the staging buffers.
     try:
         transfers = schedule(plan, staging)
     except ValueError as error:
@@ -231,75 +266,87 @@ def summarise(
             fix="give more",
         ) from error
 
-    receivers = sorted(plan.needed)
-    received = [plan.received.get(rank, 0) for rank in receivers]
-    inside_nodes, across_nodes = plan.bytes_between({rank: rank // ranks_per_node for rank in plan.ranks})
+    received_bytes = [plan.received.get(rank, 0) for rank in sorted(plan.needed)]
+    nodes = {rank: rank // ranks_per_node for rank in plan.ranks}
+    inside_nodes, across_nodes = plan.bytes_between(nodes)
+
     # A region of several bundles counts once.
-    region_bytes = {
-        (region.name, region.start): region.bytes for bundle in plan.bundles for region in bundle.regions
-    }
+    region_bytes: dict[tuple[str, tuple[int, ...]], int] = {}
+    for bundle in plan.bundles:
+        for region in bundle.regions:
+            region_bytes[region.name, region.start] = region.bytes
+
     seconds = {}
     for name in clusters:
         cluster = constants.cluster(name, len(plan.ranks), gpus_per_node=ranks_per_node)
         seconds[name] = predict_seconds(plan, transfers, Machine(cluster, constants))
 
+    # Assume that a rank connects to its peers one after another.
+    peers_most = max(plan.peers.values(), default=0)
+    connect_seconds = peers_most * constants.weight_sync.connection_seconds
     return Summary(
         model_bytes=sum(region_bytes.values()),
-        received_least=min(received),
-        received_mean=sum(received) / len(received),
-        received_most=max(received),
+        received_least=min(received_bytes),
+        received_mean=sum(received_bytes) / len(received_bytes),
+        received_most=max(received_bytes),
         sent_most=max(plan.sent.values(), default=0),
-        local_mean=sum(plan.local.values()) / len(receivers),
+        local_mean=sum(plan.local.values()) / len(received_bytes),
         inside_nodes=inside_nodes,
         across_nodes=across_nodes,
         messages=sum(transfers.messages.values()),
         messages_most=transfers.messages_per_rank,
-        peers_most=max(plan.peers.values(), default=0),
+        peers_most=peers_most,
         peers_mean=sum(plan.peers.values()) / len(plan.ranks),
         staging_most=transfers.staging,
         redundant_most=max(_redundant_bytes(plan).values(), default=0),
         seconds=seconds,
-        connect_seconds=max(plan.peers.values(), default=0) * constants.weight_sync.connection_seconds,
+        connect_seconds=connect_seconds,
     )
 
 
 def _redundant_bytes(plan: ReshardPlan) -> dict[int, int]:
     """Return the bytes that each rank receives although it already has them."""
-    redundant: dict[int, int] = {}
+    redundant_bytes: Counter[int] = Counter()
     for bundle in plan.bundles:
         # All regions of a bundle have the same holders.
         holders = set(bundle.regions[0].holders)
         for receiver, sender in bundle.senders.items():
             if sender != receiver and receiver in holders:
-                redundant[receiver] = redundant.get(receiver, 0) + bundle.bytes
-    return redundant
+                redundant_bytes[receiver] += bundle.bytes
+    return dict(redundant_bytes)
 
 
 def predict_seconds(plan: ReshardPlan, transfers: Schedule, machine: Machine) -> float:
     """Return predicted seconds on a machine, until the slowest rank has exchanged its messages.
 
-    The connections are those of earlier transfers.
+    Connections are reused from earlier transfers.
     """
     domain = machine.cluster.domain
 
-    # (rank, direction) -> bytes across and within domains. Directions are separate: links are full duplex.
-    traffic: dict[tuple[int, str], list[float]] = {}
+    # Count by (rank, direction). Directions are separate: links are full duplex.
+    remote_bytes: Counter[tuple[int, str]] = Counter()
+    domain_bytes: Counter[tuple[int, str]] = Counter()
     messages: Counter[tuple[int, str]] = Counter()
-    for (sender, receiver), count in plan.pairs.items():
-        same_domain = sender // domain == receiver // domain
+    for (sender, receiver), num_bytes in plan.pairs.items():
+        num_messages = transfers.messages[sender, receiver]
         for end in ((sender, "out"), (receiver, "in")):
-            traffic.setdefault(end, [0.0, 0.0])[same_domain] += count
-            messages[end] += transfers.messages[sender, receiver]
+            messages[end] += num_messages
+            if sender // domain == receiver // domain:
+                domain_bytes[end] += num_bytes
+            else:
+                remote_bytes[end] += num_bytes
 
+    # A transfer without messages between ranks has its fixed part.
+    slowest = copy_seconds(machine, 0.0)
     message_seconds = machine.constants.weight_sync.message_seconds
-    seconds = (
-        copy_seconds(machine, *directions) + messages[end] * message_seconds
-        for end, directions in traffic.items()
-    )
-    return max(seconds, default=copy_seconds(machine, 0.0))
+    for end, num_messages in messages.items():
+        seconds = copy_seconds(machine, remote_bytes[end], domain_bytes[end])
+        slowest = max(slowest, seconds + num_messages * message_seconds)
+    return slowest
 
 
 Shapes = dict[str, tuple[int, ...]]
+"""Name of a parameter -> its shape on one rank."""
 
 
 def megatron_layout(
@@ -319,35 +366,48 @@ def megatron_layout(
         model = adapted(model, lora.rank, None, lora.targets)
     hf_shapes = model.tensor_shapes()
 
-    def trace_group(shapes: Shapes, shard: Shard, ranks: list[int]) -> BoxGroup:
-        parameters = {name: torch.empty(size, dtype=dtype, device="meta") for name, size in shapes.items()}
+    def trace_group(shapes: Shapes, shard: Shard, ranks: Sequence[int]) -> BoxGroup:
+        parameters: dict[str, torch.Tensor] = {}
+        for name, shape in shapes.items():
+            parameters[name] = torch.empty(shape, dtype=dtype, device="meta")
         boxes = trace_import(parameters, model, shard, -1, shapes=hf_shapes)
         return BoxGroup(tuple(ranks), tuple(boxes), dict.fromkeys(shapes, dtype))
 
     # Each pipeline stage has its own layers; its ranks differ by their shards.
-    groups = []
+    groups: list[BoxGroup] = []
     stages = stage_layers(model.shape.layers, layout, overrides)
     for stage, stage_ranks in enumerate(layout.groups("tensor", "context", "data")):
-        # Ranks of a stage by tensor-parallel rank, and by expert-parallel and expert-tensor-parallel rank.
-        dense_ranks: dict[int, list[int]] = {}
-        expert_ranks: dict[tuple[int, int], list[int]] = {}
-        for position, rank in enumerate(stage_ranks):
-            dense_ranks.setdefault(position % layout.tensor, []).append(rank)
-            outer_position, expert_tensor = divmod(position, layout.expert_tensor)
-            expert_ranks.setdefault((outer_position % layout.expert, expert_tensor), []).append(rank)
-
         layers = stages[stage]
         is_first = stage == 0
         is_last = stage == layout.pipeline - 1
-        for tensor, ranks in dense_ranks.items():
-            parameters = dense_shapes(model, layout, layers, is_first, is_last)
-            groups.append(trace_group(parameters, Shard(tensor, layout.tensor), ranks))
 
-        if model.shape.experts:
-            for (expert, expert_tensor), ranks in expert_ranks.items():
-                parameters = expert_shapes(model, layout, layers)
-                shard = Shard(0, layout.tensor, expert, layout.expert, expert_tensor, layout.expert_tensor)
-                groups.append(trace_group(parameters, shard, ranks))
+        # Parameters outside the experts are sharded over tensor-parallel ranks, which vary fastest.
+        shapes = dense_shapes(model, layout, layers, is_first, is_last)
+        for tensor_rank in range(layout.tensor):
+            shard = Shard(tensor_rank, layout.tensor)
+            groups.append(trace_group(shapes, shard, stage_ranks[tensor_rank :: layout.tensor]))
+
+        if not model.shape.experts:
+            continue
+
+        # Experts divide the same ranks again: expert-tensor-parallel fastest, then expert-parallel.
+        ranks_by_shard: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for position, rank in enumerate(stage_ranks):
+            outer_position, expert_tensor_rank = divmod(position, layout.expert_tensor)
+            expert_rank = outer_position % layout.expert
+            ranks_by_shard[expert_rank, expert_tensor_rank].append(rank)
+
+        shapes = expert_shapes(model, layout, layers)
+        for (expert_rank, expert_tensor_rank), ranks in ranks_by_shard.items():
+            shard = Shard(
+                0,
+                layout.tensor,
+                expert_rank,
+                layout.expert,
+                expert_tensor_rank,
+                layout.expert_tensor,
+            )
+            groups.append(trace_group(shapes, shard, ranks))
 
     return [group for group in groups if group.boxes]
 

@@ -195,10 +195,6 @@ class ParallelLayout:
                 terms.append(f"{abbreviation.upper()}{size}")
         return " ".join(terms)
 
-    # Former names, which users may still call.
-    words = text
-    short_words = short_text
-
 
 def _slices(
     ranks: Sequence[int], grid: list[tuple[str, int]], dimensions: Sequence[str]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -56,7 +57,12 @@ class BoxGroup:
 
 
 class Region(NamedTuple):
-    """One box of a tensor that every receiver needs and every holder holds completely."""
+    """One box of a tensor that every receiver needs and every holder holds completely.
+
+    Example: the first 2 rows of a bfloat16 weight [8, 16], which ranks 0 and 2 hold and rank 4 needs::
+
+        Region("linear.weight", (0, 0), (2, 16), (0, 2), (4,), torch.bfloat16, bytes=64)
+    """
 
     name: str
     """The tensor."""
@@ -74,49 +80,73 @@ class Region(NamedTuple):
     """Bytes of the box in this dtype."""
 
 
+class _Overlap(NamedTuple):
+    """Intersection of a source box and a destination box of one tensor."""
+
+    start: Coordinates
+    """First coordinates of the intersection, in elements."""
+    size: Coordinates
+    """Its size, in elements."""
+    holders: Ranks
+    """Ranks that hold the source box."""
+    receivers: Ranks
+    """Ranks that need the destination box."""
+
+
 def regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup]) -> list[Region]:
     """Return the regions that cover every destination box exactly once.
 
     Tensors are in the order of the destinations, regions of a tensor by start. Equal holders, and equal
     receivers, are one object. Raises UncoveredError if no source holds an element of a destination box.
     """
-    ranks = _RankSets()
-    held_boxes, _ = _boxes_by_tensor(sources, ranks)
-    needed_boxes, dtypes = _boxes_by_tensor(destinations, ranks)
+    rank_sets = _RankSets()
+    source_boxes = _boxes_by_tensor(sources, rank_sets)
+    target_boxes = _boxes_by_tensor(destinations, rank_sets)
+    dtypes = _dtypes_by_tensor(destinations)
 
-    # Layers and experts with equal boxes are intersected once.
-    cache: dict[object, list[tuple[Span, Ranks, Ranks]]] = {}
+    # Layers and experts with equal boxes are intersected once: a model has few distinct layers.
+    cache: dict[object, list[_Overlap]] = {}
     result: list[Region] = []
-    for name, target_spans in needed_boxes.items():
-        source_spans = held_boxes.get(name, {})
+    for name, target_spans in target_boxes.items():
+        source_spans = source_boxes.get(name, {})
         key = (_signature(source_spans), _signature(target_spans))
         if key not in cache:
-            cache[key] = _intersect_boxes(name, source_spans, target_spans, ranks)
+            cache[key] = _intersect_boxes(name, source_spans, target_spans, rank_sets)
 
-        itemsize = dtypes[name].itemsize
-        for (start, size), holders, receivers in cache[key]:
-            num_bytes = math.prod(size) * itemsize
-            result.append(Region(name, start, size, holders, receivers, dtypes[name], num_bytes))
+        # Traffic is counted in the receivers' dtype: a sender converts while it packs.
+        dtype = dtypes[name]
+        for overlap in cache[key]:
+            num_bytes = math.prod(overlap.size) * dtype.itemsize
+            region = Region(
+                name,
+                overlap.start,
+                overlap.size,
+                overlap.holders,
+                overlap.receivers,
+                dtype,
+                num_bytes,
+            )
+            result.append(region)
     return result
 
 
 def needed_bytes(destinations: Sequence[BoxGroup]) -> dict[int, int]:
     """Return by rank the bytes of the distinct tensor elements that it needs."""
-    ranks = _RankSets()
-    needed_boxes, dtypes = _boxes_by_tensor(destinations, ranks)
+    rank_sets = _RankSets()
+    dtypes = _dtypes_by_tensor(destinations)
 
     # Add up per set of ranks first: there are few sets, and many ranks in each.
-    by_ranks: dict[Ranks, int] = {}
-    for name, target_spans in needed_boxes.items():
-        for (_, size), receivers in disjoint(target_spans, ranks).items():
-            num_bytes = math.prod(size) * dtypes[name].itemsize
-            by_ranks[receivers] = by_ranks.get(receivers, 0) + num_bytes
+    bytes_by_ranks: Counter[Ranks] = Counter()
+    for name, target_spans in _boxes_by_tensor(destinations, rank_sets).items():
+        itemsize = dtypes[name].itemsize
+        for (_, size), receivers in cut_overlaps(target_spans, rank_sets).items():
+            bytes_by_ranks[receivers] += math.prod(size) * itemsize
 
-    result: dict[int, int] = {}
-    for receivers, count in by_ranks.items():
+    result: Counter[int] = Counter()
+    for receivers, num_bytes in bytes_by_ranks.items():
         for rank in receivers:
-            result[rank] = result.get(rank, 0) + count
-    return result
+            result[rank] += num_bytes
+    return dict(result)
 
 
 class _RankSets:
@@ -128,16 +158,18 @@ class _RankSets:
 
     def intern(self, ranks: Iterable[int]) -> Ranks:
         """Return the one tuple of these ranks."""
-        ordered = tuple(sorted(set(ranks)))
-        return self._interned.setdefault(ordered, ordered)
+        unique_ranks = tuple(sorted(set(ranks)))
+        return self._interned.setdefault(unique_ranks, unique_ranks)
 
-    def union(self, rank_sets: Sequence[Ranks]) -> Ranks:
+    def union(self, sets: Sequence[Ranks]) -> Ranks:
         """Return the one tuple of all ranks of interned tuples."""
-        if len(rank_sets) == 1:
-            return rank_sets[0]
-        key = tuple(id(ranks) for ranks in rank_sets)
+        if len(sets) == 1:
+            return sets[0]
+
+        # Interned sets live as long as this object, so their ids identify them.
+        key = tuple(id(ranks) for ranks in sets)
         if key not in self._unions:
-            self._unions[key] = self.intern(rank for ranks in rank_sets for rank in ranks)
+            self._unions[key] = self.intern(itertools.chain.from_iterable(sets))
         return self._unions[key]
 
 
@@ -147,47 +179,60 @@ def _signature(spans: Mapping[Span, Ranks]) -> tuple[tuple[Span, int], ...]:
 
 
 def _boxes_by_tensor(
-    groups: Sequence[BoxGroup], ranks: _RankSets
-) -> tuple[dict[str, dict[Span, Ranks]], dict[str, torch.dtype]]:
-    """Return for each tensor its distinct boxes with all ranks that have them, and its dtype."""
+    groups: Sequence[BoxGroup],
+    rank_sets: _RankSets,
+) -> dict[str, dict[Span, Ranks]]:
+    """Return for each tensor its distinct boxes, sorted, with all ranks that have them."""
     rank_sets_by_tensor: dict[str, dict[Span, list[Ranks]]] = {}
-    dtypes: dict[str, torch.dtype] = {}
     for group in groups:
-        group_ranks = ranks.intern(group.ranks)
+        group_ranks = rank_sets.intern(group.ranks)
         for box in group.boxes:
             tensor_spans = rank_sets_by_tensor.setdefault(box.name, {})
-            rank_sets = tensor_spans.setdefault((box.start, box.size), [])
+            span_ranks = tensor_spans.setdefault((box.start, box.size), [])
             # A group may have a box twice, in two storages.
-            if not rank_sets or rank_sets[-1] is not group_ranks:
-                rank_sets.append(group_ranks)
-            dtypes[box.name] = group.dtypes[box.storage]
+            if not span_ranks or span_ranks[-1] is not group_ranks:
+                span_ranks.append(group_ranks)
 
-    ordered = {
-        name: {span: ranks.union(spans[span]) for span in sorted(spans)}
-        for name, spans in rank_sets_by_tensor.items()
-    }
-    return ordered, dtypes
+    result: dict[str, dict[Span, Ranks]] = {}
+    for name, spans in rank_sets_by_tensor.items():
+        # `_candidate_pairs` relies on the order.
+        result[name] = {span: rank_sets.union(spans[span]) for span in sorted(spans)}
+    return result
+
+
+def _dtypes_by_tensor(groups: Sequence[BoxGroup]) -> dict[str, torch.dtype]:
+    """Return the dtype of each tensor in the storages of the last group that has it."""
+    dtypes: dict[str, torch.dtype] = {}
+    for group in groups:
+        for box in group.boxes:
+            dtypes[box.name] = group.dtypes[box.storage]
+    return dtypes
 
 
 def _intersect_boxes(
     name: str,
     source_spans: Mapping[Span, Ranks],
     target_spans: Mapping[Span, Ranks],
-    ranks: _RankSets,
-) -> list[tuple[Span, Ranks, Ranks]]:
-    """Return (span, holders, receivers) of every intersection of source and target boxes of one tensor."""
-    # Disjoint boxes: every element is sent and received once.
-    sources = disjoint(source_spans, ranks)
-    targets = disjoint(target_spans, ranks)
+    rank_sets: _RankSets,
+) -> list[_Overlap]:
+    """Return every intersection of source and target boxes of one tensor.
 
-    result = []
+    Raises UncoveredError, naming the tensor, if the sources do not contain a target completely.
+    """
+    # Disjoint boxes: every element is sent and received once.
+    sources = cut_overlaps(source_spans, rank_sets)
+    targets = cut_overlaps(target_spans, rank_sets)
+
+    result: list[_Overlap] = []
     for target, receivers in targets.items():
         covered = 0
         for source, holders in sources.items():
             span = intersect(source, target)
-            if span is not None:
-                covered += math.prod(span[1])
-                result.append((span, holders, receivers))
+            if span is None:
+                continue
+            start, size = span
+            covered += math.prod(size)
+            result.append(_Overlap(start, size, holders, receivers))
 
         # Disjoint sources cover the target exactly if the sizes of the intersections add up to its size.
         count = math.prod(target[1])
@@ -204,6 +249,8 @@ def intersect(first: Span, second: Span) -> Span | None:
     """Return the intersection of two boxes, None if it is empty."""
     start = []
     size = []
+
+    # Boxes overlap if their intervals overlap in every dimension.
     for first_start, first_size, second_start, second_size in zip(
         first[0],
         first[1],
@@ -217,10 +264,14 @@ def intersect(first: Span, second: Span) -> Span | None:
             return None
         start.append(low)
         size.append(high - low)
+
     return tuple(start), tuple(size)
 
 
-def disjoint(spans: Mapping[Span, Ranks], ranks: _RankSets | None = None) -> Mapping[Span, Ranks]:
+def cut_overlaps(
+    spans: Mapping[Span, Ranks],
+    rank_sets: _RankSets | None = None,
+) -> Mapping[Span, Ranks]:
     """Cut overlapping boxes at each other's edges; each part has the ranks of all boxes that contain it."""
     boxes = list(spans)
     if not any(intersect(first, second) for first, second in _candidate_pairs(boxes)):
@@ -231,21 +282,32 @@ def disjoint(spans: Mapping[Span, Ranks], ranks: _RankSets | None = None) -> Map
     edges = [_edges(boxes, dim) for dim in range(dims)]
 
     # Each box becomes the cells of the grid inside it.
-    cells: dict[Span, set[int]] = {}
-    for (start, size), box_ranks in spans.items():
-        intervals_by_dim = []
-        for dim in range(dims):
-            end = start[dim] + size[dim]
-            inner_edges = [edge for edge in edges[dim] if start[dim] <= edge <= end]
-            intervals_by_dim.append(itertools.pairwise(inner_edges))
+    ranks_by_cell: dict[Span, set[int]] = {}
+    for span, box_ranks in spans.items():
+        for cell in _grid_cells(span, edges):
+            ranks_by_cell.setdefault(cell, set()).update(box_ranks)
 
-        for intervals in itertools.product(*intervals_by_dim):
-            cell_start = tuple(low for low, _ in intervals)
-            cell_size = tuple(high - low for low, high in intervals)
-            cells.setdefault((cell_start, cell_size), set()).update(box_ranks)
+    if rank_sets is None:
+        rank_sets = _RankSets()
+    return {cell: rank_sets.intern(ranks_by_cell[cell]) for cell in sorted(ranks_by_cell)}
 
-    intern = (ranks or _RankSets()).intern
-    return {cell: intern(cells[cell]) for cell in sorted(cells)}
+
+def _grid_cells(box: Span, edges: Sequence[Sequence[int]]) -> Iterable[Span]:
+    """Yield the cells of a grid that tile a box.
+
+    ``edges``: the grid's coordinates by dimension, sorted; they include the edges of the box.
+    """
+    start, size = box
+    intervals_by_dim = []
+    for dim, dim_edges in enumerate(edges):
+        end = start[dim] + size[dim]
+        inner_edges = [edge for edge in dim_edges if start[dim] <= edge <= end]
+        intervals_by_dim.append(itertools.pairwise(inner_edges))
+
+    for intervals in itertools.product(*intervals_by_dim):
+        cell_start = tuple(low for low, _ in intervals)
+        cell_size = tuple(high - low for low, high in intervals)
+        yield cell_start, cell_size
 
 
 def _edges(boxes: list[Span], dim: int) -> list[int]:
@@ -260,13 +322,15 @@ def _edges(boxes: list[Span], dim: int) -> list[int]:
 def _candidate_pairs(boxes: list[Span]) -> Iterable[tuple[Span, Span]]:
     """Yield the pairs of sorted boxes whose ranges in the first dimension overlap."""
     for index, first in enumerate(boxes):
+        later_boxes = boxes[index + 1 :]
         # A scalar has no dimensions.
         if not first[0]:
-            yield from ((first, second) for second in boxes[index + 1 :])
+            yield from ((first, second) for second in later_boxes)
             continue
 
+        # All boxes from the first one that begins past the end on do so: they are sorted by start.
         end = first[0][0] + first[1][0]
-        for second in boxes[index + 1 :]:
+        for second in later_boxes:
             if second[0][0] >= end:
                 break
             yield first, second
@@ -285,17 +349,23 @@ class BoxIndex:
         span = (region.start, region.size)
         result = []
         for box in self._by_name.get(region.name, ()):
-            if intersect((box.start, box.size), span) == span:
-                offset = box.offset
-                for inner, outer, stride in zip(region.start, box.start, box.stride, strict=True):
-                    offset += (inner - outer) * stride
-                result.append(replace(box, start=region.start, size=region.size, offset=offset))
+            if intersect((box.start, box.size), span) != span:
+                continue
+
+            # The strides stay; only the first element moves.
+            offset = box.offset
+            for inner, outer, stride in zip(region.start, box.start, box.stride, strict=True):
+                offset += (inner - outer) * stride
+            inner_box = replace(box, start=region.start, size=region.size, offset=offset)
+            result.append(inner_box)
         return result
 
 
 def view_of(parameter: Tensor, box: TensorBox) -> Tensor:
     """Return the view of a parameter that a box describes, [*box.size]."""
-    return parameter.as_strided(box.size, box.stride, parameter.storage_offset() + box.offset)
+    # `as_strided` counts from the storage's first element, a box from the parameter's.
+    offset = parameter.storage_offset() + box.offset
+    return parameter.as_strided(box.size, box.stride, offset)
 
 
 def check_coverage(
@@ -315,40 +385,57 @@ def check_coverage(
     errors: list[str] = []
     padding_gaps: dict[str, tuple[tuple[int, int], ...]] = {}
     for name, parameter in parameters.items():
-        gaps, doubles = _find_gaps(boxes_by_storage.get(name, []), parameter.numel())
-        data_end = padding.get(name, parameter.numel())
+        numel = parameter.numel()
+        gaps, num_doubles = _find_gaps(boxes_by_storage.get(name, []), numel)
+        if num_doubles:
+            errors.append(f"{name}: {num_doubles} elements are written more than once")
+
+        # Gaps in padding are valid: no checkpoint has values for it.
+        data_end = padding.get(name, numel)
         data_gaps = [gap for gap in gaps if gap[0] < data_end]
-        if doubles:
-            errors.append(f"{name}: {doubles} elements are written more than once")
         if data_gaps:
             count = sum(end - start for start, end in data_gaps)
-            errors.append(f"{name}: {count} of {parameter.numel()} elements are never written")
-        if gaps and not data_gaps:
+            errors.append(f"{name}: {count} of {numel} elements are never written")
+        elif gaps:
             padding_gaps[name] = tuple(gaps)
 
     if errors:
-        raise CoverageError("the loader does not fill each parameter exactly once:\n  " + "\n  ".join(errors))
+        lines = "\n  ".join(errors)
+        raise CoverageError(f"the loader does not fill each parameter exactly once:\n  {lines}")
     return padding_gaps
 
 
-def _find_gaps(boxes: Sequence[TensorBox], count: int) -> tuple[list[tuple[int, int]], int]:
+def _find_gaps(
+    boxes: Sequence[TensorBox],
+    count: int,
+) -> tuple[list[tuple[int, int]], int]:
     """Return the gaps of [0, count) between all boxes, and the number of elements in several boxes."""
-    runs = [_contiguous_runs(box) for box in boxes]
+    starts_by_box: list[numpy.ndarray] = []
+    ends_by_box: list[numpy.ndarray] = []
+    for box in boxes:
+        box_starts, length = _contiguous_runs(box)
+        starts_by_box.append(box_starts)
+        ends_by_box.append(box_starts + length)
 
     # An empty run at the end makes a gap after the last box visible.
     end_run = numpy.array([count])
-    starts = numpy.concatenate([*(start for start, _ in runs), end_run])
-    ends = numpy.concatenate([*(start + length for start, length in runs), end_run])
+    starts = numpy.concatenate([*starts_by_box, end_run])
+    ends = numpy.concatenate([*ends_by_box, end_run])
     order = numpy.argsort(starts, kind="stable")
     starts = starts[order]
     ends = ends[order]
 
     # Compare each run with the end of everything before it.
-    previous_ends = numpy.concatenate([[0], numpy.maximum.accumulate(ends)[:-1]])
+    latest_ends = numpy.maximum.accumulate(ends)
+    previous_ends = numpy.concatenate([[0], latest_ends[:-1]])
     distance = starts - previous_ends
+    num_doubles = -distance[distance < 0].sum()
+
     is_gap = distance > 0
-    gaps = list(zip(previous_ends[is_gap].tolist(), starts[is_gap].tolist(), strict=True))
-    return gaps, int(-distance[distance < 0].sum())
+    gap_starts = previous_ends[is_gap].tolist()
+    gap_ends = starts[is_gap].tolist()
+    gaps = list(zip(gap_starts, gap_ends, strict=True))
+    return gaps, int(num_doubles)
 
 
 def _contiguous_runs(box: TensorBox) -> tuple[numpy.ndarray, int]:
@@ -359,9 +446,12 @@ def _contiguous_runs(box: TensorBox) -> tuple[numpy.ndarray, int]:
     # The innermost dimensions are one run as long as they are dense.
     length = 1
     while axes and axes[0][0] == length:
-        length *= axes.pop(0)[1]
+        _, size = axes.pop(0)
+        length *= size
 
+    # Every combination of indices of the outer dimensions begins a run.
     starts = numpy.array([box.offset], dtype=numpy.int64)
     for stride, size in axes:
-        starts = (starts[:, None] + numpy.arange(size) * stride).ravel()
+        offsets = numpy.arange(size) * stride
+        starts = (starts[:, None] + offsets).ravel()
     return starts, length

@@ -1,7 +1,12 @@
-"""Execution of one rank's part of a reshard plan on live storage, and checksums of the arrived weights."""
+"""Execution of one rank's part of a reshard plan on live storage, and checksums of the arrived weights.
+
+The idea: everything that does not depend on values is done once, by the constructor of `Execution` (views,
+messages, weights of checksums). A sync then only copies, communicates and sums.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple, NoReturn
@@ -12,11 +17,14 @@ from torch import Tensor
 from megatron_rl.distributed.exchange import gather_objects, sum_over_ranks
 from megatron_rl.weights.boxes import Region, view_of
 from megatron_rl.weights.plan import ReshardPlan, Schedule, schedule
-from megatron_rl.weights.transfer import Exchange
+from megatron_rl.weights.transfer import Exchange, ReceivedPiece, SentPiece, Views
 
 SAMPLE = 8
 """``sampled`` verification checks every region once in this many syncs."""
 VERIFY = ("full", "sampled", "off")
+"""Values of `weight_sync.verify`."""
+LISTED_FAULTS = 10
+"""Differing regions that an error lists."""
 
 
 class WeightMismatchError(RuntimeError):
@@ -61,29 +69,37 @@ class Execution:
         self._destination_boxes = plan.boxes_of(rank, destination=True)
         self.staging_bytes = staging_bytes
 
-        sends = {
-            peer: [(self._source_view(region), region.dtype) for region in peer_regions]
-            for peer, peer_regions in plan.to_send(rank).items()
-        }
+        # All views are created once here, so that a sync only copies and communicates.
+        sends: dict[int, list[SentPiece]] = {}
+        for peer, peer_regions in plan.to_send(rank).items():
+            sends[peer] = [(self._source_view(region), region.dtype) for region in peer_regions]
+
         regions_by_sender = plan.to_receive(rank)
         local_regions = regions_by_sender.pop(rank, [])
-        receives = {
-            peer: [(self._destination_views(region), region.dtype) for region in peer_regions]
-            for peer, peer_regions in regions_by_sender.items()
-        }
-        self._local_copies = [
-            (self._destination_views(region), self._source_view(region)) for region in local_regions
-        ]
+        receives: dict[int, list[ReceivedPiece]] = {}
+        for peer, peer_regions in regions_by_sender.items():
+            receives[peer] = [(self._destination_views(region), region.dtype) for region in peer_regions]
 
-        self._exchanges = self._build_exchanges(schedule(plan, staging_bytes), sends, receives)
-        self._regions = [region for bundle in plan.bundles for region in bundle.regions]
+        self._local_copies: list[tuple[Views, Tensor]] = []
+        for region in local_regions:
+            targets = self._destination_views(region)
+            self._local_copies.append((targets, self._source_view(region)))
+
+        phases = schedule(plan, staging_bytes)
+        self._exchanges = self._build_exchanges(phases, sends, receives)
+
+        # Verification numbers the regions in the order of the plan, which is equal on all ranks.
+        self._regions: list[Region] = []
+        for bundle in plan.bundles:
+            self._regions += bundle.regions
         self._reference_sums: list[tuple[_Term, Tensor]] = []
 
     def _source_view(self, region: Region) -> Tensor:
+        # Any storage of this rank that contains the region has the same values.
         box = self._source_boxes.containing(region)[0]
         return view_of(self._sources[box.storage], box)
 
-    def _destination_views(self, region: Region) -> tuple[Tensor, ...]:
+    def _destination_views(self, region: Region) -> Views:
         boxes = self._destination_boxes.containing(region)
         return tuple(view_of(self._destinations[box.storage], box) for box in boxes)
 
@@ -97,9 +113,12 @@ class Execution:
         regions = self._regions_to_verify(mode, sync_index)
         if not self._exchanges:
             self._copy_local(regions)
-        for index, exchange in enumerate(self._exchanges):
-            meanwhile = partial(self._copy_local, regions) if index == 0 else None
+
+        # Only the first exchange has local work to overlap with.
+        meanwhile = partial(self._copy_local, regions)
+        for exchange in self._exchanges:
             exchange.run(meanwhile)
+            meanwhile = None
 
         if self.staging_peak > self.staging_bytes:
             raise RuntimeError(f"staging took {self.staging_peak} bytes, the bound is {self.staging_bytes}")
@@ -112,24 +131,32 @@ class Execution:
     def _build_exchanges(
         self,
         phases: Schedule,
-        sends: dict[int, Any],
-        receives: dict[int, Any],
+        sends: Mapping[int, Sequence[SentPiece]],
+        receives: Mapping[int, Sequence[ReceivedPiece]],
     ) -> list[Exchange]:
         """Return this rank's exchanges, one per phase of the schedule, in order."""
-        rank = self._rank
-        # Other ranks may have messages in phases in which this rank has none.
-        send_phases = {phases.phase[rank, peer] for peer in sends}
-        receive_phases = {phases.phase[peer, rank] for peer in receives}
-        return [
-            Exchange(
-                {peer: views for peer, views in sends.items() if phases.phase[rank, peer] == phase},
-                {peer: views for peer, views in receives.items() if phases.phase[peer, rank] == phase},
+        sends_by_phase: dict[int, dict[int, Sequence[SentPiece]]] = defaultdict(dict)
+        for peer, sent_pieces in sends.items():
+            phase = phases.phase[self._rank, peer]
+            sends_by_phase[phase][peer] = sent_pieces
+
+        receives_by_phase: dict[int, dict[int, Sequence[ReceivedPiece]]] = defaultdict(dict)
+        for peer, received_pieces in receives.items():
+            phase = phases.phase[peer, self._rank]
+            receives_by_phase[phase][peer] = received_pieces
+
+        # Phases in which this rank has no messages are left out: point-to-point needs no other rank.
+        exchanges = []
+        for phase in sorted({*sends_by_phase, *receives_by_phase}):
+            exchange = Exchange(
+                sends_by_phase[phase],
+                receives_by_phase[phase],
                 phases.slot,
                 self._group,
                 phases.own_message_bytes,
             )
-            for phase in sorted(send_phases | receive_phases)
-        ]
+            exchanges.append(exchange)
+        return exchanges
 
     def _copy_local(self, regions: range) -> None:
         """Copy the regions that this rank both holds and needs, then compute its reference checksums."""
@@ -158,31 +185,29 @@ class Execution:
         computed += self._compute_sums(regions, is_reference=False)
         self._reference_sums = []
 
-        # Add up this rank's terms per region.
+        # One copy from the device for all checksums.
         terms = [term for term, _ in computed]
-        sums = torch.zeros(0)
+        checksums = torch.zeros(0)
         if computed:
-            sums = torch.stack([checksum for _, checksum in computed]).cpu()
-        indices = torch.tensor([term.region // regions.step for term in terms], dtype=torch.int64)
-        weights = torch.tensor([term.weight for term in terms], dtype=torch.int64)
-        balances = torch.zeros(len(regions), dtype=torch.int64)
-        balances.index_add_(0, indices, sums.long() * weights)
+            device_checksums = [checksum for _, checksum in computed]
+            checksums = torch.stack(device_checksums).cpu()
+        balances = _balances(terms, checksums, regions)
 
         # A single number crosses ranks while all regions agree: gloo takes several times as long for a
         # vector. Odd factors show any single region that differs; several cancel with probability 2**-64.
         factors = _mix(0, len(regions), balances.device)
         folded = (balances * factors).sum()[None]
-        if sum_over_ranks(folded, self._group).item():
-            sum_over_ranks(balances, self._group)
-            differing = {regions[index] for index in balances.nonzero()[:, 0].tolist()}
-            self._raise_mismatch(
-                [
-                    (term.region, term.is_reference, value)
-                    for term, value in zip(terms, sums.tolist(), strict=True)
-                    if term.region in differing
-                ]
-            )
-        return len(regions)
+        if not sum_over_ranks(folded, self._group).item():
+            return len(regions)
+
+        # The folded sum is equal on all ranks, so all of them come here together.
+        sum_over_ranks(balances, self._group)
+        differing = {regions[index] for index in balances.nonzero()[:, 0].tolist()}
+        evidence = []
+        for term, value in zip(terms, checksums.tolist(), strict=True):
+            if term.region in differing:
+                evidence.append((term.region, term.is_reference, value))
+        self._raise_mismatch(evidence)
 
     def _regions_to_verify(self, mode: str, sync_index: int) -> range:
         """Return the indices of the regions that are compared after a sync."""
@@ -199,9 +224,15 @@ class Execution:
         is_reference: bool,
     ) -> list[tuple[_Term, Tensor]]:
         """Return this rank's checksums of ``regions``: either the reference ones, or those as a receiver."""
-        all_terms = self._terms if regions else ()
-        terms = [term for term in all_terms if term.is_reference == is_reference and term.region in regions]
-        return [(term, term.checksum.compute()) for term in terms]
+        # Without verification `_terms` are never built: they compile a checksum per region.
+        if not regions:
+            return []
+
+        result = []
+        for term in self._terms:
+            if term.is_reference == is_reference and term.region in regions:
+                result.append((term, term.checksum.compute()))
+        return result
 
     @cached_property
     def _terms(self) -> Sequence[_Term]:
@@ -209,23 +240,33 @@ class Execution:
 
         Receiver n, from 1 on, subtracts its checksum n times, so that equal faults of several do not cancel.
         """
-        terms = []
+        terms: list[_Term] = []
         for index, region in enumerate(self._regions):
-            num_receivers = len(region.receivers)
-
             # Holders take turns as the reference, to share the work.
-            if region.holders[index % len(region.holders)] == self._rank:
-                checksum = BoxSum(self._source_view(region), region.start, region.dtype)
-                total_weight = num_receivers * (num_receivers + 1) // 2
-                terms.append(_Term(index, True, total_weight, checksum))
-
-            # Add further copies on one receiver once; subtract the first one more time for each of them.
+            reference_rank = region.holders[index % len(region.holders)]
+            if reference_rank == self._rank:
+                terms.append(self._reference_term(index, region))
             if self._rank in region.receivers:
-                number = region.receivers.index(self._rank) + 1
-                views = self._destination_views(region)
-                first, *copies = [BoxSum(view, region.start, region.dtype) for view in views]
-                terms.append(_Term(index, False, -number - len(copies), first))
-                terms += [_Term(index, False, 1, copy) for copy in copies]
+                terms += self._receiver_terms(index, region)
+        return terms
+
+    def _reference_term(self, index: int, region: Region) -> _Term:
+        """Return the holder's term, whose weight is 1 + 2 + … + n for n receivers."""
+        num_receivers = len(region.receivers)
+        weight = num_receivers * (num_receivers + 1) // 2
+        checksum = BoxSum(self._source_view(region), region.start, region.dtype)
+        return _Term(index, True, weight, checksum)
+
+    def _receiver_terms(self, index: int, region: Region) -> list[_Term]:
+        """Return a receiver's terms, one per storage, whose weights add up to minus its number."""
+        views = self._destination_views(region)
+        first, *copies = [BoxSum(view, region.start, region.dtype) for view in views]
+
+        # Add further copies on one receiver once; subtract the first one more time for each of them.
+        number = region.receivers.index(self._rank) + 1
+        terms = [_Term(index, False, -number - len(copies), first)]
+        for copy in copies:
+            terms.append(_Term(index, False, 1, copy))
         return terms
 
     def _raise_mismatch(self, checksums: Sequence[tuple[int, bool, int]]) -> NoReturn:
@@ -245,12 +286,13 @@ class Execution:
         faults: list[str] = []
         for rank, rank_sums in sums_by_rank:
             for region, is_reference, value in rank_sums:
-                if not is_reference and value != references[region]:
-                    faults.append(self._describe_mismatch(region, rank, value, references[region]))
-        raise WeightMismatchError(
-            f"{len(faults)} regions of the engine's weights differ from the trainer's after the sync:\n  "
-            + "\n  ".join(faults[:10])
-        )
+                reference = references[region]
+                if not is_reference and value != reference:
+                    faults.append(self._describe_mismatch(region, rank, value, reference))
+
+        summary = f"{len(faults)} regions of the engine's weights differ from the trainer's after the sync"
+        lines = "\n  ".join(faults[:LISTED_FAULTS])
+        raise WeightMismatchError(f"{summary}:\n  {lines}")
 
     def _describe_mismatch(
         self,
@@ -259,10 +301,30 @@ class Execution:
         value: int,
         reference: int,
     ) -> str:
+        """Return one line on a receiver's checksum that differs from the reference."""
         region = self._regions[index]
         box = f"{region.name}, box at {list(region.start)} of size {list(region.size)}"
-        holders = f"ranks {list(region.holders)} hold {reference % 2**32:#010x}"
-        return f"{box}: rank {rank} has {value % 2**32:#010x}, {holders}"
+
+        # Checksums are signed; show them as the 32 bits that they are.
+        value_bits = f"{value % 2**32:#010x}"
+        reference_bits = f"{reference % 2**32:#010x}"
+        holders = f"ranks {list(region.holders)} hold {reference_bits}"
+        return f"{box}: rank {rank} has {value_bits}, {holders}"
+
+
+def _balances(
+    terms: Sequence[_Term],
+    checksums: Tensor,
+    regions: range,
+) -> Tensor:
+    """Add up one rank's weighted checksums per region, [len(regions)] int64; ``checksums`` are [terms]."""
+    indices = [term.region // regions.step for term in terms]
+    weights = [term.weight for term in terms]
+    weighted = checksums.long() * torch.tensor(weights, dtype=torch.int64)
+
+    balances = torch.zeros(len(regions), dtype=torch.int64)
+    balances.index_add_(0, torch.tensor(indices, dtype=torch.int64), weighted)
+    return balances
 
 
 def storage_key(storages: Mapping[str, Tensor]) -> tuple[tuple[str, int, int, torch.dtype], ...]:
@@ -270,10 +332,13 @@ def storage_key(storages: Mapping[str, Tensor]) -> tuple[tuple[str, int, int, to
 
     A storage whose memory is released and allocated again elsewhere keeps its key, and its views stay valid.
     """
-    return tuple(
-        (name, tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.dtype)
-        for name, tensor in storages.items()
-    )
+    key = []
+    for name, tensor in storages.items():
+        # `_cdata` is the address of the storage object, which outlives a release of its memory.
+        storage_address = tensor.untyped_storage()._cdata
+        offset = int(tensor.storage_offset())
+        key.append((name, storage_address, offset, tensor.dtype))
+    return tuple(key)
 
 
 # --- checksums
@@ -286,6 +351,14 @@ _CHUNK_WORDS = 2**18
 """Words per step on a device with integer matrix products; their products take 1 MiB."""
 _WIDE_CHUNK_WORDS = 2**24
 """Words per step elsewhere: on accelerators, where small kernels are slow to launch. Products take 64 MiB."""
+# The constants of splitmix64, as signed 64-bit integers: torch (2.13) cannot shift unsigned ones.
+_SPLITMIX_INCREMENT = -7046029254386353131
+_SPLITMIX_ROUNDS = (
+    (30, -4658895280553007687),
+    (27, -7723592293110705685),
+    (31, 1),
+)
+"""(right shift, factor) of each round; the last one does not multiply."""
 
 
 class BoxSum:
@@ -318,18 +391,26 @@ class BoxSum:
         self._has_product = _has_integer_product(values.device.type)
 
         # Values whose storage can be viewed as words are read in place; others are copied chunk by chunk.
+        # A product of words in place makes no intermediate result, so it needs no chunks.
         in_place = values.dtype == dtype and _is_viewable_as_words(values, self._elements_per_word)
-        chunk_words = _CHUNK_WORDS if self._has_product else _WIDE_CHUNK_WORDS
+        words_per_row = len(self._column_weights)
         if in_place and self._has_product:
             rows_per_chunk = values.shape[-2]
+        elif self._has_product:
+            rows_per_chunk = max(1, _CHUNK_WORDS // words_per_row)
         else:
-            rows_per_chunk = max(1, chunk_words // len(self._column_weights))
+            rows_per_chunk = max(1, _WIDE_CHUNK_WORDS // words_per_row)
 
         self._chunks: list[tuple[Tensor, Tensor]] = []
         for matrix, row_weights in _matrices(values, start):
-            matrix_chunks = matrix.split(rows_per_chunk)
-            for chunk, weights in zip(matrix_chunks, row_weights.split(rows_per_chunk), strict=True):
-                self._chunks.append((chunk.view(torch.int32) if in_place else chunk, weights))
+            if in_place:
+                matrix = matrix.view(torch.int32)
+            chunks = zip(
+                matrix.split(rows_per_chunk),
+                row_weights.split(rows_per_chunk),
+                strict=True,
+            )
+            self._chunks += chunks
 
     def compute(self) -> Tensor:
         """Return the checksum of the current contents of the storage, a 0-dim int32."""
@@ -339,21 +420,26 @@ class BoxSum:
         return torch.stack(sums).sum(dtype=torch.int32)
 
     def _sum_chunk(self, values: Tensor, row_weights: Tensor) -> Tensor:
+        """Return the weighted sum of a chunk of rows, a 0-dim int32; ``row_weights`` are [rows]."""
         if values.dtype != torch.int32:
             values = _as_words(values.to(self._dtype), self._elements_per_word)
 
         if self._has_product:
             # Rows first: summing along memory is twice as fast as one product per row.
-            return torch.dot(torch.mm(row_weights[None], values)[0], self._column_weights)
-        row_sums = (values * self._column_weights).sum(-1, dtype=torch.int32)
+            column_sums = torch.mm(row_weights[None], values)[0]
+            return torch.dot(column_sums, self._column_weights)
+
+        weighted = values * self._column_weights
+        row_sums = weighted.sum(-1, dtype=torch.int32)
         return (row_sums * row_weights).sum(dtype=torch.int32)
 
 
 def _elements_per_word(start: int, count: int, itemsize: int) -> int:
     """Return the elements of a row in a word of 4 bytes, 1 if rows begin or end inside a word."""
     elements = max(1, 4 // itemsize)
-    aligned = start % elements == 0 and count % elements == 0
-    return elements if aligned else 1
+    if start % elements or count % elements:
+        return 1
+    return elements
 
 
 def _is_viewable_as_words(values: Tensor, elements_per_word: int) -> bool:
@@ -362,18 +448,26 @@ def _is_viewable_as_words(values: Tensor, elements_per_word: int) -> bool:
         return False
     if elements_per_word == 1:
         return True
+
+    # `view` to a wider dtype needs dense rows, each of which begins at a multiple of the wider element.
+    if values.stride(-1) != 1:
+        return False
     positions = (values.storage_offset(), *values.stride()[:-1])
-    return values.stride(-1) == 1 and all(position % elements_per_word == 0 for position in positions)
+    return all(position % elements_per_word == 0 for position in positions)
 
 
 def _as_words(values: Tensor, elements_per_word: int) -> Tensor:
     """Return the raw bits as int32 words: two per 8-byte element, else one per ``elements_per_word``."""
-    if values.element_size() == 4:
+    itemsize = values.element_size()
+    if itemsize == 4:
         return values.view(torch.int32)
-    if values.element_size() == 8 or elements_per_word > 1:
+    if itemsize == 8 or elements_per_word > 1:
         return values.contiguous().view(torch.int32)
-    narrow = torch.int16 if values.element_size() == 2 else torch.int8
-    return values.view(narrow).to(torch.int32)
+
+    # A narrow element that is a word of its own is widened.
+    if itemsize == 2:
+        return values.view(torch.int16).to(torch.int32)
+    return values.view(torch.int8).to(torch.int32)
 
 
 @lru_cache(maxsize=4)
@@ -381,8 +475,10 @@ def _has_integer_product(kind: str) -> bool:
     """Return whether a kind of device has integer matrix products, which are faster than weighted sums."""
     matrix = torch.ones(1, 1, dtype=torch.int32, device=kind)
     try:
-        return bool(torch.dot(torch.mm(matrix, matrix)[0], matrix[0]).item())
+        product = torch.mm(matrix, matrix)
+        return bool(torch.dot(product[0], matrix[0]).item())
     except RuntimeError:
+        # "addmm_cuda" and others are not implemented for int32.
         return False
 
 
@@ -395,10 +491,10 @@ def _column_weights(
 ) -> Tensor:
     """Return the weights of a row's words, [words] int32."""
     elements_per_word = _elements_per_word(start, count, itemsize)
-    words_per_element = 2 if itemsize == 8 else 1
+    words_per_element = max(1, itemsize // 4)
     first_word = start * words_per_element // elements_per_word
-    words = count * words_per_element // elements_per_word
-    return _mix(first_word, words, device)
+    num_words = count * words_per_element // elements_per_word
+    return _mix(first_word, num_words, device)
 
 
 def _matrices(
@@ -421,11 +517,12 @@ def _matrices(
 
 def _mix(start: int, count: int, device: torch.device) -> Tensor:
     """Return odd pseudo-random int32 numbers for ``count`` positions from ``start`` on (splitmix64)."""
-    # The constants of splitmix64, as signed 64-bit integers.
-    x = torch.arange(start, start + count, dtype=torch.int64, device=device)
-    x *= -7046029254386353131
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
+    state = torch.arange(start, start + count, dtype=torch.int64, device=device)
+    state *= _SPLITMIX_INCREMENT
+    for shift, factor in _SPLITMIX_ROUNDS:
         # torch's shift is arithmetic: mask the copies of the sign bit.
-        shifted = (x >> shift) & ((1 << (64 - shift)) - 1)
-        x = (x ^ shifted) * factor
-    return (x | 1).to(torch.int32)
+        mask = (1 << (64 - shift)) - 1
+        state = (state ^ ((state >> shift) & mask)) * factor
+
+    # An odd weight is invertible modulo 2**32, so no changed word is multiplied to 0.
+    return (state | 1).to(torch.int32)

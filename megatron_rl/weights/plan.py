@@ -13,9 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import BoxGroup, BoxIndex, Region, needed_bytes, regions
-from megatron_rl.weights.senders import Share, choose_senders
+from megatron_rl.weights.senders import RegionGroup, SharesByReceiver, choose_senders
 from megatron_rl.weights.transfer import OWN_MESSAGE_BYTES, slot_bytes
+
+Pair = tuple[int, int]
+"""Global ranks of a sender and a receiver."""
 
 MAX_MESSAGES = 1000
 """Messages that a rank should at most send, or receive, in one transfer: each costs a launch and a wait."""
@@ -23,9 +27,14 @@ MAX_MESSAGES = 1000
 
 @dataclass(frozen=True)
 class Bundle:
-    """Regions with the same holders and receivers, which are sent together."""
+    """Regions with the same holders and receivers, which are sent together.
+
+    Example: rank 4 receives 64 bytes from rank 0, and rank 2 copies its own, by
+    ``Bundle(regions, senders={4: 0, 2: 2}, bytes=64)``.
+    """
 
     regions: tuple[Region, ...]
+    """Regions in the order in which both sides pack them."""
     senders: Mapping[int, int]
     """Receiver -> its sender; a receiver that is its own sender copies locally."""
     bytes: int
@@ -34,7 +43,11 @@ class Bundle:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """Reshard plan of one transfer: the regions that each rank sends to each other rank."""
+    """Reshard plan of one transfer: the regions that each rank sends to each other rank.
+
+    Example: one bundle of 64 bytes, which rank 0 holds and ranks 0 and 1 need, has ``received={1: 64}``,
+    ``sent={0: 64}``, ``local={0: 64}``, ``needed={0: 64, 1: 64}`` and ``pairs={(0, 1): 64}``.
+    """
 
     sources: tuple[BoxGroup, ...]
     """Boxes that ranks hold."""
@@ -50,13 +63,16 @@ class ReshardPlan:
     """Bytes copied inside a rank, by rank."""
     needed: Mapping[int, int]
     """Bytes that a rank needs from anywhere, by rank."""
-    pairs: Mapping[tuple[int, int], int] = field(repr=False)
+    pairs: Mapping[Pair, int] = field(repr=False)
     """Bytes over the wire by (sender, receiver)."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Return every rank that holds or needs weights, sorted."""
-        return tuple(sorted({rank for group in (*self.sources, *self.destinations) for rank in group.ranks}))
+        ranks: set[int] = set()
+        for group in (*self.sources, *self.destinations):
+            ranks.update(group.ranks)
+        return tuple(sorted(ranks))
 
     @cached_property
     def peers(self) -> dict[int, int]:
@@ -65,7 +81,7 @@ class ReshardPlan:
         for sender, receiver in self.pairs:
             peers[sender].add(receiver)
             peers[receiver].add(sender)
-        return {rank: len(others) for rank, others in peers.items()}
+        return {rank: len(rank_peers) for rank, rank_peers in peers.items()}
 
     def bytes_between(self, node_of: Mapping[int, int]) -> tuple[int, int]:
         """Return the bytes over the wire inside nodes and across nodes."""
@@ -98,8 +114,15 @@ class ReshardPlan:
 
     def boxes_of(self, rank: int, destination: bool) -> BoxIndex:
         """Return an index of the boxes that a rank needs if ``destination``, else of its sources."""
-        groups = self.destinations if destination else self.sources
-        return BoxIndex(box for group in groups if rank in group.ranks for box in group.boxes)
+        groups = self.sources
+        if destination:
+            groups = self.destinations
+
+        boxes: list[TensorBox] = []
+        for group in groups:
+            if rank in group.ranks:
+                boxes += group.boxes
+        return BoxIndex(boxes)
 
 
 @dataclass(frozen=True)
@@ -108,9 +131,19 @@ class Schedule:
 
     In one phase a rank exchanges messages with few others, so that messages are large in bounded staging
     memory.
+
+    Example: rank 0 sends to rank 1 and then to rank 2, 3 messages of at most 4 MiB each::
+
+        Schedule(
+            phase={(0, 1): 0, (0, 2): 1},
+            slot=4 * 2**20,
+            streams=1,
+            own_message_bytes=2**20,
+            messages={(0, 1): 3, (0, 2): 3},
+        )
     """
 
-    phase: Mapping[tuple[int, int], int]
+    phase: Mapping[Pair, int]
     """Phase by (sender, receiver)."""
     slot: int
     """Bytes of the largest message."""
@@ -118,8 +151,8 @@ class Schedule:
     """Most pairs that one rank belongs to in one phase."""
     own_message_bytes: int
     """Bytes from which a region has messages of its own; smaller ones are packed."""
-    messages: Mapping[tuple[int, int], int] = field(repr=False)
-    """Messages by (sender, receiver)."""
+    messages: Mapping[Pair, int] = field(repr=False)
+    """Number of messages by (sender, receiver)."""
 
     @property
     def staging(self) -> int:
@@ -130,11 +163,12 @@ class Schedule:
     @property
     def messages_per_rank(self) -> int:
         """Return the most messages that any rank sends, or receives."""
-        counts: dict[tuple[int, bool], int] = defaultdict(int)
+        sent_counts: Counter[int] = Counter()
+        received_counts: Counter[int] = Counter()
         for (sender, receiver), count in self.messages.items():
-            counts[sender, True] += count
-            counts[receiver, False] += count
-        return max(counts.values(), default=0)
+            sent_counts[sender] += count
+            received_counts[receiver] += count
+        return max([*sent_counts.values(), *received_counts.values()], default=0)
 
 
 def schedule(
@@ -151,20 +185,22 @@ def schedule(
     rounds = _rounds(plan.pairs)
     sizes = [Counter(region.bytes for region in bundle.regions) for bundle in plan.bundles]
 
-    # A round has two streams per rank, with two buffers each.
+    # A round has two streams per rank, one in and one out, with two buffers each.
     width = max(1, staging_bytes // (4 * message_bytes))
     while True:
         phase = {pair: number // width for pair, number in rounds.items()}
         candidate = _divide(plan, sizes, phase, staging_bytes)
         if width == 1 or candidate.messages_per_rank <= MAX_MESSAGES:
             return candidate
+
+        # Fewer streams share the staging memory, so each message is larger.
         width //= 2
 
 
 def _divide(
     plan: ReshardPlan,
     sizes: Sequence[Mapping[int, int]],
-    phase: Mapping[tuple[int, int], int],
+    phase: Mapping[Pair, int],
     staging_bytes: int,
 ) -> Schedule:
     """Return the schedule of these phases that packs as few regions as `MAX_MESSAGES` allows.
@@ -173,42 +209,46 @@ def _divide(
     """
     streams = _most_streams(phase)
     slot = slot_bytes(staging_bytes, streams)
-    own_bytes = min(OWN_MESSAGE_BYTES, slot)
-    # Where not even full messages would do, pack as much as possible at once.
-    if max([*plan.sent.values(), *plan.received.values()], default=0) > MAX_MESSAGES * slot:
-        own_bytes = slot
+    own_message_bytes = min(OWN_MESSAGE_BYTES, slot)
+
+    # If even full messages are too many, no smaller threshold can suffice: skip the search.
+    max_bytes = max([*plan.sent.values(), *plan.received.values()], default=0)
+    if max_bytes > MAX_MESSAGES * slot:
+        own_message_bytes = slot
 
     while True:
-        messages = _count_messages(plan, sizes, slot, own_bytes)
-        candidate = Schedule(phase, slot, streams, own_bytes, messages)
-        if own_bytes == slot or candidate.messages_per_rank <= MAX_MESSAGES:
+        messages = _count_messages(plan, sizes, slot, own_message_bytes)
+        candidate = Schedule(phase, slot, streams, own_message_bytes, messages)
+        if own_message_bytes == slot or candidate.messages_per_rank <= MAX_MESSAGES:
             return candidate
-        own_bytes = min(2 * own_bytes, slot)
+        own_message_bytes = min(2 * own_message_bytes, slot)
 
 
-def _rounds(pairs: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], int]:
+def _rounds(pairs: Mapping[Pair, int]) -> dict[Pair, int]:
     """Return a round for each pair, such that a rank sends to one other in a round, and receives from one.
 
     This colours the edges of a bipartite graph. Large pairs choose first, so that the pairs of a round are
     of similar size and no rank waits long for its partner.
     """
     # Bit n of a rank's mask: it already sends, or receives, in round n.
-    sends: dict[int, int] = defaultdict(int)
-    receives: dict[int, int] = defaultdict(int)
-    result: dict[tuple[int, int], int] = {}
+    send_masks: dict[int, int] = defaultdict(int)
+    receive_masks: dict[int, int] = defaultdict(int)
+    result: dict[Pair, int] = {}
+
+    # Ties by rank: every rank must compute the same rounds.
     for sender, receiver in sorted(pairs, key=lambda pair: (-pairs[pair], pair)):
-        occupied = sends[sender] | receives[receiver]
+        occupied = send_masks[sender] | receive_masks[receiver]
         # The lowest bit that is not set.
         first_free = ~occupied & (occupied + 1)
-        sends[sender] |= first_free
-        receives[receiver] |= first_free
+        send_masks[sender] |= first_free
+        receive_masks[receiver] |= first_free
         result[sender, receiver] = first_free.bit_length() - 1
     return result
 
 
-def _most_streams(phase: Mapping[tuple[int, int], int]) -> int:
+def _most_streams(phase: Mapping[Pair, int]) -> int:
     """Return the most pairs that one rank belongs to in one phase: they share the staging memory."""
-    streams: dict[tuple[int, int], int] = defaultdict(int)
+    streams: Counter[tuple[int, int]] = Counter()
     for pair, number in phase.items():
         for rank in pair:
             streams[rank, number] += 1
@@ -216,19 +256,37 @@ def _most_streams(phase: Mapping[tuple[int, int], int]) -> int:
 
 
 def _count_messages(
-    plan: ReshardPlan, sizes: Sequence[Mapping[int, int]], slot: int, own_bytes: int
-) -> dict[tuple[int, int], int]:
-    """Return the messages of each pair; ``sizes`` counts the regions of each bundle by their bytes."""
-    own_messages: dict[tuple[int, int], int] = defaultdict(int)
-    packed_bytes: dict[tuple[int, int], int] = defaultdict(int)
+    plan: ReshardPlan,
+    sizes: Sequence[Mapping[int, int]],
+    slot: int,
+    own_message_bytes: int,
+) -> dict[Pair, int]:
+    """Return the number of messages of each pair, as `transfer` divides its regions.
+
+    ``sizes`` counts the regions of each bundle by their bytes.
+    """
+    own_messages: Counter[Pair] = Counter()
+    packed_bytes: Counter[Pair] = Counter()
     for bundle, regions_by_size in zip(plan.bundles, sizes, strict=True):
-        own = sum(-(-size // slot) * count for size, count in regions_by_size.items() if size >= own_bytes)
-        packed = sum(size * count for size, count in regions_by_size.items() if size < own_bytes)
+        # A large region has messages of its own, small ones share messages.
+        num_messages = 0
+        num_packed_bytes = 0
+        for size, count in regions_by_size.items():
+            if size >= own_message_bytes:
+                num_messages += _ceil_div(size, slot) * count
+            else:
+                num_packed_bytes += size * count
+
         for receiver, sender in bundle.senders.items():
             if sender != receiver:
-                own_messages[sender, receiver] += own
-                packed_bytes[sender, receiver] += packed
-    return {pair: own_messages[pair] + -(-packed_bytes[pair] // slot) for pair in plan.pairs}
+                own_messages[sender, receiver] += num_messages
+                packed_bytes[sender, receiver] += num_packed_bytes
+
+    return {pair: own_messages[pair] + _ceil_div(packed_bytes[pair], slot) for pair in plan.pairs}
+
+
+def _ceil_div(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)
 
 
 class PlanError(RuntimeError):
@@ -249,36 +307,39 @@ def build_plan(
     needs and lacks.
     """
     groups = _group_by_ranks(regions(sources, destinations))
-    constraints = [
-        (group[0].holders, group[0].receivers, sum(region.bytes for region in group)) for group in groups
-    ]
-    chosen = choose_senders(constraints, node_of or {})
-    bundles = [
-        bundle for group, shares in zip(groups, chosen, strict=True) for bundle in _bundles(group, shares)
-    ]
+    region_groups = []
+    for group in groups:
+        first = group[0]
+        region_groups.append(RegionGroup(first.holders, first.receivers, _total_bytes(group)))
 
-    sent: dict[int, int] = defaultdict(int)
-    received: dict[int, int] = defaultdict(int)
-    local: dict[int, int] = defaultdict(int)
-    pairs: dict[tuple[int, int], int] = defaultdict(int)
+    bundles: list[Bundle] = []
+    shares_by_group = choose_senders(region_groups, node_of or {})
+    for group, shares in zip(groups, shares_by_group, strict=True):
+        bundles += _bundles(group, shares)
+
+    # Count the bytes of each rank and pair.
+    sent_bytes: Counter[int] = Counter()
+    received_bytes: Counter[int] = Counter()
+    local_bytes: Counter[int] = Counter()
+    pair_bytes: Counter[Pair] = Counter()
     for bundle in bundles:
         for receiver, sender in bundle.senders.items():
             if sender == receiver:
-                local[receiver] += bundle.bytes
+                local_bytes[receiver] += bundle.bytes
             else:
-                sent[sender] += bundle.bytes
-                received[receiver] += bundle.bytes
-                pairs[sender, receiver] += bundle.bytes
+                sent_bytes[sender] += bundle.bytes
+                received_bytes[receiver] += bundle.bytes
+                pair_bytes[sender, receiver] += bundle.bytes
 
     plan = ReshardPlan(
         sources=tuple(sources),
         destinations=tuple(destinations),
         bundles=tuple(bundles),
-        received=dict(received),
-        sent=dict(sent),
-        local=dict(local),
+        received=dict(received_bytes),
+        sent=dict(sent_bytes),
+        local=dict(local_bytes),
         needed=needed_bytes(destinations),
-        pairs=dict(pairs),
+        pairs=dict(pair_bytes),
     )
     check_plan(plan)
     return plan
@@ -289,25 +350,31 @@ def check_plan(plan: ReshardPlan) -> None:
 
     Raises PlanError.
     """
-    wire_bytes: dict[int, int] = defaultdict(int)
-    arriving_bytes: dict[int, int] = defaultdict(int)
+    arriving_bytes: Counter[int] = Counter()
+    lacking_bytes: Counter[int] = Counter()
     for bundle in plan.bundles:
-        holders = set(bundle.regions[0].holders)
+        region = bundle.regions[0]
+        holders = set(region.holders)
         for receiver, sender in bundle.senders.items():
-            arriving_bytes[receiver] += bundle.bytes
             if sender not in holders:
-                raise PlanError(f"rank {sender} is to send {bundle.regions[0].name}, which it does not hold")
+                raise PlanError(f"rank {sender} is to send {region.name}, which it does not hold")
+            arriving_bytes[receiver] += bundle.bytes
             if receiver not in holders:
-                wire_bytes[receiver] += bundle.bytes
+                lacking_bytes[receiver] += bundle.bytes
 
-    # Every needed byte arrives, and none that the rank already holds.
-    for rank, count in plan.needed.items():
-        if arriving_bytes[rank] != count:
-            raise PlanError(f"rank {rank} needs {count} bytes and would be given {arriving_bytes[rank]}")
-        if plan.received.get(rank, 0) != wire_bytes[rank]:
-            raise PlanError(
-                f"rank {rank} would receive {plan.received.get(rank, 0)} bytes, it lacks {wire_bytes[rank]}"
-            )
+    # Every needed byte arrives, and over the wire only what the rank does not hold.
+    for rank, expected in plan.needed.items():
+        arriving = arriving_bytes[rank]
+        if arriving != expected:
+            raise PlanError(f"rank {rank} needs {expected} bytes and would be given {arriving}")
+
+        received = plan.received.get(rank, 0)
+        if received != lacking_bytes[rank]:
+            raise PlanError(f"rank {rank} would receive {received} bytes, it lacks {lacking_bytes[rank]}")
+
+
+def _total_bytes(group: Sequence[Region]) -> int:
+    return sum(region.bytes for region in group)
 
 
 def _group_by_ranks(all_regions: Sequence[Region]) -> list[list[Region]]:
@@ -319,47 +386,66 @@ def _group_by_ranks(all_regions: Sequence[Region]) -> list[list[Region]]:
     groups: dict[tuple[int, int], list[Region]] = {}
     for region in all_regions:
         # Equal tuples of ranks are one object: see `regions`.
-        groups.setdefault((id(region.holders), id(region.receivers)), []).append(region)
+        key = (id(region.holders), id(region.receivers))
+        groups.setdefault(key, []).append(region)
+
     return sorted(
-        groups.values(), key=lambda group: (len(group[0].holders), -sum(region.bytes for region in group))
+        groups.values(),
+        key=lambda group: (len(group[0].holders), -_total_bytes(group)),
     )
 
 
-def _bundles(group: Sequence[Region], shares: Mapping[int, Sequence[Share]]) -> Iterator[Bundle]:
+def _bundles(group: Sequence[Region], shares: SharesByReceiver) -> Iterator[Bundle]:
     """Yield a group in bundles, cut where the sender of any receiver changes.
 
     ``shares``: receiver to its senders, each with its part of the group's bytes. Regions are not cut, so a
     sender's part ends at the region's end nearest to it.
     """
-    region_bytes = [region.bytes for region in group]
-    ends = list(itertools.accumulate(region_bytes))
+    ends = list(itertools.accumulate(region.bytes for region in group))
 
-    # Receiver -> (index of the first region, sender) of each of its parts.
-    starts: dict[int, list[tuple[int, int]]] = {}
-    for receiver, parts in shares.items():
+    # Receiver -> index of a region -> the sender from this region on, in ascending order.
+    sender_starts: dict[int, dict[int, int]] = {}
+    for receiver, receiver_shares in shares.items():
         offset = 0
-        starts[receiver] = []
-        for sender, num_bytes in parts:
+        sender_starts[receiver] = {}
+        for sender, num_bytes in receiver_shares:
             index = _nearest_boundary(ends, offset)
-            if starts[receiver] and starts[receiver][-1][0] == index:
-                starts[receiver].pop()
+            # A later sender at the same boundary replaces the one before, whose part rounds to no region.
             if index < len(group):
-                starts[receiver].append((index, sender))
+                sender_starts[receiver][index] = sender
             offset += num_bytes
 
-    cuts = sorted({index for parts in starts.values() for index, _ in parts})
-    for first, end in itertools.pairwise([*cuts, len(group)]):
-        senders = {
-            receiver: next(sender for index, sender in reversed(parts) if index <= first)
-            for receiver, parts in starts.items()
-        }
-        yield Bundle(tuple(group[first:end]), senders, sum(region_bytes[first:end]))
+    cuts: set[int] = set()
+    for starts in sender_starts.values():
+        cuts.update(starts)
+
+    current_senders: dict[int, int] = {}
+    for first, end in itertools.pairwise([*sorted(cuts), len(group)]):
+        for receiver, starts in sender_starts.items():
+            if first in starts:
+                current_senders[receiver] = starts[first]
+
+        bundle_regions = tuple(group[first:end])
+        yield Bundle(
+            bundle_regions,
+            senders=dict(current_senders),
+            bytes=_total_bytes(bundle_regions),
+        )
 
 
 def _nearest_boundary(ends: Sequence[int], offset: int) -> int:
-    """Return the number of the regions before the boundary that is nearest to a byte; ``ends`` are sorted."""
+    """Return the number of regions before the boundary that is nearest to a byte.
+
+    ``ends``: byte at which each region ends, ascending. ``offset``: a byte before the last end.
+    """
     if offset == 0:
         return 0
+
+    # The region with this byte ends at or after it; the one before ends before it.
     index = bisect.bisect_left(ends, offset)
-    before = ends[index - 1] if index else 0
-    return index + 1 if ends[index] - offset <= offset - before else index
+    begin = 0
+    if index:
+        begin = ends[index - 1]
+    if ends[index] - offset <= offset - begin:
+        return index + 1
+    return index

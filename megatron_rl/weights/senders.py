@@ -7,9 +7,10 @@ holders that it exchanges messages with anyway, since each further peer costs a 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MIN_PART_BYTES = 2**20
 """Fewest bytes for which a receiver gets one more sender: smaller parts would be messages without a gain."""
@@ -36,167 +37,259 @@ class Demand:
     """Bytes that each receiver needs."""
 
 
-Share = tuple[int, int]
-"""A sender and the bytes that it is to send, of one receiver's part of a group."""
+class RegionGroup(NamedTuple):
+    """Regions with the same holders and the same receivers.
+
+    Example: rank 2 of ``RegionGroup(holders=(0, 2), receivers=(2, 4), bytes=64)`` copies, rank 4 receives.
+    """
+
+    holders: Sequence[int]
+    """Global ranks that hold the regions, sorted."""
+    receivers: Sequence[int]
+    """Global ranks that need the regions, sorted; some may be holders."""
+    bytes: int
+    """Bytes of the regions, once."""
+
+
+class Share(NamedTuple):
+    """Part of a group's bytes that one sender sends to one receiver.
+
+    Example: rank 4 gets 64 bytes from two senders, ``[Share(0, 40), Share(2, 24)]``.
+    """
+
+    sender: int
+    """Global rank; the receiver itself copies locally."""
+    bytes: int
+    """Bytes to send."""
+
+
+SharesByReceiver = dict[int, list[Share]]
+"""Receiver -> its senders, whose bytes add up to the group's."""
+Budgets = dict[tuple[int, ...], dict[int, float]]
+"""Set of holders -> holder -> bytes that it should still send of the regions that this set holds."""
 
 
 def choose_senders(
-    groups: Sequence[tuple[Sequence[int], Sequence[int], int]], nodes: Mapping[int, int]
-) -> list[dict[int, list[Share]]]:
+    groups: Sequence[RegionGroup],
+    nodes: Mapping[int, int],
+) -> list[SharesByReceiver]:
     """Return for each group the senders of each receiver, with the bytes of each sender.
 
-    ``groups``: (holders, receivers, bytes of the regions once), in order of decreasing constraint.
+    ``groups`` are in order of decreasing constraint: the first ones have the fewest holders to choose from.
     ``nodes``: node by rank; equal, or absent, nodes count as near.
 
     A receiver that holds the regions is its own sender. Otherwise holders on its node send, if there are
     any; then its present peers, then ranks with its local rank, on the same rail of the network.
     """
-    result: list[dict[int, list[Share]]] = []
+    result: list[SharesByReceiver] = []
     demands: list[Demand] = []
-    for index, (holders, receivers, num_bytes) in enumerate(groups):
-        holder_set = set(holders)
-        lacking = [receiver for receiver in receivers if receiver not in holder_set]
-        result.append({rank: [(rank, num_bytes)] for rank in receivers if rank in holder_set})
-        for near_holders, near_receivers in _by_distance(holders, lacking, nodes):
-            demands.append(Demand(index, near_receivers, near_holders, num_bytes))
+    for index, group in enumerate(groups):
+        local_shares: SharesByReceiver = {}
+        remote_receivers: list[int] = []
+        holder_set = set(group.holders)
+        for rank in group.receivers:
+            if rank in holder_set:
+                local_shares[rank] = [Share(rank, group.bytes)]
+            else:
+                remote_receivers.append(rank)
 
-    shares = _even_shares(demands)
-    assignment = _Assignment(shares, _local_ranks(nodes))
+        result.append(local_shares)
+        for holders, receivers in _by_distance(group.holders, remote_receivers, nodes):
+            demand = Demand(index, receivers, holders, group.bytes)
+            demands.append(demand)
+
+    # All loads are needed before the first choice: what is even depends on every demand.
+    assignment = _Assignment(_even_budgets(demands), _local_ranks(nodes))
     for demand in demands:
         result[demand.group].update(assignment.assign(demand))
     return result
 
 
 def _by_distance(
-    holders: Sequence[int], receivers: Sequence[int], nodes: Mapping[int, int]
+    holders: Sequence[int],
+    receivers: Sequence[int],
+    nodes: Mapping[int, int],
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return receivers by the holders that they choose from: those on their node, else all."""
+    """Return (holders, receivers) pairs: receivers choose from the holders on their node, else from all."""
     holders_by_node: dict[int | None, list[int]] = defaultdict(list)
     for rank in holders:
         holders_by_node[nodes.get(rank)].append(rank)
 
+    # Messages inside a node do not use the network, so near holders are preferred even if they are few.
     receivers_by_node: dict[int | None, list[int]] = defaultdict(list)
-    remote: list[int] = []
+    remote_receivers: list[int] = []
     for rank in receivers:
         node = nodes.get(rank)
-        chosen = receivers_by_node[node] if node in holders_by_node else remote
-        chosen.append(rank)
+        if node in holders_by_node:
+            receivers_by_node[node].append(rank)
+        else:
+            remote_receivers.append(rank)
 
-    near = [(tuple(holders_by_node[node]), tuple(ranks)) for node, ranks in receivers_by_node.items()]
-    return [*near, (tuple(holders), tuple(remote))] if remote else near
+    result = []
+    for node, ranks in receivers_by_node.items():
+        near_holders = tuple(holders_by_node[node])
+        result.append((near_holders, tuple(ranks)))
+    if remote_receivers:
+        result.append((tuple(holders), tuple(remote_receivers)))
+    return result
 
 
 def _local_ranks(nodes: Mapping[int, int]) -> dict[int, int]:
     """Return the index of each rank among the ranks of its node."""
-    count: dict[int, int] = defaultdict(int)
+    ranks_on_node: Counter[int] = Counter()
     result: dict[int, int] = {}
     for rank in sorted(nodes):
-        result[rank] = count[nodes[rank]]
-        count[nodes[rank]] += 1
+        node = nodes[rank]
+        result[rank] = ranks_on_node[node]
+        ranks_on_node[node] += 1
     return result
 
 
-def _even_shares(demands: Sequence[Demand]) -> dict[tuple[int, ...], dict[int, float]]:
+def _even_budgets(demands: Sequence[Demand]) -> Budgets:
     """Return for each set of holders the bytes that each holder should send, so that loads are even.
 
-    The demands of equal holders share one budget: which receiver takes whose share is free.
+    The demands of equal holders share one budget: any receiver may take any holder's part of it.
     """
-    totals: dict[tuple[int, ...], int] = defaultdict(int)
+    total_bytes: Counter[tuple[int, ...]] = Counter()
     for demand in demands:
-        totals[demand.holders] += demand.bytes * len(demand.receivers)
+        total_bytes[demand.holders] += demand.bytes * len(demand.receivers)
 
+    # Small sets of holders first: they have the least choice, and larger sets balance the load after them.
     loads: dict[int, float] = defaultdict(float)
-    shares: dict[tuple[int, ...], dict[int, float]] = {}
-    for holders, total in sorted(totals.items(), key=lambda item: len(item[0])):
-        # Fill the least loaded holders up to a common level, like water in a vessel.
-        ordered = sorted(holders, key=lambda rank: (loads[rank], rank))
-        filled = 0.0
-        level = 0.0
-        for index, rank in enumerate(ordered, 1):
-            filled += loads[rank]
-            level = (total + filled) / index
-            if index == len(ordered) or level <= loads[ordered[index]]:
-                break
+    budgets: Budgets = {}
+    for holders in sorted(total_bytes, key=len):
+        holder_loads = [loads[rank] for rank in holders]
+        level = _fill_level(holder_loads, total_bytes[holders])
+        budgets[holders] = {}
+        for rank in holders:
+            budget = max(0.0, level - loads[rank])
+            budgets[holders][rank] = budget
+            loads[rank] += budget
+    return budgets
 
-        shares[holders] = {rank: max(0.0, level - loads[rank]) for rank in holders}
-        for rank, share in shares[holders].items():
-            loads[rank] += share
-    return shares
+
+def _fill_level(loads: Sequence[float], total: float) -> float:
+    """Return the common level up to which ``total`` fills the lowest loads, like water in a vessel."""
+    ascending = sorted(loads)
+    filled = 0.0
+    level = 0.0
+    for count, load in enumerate(ascending, start=1):
+        filled += load
+        level = (total + filled) / count
+
+        # The water does not reach the next load.
+        if count < len(ascending) and level <= ascending[count]:
+            break
+    return level
 
 
 class _Assignment:
-    """Senders chosen so far: the peers of each rank, and what holders sent beyond their shares."""
+    """Senders chosen so far: the peers of each rank, and the budgets of holders."""
 
-    def __init__(
-        self, shares: dict[tuple[int, ...], dict[int, float]], local_ranks: Mapping[int, int]
-    ) -> None:
+    def __init__(self, budgets: Budgets, local_ranks: Mapping[int, int]) -> None:
         loads: dict[int, float] = defaultdict(float)
-        for budget in shares.values():
-            for rank, share in budget.items():
-                loads[rank] += share
+        for budget in budgets.values():
+            for rank, num_bytes in budget.items():
+                loads[rank] += num_bytes
 
-        self._shares = shares
-        self._slack_bytes = SLACK * max(loads.values(), default=0.0)
+        self._budgets = budgets
         self._local_ranks = local_ranks
+        # A transfer lasts as long as its busiest sender, so slack is measured against that one.
+        self._slack_bytes = SLACK * max(loads.values(), default=0.0)
+        # Bytes that each holder sends beyond its budgets.
         self._excess: dict[int, float] = defaultdict(float)
         self._peers: dict[int, set[int]] = defaultdict(set)
 
-    def assign(self, demand: Demand) -> dict[int, list[Share]]:
-        """Return the senders of each receiver of a demand."""
-        # A receiver with few peers among the holders chooses before one that may take any of them.
-        receivers = demand.receivers
-        if len(demand.holders) > 1:
-            holder_set = set(demand.holders)
-            counts = {rank: len(holder_set & self._peers[rank]) or math.inf for rank in receivers}
-            receivers = tuple(sorted(receivers, key=lambda rank: (counts[rank], rank)))
-        return {receiver: self._senders(receiver, demand) for receiver in receivers}
+    def assign(self, demand: Demand) -> SharesByReceiver:
+        """Return the senders of each receiver of a demand, and subtract their bytes from the budgets."""
+        result: SharesByReceiver = {}
+        for receiver in self._ordered_receivers(demand):
+            shares = self._choose(receiver, demand)
+            self._record(receiver, demand, shares)
+            result[receiver] = shares
+        return result
 
-    def _senders(self, receiver: int, demand: Demand) -> list[Share]:
+    def _ordered_receivers(self, demand: Demand) -> Sequence[int]:
+        """Return the receivers in the order in which they choose."""
         if len(demand.holders) == 1:
-            chosen = [(demand.holders[0], demand.bytes)]
-        else:
-            chosen = self._split(receiver, demand)
+            return demand.receivers
 
-        shares = self._shares[demand.holders]
-        for sender, num_bytes in chosen:
+        # A receiver with few peers among the holders chooses before one without any, which may take all.
+        holder_set = set(demand.holders)
+        peer_counts: dict[int, float] = {}
+        for rank in demand.receivers:
+            peer_counts[rank] = len(holder_set & self._peers[rank]) or math.inf
+        return sorted(demand.receivers, key=lambda rank: (peer_counts[rank], rank))
+
+    def _record(
+        self,
+        receiver: int,
+        demand: Demand,
+        shares: Sequence[Share],
+    ) -> None:
+        """Record the peers of a choice, and the remaining budgets of its senders."""
+        budget = self._budgets[demand.holders]
+        for sender, num_bytes in shares:
             self._peers[sender].add(receiver)
             self._peers[receiver].add(sender)
-            remaining = shares[sender] - num_bytes
-            self._excess[sender] += max(0.0, -remaining)
-            shares[sender] = max(0.0, remaining)
-        return chosen
 
-    def _split(self, receiver: int, demand: Demand) -> list[Share]:
+            remaining = budget[sender] - num_bytes
+            budget[sender] = max(0.0, remaining)
+            self._excess[sender] += max(0.0, -remaining)
+
+    def _choose(self, receiver: int, demand: Demand) -> list[Share]:
         """Return one holder with room for all bytes of a receiver, else as few as have room together."""
+        if len(demand.holders) == 1:
+            return [Share(demand.holders[0], demand.bytes)]
+
         peers = self._peers[receiver]
         local_rank = self._local_ranks.get(receiver)
-        shares = self._shares[demand.holders]
+        budget = self._budgets[demand.holders]
 
         def preference(rank: int) -> tuple[bool, bool, float, int]:
             is_other_rail = self._local_ranks.get(rank) != local_rank
-            return (rank not in peers, is_other_rail, -shares[rank], rank)
+            return rank not in peers, is_other_rail, -budget[rank], rank
 
-        # Slack counts for whole parts alone: it saves a second sender.
-        with_room = [
-            rank
-            for rank in demand.holders
-            if shares[rank] + self._slack_bytes - self._excess[rank] >= demand.bytes
-        ]
-        if with_room:
-            return [(min(with_room, key=preference), demand.bytes)]
+        # Slack counts for one sender of all bytes: it saves the second sender.
+        candidates: list[int] = []
+        for rank in demand.holders:
+            room = budget[rank] + self._slack_bytes - self._excess[rank]
+            if room >= demand.bytes:
+                candidates.append(rank)
+        if candidates:
+            sender = min(candidates, key=preference)
+            return [Share(sender, demand.bytes)]
 
-        chosen: list[Share] = []
-        missing = demand.bytes
-        for rank in sorted(demand.holders, key=lambda rank: (rank not in peers, -shares[rank], rank)):
-            num_bytes = min(missing, round(shares[rank]))
-            if num_bytes >= min(missing, MIN_PART_BYTES):
-                chosen.append((rank, num_bytes))
-                missing -= num_bytes
-            if not missing:
-                return chosen
+        shares, remaining = self._split(demand, peers)
+        if not shares:
+            sender = min(demand.holders, key=preference)
+            return [Share(sender, demand.bytes)]
 
-        # The first sender takes the rest: rounded bytes, and shares that are too small for a part.
-        if not chosen:
-            return [(min(demand.holders, key=preference), demand.bytes)]
-        sender, num_bytes = chosen[0]
-        return [(sender, num_bytes + missing), *chosen[1:]]
+        # The first sender takes the rest: rounded bytes, and budgets that are too small for a part.
+        first = shares[0]
+        shares[0] = Share(first.sender, first.bytes + remaining)
+        return shares
+
+    def _split(
+        self,
+        demand: Demand,
+        peers: set[int],
+    ) -> tuple[list[Share], int]:
+        """Divide a receiver's bytes over several holders; return their shares and the bytes without one."""
+        # Present peers first, then the largest budgets, so that there are few parts.
+        budget = self._budgets[demand.holders]
+        holders = sorted(
+            demand.holders,
+            key=lambda rank: (rank not in peers, -budget[rank], rank),
+        )
+
+        shares: list[Share] = []
+        remaining = demand.bytes
+        for rank in holders:
+            num_bytes = min(remaining, round(budget[rank]))
+            if num_bytes >= min(remaining, MIN_PART_BYTES):
+                shares.append(Share(rank, num_bytes))
+                remaining -= num_bytes
+            if not remaining:
+                break
+        return shares, remaining

@@ -26,30 +26,31 @@ class TraceError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Frame:
-    """Placement of one box of a source tensor in a storage: position = offset + sum_d i_d * stride[d].
-
-    ``name``: the source tensor.
-    ``start``, ``size``: the box, in coordinates of the source tensor.
-    ``offset``, ``stride``: position of its first element and strides in the storage, in elements.
-    """
+    """Placement of one box of a source tensor in a storage: position = offset + sum_d i_d * stride[d]."""
 
     name: str
+    """The source tensor."""
     start: tuple[int, ...]
+    """First coordinates of the box in the source tensor."""
     size: tuple[int, ...]
+    """Elements of the box in each dimension."""
     offset: int
+    """Position of the box's first element in the storage, in elements."""
     stride: tuple[int, ...]
+    """Step of each dimension in the storage, in elements."""
 
 
 class _Axis(NamedTuple):
-    """One dimension of a copy: ``length`` elements, ``step`` apart along source dimension ``dim``.
-
-    ``dim`` is None for a broadcast dimension. ``destination_stride`` is in elements of the destination.
-    """
+    """One dimension of a copy: ``length`` elements, ``step`` apart along source dimension ``dim``."""
 
     dim: int | None
+    """Dimension of the source tensor; None for a broadcast dimension."""
     step: int
+    """Distance of two neighbours in the source tensor, in coordinates of ``dim``."""
     length: int
+    """Number of elements."""
     destination_stride: int
+    """Distance of two neighbours in the destination's storage, in elements."""
 
 
 _COPYING_OPS = {
@@ -89,7 +90,8 @@ class CopyRecorder(TorchDispatchMode):
             entries = self._destinations.setdefault(_storage(tensor), [])
             begin = int(tensor.storage_offset())
             end = begin + _extent(tensor)
-            if all(entry[:2] != (begin, end) for entry in entries):
+            is_tied = any(entry[:2] == (begin, end) for entry in entries)
+            if not is_tied:
                 entries.append((begin, end, name))
         for entries in self._destinations.values():
             entries.sort()
@@ -112,9 +114,12 @@ class CopyRecorder(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default:
             return self._copy(args[0], args[1], lambda: func(*args, **kwargs))
 
+        # Views need no entry: they share the storage by which their source is looked up.
         result = func(*args, **kwargs)
-        if func in _COPYING_OPS and isinstance(result, Tensor) and _storage(args[0]) in self._frames:
-            self._add_intermediate(result, args[0])
+        if func in _COPYING_OPS and isinstance(result, Tensor):
+            source = args[0]
+            if _storage(source) in self._frames:
+                self._add_intermediate(result, source)
         return result
 
     def _copy(
@@ -123,6 +128,7 @@ class CopyRecorder(TorchDispatchMode):
         source: Tensor,
         execute: Callable[[], Any],
     ) -> Any:
+        """Record a copy into a destination, else execute it; returns the result of ``copy_``."""
         is_source = _storage(source) in self._frames
         parameter = self._parameter_at(target)
 
@@ -137,7 +143,9 @@ class CopyRecorder(TorchDispatchMode):
         if not is_source:
             raise TraceError(f"{name!r} is filled with values that do not come from a source tensor")
         if target.numel():
-            self.boxes += self._boxes_of_copy(target, source.expand(target.shape), name, begin)
+            # `copy_` broadcasts its source.
+            source = source.expand(target.shape)
+            self.boxes += self._boxes_of_copy(target, source, name, begin)
         return target
 
     def _parameter_at(self, tensor: Tensor) -> tuple[str, int] | None:
@@ -146,10 +154,16 @@ class CopyRecorder(TorchDispatchMode):
         if entries is None:
             return None
 
-        index = bisect_right(entries, (tensor.storage_offset(), float("inf"), "")) - 1
+        # The last destination that begins at or before the view.
+        view_begin = int(tensor.storage_offset())
+        index = bisect_right(entries, view_begin, key=lambda entry: entry[0]) - 1
         # Only an empty view, which copies nothing, can end before the first destination.
-        begin, end, name = entries[index] if index >= 0 else (0, 0, "")
-        if tensor.storage_offset() + _extent(tensor) > end:
+        entry = (0, 0, "")
+        if index >= 0:
+            entry = entries[index]
+
+        begin, end, name = entry
+        if view_begin + _extent(tensor) > end:
             return None
         return name, begin
 
@@ -163,11 +177,17 @@ class CopyRecorder(TorchDispatchMode):
         """Return the boxes of a copy into the destination ``name``, whose first element is ``begin``."""
         frame = self._frames[_storage(source)]
         first, axes = _resolve(frame, source, target.stride())
+
+        # A box counts from the first element of its parameter.
         offset = int(target.storage_offset()) - begin
-        return [
-            replace(box, storage=name, rank=self._rank)
-            for box in _split_into_boxes(frame.name, first, axes, offset, len(frame.start))
-        ]
+        boxes = _split_into_boxes(
+            frame.name,
+            first,
+            axes,
+            offset,
+            len(frame.start),
+        )
+        return [replace(box, storage=name, rank=self._rank) for box in boxes]
 
     def _add_intermediate(self, copy: Tensor, source: Tensor) -> None:
         """Register ``copy`` as a storage that holds the elements of the view ``source``."""
@@ -217,9 +237,15 @@ def trace_copies(
     return merge_boxes(recorder.boxes)
 
 
-def meta_sources(shapes: Mapping[str, Iterable[int]], dtype: torch.dtype) -> dict[str, Tensor]:
+def meta_sources(
+    shapes: Mapping[str, Iterable[int]],
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
     """Return meta tensors of the given shapes, to represent a checkpoint."""
-    return {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, shape in shapes.items()}
+    sources: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        sources[name] = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    return sources
 
 
 def merge_boxes(boxes: Iterable[TensorBox]) -> list[TensorBox]:
@@ -228,11 +254,11 @@ def merge_boxes(boxes: Iterable[TensorBox]) -> list[TensorBox]:
     Duplicates are removed. Only boxes of the same rank, storage and tensor are joined.
     """
     # From the innermost dimension outwards: rows become matrices, matrices become blocks.
-    current = sorted(set(boxes), key=_order)
-    dims = max((len(box.start) for box in current), default=0)
+    merged = sorted(set(boxes), key=_order)
+    dims = max((len(box.start) for box in merged), default=0)
     for dim in reversed(range(dims)):
-        current = _merge_along(current, dim)
-    return sorted(current, key=_order)
+        merged = _merge_along(merged, dim)
+    return sorted(merged, key=_order)
 
 
 def _merge_along(boxes: list[TensorBox], dim: int) -> list[TensorBox]:
@@ -280,6 +306,7 @@ def _join(first: TensorBox, second: TensorBox, dim: int) -> TensorBox | None:
         if box.size[dim] > 1 and box.stride[dim] != stride:
             return None
 
+    # A box of one element has no stride of its own and takes this one.
     size = list(first.size)
     size[dim] += second.size[dim]
     strides = list(first.stride)
@@ -373,7 +400,7 @@ def _split_into_boxes(
     offset: int,
     dims: int,
 ) -> Iterable[TensorBox]:
-    """Turn the axes of a copy into boxes.
+    """Turn the axes of a copy into boxes, whose rank and storage the caller sets.
 
     A box spans one axis of step 1 per source dimension. Every combination of indices of the other axes, as of
     interleaved or broadcast dimensions, is a box of its own.
@@ -395,14 +422,25 @@ def _split_into_boxes(
         size[dim] = axis.length
         stride[dim] = axis.destination_stride
 
-    for indices in itertools.product(*(range(axis.length) for axis in enumerated)):
+    ranges = [range(axis.length) for axis in enumerated]
+    for indices in itertools.product(*ranges):
         start = list(first)
         box_offset = offset
         for index, axis in zip(indices, enumerated, strict=True):
+            box_offset += index * axis.destination_stride
+            # A broadcast axis reads the same source element again.
             if axis.dim is not None:
                 start[axis.dim] += index * axis.step
-            box_offset += index * axis.destination_stride
-        yield TensorBox(name, tuple(start), tuple(size), 0, "", box_offset, tuple(stride))
+
+        yield TensorBox(
+            name,
+            tuple(start),
+            tuple(size),
+            rank=0,
+            storage="",
+            offset=box_offset,
+            stride=tuple(stride),
+        )
 
 
 def _merge_axes(axes: list[_Axis]) -> list[_Axis]:
@@ -411,8 +449,9 @@ def _merge_axes(axes: list[_Axis]) -> list[_Axis]:
     for axis in sorted(axes, key=lambda axis: axis.step):
         if merged:
             inner = merged[-1]
-            source_contiguous = axis.step == inner.step * inner.length
-            if source_contiguous and axis.destination_stride == inner.destination_stride * inner.length:
+            is_contiguous = axis.step == inner.step * inner.length
+            destination_end = inner.destination_stride * inner.length
+            if is_contiguous and axis.destination_stride == destination_end:
                 merged[-1] = inner._replace(length=inner.length * axis.length)
                 continue
         merged.append(axis)
@@ -446,9 +485,19 @@ def _extent(tensor: Tensor) -> int:
     return extent
 
 
-def _drop_dim(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
+def _drop_dim(
+    values: tuple[int, ...],
+    dim: int,
+) -> tuple[int, ...]:
     return values[:dim] + values[dim + 1 :]
 
 
 def _order(box: TensorBox) -> Any:
-    return (box.name, box.storage, box.rank, box.start, box.size, box.offset)
+    return (
+        box.name,
+        box.storage,
+        box.rank,
+        box.start,
+        box.size,
+        box.offset,
+    )

@@ -23,6 +23,10 @@ from megatron_rl.weights.boxes import BoxGroup
 
 Views = tuple[Tensor, ...]
 """Views of equal shape, all of which a receiver writes; a sender has one."""
+SentPiece = tuple[Tensor, torch.dtype]
+"""View of a region to send, and its dtype on the wire."""
+ReceivedPiece = tuple[Views, torch.dtype]
+"""Views to write a received region to, and its dtype on the wire."""
 
 ALIGNMENT = 16
 """Bytes at whose multiples segments of a message begin, so that a view of any dtype is aligned."""
@@ -44,8 +48,9 @@ class _Segment:
     def staged(self, buffer: Tensor) -> Tensor:
         """Return the view of the segment in a message buffer of bytes, in the shape of its views."""
         shape = self.views[0].shape
-        count = shape.numel() * self.dtype.itemsize
-        return buffer[self.offset : self.offset + count].view(self.dtype).view(shape)
+        end = self.offset + shape.numel() * self.dtype.itemsize
+        segment = buffer[self.offset : end]
+        return segment.view(self.dtype).view(shape)
 
     def in_place(self) -> Tensor | None:
         """Return the view's storage as bytes if it can be sent or received without staging, else None."""
@@ -70,7 +75,7 @@ class _Stream:
     closed: bool = True
     """Whether the next segment begins a new message."""
 
-    def fill(self, pieces: Sequence[tuple[Views, torch.dtype]]) -> None:
+    def fill(self, pieces: Sequence[ReceivedPiece]) -> None:
         """Append all pieces; the small ones, which share messages, come first."""
         for views, dtype in sorted(pieces, key=lambda piece: self.needs_own_message(*piece)):
             self.add(views, dtype)
@@ -85,25 +90,39 @@ class _Stream:
 
     def needs_own_message(self, views: Views, dtype: torch.dtype) -> bool:
         """Return whether views are large enough for messages of their own."""
-        return views[0].numel() * dtype.itemsize >= min(self.own_message_bytes, self.slot)
+        num_bytes = views[0].numel() * dtype.itemsize
+        return num_bytes >= min(self.own_message_bytes, self.slot)
 
     def in_place(self) -> list[Tensor | None]:
         """Return for each message the storage that replaces its staging buffer, or None."""
-        return [segments[0].in_place() if len(segments) == 1 else None for segments in self.messages]
+        storages: list[Tensor | None] = []
+        for segments in self.messages:
+            storage = None
+            # Several segments are in several storages, so they must be staged.
+            if len(segments) == 1:
+                storage = segments[0].in_place()
+            storages.append(storage)
+        return storages
 
     def _append(self, views: Views, dtype: torch.dtype) -> None:
-        """Append views to the last message, and what does not fit to new messages."""
+        """Append views to the last message, and rows that do not fit to new messages."""
         shape = views[0].shape
-        count = shape.numel() * dtype.itemsize
-        offset = -(-self.lengths[-1] // ALIGNMENT) * ALIGNMENT
-        if count <= self.slot - offset:
-            self.messages[-1].append(_Segment(views, dtype, offset))
-            self.lengths[-1] = offset + count
+        num_bytes = shape.numel() * dtype.itemsize
+        padding = -self.lengths[-1] % ALIGNMENT
+        offset = self.lengths[-1] + padding
+        room = self.slot - offset
+        if num_bytes <= room:
+            segment = _Segment(views, dtype, offset)
+            self.messages[-1].append(segment)
+            self.lengths[-1] = offset + num_bytes
             return
 
-        # Rows that fit into the rest of this message.
-        row_bytes = count // shape[0] if shape else count
-        rows = (self.slot - offset) // row_bytes
+        # Count the rows that fit into the rest of this message; a scalar is a row of its own.
+        row_bytes = num_bytes
+        if shape:
+            row_bytes = num_bytes // shape[0]
+        rows = room // row_bytes
+
         if rows:
             # Fill this message with whole rows, then continue with the others.
             self._append(tuple(view[:rows] for view in views), dtype)
@@ -115,7 +134,8 @@ class _Stream:
         else:
             # A row is larger than a message: split within rows.
             for index in range(shape[0]):
-                self._append(tuple(view[index] for view in views), dtype)
+                row_views = tuple(view[index] for view in views)
+                self._append(row_views, dtype)
 
     def _begin_message(self) -> None:
         self.messages.append([])
@@ -137,21 +157,25 @@ class Exchange:
 
     def __init__(
         self,
-        sends: Mapping[int, Sequence[tuple[Tensor, torch.dtype]]],
-        receives: Mapping[int, Sequence[tuple[Views, torch.dtype]]],
+        sends: Mapping[int, Sequence[SentPiece]],
+        receives: Mapping[int, Sequence[ReceivedPiece]],
         slot: int,
         group: Any = None,
         own_message_bytes: int = OWN_MESSAGE_BYTES,
     ) -> None:
         self._group = group
 
-        self._sends = {peer: _Stream(slot, own_message_bytes) for peer in sends}
-        self._receives = {peer: _Stream(slot, own_message_bytes) for peer in receives}
-        for peer, views in sends.items():
-            self._sends[peer].fill([((view,), dtype) for view, dtype in views])
-        for peer, targets in receives.items():
-            self._receives[peer].fill(targets)
+        self._sends: dict[int, _Stream] = {}
+        for peer, pieces in sends.items():
+            self._sends[peer] = _Stream(slot, own_message_bytes)
+            self._sends[peer].fill([((view,), dtype) for view, dtype in pieces])
 
+        self._receives: dict[int, _Stream] = {}
+        for peer, pieces in receives.items():
+            self._receives[peer] = _Stream(slot, own_message_bytes)
+            self._receives[peer].fill(pieces)
+
+        # A round is one message of every stream; short streams have none in the last rounds.
         streams = [*self._sends.values(), *self._receives.values()]
         self._in_place = {id(stream): stream.in_place() for stream in streams}
         self.rounds = max((len(stream.messages) for stream in streams), default=0)
@@ -165,14 +189,18 @@ class Exchange:
         # Double buffering: the next message of each stream is in transit while the previous one is unpacked.
         buffers: list[dict[Any, Tensor]] = [{}, {}]
         self.staging_peak = 0
-        works = self._post(0, buffers[0]) if self.rounds else []
+        works = []
+        if self.rounds:
+            works = self._post(0, buffers[0])
         if meanwhile is not None:
             meanwhile()
 
         for round_index in range(self.rounds):
+            next_index = round_index + 1
             next_works = []
-            if round_index + 1 < self.rounds:
-                next_works = self._post(round_index + 1, buffers[(round_index + 1) % 2])
+            if next_index < self.rounds:
+                next_works = self._post(next_index, buffers[next_index % 2])
+
             # On a device the wait also makes the unpacking run after the arrival.
             for work in works:
                 work.wait()
@@ -189,7 +217,8 @@ class Exchange:
         for peer, stream in self._receives.items():
             if number < len(stream.messages):
                 message = self._buffer(buffers, ("in", peer), stream, number)
-                operations.append(dist.P2POp(dist.irecv, message, peer, self._group))
+                operation = dist.P2POp(dist.irecv, message, peer, self._group)
+                operations.append(operation)
 
         for peer, stream in self._sends.items():
             if number < len(stream.messages):
@@ -197,9 +226,13 @@ class Exchange:
                 if self._in_place[id(stream)][number] is None:
                     for segment in stream.messages[number]:
                         segment.staged(message).copy_(segment.views[0])
-                operations.append(dist.P2POp(dist.isend, message, peer, self._group))
+                operation = dist.P2POp(dist.isend, message, peer, self._group)
+                operations.append(operation)
 
-        return dist.batch_isend_irecv(operations) if operations else []
+        # In one batch: NCCL deadlocks if two ranks each enqueue their send before their receive.
+        if not operations:
+            return []
+        return dist.batch_isend_irecv(operations)
 
     def _buffer(
         self,
@@ -226,11 +259,16 @@ class Exchange:
     def _unpack(self, number: int, buffers: dict[Any, Tensor]) -> None:
         """Copy the received message ``number`` of every stream from staging into its views."""
         for peer, stream in self._receives.items():
-            if number < len(stream.messages) and self._in_place[id(stream)][number] is None:
-                for segment in stream.messages[number]:
-                    value = segment.staged(buffers["in", peer])
-                    for view in segment.views:
-                        view.copy_(value)
+            if number >= len(stream.messages):
+                continue
+            # A message in place arrived in its view already.
+            if self._in_place[id(stream)][number] is not None:
+                continue
+
+            for segment in stream.messages[number]:
+                value = segment.staged(buffers["in", peer])
+                for view in segment.views:
+                    view.copy_(value)
 
 
 def connect(group: Any) -> None:
@@ -247,7 +285,8 @@ def slot_bytes(staging_bytes: int, streams: int) -> int:
 
     Raises ValueError if not even the smallest message fits.
     """
-    slot = staging_bytes // (2 * max(streams, 1)) // ALIGNMENT * ALIGNMENT
+    num_buffers = 2 * max(streams, 1)
+    slot = staging_bytes // num_buffers // ALIGNMENT * ALIGNMENT
     if slot < ALIGNMENT:
         raise ValueError(f"{staging_bytes} bytes of staging are too few for {streams} streams")
     return slot
@@ -269,11 +308,10 @@ def gather_layout(
     content = None
     digest = None
     if boxes is not None:
-        box_storages = {box.storage for box in boxes}
-        content = (
-            tuple(replace(box, rank=-1) for box in boxes),
-            {name: dtype for name, dtype in sorted(dtypes.items()) if name in box_storages},
-        )
+        shared_boxes = tuple(replace(box, rank=-1) for box in boxes)
+        box_storages = sorted({box.storage for box in boxes})
+        box_dtypes = {name: dtypes[name] for name in box_storages if name in dtypes}
+        content = (shared_boxes, box_dtypes)
         digest = hashlib.sha256(pickle.dumps(content)).hexdigest()
 
     ranks_by_digest: dict[str, list[int]] = {}
@@ -282,13 +320,16 @@ def gather_layout(
             ranks_by_digest.setdefault(peer_digest, []).append(peer)
 
     # The lowest rank of each digest sends the content.
-    is_sender = digest is not None and rank == min(ranks_by_digest[digest])
-    sent_contents = gather_objects((digest, content) if is_sender else None, group)
-    content_by_digest = dict(item for item in sent_contents if item is not None)
+    message = None
+    if digest is not None and rank == min(ranks_by_digest[digest]):
+        message = (digest, content)
+    messages = gather_objects(message, group)
+    content_by_digest = dict(message for message in messages if message is not None)
 
-    # Groups in the order of their lowest ranks, equal on all ranks.
+    # Groups in the order of their lowest ranks: every rank builds its plan from equal layouts.
     layout = []
-    for group_digest, ranks in sorted(ranks_by_digest.items(), key=lambda item: min(item[1])):
+    for group_digest in sorted(ranks_by_digest, key=lambda digest: min(ranks_by_digest[digest])):
+        group_ranks = sorted(ranks_by_digest[group_digest])
         group_boxes, group_dtypes = content_by_digest[group_digest]
-        layout.append(BoxGroup(tuple(sorted(ranks)), group_boxes, group_dtypes))
+        layout.append(BoxGroup(tuple(group_ranks), group_boxes, group_dtypes))
     return layout

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.checkpoint.shards import Part
+from megatron_rl.checkpoint.shards import ParameterBox
 from megatron_rl.config.checkpoint_meta import is_gathered, reads_anywhere, require_layout
 from megatron_rl.errors import UserError
 
@@ -36,8 +36,8 @@ def test_shards_without_an_index_need_their_own_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("begin", "end"), [(0, 48), (0, 1), (5, 6), (11, 29), (24, 48), (47, 48), (0, 24)])
 def test_a_rank_reads_the_slices_that_reach_into_its_range(begin: int, end: int) -> None:
     """The up projection of a fused one, 4 of its 8 rows of 6, as layer 3 of a stacked tensor."""
-    part = Part("w", start=(3, 4, 0), size=(1, 4, 6), first=24, strides=(0, 6, 1))
-    near = part.within(begin, end)
+    box = ParameterBox("w", start=(3, 4, 0), size=(1, 4, 6), first=24, strides=(0, 6, 1))
+    near = box.within(begin, end)
 
     # The elements of the flattened parameter that both describe, of those in the range.
     wanted = set(range(24, 48)) & set(range(begin, end))

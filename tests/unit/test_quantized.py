@@ -239,7 +239,7 @@ PROJECTION = "model.layers.1.mlp.down_proj.weight"
         ),
         (
             lambda stored: stored.update({PROJECTION: torch.zeros(128, 384)}),
-            "the weights are not those of the model",
+            "the weights do not belong to the model",
         ),
     ],
 )  # fmt: skip

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.types import TensorBox
-from megatron_rl.weights.boxes import BoxGroup, UncoveredError, disjoint, intersect
+from megatron_rl.weights.boxes import BoxGroup, UncoveredError, cut_overlaps, intersect
 from megatron_rl.weights.plan import PlanError, build_plan, check_plan, schedule
 from megatron_rl.weights.transfer import _Stream, slot_bytes
 
@@ -200,7 +200,7 @@ def test_a_wrong_sender_is_an_error():
 
 
 def test_overlapping_boxes_are_cut_apart():
-    cells = disjoint({((0, 0), (4, 2)): (0,), ((2, 0), (4, 2)): (1,)})
+    cells = cut_overlaps({((0, 0), (4, 2)): (0,), ((2, 0), (4, 2)): (1,)})
     assert cells == {((0, 0), (2, 2)): (0,), ((2, 0), (2, 2)): (0, 1), ((4, 0), (2, 2)): (1,)}
 
 

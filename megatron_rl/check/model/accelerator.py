@@ -1,7 +1,7 @@
 """Defaults of an accelerator for a checked configuration, and the error of experts in plain layers.
 
-`shapes.accelerator` has the table. Here it is applied to the hardware that a check judges: the GPU that the
-configuration names, or this machine.
+`shapes.accelerator` has the table. Here it is applied to the hardware that the run will be on: the GPU that
+the configuration names, or this machine.
 """
 
 from __future__ import annotations
@@ -42,18 +42,20 @@ class AppliedDefault:
     """
 
     roles: tuple[str, ...]
-    """Roles that have it; none for an environment variable, which the whole job has."""
+    """Roles that have it; empty for an environment variable, which the whole job has."""
     row: AcceleratorDefault
     """Its row in the table of defaults."""
 
 
-def judged_gpu(config: RunConfig, for_this_machine: bool) -> str | None:
-    """Return the name of the GPUs that a check judges, None if the run will be on hosts.
+def target_gpu(config: RunConfig, for_this_machine: bool) -> str | None:
+    """Return the name of the GPUs that the run will be on, None if it will be on hosts.
 
     A configuration that names a ``gpu`` is for other machines, unless it is checked ``for_this_machine``.
     """
     if config.gpu is not None and not for_this_machine:
         return config.gpu
+
+    # Host builds of torch and vLLM use no GPU, and neither does a machine without NVIDIA's driver.
     if has_host_build() or not _DRIVER.is_dir():
         return None
     return config.gpu or "the GPU of this machine"
@@ -65,22 +67,29 @@ def accelerated_roles(
     shapes: Mapping[str, ModelShape],
     for_this_machine: bool,
 ) -> dict[str, AcceleratedRole]:
-    """Return the roles with a Megatron model on the judged GPUs; none if the run will be on hosts.
+    """Return the roles with a Megatron model on the run's GPUs; an empty dict if the run will be on hosts.
 
     Another machine is taken to have Transformer Engine, which ``launch/setup.sh --gpu`` installs.
     """
-    gpu = judged_gpu(config, for_this_machine)
+    gpu = target_gpu(config, for_this_machine)
     if gpu is None:
         return {}
 
+    # The layers that model.attention selects, by default Transformer Engine's if it is installed.
     elsewhere = config.gpu is not None and not for_this_machine
-    has_engine = elsewhere or has_transformer_engine()
-    attention = config.model.attention or ("transformer_engine" if has_engine else "torch")
+    attention = config.model.attention
+    if not attention:
+        attention = "torch"
+        if elsewhere or has_transformer_engine():
+            attention = "transformer_engine"
+
     roles: dict[str, AcceleratedRole] = {}
     for role, layout in layouts.items():
         shape = shapes.get(role, shapes.get("actor"))
         if role == "rollout" or shape is None:
             continue
+
+        # Frozen roles have no section of a learner, and no gradients to reduce.
         learner = learner_sections(config).get(section_of(role))
         reduces = learner is not None and learner.ddp.get("overlap_grad_reduce", True)
         roles[role] = AcceleratedRole(
@@ -103,25 +112,40 @@ def applied_defaults(config: RunConfig, roles: Mapping[str, AcceleratedRole]) ->
     if not roles:
         return ()
 
+    # Roles with the same default are one entry.
     roles_by_row: dict[AcceleratorDefault, list[str]] = {}
     for name, role in roles.items():
-        _, settings = megatron_settings(config, role.layout)
-        learner = learner_sections(config).get(section_of(name))
-        explicit = {MEGATRON: settings, DDP: {} if learner is None else learner.ddp}
-        for row in applicable_rows(role):
-            is_set = row.key in explicit.get(row.section, {})
-            if not is_set and (row.section != DDP or learner is not None):
-                roles_by_row.setdefault(row, []).append(name)
-
+        for row in _role_defaults(config, name, role):
+            roles_by_row.setdefault(row, []).append(name)
     applied = [AppliedDefault(tuple(names), row) for row, names in roles_by_row.items()]
-    job = accelerated_job(config, {name: role.layout for name, role in roles.items()})
+
+    # Environment variables are the job's: they depend on all its roles.
+    layouts = {name: role.layout for name, role in roles.items()}
+    job = accelerated_job(config, layouts)
     applied += [AppliedDefault((), row) for row in applicable_rows(job, ENVIRONMENT)]
     return tuple(applied)
+
+
+def _role_defaults(config: RunConfig, name: str, role: AcceleratedRole) -> Iterator[AcceleratorDefault]:
+    """Yield the defaults of one role that have an effect: no value of the user's, and a section of theirs."""
+    _, megatron_values = megatron_settings(config, role.layout)
+    explicit: dict[str, Mapping[str, object]] = {MEGATRON: megatron_values}
+    learner = learner_sections(config).get(section_of(name))
+    if learner is not None:
+        explicit[DDP] = learner.ddp
+
+    for row in applicable_rows(role):
+        # Only learners have settings of DDP.
+        if row.section == DDP and learner is None:
+            continue
+        if row.key not in explicit.get(row.section, {}):
+            yield row
 
 
 def plain_experts(roles: Mapping[str, AcceleratedRole]) -> Iterator[UserError]:
     """Yield the error of a mixture of experts whose layers on an accelerator are not Transformer Engine's."""
     for role in roles.values():
         if role.shape.experts and not role.fused:
+            # All roles have the same setting, model.attention: one error suffices.
             yield plain_experts_error(role.shape.name)
             return

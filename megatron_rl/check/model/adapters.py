@@ -1,4 +1,8 @@
-"""Rules on LoRA adapters: their layers, their sync with the rollout engine, and PEFT files to start from."""
+"""Rules on LoRA adapters: their layers, their sync with the rollout engine, and PEFT files to start from.
+
+PEFT's files are compared with the adapters that the configuration describes on its model: settings first,
+then the names and shapes of tensors, from the header of the file.
+"""
 
 from __future__ import annotations
 
@@ -65,12 +69,13 @@ def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") ->
             layer = CHECKPOINT_LAYERS.get(name) or " or ".join(TARGETS)
             yield unknown_choice(path, name, TARGETS, otherwise=f"write {layer}")
 
-    if lora.targets is not None and (not lora.targets or len(set(lora.targets)) < len(lora.targets)):
+    targets = lora.targets
+    if targets is not None and (not targets or len(set(targets)) < len(targets)):
         yield UserError(
             f"`{path}` is empty or names a layer twice",
             where=path,
             expected="some of " + ", ".join(TARGETS) + ", each once",
-            got=f"[{', '.join(lora.targets)}]",
+            got=f"[{', '.join(targets)}]",
             fix=f"remove {path} to have all",
         )
 
@@ -78,8 +83,8 @@ def check_lora(lora: LoraConfig, engine: str | None, key: str = "actor.lora") ->
     if lora.sync != "adapter":
         return
     max_rank = ENGINE_RANKS[-1]
-    separate = engine is not None and engine_capabilities(engine).adapter_sync
-    if not separate or lora.rank > max_rank:
+    stores_adapters = engine is not None and engine_capabilities(engine).adapter_sync
+    if not stores_adapters or lora.rank > max_rank:
         got = "a role that no engine samples with"
         if engine is not None:
             got = f"rollout.engine={engine} and rank {lora.rank}"
@@ -120,9 +125,10 @@ def check_adapted_model(
             fix=f"remove {key}",
         )
         return
+
+    # Targets that the model does not have, and settings that exclude adapters of experts.
     targets = Lora.of(model.shape, lora.rank, lora.targets).targets
     errors = target_problems(model.shape, targets, f"{key}.targets")
-
     if adapts_experts(model.shape, targets):
         errors += _expert_errors(lora, model.shape, key, settings or {})
     yield from errors
@@ -145,6 +151,7 @@ def check_adapted_model(
         )
         return
 
+    # Digests last: they take a read of the whole file.
     yield from problems or _damage_errors(Path(lora.path), f"{key}.path")
 
 
@@ -172,7 +179,10 @@ def _damage_errors(folder: Path, key: str) -> Iterator[UserError]:
 
 
 def _expert_errors(
-    lora: LoraConfig, shape: ModelShape, key: str, settings: Mapping[str, Any]
+    lora: LoraConfig,
+    shape: ModelShape,
+    key: str,
+    settings: Mapping[str, Any],
 ) -> Iterator[UserError]:
     """Yield the errors of settings that are not supported with adapters on experts."""
     targets = ", ".join(lora.targets or ())
@@ -185,6 +195,8 @@ def _expert_errors(
             got=f"adapter, with {targets}",
             fix=f"set {key}.sync=merged",
         )
+
+    # Megatron then runs shared experts in steps of the token dispatcher, without the layers' communication.
     overlap = "moe_shared_expert_overlap"
     if shape.shared_width and settings.get(overlap):
         yield UserError(
@@ -198,13 +210,19 @@ def _expert_errors(
 
 
 def _peft_config_errors(
-    lora: LoraConfig, model: PretrainedModel, targets: tuple[str, ...], peft: Mapping[str, Any], key: str
+    lora: LoraConfig,
+    model: PretrainedModel,
+    targets: tuple[str, ...],
+    peft: Mapping[str, Any],
+    key: str,
 ) -> Iterator[UserError]:
     """Yield the differences between the configured adapters and PEFT's adapter_config.json (``peft``)."""
     # Rank and alpha must equal the saved ones: A and B have that rank, and alpha scales their product.
     file = f"{lora.path}/{PEFT_CONFIG}"
-
-    numbers = {"rank": (lora.rank, peft.get("r")), "alpha": (lora.alpha or lora.rank, peft.get("lora_alpha"))}
+    numbers = {
+        "rank": (lora.rank, peft.get("r")),
+        "alpha": (lora.alpha or lora.rank, peft.get("lora_alpha")),
+    }
     for name, (configured, saved) in numbers.items():
         if not isinstance(saved, int | float) or not math.isclose(saved, configured):
             yield UserError(
@@ -217,11 +235,11 @@ def _peft_config_errors(
 
     # Every saved layer needs a configured adapter; adapters of further layers are initialised.
     modules = adapted(model, lora.rank, lora.alpha, targets).modules()
-
     saved_modules = peft.get("target_modules")
     if isinstance(saved_modules, list):
         uncovered = sorted(set(saved_modules) - set(modules))
-    else:  # PEFT also takes a regular expression
+    else:
+        # PEFT also takes a regular expression.
         uncovered = [str(saved_modules)]
     if uncovered:
         yield UserError(
@@ -245,7 +263,10 @@ def _peft_config_errors(
 
 
 def _peft_tensor_errors(
-    lora: LoraConfig, model: PretrainedModel, targets: tuple[str, ...], key: str
+    lora: LoraConfig,
+    model: PretrainedModel,
+    targets: tuple[str, ...],
+    key: str,
 ) -> Iterator[UserError]:
     """Yield the error of saved tensors that belong to no adapter of the model.
 
@@ -253,10 +274,12 @@ def _peft_tensor_errors(
     """
     assert lora.path is not None
     file = Path(lora.path) / PEFT_WEIGHTS
-
     shapes = adapted(model, lora.rank, lora.alpha, targets).tensor_shapes()
 
-    stored = {name.removeprefix(PEFT_PREFIX): tensor.shape for name, tensor in read_header(file).items()}
+    # PEFT names tensors by its wrappers around the model.
+    stored: dict[str, tuple[int, ...]] = {}
+    for name, tensor in read_header(file).items():
+        stored[name.removeprefix(PEFT_PREFIX)] = tensor.shape
 
     unexpected = sorted(name for name, shape in stored.items() if shapes.get(name) != tuple(shape))
     if unexpected:

@@ -34,6 +34,12 @@ _ROPE_NUMBERS = {
 }
 """Type of rotary scaling -> the numbers that it needs in addition to ``rope_theta``."""
 
+_MAX_ROPE_NUMBER = 1e12
+"""Bound of these numbers, far above those of any model: a larger one is a mistake."""
+
+_LONGEST_VALUE = 200
+"""Characters of a value that an error shows."""
+
 
 def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
     """Return the model of a config.json, None where it cannot be trained; errors are added to ``files``."""
@@ -43,9 +49,10 @@ def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
     except UserError:
         return read_trainable(file, files.errors)  # reports the file, or its architecture
 
+    # The rules on values assume the right types.
     config = language_config(stored)
     errors = list(_type_errors(config, family, file))
-    if not errors:  # the rules on values assume the right types
+    if not errors:
         errors = list(_value_errors(config, family, file))
     if errors:
         files.errors.extend(errors)
@@ -58,7 +65,7 @@ def check_model_config(file: Path, files: Files) -> PretrainedModel | None:
                 "the model comes with Python code, which no part of a run executes",
                 where=f"{file}: auto_map",
                 expected=f"a {family.title} model as transformers and vLLM have it",
-                got=str(stored["auto_map"])[:200],
+                got=str(stored["auto_map"])[:_LONGEST_VALUE],
                 fix="remove auto_map if the model computes nothing else",
             )
         )
@@ -79,13 +86,13 @@ def _type_errors(config: Mapping[str, Any], family: Family, file: Path) -> Itera
         field = fields.get(key)
         if field is None:
             continue
-        annotation = field.annotation_text()
+
         # transformers validates strictly (seen in 5.19): a float field takes an integer only if `int` is in
         # its annotation, too.
-        refused_integer = (
-            type(value) is int and "float" in annotation and not re.search(r"\bint\b", annotation)
-        )
-        if refused_integer or not field.accepts(value):
+        annotation = field.annotation_text()
+        takes_floats_alone = "float" in annotation and not re.search(r"\bint\b", annotation)
+        is_refused_integer = type(value) is int and takes_floats_alone
+        if is_refused_integer or not field.accepts(value):
             fix = f"write {key} as {annotation}, or copy config.json again"
             yield _error(file, key, annotation, value, fix)
 
@@ -100,14 +107,17 @@ def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iter
         read_quantization(config, str(file))
     except UserError as error:
         yield error
+
+    # transformers 5 writes dtype, 4 and before torch_dtype.
     dtype = config.get("dtype", config.get("torch_dtype"))
     if dtype is not None and dtype not in _DTYPES:
         yield _error(file, "dtype", f"one of {', '.join(_DTYPES)}", dtype)
 
     # Sizes, layers and positions.
     for key, maximum in _MAX_COUNTS.items():
-        if isinstance(config.get(key), int) and config[key] > maximum:
-            yield _error(file, key, f"at most {maximum}", config[key])
+        count = config.get(key)
+        if isinstance(count, int) and count > maximum:
+            yield _error(file, key, f"at most {maximum}", count)
     yield from _head_errors(config, file)
     yield from _layer_type_errors(config, file)
     yield from _rope_errors(config, file)
@@ -115,9 +125,12 @@ def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iter
     epsilon = config.get("rms_norm_eps", 1e-6)
     if not _is_number(epsilon) or not 0 <= epsilon < 1:
         yield _error(file, "rms_norm_eps", "a number from 0 to below 1", epsilon)
+
+    # Labels of a classification head, and token ids.
     for key in ("id2label", "label2id"):
-        if config.get(key) is not None and not isinstance(config[key], dict):
-            yield _error(file, key, "an object", config[key])
+        labels = config.get(key)
+        if labels is not None and not isinstance(labels, dict):
+            yield _error(file, key, "an object", labels)
     yield from _token_id_errors(config, file)
 
 
@@ -127,11 +140,16 @@ def _token_id_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserErro
     if not isinstance(vocabulary, int):
         return
 
-    minimums = {"pad_token_id": -1, "eos_token_id": 0}  # checkpoints of transformers 4 and before pad with -1
+    # Checkpoints of transformers 4 and before pad with -1.
+    minimums = {"pad_token_id": -1, "eos_token_id": 0}
     for key, minimum in minimums.items():
         value = config.get(key)
-        ids = value if isinstance(value, list) else [value]
-        if any(isinstance(token_id, int) and not minimum <= token_id < vocabulary for token_id in ids):
+        token_ids = [value]
+        if isinstance(value, list):
+            token_ids = value
+
+        numbers = [token_id for token_id in token_ids if isinstance(token_id, int)]
+        if any(not minimum <= token_id < vocabulary for token_id in numbers):
             yield _error(file, key, f"a token below vocab_size ({vocabulary}), or null", value)
 
 
@@ -140,9 +158,9 @@ def _model_type_fix(model_type: Any, family: Family) -> str:
     if model_type is None or model_type in FAMILIES:
         return f"write model_type: {family.model_type}, or the architecture of {model_type}"
     return (
-        f"in a copy of the folder write model_type: {family.model_type}, if its layers are those of "
-        f"{family.architecture} unchanged; what is missing for {model_type} is code that comes with the "
-        "checkpoint, of the model or of its tokenizer, which is not run"
+        f"in a copy of the folder write model_type: {family.model_type}, if the layers are "
+        f"{family.architecture}'s unchanged; {model_type} itself needs the code that comes with the "
+        "checkpoint, of the model or of its tokenizer, and that code is not run"
     )
 
 
@@ -207,20 +225,36 @@ def _rope_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserError]:
     parameters = parameters or {}
     by_layer_type = [parameters[layer_type] for layer_type in _LAYER_TYPES if layer_type in parameters]
     for rope in by_layer_type or [parameters]:
-        if not isinstance(rope, dict):
+        if isinstance(rope, dict):
+            yield from _rope_value_errors(rope, config, file, key)
+        else:
             yield _error(file, key, "an object for each kind of layer", rope)
-            continue
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type not in ROPE_TYPES:
-            yield _error(file, key, f"a rope_type among {', '.join(ROPE_TYPES)}", rope_type)
-            continue
 
-        numbers = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}
-        numbers |= {name: rope.get(name) for name in _ROPE_NUMBERS.get(rope_type, ())}
-        for name, value in numbers.items():
-            if not _is_number(value) or not 0 < value < 1e12:
-                got = "nothing" if value is None else value
-                yield _error(file, f"{key}.{name}", f"a positive number, with rope_type {rope_type}", got)
+
+def _rope_value_errors(
+    rope: Mapping[str, Any],
+    config: Mapping[str, Any],
+    file: Path,
+    key: str,
+) -> Iterator[UserError]:
+    """Yield the errors of one set of rotary parameters: its type, and the numbers that the type needs."""
+    # transformers 4 and before called the type "type".
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        yield _error(file, key, f"a rope_type among {', '.join(ROPE_TYPES)}", rope_type)
+        return
+
+    numbers = {"rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0))}
+    for name in _ROPE_NUMBERS.get(rope_type, ()):
+        numbers[name] = rope.get(name)
+
+    for name, value in numbers.items():
+        if _is_number(value) and 0 < value < _MAX_ROPE_NUMBER:
+            continue
+        got = value
+        if value is None:
+            got = "nothing"
+        yield _error(file, f"{key}.{name}", f"a positive number, with rope_type {rope_type}", got)
 
 
 def _size(config: Mapping[str, Any], key: str) -> int | None:
@@ -243,6 +277,6 @@ def _error(file: Path, key: str, expected: str, got: Any, fix: str | None = None
         f"the model's config.json has a `{key}` that transformers, vLLM or the trainer refuses",
         where=f"{file}: {key}",
         expected=expected,
-        got=got[:200],
+        got=got[:_LONGEST_VALUE],
         fix=fix or f"correct {key} if the file was edited; else the checkpoint cannot be used here",
     )

@@ -23,13 +23,13 @@ from megatron_rl.config.sections.models import ModelConfig
 from megatron_rl.config.source import Origin
 from megatron_rl.error_forms import requires
 from megatron_rl.errors import UserError, UserErrors, single_errors
-from megatron_rl.interop.megatron_lm.arguments import arguments_of, contradictions, derived
+from megatron_rl.interop.megatron_lm.arguments import arguments_of, contradictions, derive_config
 from megatron_rl.interop.megatron_lm.checkpoint import (
     POINTER,
     MegatronCheckpoint,
     is_megatron,
-    pointer,
     read_checkpoint,
+    read_pointer,
 )
 from megatron_rl.shapes.pretrained import (
     TOKENIZER_FILES,
@@ -51,7 +51,10 @@ PROVIDER_ARGUMENTS = (*REQUIRED_ARGUMENTS, "vp_stage", "config", "pg_collection"
 
 
 def with_megatron_models(
-    config: RunConfig, broken: Collection[str] = (), *, allow_missing: bool = False
+    config: RunConfig,
+    broken: Collection[str] = (),
+    *,
+    allow_missing: bool = False,
 ) -> tuple[RunConfig, Mapping[str, Origin], ErrorsByKey]:
     """Point every model that is a Megatron checkpoint to a folder that transformers and vLLM can load.
 
@@ -73,10 +76,12 @@ def with_megatron_models(
     origins: dict[str, Origin] = {}
     folders: dict[str, Path] = {}
     for section, path in _megatron_checkpoints(config).items():
-        if (allow_missing and not Path(path).exists()) or f"{section}.path" in broken:
+        if f"{section}.path" in broken:
+            continue
+        if allow_missing and not Path(path).exists():
             continue
 
-        # The actor's folder is model.path, those of other roles are named by the run.
+        # The actor's folder is model.path, the other roles' are in the run folder.
         is_actor = section == "model"
         if is_actor:
             key = "model.megatron"
@@ -84,6 +89,7 @@ def with_megatron_models(
         else:
             key = f"{section}.path"
             folder = RunFolder(config.run_dir).megatron_model(role_of(section))
+
         try:
             checkpoint = _write_model_folder(config, Path(path), key, folder)
         except UserError as error:
@@ -147,10 +153,13 @@ def provider_errors(settings: ModelConfig, model: PretrainedModel | None) -> Ite
 
 def _megatron_checkpoints(config: RunConfig) -> dict[str, str]:
     """Return the path of each configured Megatron checkpoint by section, the actor's under ``model``."""
-    paths = {section: path for section, path in explicit_model_paths(config).items() if path is not None}
-    checkpoints = {section: path for section, path in paths.items() if is_megatron(path)}
+    # The actor first: other roles may read its folder.
+    checkpoints: dict[str, str] = {}
     if config.model.megatron is not None:
-        checkpoints = {"model": config.model.megatron, **checkpoints}
+        checkpoints["model"] = config.model.megatron
+    for section, path in explicit_model_paths(config).items():
+        if path is not None and is_megatron(path):
+            checkpoints[section] = path
     return checkpoints
 
 
@@ -202,7 +211,10 @@ def _write_model_folder(config: RunConfig, path: Path, key: str, folder: Path) -
     checkpoint that does not fit its model.
     """
     is_actor = key == "model.megatron"
-    _require_free_folder(folder, "model.path" if is_actor else key)
+    folder_key = key
+    if is_actor:
+        folder_key = "model.path"
+    _require_free_folder(folder, folder_key)
     checkpoint = read_checkpoint(_starting_iteration(config, path, folder), key)
 
     # Use the config.json in the tokenizer's folder, else derive one from the checkpoint's arguments.
@@ -211,38 +223,47 @@ def _write_model_folder(config: RunConfig, path: Path, key: str, folder: Path) -
     errors: list[UserError] = []
     if tokenizer is not None and (tokenizer / "config.json").is_file():
         config_file = tokenizer / "config.json"
-        # The tokenizer's folder may have quantised weights; those of the Megatron checkpoint are not.
+        # The tokenizer's folder may have quantised weights, a Megatron checkpoint has none.
         hf_config = without_quantization(read_json(config_file))
         model = describe(hf_config, str(config_file))
         errors = contradictions(checkpoint.arguments, model, key, str(config_file))
-    if hf_config is None or (errors and not is_actor):  # another role's model may have another size
-        hf_config = derived(checkpoint.arguments, key, _vocabulary(config, is_actor, tokenizer))
+
+    # Another role's model may have another size than the one in the tokenizer's folder.
+    if hf_config is None or (errors and not is_actor):
+        hf_config = derive_config(checkpoint.arguments, key, _vocabulary(config, is_actor, tokenizer))
         errors = []
 
     # The checkpoint must match the model: its parameters, optimizer state, and complete files.
     shape = describe(hf_config, key).shape
     if not errors:
-        errors += checkpoint.parameters(shape)[1]
+        _, parameter_errors = checkpoint.parameters(shape)
+        errors += parameter_errors
     if is_actor and config.model.resume_optimizer and not errors:
         errors += checkpoint.optimizer_errors(shape, "model.resume_optimizer")
     errors += checkpoint.file_errors()
     if errors:
         raise UserErrors(errors)
 
-    facts = {"checkpoint": str(checkpoint.path.resolve()), "iteration": checkpoint.iteration}
-    contents = {
-        # Write the pointer first: it marks a partly written folder as one of ours.
-        POINTER: _json({**facts, "arguments": dict(checkpoint.arguments)}),
-        "config.json": _json(hf_config),
+    # Write the pointer first: it marks a partly written folder as one of ours.
+    pointer_values = {
+        "checkpoint": str(checkpoint.path.resolve()),
+        "iteration": checkpoint.iteration,
+        "arguments": dict(checkpoint.arguments),
     }
+    contents = {POINTER: _json(pointer_values), "config.json": _json(hf_config)}
     if tokenizer is not None:
-        contents |= {name: (tokenizer / name).read_bytes() for name in tokenizer_files(tokenizer)}
+        for name in tokenizer_files(tokenizer):
+            contents[name] = (tokenizer / name).read_bytes()
+
     try:
         _write_files(folder, contents)
     except OSError as error:
+        writable_key = key
+        if is_actor:
+            writable_key = "run_dir"
         raise UserError(
             "the folder of the Megatron model cannot be written",
-            where="run_dir" if is_actor else key,
+            where=writable_key,
             expected="a directory that can be made and written",
             got=str(error),
             fix="choose another run_dir, or set model.path",
@@ -270,7 +291,10 @@ def _starting_iteration(config: RunConfig, path: Path, folder: Path) -> Path:
     """Return the checkpoint to start from; a resumed run keeps its iteration even if newer ones exist."""
     if config.checkpoint.resume == "never" or not RunFolder(config.run_dir).has_begun():
         return path
-    recorded = Path(str((pointer(folder) or {}).get("checkpoint", "")))
+
+    # The pointer names the checkpoint that the run began with.
+    values = read_pointer(folder) or {}
+    recorded = Path(str(values.get("checkpoint", "")))
     if recorded.parent == path.resolve() and recorded.is_dir():
         return recorded
     return path
@@ -295,13 +319,17 @@ def _tokenizer_folder(config: RunConfig, checkpoint: MegatronCheckpoint, key: st
         )
 
     if key != "model.megatron":
-        actor = Path(config.model.path)
-        return actor if actor.is_dir() else None
+        actor_folder = Path(config.model.path)
+        if not actor_folder.is_dir():
+            return None
+        return actor_folder
 
+    # Of Megatron-LM's tokenizers only this one is a folder that transformers can read.
     tokenizer_type = checkpoint.arguments.get("tokenizer_type")
     tokenizer_model = checkpoint.arguments.get("tokenizer_model")
     if tokenizer_type == "HuggingFaceTokenizer" and Path(str(tokenizer_model)).is_dir():
         return Path(str(tokenizer_model))
+
     got = f"nothing; the checkpoint was trained with {tokenizer_type}"
     if tokenizer_model:
         got += f" of {tokenizer_model}"
@@ -361,7 +389,7 @@ def _resume_optimizer_errors(config: RunConfig) -> list[UserError]:
     if config.model.megatron is None:
         return [_needs_checkpoint(key, "true")]
 
-    # The moments are those of Adam on all weights, and only valid for exactly the checkpoint's weights.
+    # The moments are of Adam on all weights, and only valid for exactly the checkpoint's weights.
     conflicts: dict[str, str] = {}
     if config.actor.optimizer.name != "adam":
         conflicts["actor.optimizer.name"] = config.actor.optimizer.name

@@ -1,10 +1,10 @@
 """Rules on Megatron's own settings: ``megatron``, ``ddp`` and ``optimizer.megatron`` of each role.
 
-A field is set by the run (from a key of ours, or to the only value that works), refused because it has no
-effect, passed through and tried, or passed through and said to be untried where it needs what this machine
-lacks. Names and types of the last two kinds are compared with the installed sources. Then Megatron itself
-builds the configuration of every role, in a separate process (`megatron_rl.megatron.trial`) that starts first
-and is awaited last: importing torch and Megatron takes longer than all other rules.
+A field is one of four kinds: set by the run (from a key of ours, or to the only value that works), refused
+because it has no effect, passed through and tried, or passed through with a warning that this machine lacks
+its requirements. Names and types of the last two kinds are compared with the installed sources. Then Megatron
+itself builds the configuration of every role, in a separate process (`megatron_rl.megatron.trial`) that
+starts first and is awaited last: importing torch and Megatron takes longer than all other rules.
 """
 
 from __future__ import annotations
@@ -298,6 +298,12 @@ ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 """Names of Megatron's AttnBackend."""
 
 
+def _is_installed(module: str) -> bool:
+    """Return whether a module could be imported, without importing it."""
+    _, absent_part = find_module(module)
+    return not absent_part
+
+
 def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
     """Return the fields of a section that cannot be tried on this machine, with what each needs."""
     unmet: dict[str, str] = {}
@@ -305,12 +311,14 @@ def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
         need = NEEDS.get(name)
         if need is None or is_off(value):
             continue
+        # Megatron refuses these on any machine, so they can be tried.
         if name in _STATE_DTYPES and not values.get(_PRECISION_AWARE):
             continue
+
         if need == GPU:
             is_missing = has_host_build()
         else:
-            is_missing = bool(find_module(_PACKAGES[need])[1])
+            is_missing = not _is_installed(_PACKAGES[need])
         if is_missing:
             unmet[name] = need
     return unmet
@@ -318,7 +326,9 @@ def unmet_needs(values: Mapping[str, Any]) -> dict[str, str]:
 
 def _triable(values: Mapping[str, Any], training: bool) -> dict[str, Any]:
     """Return the settings that Megatron can validate here; at the start of a run, all of them."""
-    unmet = {} if training else unmet_needs(values)
+    if training:
+        return dict(values)
+    unmet = unmet_needs(values)
     return {name: value for name, value in values.items() if name not in unmet}
 
 
@@ -328,18 +338,24 @@ def is_off(value: Any) -> bool:
 
 
 def check_model_settings(
-    values: Mapping[str, Any], path: str = "actor.megatron", *, elsewhere: bool = False
+    values: Mapping[str, Any],
+    path: str = "actor.megatron",
+    *,
+    elsewhere: bool = False,
 ) -> list[UserError]:
     """Return the errors of a role's settings of Megatron's TransformerConfig, which the key ``path`` has.
 
     ``elsewhere`` if the run will be on other machines than this one.
     """
     # Some keys that set a field are in the role's own section.
-    role_prefix = path.removesuffix("megatron")
-    keys = {name: key.replace("actor.layout", f"{role_prefix}layout") for name, key in DERIVED_FIELDS.items()}
+    section = path.removesuffix("megatron")
+    keys: dict[str, str] = {}
+    for name, key in DERIVED_FIELDS.items():
+        keys[name] = key.replace("actor.layout", f"{section}layout")
     keys["pipeline_model_parallel_layout"] = f"{path}.num_layers_in_first_pipeline_stage"
     keys["recompute_granularity"] = "actor.recompute"
 
+    # Report dropped fields once, below.
     dropped = {name for name, value in values.items() if name in DROPPED and not is_off(value)}
     effective = {name: value for name, value in values.items() if name not in dropped}
     errors = _pass_through_errors(effective, path, TRANSFORMER_CONFIG, keys, SET_BY_RUN)
@@ -360,7 +376,7 @@ def check_model_settings(
 
     # Megatron's plain layers accept these formats and compute in the model's own.
     low_precision = [name for name in ("fp8", "fp4") if not is_off(values.get(name))]
-    if low_precision and not elsewhere and find_module("transformer_engine")[1]:
+    if low_precision and not elsewhere and not _is_installed("transformer_engine"):
         for name in low_precision:
             errors.append(
                 requires(
@@ -371,6 +387,7 @@ def check_model_settings(
                     fix=f"install it as launch/setup.sh --gpu does, or remove `{path}.{name}`",
                 )
             )
+
     backend = values.get("attention_backend")
     if backend is not None and backend not in ATTENTION_BACKENDS:
         errors.append(unknown_choice(f"{path}.attention_backend", backend, ATTENTION_BACKENDS))
@@ -409,6 +426,7 @@ def _router_loss_errors(values: Mapping[str, Any], path: str) -> Iterator[UserEr
             got=f"{balanced_by}: {reason}",
             fix=f"set `{path}.{_BALANCED_BY}` to {SEQUENCE_BALANCE}, or remove `{path}.moe_aux_loss_coeff`",
         )
+
     # Both choose experts in code that the losses are not attached to.
     for name, excluded in (("moe_router_fusion", True), (_BALANCED_BY, "sinkhorn")):
         if coefficients and values.get(name) == excluded:
@@ -448,7 +466,7 @@ def check_optimizer(
 
     # Features that require a package or another setting.
     wants_fused_adam = optimizer.megatron.get(_PRECISION_AWARE) and not optimizer.offload
-    if wants_fused_adam and not elsewhere and find_module("transformer_engine")[1]:
+    if wants_fused_adam and not elsewhere and not _is_installed("transformer_engine"):
         yield requires(
             f"{optimizer_path}.{_PRECISION_AWARE}",
             "true",
@@ -579,6 +597,7 @@ def _pass_through_errors(
 
 
 def _set_by_run_error(path: str, name: str, value: Any, reason: str, key: str | None) -> UserError:
+    """Return the error of a field that the run sets, from ``key`` if there is one."""
     expected = "no value"
     fix = f"remove `{path}`"
     if key is not None:
@@ -592,29 +611,29 @@ def _set_by_run_error(path: str, name: str, value: Any, reason: str, key: str | 
 class TrialRole:
     """Role whose Megatron configuration the trial builds.
 
-    Attributes:
-        role: Name of the role.
-        model: The config.json of its model.
-        layout: Its layout.
-        scalar_head: Whether the model has a scalar output instead of logits over tokens.
-        recompute: Its ``recompute`` setting.
-        fused: Whether its layers are Transformer Engine's.
-        settings_key: The key of its Megatron settings.
-        settings: Its Megatron settings.
-        optimizer: Its optimizer, None for a role that does not learn.
-        ddp: Its settings of Megatron's DDP.
+    Example: the critic, of the model in ``models/8b/config.json``, with settings at ``critic.megatron``.
     """
 
     role: str
+    """Name of the role."""
     model: Path
+    """The config.json of its model."""
     layout: ParallelLayout
+    """Its layout."""
     scalar_head: bool
+    """Whether the model has a scalar output instead of logits over tokens."""
     recompute: str
+    """Its ``recompute`` setting."""
     fused: bool
+    """Whether its layers are Transformer Engine's."""
     settings_key: str
+    """The key of its Megatron settings, such as ``actor.megatron``."""
     settings: Mapping[str, Any]
+    """Its Megatron settings."""
     optimizer: OptimizerConfig | None
+    """Its optimizer, None for a role that does not learn."""
     ddp: Mapping[str, Any]
+    """Its settings of Megatron's DDP."""
 
     def request(self, dtype: str, training: bool) -> dict[str, Any]:
         """Return the role's part of the request to `megatron_rl.megatron.trial`.
@@ -625,6 +644,7 @@ class TrialRole:
         if self.optimizer is not None:
             optimizer = dataclasses.asdict(self.optimizer)
             optimizer["megatron"] = _triable(self.optimizer.megatron, training)
+
         return {
             "role": self.role,
             "model": str(self.model),
@@ -640,25 +660,31 @@ class TrialRole:
 
     def refusal_errors(self, refusals: Mapping[str, str]) -> Iterator[UserError]:
         """Yield the errors of this role's refused settings; ``refusals`` is the trial's answer."""
-        if self.role in refusals:
-            yield self._refusal("model", refusals[self.role], self.settings_key, self.settings)
-        role_path = self.layout.path.removesuffix("layout")
-        if f"{self.role} ddp" in refusals:
-            yield self._refusal("DDP", refusals[f"{self.role} ddp"], f"{role_path}ddp", self.ddp)
-        optimizer_part = f"{self.role} optimizer"
-        if self.optimizer is not None and optimizer_part in refusals:
-            path = f"{role_path}optimizer.megatron"
-            yield self._refusal("optimizer", refusals[optimizer_part], path, self.optimizer.megatron)
+        # The trial answers for the model under the role's name, for its other parts under names after it.
+        message = refusals.get(self.role)
+        if message is not None:
+            yield self._refusal("model", message, self.settings_key, self.settings)
+
+        section = self.layout.path.removesuffix("layout")
+        message = refusals.get(f"{self.role} ddp")
+        if message is not None:
+            yield self._refusal("DDP", message, f"{section}ddp", self.ddp)
+
+        message = refusals.get(f"{self.role} optimizer")
+        if self.optimizer is not None and message is not None:
+            path = f"{section}optimizer.megatron"
+            yield self._refusal("optimizer", message, path, self.optimizer.megatron)
 
     def _refusal(self, component: str, message: str, path: str, values: Mapping[str, Any]) -> UserError:
         """Return the error of Megatron's ``message`` about one of the ``values`` at the key ``path``."""
         # Megatron's message usually names the field.
-        field = next((name for name in values if name in message or len(values) == 1), None)
+        fields = [name for name in values if name in message or len(values) == 1]
         key = path
         fix = f"correct or remove one of {', '.join(values)}"
-        if field is not None:
-            key = f"{path}.{field}"
+        if fields:
+            key = f"{path}.{fields[0]}"
             fix = f"correct or remove `{key}`"
+
         return UserError(
             f"Megatron refuses the settings of the {self.role}'s {component}",
             where=key,
@@ -684,7 +710,7 @@ class Trial:
         # Without torch or Megatron there is no trial, and the warning names the missing package.
         self._missing_package: str | None = None
         for package in ("torch", "megatron.core"):
-            if find_module(package)[1]:
+            if not _is_installed(package):
                 self._missing_package = package
                 break
 
@@ -699,28 +725,33 @@ class Trial:
             )
 
     def result(
-        self, roles: list[TrialRole], dtype: str, training: bool
+        self,
+        roles: list[TrialRole],
+        dtype: str,
+        training: bool,
     ) -> tuple[list[UserError], list[UserError]]:
         """Return the errors of settings that Megatron refuses, and the warning of a trial without result.
 
-        At the start of a run (``training``) fields are tried even if this machine lacks what they need.
+        At the start of a run (``training``) fields are tried even if this machine lacks their requirements.
         """
         if not self._paths:
             return [], []
         if self._process is None:
             return [], [self._not_tried(f"{self._missing_package} is not installed here")]
 
+        # The other rules have used a part of the time.
         request = json.dumps([role.request(dtype, training) for role in roles])
         elapsed = time.monotonic() - self._start
+        timeout = max(0.1, self._patience - elapsed)
         try:
-            answer, stderr = self._process.communicate(request, timeout=max(0.1, self._patience - elapsed))
+            answer, stderr = self._process.communicate(request, timeout=timeout)
         except subprocess.TimeoutExpired:
             self.stop()
             return [], [self._not_tried(f"Megatron did not answer within {self._patience:g} seconds")]
 
         # A failed process is only a warning, since `train` builds the same configurations.
         if self._process.returncode != 0:
-            last_line = stderr.strip().rpartition("\n")[2]
+            _, _, last_line = stderr.strip().rpartition("\n")
             return [], [self._not_tried(last_line or "the process died")]
         try:
             refusals = json.loads(answer)
@@ -739,6 +770,7 @@ class Trial:
             self._process.communicate()
 
     def _not_tried(self, reason: str) -> UserError:
+        """Return the warning of a trial without result."""
         return UserError(
             f"the values of {', '.join(self._paths)} were not tried",
             where=self._paths[0],

@@ -42,7 +42,7 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
             "copy the tokenizer files of the model into its directory",
         )
 
-    # Report each unreadable file, and apply the rules on ids to the readable ones.
+    # Report each file that cannot be read, and apply the rules on ids to the others.
     settings = _read_or_report(path / "tokenizer_config.json", files) or {}
     generation = _read_or_report(path / "generation_config.json", files) or {}
     tokenizer = _read_or_report(path / "tokenizer.json", files)
@@ -69,9 +69,11 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
 
 def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield the errors of stop strings that the tokenizer at ``path`` does not encode as one token."""
+    # Without stop strings the tokenizer need not be loaded.
     stops = stop_strings(rollout)
     if not any(stops.values()):
         return
+
     tokenizer = read_tokenizer(path)
     if tokenizer is None:
         return
@@ -123,10 +125,12 @@ def _load(path: Path) -> Any:
 def _read_or_report(file: Path, files: Files) -> dict[str, Any] | None:
     """Return the object in a JSON file, None without one; a file that cannot be read is an error."""
     if not file.is_file():
-        if os.path.lexists(file):  # transformers would block on a pipe, or fail on a folder
+        # transformers would block on a pipe, or fail on a folder.
+        if os.path.lexists(file):
             error = ValueError("a folder, a pipe, a device or a link to a missing file")
             files.errors.append(_unreadable(file, error))
         return None
+
     try:
         return read_json_object(file)
     except (OSError, ValueError) as error:
@@ -145,63 +149,84 @@ def _unreadable(file: Path, error: Exception) -> UserError:
 
 
 def _token_ids(
-    tokenizer: Mapping[str, Any], vocab_file: Mapping[str, Any] | None, settings: Mapping[str, Any]
+    tokenizer: Mapping[str, Any],
+    vocab_file: Mapping[str, Any] | None,
+    settings: Mapping[str, Any],
 ) -> tuple[dict[str, int], set[str]]:
     """Return the id of each token by its text, and the texts of special tokens.
 
     ``tokenizer`` is the content of tokenizer.json, ``vocab_file`` of vocab.json and ``settings`` of
     tokenizer_config.json. Raises one of `_MALFORMED_VOCABULARY` for content of another form.
     """
+    # A unigram model lists [token, score] in the order of the ids.
     vocab = tokenizer.get("model", {}).get("vocab") or vocab_file or {}
     if isinstance(vocab, list):
-        # A unigram model lists [token, score] in the order of the ids.
         ids = {entry[0]: index for index, entry in enumerate(vocab)}
     else:
         ids = dict(vocab)
 
     # Added tokens extend the vocabulary; older checkpoints list them in tokenizer_config.json.
-    added_tokens = [*(tokenizer.get("added_tokens") or ())]
-    for key, token in (settings.get("added_tokens_decoder") or {}).items():
+    added_tokens: list[Any] = list(tokenizer.get("added_tokens") or ())
+    decoder = settings.get("added_tokens_decoder") or {}
+    for key, token in decoder.items():
         added_tokens.append({**token, "id": int(key)})
-    ids |= {token["content"]: token["id"] for token in added_tokens}
+
+    special: set[str] = set()
+    for token in added_tokens:
+        text = token["content"]
+        ids[text] = token["id"]
+        if token.get("special"):
+            special.add(text)
+
     if not all(isinstance(token_id, int) for token_id in ids.values()):
         raise ValueError("a token whose id is not an integer")
-
-    special = {token["content"] for token in added_tokens if token.get("special")}
     return ids, special
 
 
 def _vocabulary_errors(
-    path: Path, ids: Mapping[str, int], special: set[str], vocabulary: int
+    path: Path,
+    ids: Mapping[str, int],
+    special: set[str],
+    vocabulary: int,
 ) -> Iterator[UserError]:
     """Yield the error of text tokens without a row in the embedding.
 
     Special tokens beyond it are common in published checkpoints, and no text contains them.
     """
-    out_of_vocabulary = {
-        text: number for text, number in ids.items() if number >= vocabulary and text not in special
-    }
-    if out_of_vocabulary:
-        text, number = max(out_of_vocabulary.items(), key=lambda item: item[1])
-        yield UserError(
-            "the tokenizer has more tokens than the model has embeddings",
-            where=str(path),
-            expected=f"ids below vocab_size ({vocabulary}) in config.json",
-            got=f"{len(out_of_vocabulary)} tokens beyond, up to {number} ({text!r})",
-            fix=_COPY_AGAIN,
-        )
+    out_of_vocabulary: dict[str, int] = {}
+    for text, token_id in ids.items():
+        if token_id >= vocabulary and text not in special:
+            out_of_vocabulary[text] = token_id
+    if not out_of_vocabulary:
+        return
+
+    text, token_id = max(out_of_vocabulary.items(), key=lambda item: item[1])
+    yield UserError(
+        "the tokenizer has more tokens than the model has embeddings",
+        where=str(path),
+        expected=f"ids below vocab_size ({vocabulary}) in config.json",
+        got=f"{len(out_of_vocabulary)} tokens beyond, up to {token_id} ({text!r})",
+        fix=_COPY_AGAIN,
+    )
 
 
 def _end_token_errors(
-    path: Path, settings: Mapping[str, Any], ids: Mapping[str, int], vocabulary: int
+    path: Path,
+    settings: Mapping[str, Any],
+    ids: Mapping[str, int],
+    vocabulary: int,
 ) -> Iterator[UserError]:
     """Yield the error of an ``eos_token`` that the tokenizer or the embedding lacks."""
     text = _token_text(settings.get("eos_token"))
     if text is None:
         return
-    token_id = ids.get(text) if isinstance(text, str) else None
+
+    token_id = None
+    if isinstance(text, str):
+        token_id = ids.get(text)
     if token_id is not None and token_id < vocabulary:
         return
+
     problem = f"id {token_id}"
     if token_id is None:
         problem = "which the tokenizer does not have"
@@ -215,13 +240,22 @@ def _end_token_errors(
 
 
 def _generation_end_errors(
-    path: Path, generation: Mapping[str, Any], vocabulary: int | None
+    path: Path,
+    generation: Mapping[str, Any],
+    vocabulary: int | None,
 ) -> Iterator[UserError]:
     """Yield the error of an ``eos_token_id`` in generation_config.json that is not a token id."""
     eos = generation.get("eos_token_id")
-    ids = eos if isinstance(eos, list) else [eos]
-    if eos is None or all(_is_token_id(item, vocabulary) for item in ids):
+    if eos is None:
         return
+
+    # One id, or a list of several ends.
+    ids = [eos]
+    if isinstance(eos, list):
+        ids = eos
+    if all(_is_token_id(item, vocabulary) for item in ids):
+        return
+
     expected = "a token id, or a list of ids"
     if vocabulary is not None:
         expected += f", below vocab_size ({vocabulary})"
@@ -236,7 +270,9 @@ def _generation_end_errors(
 
 def _is_token_id(value: Any, vocabulary: int | None) -> bool:
     """Return whether a value is an integer (not a bool) from 0 to below ``vocabulary``, None for no bound."""
-    return type(value) is int and value >= 0 and (vocabulary is None or value < vocabulary)
+    if type(value) is not int or value < 0:
+        return False
+    return vocabulary is None or value < vocabulary
 
 
 def has_chat_template(path: Path) -> bool:
@@ -258,8 +294,9 @@ def chat_templates(path: Path) -> dict[str, str]:
     templates: dict[str, str] = {}
     for file in sorted(path.glob("additional_chat_templates/*.jinja")):
         templates[file.stem] = _text_or_empty(file)
-    if (path / "chat_template.jinja").is_file():
-        templates[DEFAULT] = _text_or_empty(path / "chat_template.jinja")
+    default_file = path / "chat_template.jinja"
+    if default_file.is_file():
+        templates[DEFAULT] = _text_or_empty(default_file)
     if templates:
         return {name: text for name, text in templates.items() if text}
 
@@ -272,15 +309,19 @@ def chat_templates(path: Path) -> dict[str, str]:
         setting = {DEFAULT: setting}
     if not isinstance(setting, Mapping):
         return {}
-    return {str(name): text for name, text in setting.items() if isinstance(text, str) and text}
+
+    for name, text in setting.items():
+        if isinstance(text, str) and text:
+            templates[str(name)] = text
+    return templates
 
 
 def special_token_texts(path: Path) -> dict[str, str]:
     """Return the texts of a checkpoint's special tokens, such as ``eos_token``, by their role."""
-    settings = {
-        **_object_or_empty(path / "special_tokens_map.json"),
-        **_object_or_empty(path / "tokenizer_config.json"),
-    }
+    # tokenizer_config.json has precedence.
+    settings = dict(_object_or_empty(path / "special_tokens_map.json"))
+    settings |= _object_or_empty(path / "tokenizer_config.json")
+
     texts: dict[str, str] = {}
     for name in NAMED_TOKENS:
         text = _token_text(settings.get(name))
@@ -291,23 +332,34 @@ def special_token_texts(path: Path) -> dict[str, str]:
 
 def _token_text(token: Any) -> Any:
     """Return the text of a special token, which is a string or an object with ``content``."""
-    return token.get("content") if isinstance(token, Mapping) else token
+    if isinstance(token, Mapping):
+        return token.get("content")
+    return token
 
 
 def added_token_ids(tokenizer: Any) -> dict[int, str]:
     """Return the texts of a `tokenizers.Tokenizer`'s added tokens by their ids."""
-    return {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+    added_tokens = tokenizer.get_added_tokens_decoder()
+    return {token_id: token.content for token_id, token in added_tokens.items()}
 
 
 def end_token_texts(path: Path, tokenizer: Any) -> dict[int, str]:
     """Return the texts of the tokens that a checkpoint's files list as ends of responses, by their ids."""
-    eos = special_token_texts(path).get("eos_token")
-    ids: list[int] = []
-    if eos is not None and tokenizer.token_to_id(eos) is not None:
-        ids.append(tokenizer.token_to_id(eos))
-    ids += listed_end_ids(path, added_token_ids(tokenizer))
-    texts = {token_id: tokenizer.id_to_token(token_id) for token_id in ids}
-    return {token_id: text for token_id, text in texts.items() if text is not None}
+    token_ids: list[int] = []
+    eos_text = special_token_texts(path).get("eos_token")
+    if eos_text is not None:
+        eos_id = tokenizer.token_to_id(eos_text)
+        if eos_id is not None:
+            token_ids.append(eos_id)
+    token_ids += listed_end_ids(path, added_token_ids(tokenizer))
+
+    # Files may list ids that the tokenizer does not have.
+    texts: dict[int, str] = {}
+    for token_id in token_ids:
+        text = tokenizer.id_to_token(token_id)
+        if text is not None:
+            texts[token_id] = text
+    return texts
 
 
 def _text_or_empty(file: Path) -> str:

@@ -64,19 +64,19 @@ _MALFORMED_HEADER = (OSError, ValueError, KeyError, TypeError, AttributeError)
 class StoredTensor:
     """Header entry of a tensor.
 
-    Attributes:
-        shape: Shape of the tensor.
-        dtype: Its dtype in safetensors' spelling, such as ``BF16``.
-        file: The file that contains it.
-        begin: Offset of its first byte in the file.
-        size: Number of its bytes.
+    Example: ``StoredTensor((8, 64), "BF16", Path("model.safetensors"), begin=2048, size=1024)``.
     """
 
     shape: tuple[int, ...]
+    """Shape of the tensor."""
     dtype: str
+    """Its dtype in safetensors' spelling, such as ``BF16``."""
     file: Path
+    """The file that contains it."""
     begin: int = 0
+    """Offset of its first byte in the file."""
     size: int = 0
+    """Number of its bytes."""
 
 
 def check_weights(path: Path, key: str, files: Files, model: PretrainedModel | None) -> None:
@@ -91,7 +91,8 @@ def check_weights(path: Path, key: str, files: Files, model: PretrainedModel | N
     findings = _count_findings(files)
     shards = weight_files(path)
     weight_map: dict[str, str] = {}
-    if shards is None:  # the checkpoint has an index
+    if shards is None:
+        # The checkpoint has an index.
         index = _read_index(path, files)
         if index is None:
             return
@@ -106,7 +107,10 @@ def check_weights(path: Path, key: str, files: Files, model: PretrainedModel | N
         if shard.is_file():
             stored |= _read_shard(shard, files)
             continue
-        expected = f"every file that {INDEX} names" if weight_map else f"a file {shard.name}"
+
+        expected = f"a file {shard.name}"
+        if weight_map:
+            expected = f"every file that {INDEX} names"
         message = f"a weight file is missing: {shard.name}"
         files.miss(shard, message, key, expected, "download the checkpoint again")
 
@@ -115,11 +119,10 @@ def check_weights(path: Path, key: str, files: Files, model: PretrainedModel | N
         return
 
     # Compare with the index first: a tensor in another file than listed is not missing from the model.
-    misplaced = [
-        name
-        for name, file in sorted(weight_map.items())
-        if name not in stored or stored[name].file != path / file
-    ]
+    misplaced: list[str] = []
+    for name, file in sorted(weight_map.items()):
+        if name not in stored or stored[name].file != path / file:
+            misplaced.append(name)
     if misplaced:
         files.errors.append(_misplaced_error(path, weight_map, misplaced))
     elif model is not None:
@@ -145,6 +148,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
+
         begin, end = entry["data_offsets"]
         stored[name] = StoredTensor(
             shape=tuple(entry["shape"]),
@@ -170,7 +174,10 @@ def _read_index(path: Path, files: Files) -> dict[str, str] | None:
     index = path / INDEX
     try:
         weight_map = read_json_object(index)["weight_map"]
-        if not weight_map or any(Path(name).name != name for name in weight_map.values()):
+
+        # A name with a folder could lead out of the checkpoint.
+        names_files = bool(weight_map) and all(Path(name).name == name for name in weight_map.values())
+        if not names_files:
             raise ValueError("weight_map names no files of this directory")
         return weight_map
     except _MALFORMED_HEADER as error:
@@ -198,7 +205,10 @@ def _read_shard(path: Path, files: Files) -> dict[str, StoredTensor]:
         return read_header(path)
     except _MALFORMED_HEADER as error:
         # A plain ValueError of `read_header` has a complete message; other exceptions need their type's name.
-        got = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        got = str(error)
+        if type(error) is not ValueError:
+            got = f"{type(error).__name__}: {error}"
+
         files.errors.append(
             UserError(
                 "a weight file is broken",
@@ -212,6 +222,7 @@ def _read_shard(path: Path, files: Files) -> dict[str, StoredTensor]:
 
 
 def _misplaced_error(path: Path, weight_map: Mapping[str, str], names: list[str]) -> UserError:
+    """Return the error of tensors that are not in the file that the index names for them."""
     return UserError(
         "the model's list of weight files names tensors that the files do not hold",
         where=str(path / INDEX),
@@ -253,13 +264,14 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
 
     # One wrong size in config.json changes many shapes, so report only the first.
     for name, shape in shapes.items():
-        if stored[name].shape != shape:
+        tensor = stored[name]
+        if tensor.shape != shape:
             return [
                 UserError(
                     f"the tensor {name} has another shape than in config.json",
-                    where=str(stored[name].file),
+                    where=str(tensor.file),
                     expected=f"{list(shape)}, by the sizes in {path / 'config.json'}",
-                    got=str(list(stored[name].shape)),
+                    got=str(list(tensor.shape)),
                     fix="use the config.json that belongs to these weights",
                 )
             ]
@@ -268,16 +280,18 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
 
 def _language_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors of a multimodal checkpoint's language model by their names in one of its own."""
+    locations = language_parts(stored, lambda stored_name: stored[stored_name].shape)
     tensors: dict[str, StoredTensor] = {}
-    for name, part in language_parts(stored, lambda stored_name: stored[stored_name].shape).items():
+    for name, location in locations.items():
         # Values are compared for the embedding and the output layer alone, which are stored whole.
-        whole = stored[part.name]
-        tensors[name] = replace(whole, shape=part.shape(whole.shape))
+        tensor = stored[location.name]
+        tensors[name] = replace(tensor, shape=location.shape(tensor.shape))
     return tensors
 
 
 def _read_scales(
-    stored: Mapping[str, StoredTensor], quantization: Quantization
+    stored: Mapping[str, StoredTensor],
+    quantization: Quantization,
 ) -> tuple[dict[str, StoredTensor], list[UserError]]:
     """Return the tensors that a run reads from quantised ones, and the errors of their scales.
 
@@ -289,12 +303,15 @@ def _read_scales(
     for name, tensor in stored.items():
         if name in scale_names or is_activation_scale(name):
             continue
+
         scales = stored.get(scales_of.get(name, ""))
-        if scales is None or tensor.dtype != FP8 or scales.dtype not in SCALE_DTYPES:
+        if scales is None:
+            tensors[name] = tensor
+            continue
+        if tensor.dtype != FP8 or scales.dtype not in SCALE_DTYPES:
             # Scales of an unquantised weight are unexpected tensors.
             tensors[name] = tensor
-            if scales is not None:
-                tensors[scales_of[name]] = scales
+            tensors[scales_of[name]] = scales
             continue
 
         if quantization.block_of(tensor.shape, scales.shape) is None:
@@ -306,8 +323,9 @@ def _read_scales(
 
 def _equal_values(first: StoredTensor, second: StoredTensor) -> bool:
     """Return whether two tensors have the same stored bytes, compared in chunks."""
-    if first.shape != second.shape or first.dtype != second.dtype or first.size != second.size:
+    if (first.shape, first.dtype, first.size) != (second.shape, second.dtype, second.size):
         return False
+
     with first.file.open("rb") as first_stream, second.file.open("rb") as second_stream:
         first_stream.seek(first.begin)
         second_stream.seek(second.begin)
@@ -320,6 +338,7 @@ def _equal_values(first: StoredTensor, second: StoredTensor) -> bool:
 
 
 def _quantised_error(path: Path, names: list[str], dtype: str) -> UserError:
+    """Return the error of tensors in ``dtype``, which are neither floats nor scaled 8-bit numbers."""
     return UserError(
         "the weights are quantised in a way that cannot be read",
         where=str(path),
@@ -346,7 +365,7 @@ def _other_tensors_error(path: Path, missing_tensors: list[str], unexpected: lis
     if missing_tensors:
         expected = join_names(missing_tensors, _MAX_SHOWN)
     return UserError(
-        "the weights are not those of the model in its config.json",
+        "the weights do not belong to the model in its config.json",
         where=str(path),
         expected=expected,
         got="; ".join(differences),

@@ -42,6 +42,8 @@ ABSENT: Mapping[str, str] = {
 """Arguments of features that cannot be trained here: argument -> feature."""
 _TRAINED_OTHERWISE = ("max_position_embeddings", "vocab_size", "init_method_std")
 """Arguments of a model that do not change what its weights compute."""
+_LONGEST_VALUE = 200
+"""Characters of a value that an error shows."""
 
 
 def latent_sizes(shape: ModelShape) -> dict[str, Any]:
@@ -73,13 +75,17 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
 
     # Without grouped queries Megatron-LM's default number of groups is 1.
     is_grouped = not shape.mla and shape.kv_heads != shape.heads
+    query_groups = 1
+    if is_grouped:
+        query_groups = shape.kv_heads
+
     arguments: dict[str, Any] = {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
         "ffn_hidden_size": shape.mlp_width,
         "num_attention_heads": shape.heads,
         "group_query_attention": is_grouped,
-        "num_query_groups": shape.kv_heads if is_grouped else 1,
+        "num_query_groups": query_groups,
         "kv_channels": shape.value_dim,
         "max_position_embeddings": shape.max_positions,
         "vocab_size": shape.vocab,
@@ -119,7 +125,7 @@ def arguments_of(model: PretrainedModel) -> dict[str, Any]:
 
 
 def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
-    """Return the arguments of a mixture of experts; a family's Megatron settings are those of the router."""
+    """Return the arguments of a mixture of experts; the router's are the family's Megatron settings."""
     shape = model.shape
     routing = model.family.megatron(model.config)
 
@@ -128,6 +134,7 @@ def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
     if shape.dense_layers:
         layer_frequency = [int(shape.has_experts(layer)) for layer in range(shape.layers)]
 
+    # Megatron-LM's defaults, for the settings that the family does not have.
     defaults = {
         "moe_router_pre_softmax": False,
         "moe_router_score_function": "softmax",
@@ -136,12 +143,13 @@ def _expert_arguments(model: PretrainedModel) -> dict[str, Any]:
         "moe_router_group_topk": None,
         "moe_router_topk_scaling_factor": None,
     }
+    router_arguments = {name: routing.get(name, default) for name, default in defaults.items()}
     return {
         "moe_ffn_hidden_size": shape.expert_width,
         "moe_router_topk": shape.experts_per_token,
         "moe_layer_freq": layer_frequency,
         "moe_shared_expert_intermediate_size": shape.shared_width or None,
-        **{name: routing.get(name, default) for name, default in defaults.items()},
+        **router_arguments,
     }
 
 
@@ -156,14 +164,14 @@ def _inexpressible(model: PretrainedModel, activation: str, rope: Mapping[str, A
         return "a head of one number"
     if not shape.gated or activation != "silu":
         return f"the activation {activation}"
-
     if shape.sliding_layers:
         return "attention to a window of tokens"
 
     # Scaled rotary angles: Llama 3's with Megatron's constants, or YaRN in latent attention.
     if rope_type == "llama3" and any(rope.get(name) != value for name, value in LLAMA3.items()):
         return f"RoPE scaling other than {LLAMA3}"
-    if rope_type not in ("default", "llama3") and not (rope_type == "yarn" and shape.mla):
+    is_latent_yarn = rope_type == "yarn" and shape.mla
+    if rope_type not in ("default", "llama3") and not is_latent_yarn:
         return f"RoPE scaling of type {rope_type}"
     return None
 
@@ -177,13 +185,13 @@ def config_of(arguments: Mapping[str, Any], setting: str, vocabulary: int | None
     get = arguments.get
 
     # Report all unsupported arguments at once.
-    refused = list(_refusals(arguments, setting))
+    errors = list(_refusals(arguments, setting))
     size = _vocabulary(arguments) or vocabulary
     if size is None:
         fix = "name the model's tokenizer in model.hf_path"
-        refused.append(_refusal(setting, "vocab_size", None, "a number, or a tokenizer that has one", fix))
-    if refused:
-        raise UserErrors(refused)
+        errors.append(_refusal(setting, "vocab_size", None, "a number, or a tokenizer that has one", fix))
+    if errors:
+        raise UserErrors(errors)
 
     heads = get("num_attention_heads")
     key_value_heads = heads
@@ -219,34 +227,39 @@ def config_of(arguments: Mapping[str, Any], setting: str, vocabulary: int | None
     # Mixtral has other keys for its experts than the other family, and no dense layers.
     if experts:
         width = get("moe_ffn_hidden_size") or get("ffn_hidden_size")
-        config |= {"num_experts_per_tok": get("moe_router_topk")}
+        config["num_experts_per_tok"] = get("moe_router_topk")
         if family == "mixtral":
             config |= {"num_local_experts": experts, "intermediate_size": width}
         else:
+            expert_layers = _expert_layers(arguments)
+            dense_layers = [layer for layer, has_experts in enumerate(expert_layers) if not has_experts]
             config |= {
                 "num_experts": experts,
                 "moe_intermediate_size": width,
                 # A softmax after the selection is one before it, normalised over the selected experts.
                 "norm_topk_prob": not get("moe_router_pre_softmax"),
-                "mlp_only_layers": [
-                    layer for layer, has_experts in enumerate(_expert_layers(arguments)) if not has_experts
-                ],
+                "mlp_only_layers": dense_layers,
             }
     return config
 
 
 def _family(arguments: Mapping[str, Any]) -> tuple[str, str]:
     """Return model_type and architecture of the transformers class with the layers of these arguments."""
-    experts = bool(arguments.get("num_experts"))
-    qk_norm = bool(arguments.get("qk_layernorm"))
-    if arguments.get("add_qkv_bias") and not (experts or qk_norm or arguments.get("add_bias_linear")):
+    has_experts = bool(arguments.get("num_experts"))
+    has_qk_norm = bool(arguments.get("qk_layernorm"))
+
+    # Of these families Qwen2 alone has biases of queries, keys and values and no others.
+    has_qkv_bias_alone = arguments.get("add_qkv_bias") and not arguments.get("add_bias_linear")
+    if has_qkv_bias_alone and not has_experts and not has_qk_norm:
         return "qwen2", "Qwen2ForCausalLM"
-    return {
+
+    families = {
         (False, False): ("llama", "LlamaForCausalLM"),
         (False, True): ("qwen3", "Qwen3ForCausalLM"),
         (True, False): ("mixtral", "MixtralForCausalLM"),
         (True, True): ("qwen3_moe", "Qwen3MoeForCausalLM"),
-    }[experts, qk_norm]
+    }
+    return families[has_experts, has_qk_norm]
 
 
 def _vocabulary(arguments: Mapping[str, Any]) -> int | None:
@@ -274,10 +287,9 @@ def _refusals(arguments: Mapping[str, Any], setting: str) -> Iterator[UserError]
             yield _refusal(setting, name, arguments.get(name), repr(expected))
 
     if arguments.get("multi_latent_attention"):
+        expected = "a config.json: it is not derived for these"
         fix = "name a folder with the model's own config.json in model.hf_path"
-        yield _refusal(
-            setting, "multi_latent_attention", True, "a config.json: it is not derived for these", fix
-        )
+        yield _refusal(setting, "multi_latent_attention", True, expected, fix)
 
     # Sizes that config.json must have.
     for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"):
@@ -316,6 +328,7 @@ def contradictions(
                 fix="name the config.json that belongs to this checkpoint",
             )
         ]
+
     errors: list[UserError] = []
     for name, meaning in ABSENT.items():
         if arguments.get(name):
@@ -338,19 +351,23 @@ def _effective(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     # Heads: without grouped queries there are as many groups as heads; latent attention has no groups.
     if "num_attention_heads" in values and not values.get("multi_latent_attention"):
-        if not values.get("group_query_attention") or not values.get("num_query_groups"):
+        is_grouped = values.get("group_query_attention") and values.get("num_query_groups")
+        if not is_grouped:
             values["num_query_groups"] = values["num_attention_heads"]
     else:
-        for name in ("num_query_groups", "kv_channels"):
-            values.pop(name, None)
+        values.pop("num_query_groups", None)
+        values.pop("kv_channels", None)
     values.pop("group_query_attention", None)
+
+    # The biases of all linear layers include queries, keys and values.
     if values.get("add_bias_linear"):
-        values["add_qkv_bias"] = True  # add_bias_linear includes queries, keys and values
+        values["add_qkv_bias"] = True
 
     # Experts: their width defaults to the MLP's, which has no effect if every layer has experts.
     if values.get("num_experts"):
-        values["moe_ffn_hidden_size"] = values.get("moe_ffn_hidden_size") or values.get("ffn_hidden_size")
+        expert_width = values.get("moe_ffn_hidden_size") or values.get("ffn_hidden_size")
         expert_layers = _expert_layers(values)
+        values["moe_ffn_hidden_size"] = expert_width
         values["moe_layer_freq"] = [int(has_experts) for has_experts in expert_layers]
         if all(expert_layers):
             values.pop("ffn_hidden_size", None)
@@ -364,10 +381,14 @@ def _effective(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _same(value: Any, expected: Any) -> bool:
     """Return whether two arguments are equal: numbers up to rounding, and all false values alike."""
-    numbers = isinstance(value, int | float) and isinstance(expected, int | float)
-    if numbers and not isinstance(expected, bool):
+    is_number = isinstance(expected, int | float) and not isinstance(expected, bool)
+    if is_number and isinstance(value, int | float):
         return abs(value - expected) <= 1e-6 * abs(expected)
-    return (not value and not expected) or value == expected
+
+    # An argument that is False, None or 0 turns its feature off.
+    if not value and not expected:
+        return True
+    return value == expected
 
 
 def _refusal(
@@ -378,24 +399,27 @@ def _refusal(
     fix: str | None = None,
 ) -> UserError:
     """Return the error of an argument; ``expected`` describes the values that can be used."""
+    got = "not set"
+    if value is not None:
+        got = repr(value)[:_LONGEST_VALUE]
+
     return UserError(
         f"the Megatron checkpoint was trained with another `{name}` than can be used",
         where=setting,
         expected=f"{name}: {expected}",
-        got="not set" if value is None else repr(value)[:200],
+        got=got,
         fix=fix or "use a checkpoint that was trained without it",
     )
 
 
-def derived(arguments: Mapping[str, Any], setting: str, vocabulary: int | None) -> dict[str, Any]:
+def derive_config(arguments: Mapping[str, Any], setting: str, vocabulary: int | None) -> dict[str, Any]:
     """Derive a config.json from arguments, and verify that it gives the same arguments back.
 
     Takes the arguments of `config_of` and raises UserErrors like it.
     """
     config = config_of(arguments, setting, vocabulary)
-    errors = contradictions(
-        arguments, describe(config, "the derived config.json"), setting, "what is supported"
-    )
+    model = describe(config, "the derived config.json")
+    errors = contradictions(arguments, model, setting, "what is supported")
     if errors:
         raise UserErrors(errors)
     return config

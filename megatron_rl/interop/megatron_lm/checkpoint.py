@@ -19,7 +19,7 @@ from megatron_rl.errors import UserError, join_names
 from megatron_rl.interop.megatron_lm.optimizer_buffers import (
     FlatParameter,
     flat_parameters,
-    orders,
+    module_orders,
     other_buffers,
     writer_layout,
 )
@@ -65,7 +65,10 @@ class Location:
 
 @dataclass(frozen=True)
 class MegatronCheckpoint:
-    """Description of one ``iter_*`` folder; no tensor is read."""
+    """Description of one ``iter_*`` folder; no tensor is read.
+
+    Example: ``read_checkpoint("run/checkpoints", "model.megatron").iteration`` is 500.
+    """
 
     path: Path
     """The folder."""
@@ -89,8 +92,11 @@ class MegatronCheckpoint:
 
         The router's load-balancing biases stay, since no optimizer updates them.
         """
-        biases = {key: value for key, value in self.tensors.items() if key.endswith("expert_bias")}
-        return replace(self, tensors={**biases, **self.states[name]})
+        tensors: dict[str, StoredTensor] = {}
+        for key, tensor in self.tensors.items():
+            if key.endswith("expert_bias"):
+                tensors[key] = tensor
+        return replace(self, tensors=tensors | dict(self.states[name]))
 
     def describe_optimizer(self) -> str:
         """Describe the optimizer state that is restored; valid only without `optimizer_errors`."""
@@ -113,10 +119,13 @@ class MegatronCheckpoint:
         if required <= available and self.steps is not None:
             if not self.states:
                 return self._buffer_errors(shape, setting)
+
+            # Each state has the model's tensors and files, like the weights.
             errors = []
             for name in self.states:
                 state = self.state(name)
-                errors += state.parameters(shape)[1]
+                _, state_errors = state.parameters(shape)
+                errors += state_errors
                 errors += state.file_errors()
             return errors
 
@@ -126,7 +135,8 @@ class MegatronCheckpoint:
         if required <= available:
             got = "moments without a number of steps"
         elif self.sharding is not None:
-            got = f"{self.sharding}, with " + (", ".join(sorted(available)) or "no state of Adam")
+            state_names = ", ".join(sorted(available)) or "no state of Adam"
+            got = f"{self.sharding}, with {state_names}"
             fix = "load and save it with Megatron-LM on its layout, with --dist-ckpt-optim-fully-reshardable"
         return [
             UserError(
@@ -148,9 +158,10 @@ class MegatronCheckpoint:
         sizes = {bucket: tensor.shape[0] for bucket, tensor in self.buffers[MASTERS[0]].items()}
         rows = self.tensors["embedding.word_embeddings.weight"].shape[0]
 
+        # Several implementations of the layers may fit: their master weights decide later.
         arrangements = []
         errors = []
-        for order in orders(self.arguments, shape):
+        for order in module_orders(self.arguments, shape):
             try:
                 arrangements.append(flat_parameters(self.arguments, shape, rows, sizes, order))
             except UserError as error:
@@ -161,28 +172,27 @@ class MegatronCheckpoint:
 
     def _buffer_errors(self, shape: ModelShape, setting: str) -> list[UserError]:
         """Return the errors of optimizer buffers that do not belong to a model."""
-        sizes = [
-            {bucket: tensor.shape for bucket, tensor in self.buffers[name].items()}
-            for name in (MASTERS[0], *MOMENTS)
-        ]
-
         # With one entry per bucket, `file_errors` verifies the buffers as it does the weights.
-        flat = {
-            f"{bucket.buffer_name()}.bucket_idx_{bucket.number}.{name}": tensor
-            for name, buckets in self.buffers.items()
-            for bucket, tensor in buckets.items()
-        }
-        errors = list(replace(self, tensors=flat).file_errors())
+        flat_tensors: dict[str, StoredTensor] = {}
+        for state, buckets in self.buffers.items():
+            for bucket, tensor in buckets.items():
+                name = f"{bucket.buffer_name()}.bucket_idx_{bucket.number}.{state}"
+                flat_tensors[name] = tensor
+        errors = list(replace(self, tensors=flat_tensors).file_errors())
 
         try:
             self.flat_parameters(shape)
             # All states have the buckets of the master weights.
-            if any(state_sizes != sizes[0] for state_sizes in sizes):
+            master_sizes = self._bucket_sizes(MASTERS[0])
+            if any(self._bucket_sizes(state) != master_sizes for state in MOMENTS):
                 raise other_buffers(f"the same buckets of {', '.join(self.buffers)}", "others")
         except UserError as error:
             fix = f"{error.fix}; or remove {setting}: the optimizer starts from zero"
             errors.append(replace(error, where=setting, got=f"{self.path}: {error.got}", fix=fix))
         return errors
+
+    def _bucket_sizes(self, state: str) -> dict[Bucket, tuple[int, ...]]:
+        return {bucket: tensor.shape for bucket, tensor in self.buffers[state].items()}
 
     def parameters(self, shape: ModelShape) -> tuple[dict[str, Location], list[UserError]]:
         """Return the location of each parameter of a model, and the errors of tensors that differ from it."""
@@ -192,32 +202,29 @@ class MegatronCheckpoint:
 
         # Each parameter is in the first stored tensor of its possible names.
         for name, candidates, expected in _parameters(shape):
-            location = next((candidate for candidate in candidates if candidate.key in self.tensors), None)
-            if location is None:
+            candidates = [candidate for candidate in candidates if candidate.key in self.tensors]
+            if not candidates:
                 absent_names.append(name)
                 continue
 
+            location = candidates[0]
             locations[name] = location
             stored = self.tensors[location.key].shape
-            size = stored[len(location.index) :]
-            in_range = all(index < extent for index, extent in zip(location.index, stored, strict=False))
             # Megatron-LM pads the vocabulary so that tensor-parallel ranks have equal shards of it.
-            padded = name.endswith(("word_embeddings.weight", "output_layer.weight"))
-            if padded:
-                fits = size[0] >= expected[0] and size[1:] == expected[1:]
-            else:
-                fits = size == expected
-            if not in_range or not fits:
-                errors.append(self._other_shape(name, expected, location, stored, padded))
+            is_padded = name.endswith(("word_embeddings.weight", "output_layer.weight"))
+            if not _fits(stored, location.index, expected, is_padded):
+                errors.append(self._other_shape(name, expected, location, stored, is_padded))
 
         # A stacked tensor must not have more layers or experts than the model.
+        used_keys = {location.key for location in locations.values()}
         entry_counts = Counter((location.key, len(location.index)) for location in locations.values())
         for (key, depth), count in entry_counts.items():
-            entries = math.prod(self.tensors[key].shape[:depth])
-            if count < entries:
-                errors.append(self._other_count(key, count, entries))
+            stored_count = math.prod(self.tensors[key].shape[:depth])
+            if count < stored_count:
+                errors.append(self._other_count(key, count, stored_count))
 
-        unexpected = sorted(set(self.tensors) - {location.key for location in locations.values()})
+        # Tensors that differ as a whole come first: they explain the other errors.
+        unexpected = sorted(set(self.tensors) - used_keys)
         if absent_names or unexpected:
             errors.insert(0, self._other_tensors(absent_names, unexpected))
         return locations, errors[:_LISTED]
@@ -230,33 +237,36 @@ class MegatronCheckpoint:
             for chunk in tensor.chunks:
                 ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
 
-        sizes = {name: _size(self.path / name) for name in ends}
-        truncated = [name for name, end in ends.items() if (sizes[name] or 0) < end]
-        if truncated:
-            details = [
-                f"{name}: " + ("missing" if sizes[name] is None else f"{sizes[name]} bytes of {ends[name]}")
-                for name in sorted(truncated)
-            ]
+        problems: list[str] = []
+        for name in sorted(ends):
+            size = _size(self.path / name)
+            if (size or 0) >= ends[name]:
+                continue
+            problem = f"{size} bytes of {ends[name]}"
+            if size is None:
+                problem = "missing"
+            problems.append(f"{name}: {problem}")
+        if problems:
             yield UserError(
                 "shards of the Megatron checkpoint are missing or cut off",
                 where=str(self.path),
                 expected=f"{len(ends)} files with the model's tensors, as {DIRECTORY} lists them",
-                got=join_names(details, _LISTED),
+                got=join_names(problems, _LISTED),
                 fix="copy the whole folder again, or name another iteration",
             )
 
         # An interrupted save leaves parts of tensors without a chunk.
-        gaps = [
-            name
-            for name, tensor in self.tensors.items()
-            if sum(math.prod(chunk.size) for chunk in tensor.chunks) != math.prod(tensor.shape)
-        ]
-        if gaps:
+        incomplete: list[str] = []
+        for name, tensor in self.tensors.items():
+            stored_elements = sum(math.prod(chunk.size) for chunk in tensor.chunks)
+            if stored_elements != math.prod(tensor.shape):
+                incomplete.append(name)
+        if incomplete:
             yield UserError(
                 "tensors of the Megatron checkpoint are incomplete",
                 where=str(self.path / DIRECTORY),
                 expected="pieces that make up each tensor",
-                got=join_names(gaps, _LISTED),
+                got=join_names(incomplete, _LISTED),
                 fix="use another iteration: the save of this one did not finish",
             )
 
@@ -266,11 +276,12 @@ class MegatronCheckpoint:
         expected: tuple[int, ...],
         location: Location,
         stored: tuple[int, ...],
-        padded: bool,
+        is_padded: bool,
     ) -> UserError:
-        rows = str(expected[0])
-        if padded:
-            rows += " or more"
+        """Return the error of a parameter of ``expected`` shape in a tensor of shape ``stored``."""
+        sizes = [str(size) for size in expected]
+        if is_padded:
+            sizes[0] += " or more"
 
         got = str(list(stored))
         if location.index:
@@ -278,7 +289,7 @@ class MegatronCheckpoint:
         return UserError(
             f"the Megatron checkpoint's tensor {location.key} is not of the model's size",
             where=str(self.path),
-            expected=f"{name}: [{', '.join((rows, *map(str, expected[1:])))}]",
+            expected=f"{name}: [{', '.join(sizes)}]",
             got=got,
             fix="name the configuration and the tokenizer that belong to this checkpoint",
         )
@@ -287,17 +298,19 @@ class MegatronCheckpoint:
         self,
         key: str,
         model_count: int,
-        count: int,
+        stored_count: int,
     ) -> UserError:
+        """Return the error of a stacked tensor with more entries than the model has."""
         return UserError(
             "the Megatron checkpoint has more layers or experts than the model",
             where=str(self.path),
             expected=f"{key}: {model_count}",
-            got=str(count),
+            got=str(stored_count),
             fix="name the configuration that belongs to this checkpoint",
         )
 
     def _other_tensors(self, absent_names: Sequence[str], unexpected: Sequence[str]) -> UserError:
+        """Return the error of tensors that the checkpoint lacks, or has beyond the model's."""
         expected = "no others"
         if absent_names:
             expected = f"also {join_names(absent_names, _LISTED)}"
@@ -306,7 +319,7 @@ class MegatronCheckpoint:
         if unexpected:
             got = f"others: {join_names(unexpected, _LISTED)}"
         return UserError(
-            "the Megatron checkpoint's tensors are not those of the model",
+            "the Megatron checkpoint has other tensors than the model",
             where=str(self.path),
             expected=expected,
             got=got,
@@ -315,16 +328,20 @@ class MegatronCheckpoint:
         )
 
 
-def pointer(path: str | Path) -> dict[str, Any] | None:
+def read_pointer(path: str | Path) -> dict[str, Any] | None:
     """Return the pointer of a model's folder to a Megatron checkpoint; None for a folder with weights."""
     file = Path(path) / POINTER
-    return read_json(file) if file.is_file() else None
+    if not file.is_file():
+        return None
+    return read_json(file)
 
 
 def is_megatron(path: str | Path) -> bool:
     """Return whether a folder is a checkpoint of Megatron-LM: has a tracker, or is one iteration."""
     folder = Path(path)
-    return any((folder / name).is_file() for name in (TRACKER, DIRECTORY)) or _is_legacy(folder)
+    if any((folder / name).is_file() for name in (TRACKER, DIRECTORY)):
+        return True
+    return _is_legacy(folder)
 
 
 def read_checkpoint(path: str | Path, setting: str) -> MegatronCheckpoint:
@@ -347,11 +364,14 @@ def read_checkpoint(path: str | Path, setting: str) -> MegatronCheckpoint:
     if (folder / FORMAT).is_file():
         backend = read_json(folder / FORMAT).get("sharded_backend")
     if backend != "torch_dist":
+        got = f"no {FORMAT}"
+        if backend:
+            got = repr(backend)
         raise UserError(
             "the checkpoint is not of the format that can be read",
             where=setting,
             expected=f'{FORMAT} with "sharded_backend": "torch_dist"',
-            got=f"{folder}: " + (repr(backend) if backend else f"no {FORMAT}"),
+            got=f"{folder}: {got}",
             fix="save it with --ckpt-format torch_dist",
         )
 
@@ -368,8 +388,10 @@ def read_checkpoint(path: str | Path, setting: str) -> MegatronCheckpoint:
     # The folder's name gives the iteration of a checkpoint without that value.
     iteration = common.iteration
     if iteration is None:
+        iteration = 0
         match = re.fullmatch(r"iter_(\d+)", folder.name)
-        iteration = int(match[1]) if match else 0
+        if match:
+            iteration = int(match[1])
 
     # With flat buffers the number of steps is stored next to the tensors, not in the common values.
     stored = read_tensors(folder)
@@ -392,17 +414,35 @@ def _parameters(shape: ModelShape) -> Iterator[tuple[str, list[Location], tuple[
     """Yield name, possible locations and complete shape of each parameter of a model."""
     for weight in outer_weights(shape, True, True):
         yield weight.name, [Location(weight.name)], weight.local_shape(1)
+
     for layer in range(shape.layers):
+        prefix = f"decoder.layers.{layer}"
         for weight in shape.weights(layer):
-            size = weight.local_shape(1)
+            complete_shape = weight.local_shape(1)
             if not weight.expert:
-                yield f"decoder.layers.{layer}.{weight.name}", _locations(weight, layer, None), size
+                yield f"{prefix}.{weight.name}", _locations(weight, layer, None), complete_shape
                 continue
 
             # Megatron names each expert as a separate parameter.
             for expert in range(shape.experts):
                 name = weight.name.format(expert=expert)
-                yield f"decoder.layers.{layer}.{name}", _locations(weight, layer, expert), size
+                yield f"{prefix}.{name}", _locations(weight, layer, expert), complete_shape
+
+
+def _fits(
+    stored: tuple[int, ...],
+    index: tuple[int, ...],
+    expected: tuple[int, ...],
+    is_padded: bool,
+) -> bool:
+    """Return whether a tensor of shape ``stored`` has a parameter of ``expected`` shape at an index."""
+    if any(position >= extent for position, extent in zip(index, stored, strict=False)):
+        return False
+
+    shape = stored[len(index) :]
+    if is_padded:
+        return shape[0] >= expected[0] and shape[1:] == expected[1:]
+    return shape == expected
 
 
 def _locations(weight: Weight, layer: int, expert: int | None) -> list[Location]:
@@ -417,7 +457,8 @@ def _locations(weight: Weight, layer: int, expert: int | None) -> list[Location]
         names = [weight.name.replace("local_experts.{expert}.", "experts.")]
 
     stacked = [Location(f"decoder.layers.{name}", (layer, *index)) for name in names]
-    return stacked + [Location(f"decoder.layers.{layer}.{name}", index) for name in names]
+    separate = [Location(f"decoder.layers.{layer}.{name}", index) for name in names]
+    return stacked + separate
 
 
 def _iteration_folder(path: Path, setting: str) -> Path:
@@ -439,17 +480,19 @@ def _iteration_folder(path: Path, setting: str) -> Path:
             fix="name the folder that pretrain_gpt.py had as --save",
         )
 
+    # Megatron-LM writes the number of an iteration, or the word "release".
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     folder = path / "release"
     if text.isdecimal():
         folder = path / f"iter_{int(text):07d}"
-    if not (text.isdecimal() or text == "release") or not folder.is_dir():
-        folders = ", ".join(sorted(item.name for item in path.iterdir() if item.is_dir())) or "no folder"
+    is_valid = text.isdecimal() or text == "release"
+    if not is_valid or not folder.is_dir():
+        folder_names = sorted(item.name for item in path.iterdir() if item.is_dir())
         raise UserError(
             "the newest iteration of the Megatron checkpoint is not there",
             where=str(tracker),
             expected=f"{folder.name}, by the tracker ({text[:20]!r})",
-            got=folders,
+            got=", ".join(folder_names) or "no folder",
             fix=f"copy {folder.name}, or name one that is there",
         )
     return folder

@@ -61,7 +61,11 @@ class Order(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatParameter:
-    """Location of a rank's shard of a parameter in the buffers."""
+    """Location of a rank's shard of a parameter in the buffers.
+
+    Example: the lower half of a [16, 8] weight, which tensor-parallel rank 1 has after 128 other elements:
+    ``FlatParameter("output_layer.weight", (8, 8), 1, 0, 0, Bucket(0, 1, 0, 0), start=128)``.
+    """
 
     name: str
     """Megatron's name; layers are counted over the whole model, experts on the rank."""
@@ -83,7 +87,9 @@ class _LocalParameter(NamedTuple):
     """A rank's shard of a parameter, without a location."""
 
     name: str
+    """Megatron's name, as in `FlatParameter`."""
     shape: tuple[int, ...]
+    """Shape of the shard."""
     replica: bool
     """The values are read from another rank's buffer."""
 
@@ -93,10 +99,13 @@ class _Model:
     """Model as Megatron-LM built it."""
 
     shape: ModelShape
+    """Sizes of the model."""
     rows: int
     """Rows of the padded vocabulary."""
     layout: ParallelLayout
+    """Layout that wrote the checkpoint."""
     order: Order
+    """Implementation of the layers."""
 
 
 def writer_layout(arguments: Mapping[str, Any]) -> ParallelLayout:
@@ -108,8 +117,9 @@ def writer_layout(arguments: Mapping[str, Any]) -> ParallelLayout:
     tensor = size("tensor_model_parallel_size")
     pipeline = size("pipeline_model_parallel_size")
     context = size("context_parallel_size")
+    world_size = tensor * pipeline * context * size("data_parallel_size")
     return ParallelLayout(
-        tuple(range(tensor * pipeline * context * size("data_parallel_size"))),
+        tuple(range(world_size)),
         tensor=tensor,
         pipeline=pipeline,
         context=context,
@@ -120,7 +130,7 @@ def writer_layout(arguments: Mapping[str, Any]) -> ParallelLayout:
     )
 
 
-def orders(arguments: Mapping[str, Any], shape: ModelShape) -> list[Order]:
+def module_orders(arguments: Mapping[str, Any], shape: ModelShape) -> list[Order]:
     """Return the layer implementations that may have written a checkpoint, most likely first.
 
     The arguments alone do not determine it, since they do not include a user's own layer specs.
@@ -147,10 +157,11 @@ def flat_parameters(
     ``rows`` are the rows of the padded vocabulary. Raises UserError if this model on the layout of the
     ``arguments`` has buckets of other sizes.
     """
-    layout = writer_layout(arguments)
     # An explicit layout string can place layers in any way, and is not parsed here.
+    layout = writer_layout(arguments)
     if arguments.get("pipeline_model_parallel_layout"):
         raise other_buffers("stages that follow from other arguments", "pipeline_model_parallel_layout")
+
     settings = {name: arguments.get(argument) for name, argument in _STAGES.items()}
     try:
         stages = stage_chunks(shape.layers, layout, settings)
@@ -187,30 +198,33 @@ def _groups(
     their own, and so groups of their own.
     """
     layout = model.layout
-    expert_flags = (False,) if separate_experts else (False, True)
+    num_expert_shards = layout.expert * layout.expert_tensor
+    expert_flags = [False]
+    if not separate_experts:
+        expert_flags.append(True)
+
     for stage, chunks in enumerate(stages):
-        # The embedding is in the first chunk of the first stage, the output layer in the last of the last.
-        ends = [
-            (stage == 0 and index == 0, stage == len(stages) - 1 and index == len(chunks) - 1)
-            for index in range(len(chunks))
-        ]
+        is_last_stage = stage == len(stages) - 1
 
         # Ranks with one tensor-parallel index have the same parameters outside of experts.
         for tensor in range(layout.tensor):
             shard = (tensor, 0, tensor % layout.expert_tensor)
-            buffers = [
-                _chunk(model, layers, shard, first, last, expert_flags)
-                for layers, (first, last) in zip(chunks, ends, strict=True)
-            ]
+            buffers = []
+            for index, layers in enumerate(chunks):
+                # The embedding is in the first chunk of the first stage, the output layer in the last of the
+                # last.
+                is_first = stage == 0 and index == 0
+                is_last = is_last_stage and index == len(chunks) - 1
+                buffers.append(_chunk(model, layers, shard, is_first, is_last, expert_flags))
             yield 0, tensor + layout.tensor * stage, shard, buffers
 
         if not separate_experts:
             continue
-        for index in range(layout.expert * layout.expert_tensor):
+        for index in range(num_expert_shards):
             expert, expert_tensor = divmod(index, layout.expert_tensor)
             shard = (0, expert, expert_tensor)
-            buffers = [_chunk(model, layers, shard, False, False, (True,)) for layers in chunks]
-            yield 1, index + layout.expert * layout.expert_tensor * stage, shard, buffers
+            buffers = [_chunk(model, layers, shard, False, False, [True]) for layers in chunks]
+            yield 1, index + num_expert_shards * stage, shard, buffers
 
 
 def _chunk(
@@ -225,22 +239,28 @@ def _chunk(
 
     ``expert_flags`` selects parameters by `Weight.expert`: outside of experts, in them, or both.
     """
-    outer = []
+    # The modules of a GPTModel in their order: embedding, decoder, output layer.
+    embedding: list[_LocalParameter] = []
+    output: list[_LocalParameter] = []
+    tensor_rank = shard[0]
     for weight in outer_weights(model.shape, first, last):
         is_tied = model.shape.tied and weight.name == "output_layer.weight"
-        outer.append(_shard(model, weight.name, weight, shard[0], is_tied))
+        parameter = _shard(model, weight.name, weight, tensor_rank, is_tied)
+        if weight.name.startswith("embedding."):
+            embedding.append(parameter)
+        else:
+            output.append(parameter)
 
-    embedding = [parameter for parameter in outer if parameter.name.startswith("embedding.")]
-    output = [parameter for parameter in outer if not parameter.name.startswith("embedding.")]
-
-    # Expert biases of the router are buffers of the module, not parameters.
     decoder: list[_LocalParameter] = []
     for layer in layers:
-        ordered: list[tuple[tuple[int, ...], _LocalParameter]] = []
+        parameters: list[tuple[tuple[int, ...], _LocalParameter]] = []
         for weight in model.shape.weights(layer):
-            if weight.expert in expert_flags and not weight.name.endswith("expert_bias"):
-                ordered += _layer_parameters(model, layer, weight, shard)
-        decoder += [parameter for _, parameter in sorted(ordered, key=lambda item: item[0])]
+            # Expert biases of the router are buffers of the module, not parameters.
+            is_buffer = weight.name.endswith("expert_bias")
+            if weight.expert in expert_flags and not is_buffer:
+                parameters += _layer_parameters(model, layer, weight, shard)
+        parameters.sort(key=lambda item: item[0])
+        decoder += [parameter for _, parameter in parameters]
     return embedding + decoder + output
 
 
@@ -255,12 +275,13 @@ def _layer_parameters(
     if not weight.expert:
         # Transformer Engine fuses a norm into the linear layer that follows, if the layer has that one.
         name = weight.name
-        modules = {sibling.name.rpartition(".")[0] for sibling in model.shape.weights(layer)}
-        if model.order.fused and weight.fused.rpartition(".")[0] in modules:
+        modules = {_module_of(sibling.name) for sibling in model.shape.weights(layer)}
+        if model.order.fused and _module_of(weight.fused) in modules:
             name = weight.fused
+
         module, _, parameter = name.rpartition(".")
-        position = (_position(_MODULES, module), _position(_PARAMETER_NAMES, parameter))
-        yield position, _shard(model, f"decoder.layers.{layer}.{name}", weight, tensor)
+        sort_key = (_position(_MODULES, module), _position(_PARAMETER_NAMES, parameter))
+        yield sort_key, _shard(model, f"decoder.layers.{layer}.{name}", weight, tensor)
         return
 
     # One module has a layer of all experts together, separate modules have both layers of one expert.
@@ -274,9 +295,19 @@ def _layer_parameters(
         if model.order.grouped:
             name = weight.fused or weight.name
             order = (linear_index, expert)
+
         name = f"decoder.layers.{layer}.{name.format(expert=expert)}"
-        local = _shard(model, name, weight, expert_tensor, replicated)
-        yield (_position(_MODULES, "mlp.experts"), *order, _position(_PARAMETER_NAMES, parameter)), local
+        sort_key = (
+            _position(_MODULES, "mlp.experts"),
+            *order,
+            _position(_PARAMETER_NAMES, parameter),
+        )
+        yield sort_key, _shard(model, name, weight, expert_tensor, replicated)
+
+
+def _module_of(name: str) -> str:
+    """Return the module of a parameter, by its name in the layer."""
+    return name.rpartition(".")[0]
 
 
 def _shard(
@@ -287,7 +318,9 @@ def _shard(
     replica: bool = False,
 ) -> _LocalParameter:
     """Return the shard of a parameter on rank ``index`` of the ranks that shard it."""
-    count = model.layout.expert_tensor if weight.expert else model.layout.tensor
+    count = model.layout.tensor
+    if weight.expert:
+        count = model.layout.expert_tensor
     complete = weight.local_shape(1)
     shape = weight.local_shape(count)
 
@@ -297,28 +330,40 @@ def _shard(
     elif weight.cut == "latent" and model.order.fused:
         # Transformer Engine's layers replicate it.
         shape = complete
-    return _LocalParameter(name, shape, replica or (index > 0 and shape == complete))
+
+    # Of equal copies the first rank's is read.
+    is_copy = index > 0 and shape == complete
+    return _LocalParameter(name, shape, replica or is_copy)
 
 
 def _position(names: Sequence[str], name: str) -> int:
     """Return the index of a name; unlisted names come last."""
-    return names.index(name) if name in names else len(names)
+    if name not in names:
+        return len(names)
+    return names.index(name)
 
 
 def _with_offsets(
-    parameters: Sequence[_LocalParameter], begin: Bucket, sizes: Mapping[Bucket, int]
+    parameters: Sequence[_LocalParameter],
+    begin: Bucket,
+    sizes: Mapping[Bucket, int],
 ) -> Iterator[tuple[_LocalParameter, Bucket, int]]:
     """Yield each parameter of a buffer with bucket and first element; ``begin`` is the first bucket."""
     bucket = begin
     end = 0
+
     # Reversed, since the backward pass completes the gradients of the last layer first.
     for parameter in reversed(parameters):
         count = math.prod(parameter.shape)
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        padding = -end % _ALIGNMENT
+        start = end + padding
+
         # Start the next bucket if this one is used up: exactly, or up to the padding before a parameter that
         # has its own bucket, such as a tied embedding.
-        if end and start + count > sizes.get(bucket, 0) and sizes.get(bucket) in (end, start):
-            bucket = bucket._replace(number=bucket.number + 1)
+        bucket_size = sizes.get(bucket, 0)
+        is_used_up = bucket_size in (end, start)
+        if end and is_used_up and start + count > bucket_size:
+            bucket = _next_bucket(bucket)
             start = 0
 
         end = start + count
@@ -327,7 +372,7 @@ def _with_offsets(
         yield parameter, bucket, start
 
     # Parameters and buckets must end together.
-    if end != sizes.get(bucket) or bucket._replace(number=bucket.number + 1) in sizes:
+    if end != sizes.get(bucket) or _next_bucket(bucket) in sizes:
         bucket_sizes = [size for key, size in sorted(sizes.items()) if key[:3] == begin[:3]]
         total = sum(math.prod(parameter.shape) for parameter in parameters)
         raise other_buffers(
@@ -336,10 +381,14 @@ def _with_offsets(
         )
 
 
+def _next_bucket(bucket: Bucket) -> Bucket:
+    return bucket._replace(number=bucket.number + 1)
+
+
 def other_buffers(expected: str, got: str) -> UserError:
     """Return the error of buffers that do not belong to a checkpoint's model and layout."""
     return UserError(
-        "the optimizer's buffers in the Megatron checkpoint are not those of its model and layout",
+        "the optimizer's buffers in the Megatron checkpoint do not belong to its model and layout",
         expected=expected,
         got=got,
         fix="load and save it with Megatron-LM on that layout, with --dist-ckpt-optim-fully-reshardable",

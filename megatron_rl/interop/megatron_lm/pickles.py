@@ -41,11 +41,18 @@ MASTERS = ("param", "fp32_param")
 """Names of the state that is the master weights."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of Adam's moments."""
+_PLAIN_TYPES = (bool, int, float, str)
+_ADAM_STATES = (*MOMENTS, *MASTERS)
+_SCALAR_FORMATS = {"torch.FloatStorage": "<f", "torch.IntStorage": "<i"}
+"""Type of a storage -> format of an element in the struct module; both have 4 bytes."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Box of a tensor in a range of bytes of a file."""
+    """Box of a tensor in a range of bytes of a file.
+
+    Example: rows 4 to 7 of a bfloat16 [8, 2] tensor, ``Chunk((4, 0), (4, 2), "__1_0.distcp", 512, 16)``.
+    """
 
     start: tuple[int, ...]
     """First index of the box in each dimension."""
@@ -61,7 +68,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Tensor of a checkpoint."""
+    """Tensor of a checkpoint.
+
+    Example: ``StoredTensor((8, 2), "torch.bfloat16", (Chunk((0, 0), (8, 2), "__0_0.distcp", 0, 32),))``.
+    """
 
     shape: tuple[int, ...]
     """Complete shape."""
@@ -72,7 +82,10 @@ class StoredTensor:
 
 
 class Bucket(NamedTuple):
-    """Name of a bucket in a buffer of the distributed optimizer."""
+    """Name of a bucket in a buffer of the distributed optimizer.
+
+    Example: ``Bucket(part=0, group=1, buffer=0, number=2)``.
+    """
 
     part: int
     """Number of the chained optimizer: 1 for experts with an optimizer of their own."""
@@ -147,11 +160,13 @@ class Inert:
         pass
 
     def __setstate__(self, state: Any) -> None:
+        # A state that is not a dictionary replaces the arguments.
         if isinstance(state, dict):
             vars(self.state).update(state)
+        elif isinstance(state, tuple):
+            self.args = state
         else:
-            # A state that is not a dictionary replaces the arguments.
-            self.args = state if isinstance(state, tuple) else (state,)
+            self.args = (state,)
 
     def __call__(self, *_: Any, **__: Any) -> Inert:
         return self
@@ -175,12 +190,16 @@ class _Reader(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         self.names.add((module_name, global_name))
+        # Shapes are compared as plain tuples.
         if (module_name, global_name) == ("torch", "Size"):
-            return tuple  # shapes are compared as plain tuples
+            return tuple
         return type(global_name, (Inert,), {"name": f"{module_name}.{global_name}"})
 
     def persistent_load(self, pid: Any, /) -> Any:
-        return Inert(*pid) if isinstance(pid, tuple) else Inert()
+        # A tensor's storage, which torch.save writes next to the pickle.
+        if not isinstance(pid, tuple):
+            return Inert()
+        return Inert(*pid)
 
 
 def read_pickle(content: bytes) -> Any:
@@ -216,21 +235,27 @@ def read_common(folder: Path) -> Common:
 
         with zipfile.ZipFile(file) as archive:
             content, prefix = _content(archive)
-
             optimizer = content.get("optimizer")
-            args = content.get("args")
-            iteration = content.get("iteration")
-            shardings = _values_under(optimizer, "param_state_sharding_type")
-            arguments = None
-            if isinstance(args, Inert):
-                arguments = dict(_plain(vars(args.state)))
-            return Common(
-                names=tuple(map(str, content)),
-                arguments=arguments,
-                iteration=None if iteration is None else int(iteration),
-                steps=_steps(optimizer, archive, prefix),
-                sharding=next(map(str, shardings), None),
-            )
+            steps = _steps(optimizer, archive, prefix)
+
+        args = content.get("args")
+        arguments = None
+        if isinstance(args, Inert):
+            arguments = dict(_plain(vars(args.state)))
+
+        iteration = content.get("iteration")
+        if iteration is not None:
+            iteration = int(iteration)
+
+        # All optimizers of a chain have the same format.
+        shardings = _values_under(optimizer, "param_state_sharding_type")
+        return Common(
+            names=tuple(map(str, content)),
+            arguments=arguments,
+            iteration=iteration,
+            steps=steps,
+            sharding=next(map(str, shardings), None),
+        )
     except Exception as error:  # a damaged pickle can raise anything
         raise _damaged(path, error) from error
 
@@ -246,12 +271,17 @@ def _read_value(folder: Path, storage: Mapping[Any, Any], name: re.Pattern[str])
     ``storage`` is the directory's map from names to files and offsets.
     """
     for index, location in storage.items():
-        if name.fullmatch(vars(index.state)["fqn"]):
-            fields = vars(location.state)
-            # Only the file's name counts: a path cannot lead out of the folder.
-            with open(folder / Path(fields["relative_path"]).name, "rb") as file:
-                file.seek(fields["offset"])
-                return io.BytesIO(file.read(fields["length"]))
+        value_name = vars(index.state)["fqn"]
+        if not name.fullmatch(value_name):
+            continue
+
+        # Only the file's name counts: a path cannot lead out of the folder.
+        fields = vars(location.state)
+        file_name = Path(fields["relative_path"]).name
+        with open(folder / file_name, "rb") as file:
+            file.seek(fields["offset"])
+            content = file.read(fields["length"])
+        return io.BytesIO(content)
     raise FileNotFoundError(folder / COMMON)
 
 
@@ -270,8 +300,11 @@ def _content(archive: zipfile.ZipFile) -> tuple[dict[Any, Any], str]:
 def _steps(settings: Any, archive: zipfile.ZipFile, prefix: str) -> int | None:
     """Return the number of steps in an optimizer's settings; None unless they contain exactly one number."""
     values = [*_values_under(settings, "step"), *_values_under(settings, "common_step")]
-    steps = {_count(value, archive, prefix) for value in values} - {None}
-    return steps.pop() if len(steps) == 1 else None
+    steps = {_count(value, archive, prefix) for value in values}
+    steps.discard(None)
+    if len(steps) != 1:
+        return None
+    return steps.pop()
 
 
 def _values_under(value: Any, name: str) -> Iterator[Any]:
@@ -295,14 +328,18 @@ def _count(value: Any, archive: zipfile.ZipFile, prefix: str) -> int | None:
     """
     # A pickled tensor is a call of _rebuild_tensor with its storage and offset; the storage is a persistent
     # id: "storage", type, key, ...
-    if isinstance(value, Inert) and len(value.args) > 1 and len(value.args[0].args) > 2:
-        _, storage_type, key, *_ = value.args[0].args
-        offset = value.args[1]
-        format_code = {"torch.FloatStorage": "<f", "torch.IntStorage": "<i"}.get(storage_type.name)
-        if format_code is not None:
-            content = archive.read(f"{prefix}data/{key}")
-            (value,) = struct.unpack_from(format_code, content, 4 * offset)
-    return int(value) if isinstance(value, int | float) else None
+    if isinstance(value, Inert) and len(value.args) > 1:
+        storage, offset = value.args[:2]
+        if len(storage.args) > 2:
+            _, storage_type, key, *_ = storage.args
+            format_code = _SCALAR_FORMATS.get(storage_type.name)
+            if format_code is not None:
+                content = archive.read(f"{prefix}data/{key}")
+                (value,) = struct.unpack_from(format_code, content, 4 * offset)
+
+    if not isinstance(value, int | float):
+        return None
+    return int(value)
 
 
 def read_tensors(folder: Path) -> Stored:
@@ -329,29 +366,28 @@ def _tensors(folder: Path) -> Stored:
     buffers: dict[str, dict[Bucket, StoredTensor]] = {}
     for name, metadata in directory["state_dict_metadata"].items():
         entry = vars(metadata.state)
-        state = _STATE.fullmatch(name)
-        flat = _FLAT.fullmatch(name)
+        # Values without chunks are not tensors.
+        if "chunks" not in entry:
+            continue
+        boxes = locations.get(name, {})
 
-        # Values without chunks are no tensors; optimizers other than Adam have other states.
-        optimizer_state = None
-        if state:
-            optimizer_state = state[1]
-        elif flat:
-            optimizer_state = flat[5]
-        if "chunks" not in entry or optimizer_state not in (None, *MOMENTS, *MASTERS):
+        # A bucket of an optimizer's buffer; optimizers other than Adam have other states.
+        flat_match = _FLAT.fullmatch(name)
+        if flat_match:
+            *numbers, state = flat_match.groups()
+            if state in _ADAM_STATES:
+                bucket = Bucket(*(int(number or 0) for number in numbers))
+                buffers.setdefault(state, {})[bucket] = _stored(entry, boxes)
             continue
 
-        key = name
-        if state:
-            key = state[2]
-        if flat:
-            bucket = Bucket(*(int(number or 0) for number in flat.groups()[:4]))
-            buffers.setdefault(flat[5], {})[bucket] = _stored(entry, locations.get(name, {}))
-        elif key.startswith(_MODEL) and "_extra_state" not in key:
-            target = tensors
-            if state:
-                target = states.setdefault(state[1], {})
-            target[key] = _stored(entry, locations.get(name, {}))
+        # A state in the shape of a model's tensor, or a tensor of the model.
+        state_match = _STATE.fullmatch(name)
+        if state_match:
+            state, tensor_name = state_match.groups()
+            if state in _ADAM_STATES and _is_weight(tensor_name):
+                states.setdefault(state, {})[tensor_name] = _stored(entry, boxes)
+        elif _is_weight(name):
+            tensors[name] = _stored(entry, boxes)
 
     # With flat buffers the optimizer's settings are stored next to them, not in the common values.
     steps = None
@@ -362,6 +398,11 @@ def _tensors(folder: Path) -> Stored:
     return Stored(tensors, states, buffers, steps)
 
 
+def _is_weight(name: str) -> bool:
+    """Return whether a tensor belongs to the model's weights: extra states of modules do not."""
+    return name.startswith(_MODEL) and "_extra_state" not in name
+
+
 def _stored(entry: Mapping[str, Any], locations: Mapping[tuple[int, ...], Any]) -> StoredTensor:
     """Return a tensor of the directory, with the boxes that have a location in a file."""
     chunks = []
@@ -369,24 +410,24 @@ def _stored(entry: Mapping[str, Any], locations: Mapping[tuple[int, ...], Any]) 
         fields = vars(metadata.state)
         start = tuple(fields["offsets"])
         location = locations.get(start)
-        if location is not None:
-            file = str(location["relative_path"])
-            size = tuple(fields["sizes"])
-            chunks.append(
-                Chunk(
-                    start,
-                    size,
-                    file,
-                    int(location["offset"]),
-                    int(location["length"]),
-                )
-            )
+        # An interrupted save has no file for some boxes: `file_errors` reports the gaps.
+        if location is None:
+            continue
 
-    if any(Path(chunk.file).name != chunk.file for chunk in chunks):
-        raise ValueError("it names files outside of its folder")
+        chunk = Chunk(
+            start,
+            tuple(fields["sizes"]),
+            str(location["relative_path"]),
+            int(location["offset"]),
+            int(location["length"]),
+        )
+        if Path(chunk.file).name != chunk.file:
+            raise ValueError("it names files outside of its folder")
+        chunks.append(chunk)
 
     dtype = entry["properties"].args[0]
-    return StoredTensor(tuple(entry["size"]), str(getattr(dtype, "name", dtype)), tuple(chunks))
+    dtype_name = str(getattr(dtype, "name", dtype))
+    return StoredTensor(tuple(entry["size"]), dtype_name, tuple(chunks))
 
 
 def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -396,7 +437,7 @@ def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value.name
         elif value is None or isinstance(value, bool | int | float | str):
             yield name, value
-        elif isinstance(value, list | tuple) and all(type(item) in (bool, int, float, str) for item in value):
+        elif isinstance(value, list | tuple) and all(type(item) in _PLAIN_TYPES for item in value):
             yield name, list(value)
 
 

@@ -84,7 +84,10 @@ def attended_context(prompt: float, lengths: Lengths) -> float:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Rows of one step: prompts times samples, in ``optimizer_steps`` mini-batches, ``epochs`` times over."""
+    """Rows of one step: prompts times samples, in ``optimizer_steps`` mini-batches, ``epochs`` times over.
+
+    Example: ``StepBatch(128, 8, optimizer_steps=2, prompt=512.0, lengths=lengths, longest=4608.0)``.
+    """
 
     prompts: int
     """Prompts of a step."""

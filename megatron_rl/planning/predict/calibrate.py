@@ -7,6 +7,7 @@ identify one factor per phase.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,8 @@ MAX_SPEEDUP = 4.0
 """Largest plausible ratio of predicted to measured seconds: efficiencies are fractions of peak rates."""
 MAX_SLOWDOWN = 50.0
 """Largest plausible ratio of measured to predicted seconds, if the run used the GPU of the prediction."""
+LISTED_METRICS = 10
+"""Metrics that an error lists."""
 _DEFAULT_GPU = "h100"
 _REST = "rest"
 """Key of the seconds of a step that belong to no phase."""
@@ -39,8 +42,13 @@ def phase_seconds(step: Mapping[str, float]) -> dict[str, float]:
 
     time/generate in the file includes the weight sync, which is a separate phase here.
     """
+    seconds: dict[str, float] = {}
+    for phase in PHASES:
+        key = f"time/{phase}"
+        if key in step:
+            seconds[phase] = max(0.0, step[key])
+
     reshard = step.get("time/reshard", 0.0) + step.get("time/reshard_verify", 0.0)
-    seconds = {name: max(0.0, step[f"time/{name}"]) for name in PHASES if f"time/{name}" in step}
     if "generate" in seconds:
         seconds["generate"] = max(0.0, seconds["generate"] - reshard)
     if reshard > 0:
@@ -65,11 +73,14 @@ def read_steps(run_dir: str | Path, option: str = "--calibrate") -> list[dict[st
     # Evaluation lines have no phase times.
     steps = [line for line in lines if phase_seconds(line)]
     if not steps:
+        metric_names: set[str] = set()
+        for line in lines:
+            metric_names.update(line)
         raise UserError(
             f"{path} has no phase times",
             where=option,
             expected="one of " + ", ".join(f"time/{name}" for name in PHASES),
-            got=", ".join(sorted({name for line in lines for name in line})[:10]) or "no numbers",
+            got=", ".join(sorted(metric_names)[:LISTED_METRICS]) or "no numbers",
             fix="give the folder of a run of at least one step",
         )
 
@@ -88,38 +99,43 @@ def run_stats(config: RunConfig, steps: list[dict[str, float]]) -> RunStats:
     response = median_of("response/length")
     tokens_per_second = median_of("throughput/tokens_per_second")
     seconds = median_of("time/step")
-    # The measured throughput counts prompts and responses, so subtract the responses to get the prompts.
     if response is None or tokens_per_second is None or seconds is None:
         return RunStats(None, response)
-    return RunStats(max(1.0, tokens_per_second * seconds / rows - response), response)
+
+    # The measured throughput counts prompts and responses, so subtract the responses to get the prompts.
+    mean_row = tokens_per_second * seconds / rows
+    return RunStats(max(1.0, mean_row - response), response)
 
 
 def median_phase_seconds(steps: list[dict[str, float]]) -> dict[str, float]:
     """Return the median seconds of each phase, and of the remainder of a step as ``rest``."""
-    step_phases = [phase_seconds(line) for line in steps]
-    phases = {}
-    for name in PHASES:
-        values = [phases_of_step[name] for phases_of_step in step_phases if name in phases_of_step]
-        if values:
-            phases[name] = median(values)
+    # Not every step has every phase.
+    values: dict[str, list[float]] = defaultdict(list)
+    remainders: list[float] = []
+    for line in steps:
+        seconds = phase_seconds(line)
+        for phase, value in seconds.items():
+            values[phase].append(value)
+        if "time/step" in line:
+            remainders.append(line["time/step"] - sum(seconds.values()))
 
-    remainders = [
-        line["time/step"] - sum(phases_of_step.values())
-        for line, phases_of_step in zip(steps, step_phases, strict=True)
-        if "time/step" in line
-    ]
+    medians = {phase: median(values[phase]) for phase in PHASES if phase in values}
     if remainders:
-        phases[_REST] = max(0.0, median(remainders))
-    return phases
+        medians[_REST] = max(0.0, median(remainders))
+    return medians
 
 
 def _with_efficiency(constants: Constants, **values: float) -> Constants:
     """Return the constants with these efficiencies replaced."""
-    return replace(constants, efficiency=SimpleNamespace(**{**vars(constants.efficiency), **values}))
+    efficiency = vars(constants.efficiency) | values
+    return replace(constants, efficiency=SimpleNamespace(**efficiency))
 
 
 def _train_factor(
-    predict: Callable[[Constants], RunStep], constants: Constants, predicted: RunStep, seconds: float
+    predict: Callable[[Constants], RunStep],
+    constants: Constants,
+    predicted: RunStep,
+    seconds: float,
 ) -> float:
     """Return the value of rl_train for which the predicted learn phase takes ``seconds``.
 
@@ -128,29 +144,39 @@ def _train_factor(
     """
     factor = constants.efficiency.rl_train
     learn = predicted.seconds["learn"]
-    faster = predict(_with_efficiency(constants, rl_train=2.0 * factor)).seconds["learn"]
-    scaling = 2.0 * (learn - faster)
-    constant = learn - scaling
+
+    # learn = compute + exchange, and with twice the factor compute / 2 + exchange.
+    faster_constants = _with_efficiency(constants, rl_train=2.0 * factor)
+    faster_learn = predict(faster_constants).seconds["learn"]
+    compute_seconds = 2.0 * (learn - faster_learn)
+    exchange_seconds = learn - compute_seconds
+
     # If the run is faster than the predicted exchange alone, scale the complete phase.
-    if seconds > constant:
-        return factor * (scaling / (seconds - constant))
+    if seconds > exchange_seconds:
+        return factor * (compute_seconds / (seconds - exchange_seconds))
     return factor * (learn / seconds)
 
 
 def _require_plausible(phases: Mapping[str, tuple[float, float]], run_dir: str, gpu: str) -> None:
     """Raise UserErrors for phases that are implausibly fast or slow on such GPUs."""
-    # The remainder of a step is time of the host, for which there is no bound.
-    errors = [
-        UserError(
+    errors = []
+    for name, (predicted, seconds) in phases.items():
+        # The remainder of a step is time of the host, for which there is no bound.
+        if name == _REST:
+            continue
+        lower_bound = predicted / MAX_SPEEDUP
+        upper_bound = predicted * MAX_SLOWDOWN
+        if lower_bound <= seconds <= upper_bound:
+            continue
+
+        error = UserError(
             f"the phase {name} of the run took {seconds:.3g} s, where {predicted:.3g} s are predicted",
             where=f"{run_dir}/metrics.jsonl: time/{name}",
-            expected=f"{predicted / MAX_SPEEDUP:.3g} to {predicted * MAX_SLOWDOWN:.3g} s with {gpu}",
+            expected=f"{lower_bound:.3g} to {upper_bound:.3g} s with {gpu}",
             got=f"{seconds:.3g} s",
             fix="name the GPU that it ran on with --gpu; a run on the host does not calibrate",
         )
-        for name, (predicted, seconds) in phases.items()
-        if name != _REST and not predicted / MAX_SPEEDUP <= seconds <= predicted * MAX_SLOWDOWN
-    ]
+        errors.append(error)
     if errors:
         raise UserErrors(errors)
 
@@ -175,7 +201,10 @@ def _load_run_shape(path: str, run_dir: str) -> ModelShape:
 
 
 def calibrate(
-    run_dir: str, gpu: str | None, constants: Constants, model: str | None = None
+    run_dir: str,
+    gpu: str | None,
+    constants: Constants,
+    model: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, tuple[float, float]]]:
     """Return (constants override, {phase: (predicted, measured) seconds}) of a run folder.
 
@@ -188,47 +217,69 @@ def calibrate(
     stats = run_stats(config, steps)
     seconds = median_phase_seconds(steps)
 
-    shapes = role_shapes(config, lambda path: load_shape(model) if model else _load_run_shape(path, run_dir))
+    def shape_of(path: str) -> ModelShape:
+        if model:
+            return load_shape(model)
+        return _load_run_shape(path, run_dir)
+
+    shapes = role_shapes(config, shape_of)
 
     def predict(with_constants: Constants) -> RunStep:
         return predict_run(config, with_constants, gpu_name, shapes, stats)
 
+    # Compare the phases that were both predicted and measured.
     predicted = predict(constants)
-    phases = {
-        name: (predicted.seconds[name], seconds[name])
-        for name in PHASES
-        if seconds.get(name) and predicted.seconds[name]
-    }
+    phases: dict[str, tuple[float, float]] = {}
+    for name in PHASES:
+        if seconds.get(name) and predicted.seconds[name]:
+            phases[name] = (predicted.seconds[name], seconds[name])
     if _REST in seconds:
         phases[_REST] = (predicted.step.fixed, seconds[_REST])
     _require_plausible(phases, run_dir, gpu_name)
 
     override: dict[str, Any] = {"calibrated_from": str(run_dir)}
-    # Efficiencies of the roles' phases; score and reward share one, since both are forward passes.
     efficiency: dict[str, float] = {}
     if "learn" in phases:
         efficiency["rl_train"] = _train_factor(predict, constants, predicted, seconds["learn"])
-    forward_phases = [phases[name] for name in ("score", "reward") if name in phases]
-    if forward_phases:
-        speedup = sum(pair[0] for pair in forward_phases) / sum(pair[1] for pair in forward_phases)
-        efficiency["rl_log_probs"] = constants.efficiency.rl_log_probs * speedup
+    # Score and reward have one efficiency, since both are forward passes.
+    slowdown = _slowdown(phases, "score", "reward")
+    if slowdown is not None:
+        efficiency["rl_log_probs"] = constants.efficiency.rl_log_probs / slowdown
     if _REST in phases:
-        efficiency["rl_fixed_seconds"] = phases[_REST][1]
+        efficiency["rl_fixed_seconds"] = seconds[_REST]
     if efficiency:
         override["efficiency"] = efficiency
 
-    # One factor for all of generation, its fixed time included, and one for all links of a weight sync.
-    if "generate" in phases:
-        slowdown = phases["generate"][1] / phases["generate"][0]
+    # One factor for all of generation, its fixed time included.
+    slowdown = _slowdown(phases, "generate")
+    if slowdown is not None:
         override["decode"] = {
             "rl_generate": constants.decode.rl_generate / slowdown,
             "rl_fixed_seconds": constants.decode.rl_fixed_seconds * slowdown,
         }
-    if "reshard" in phases:
-        slowdown = phases["reshard"][1] / phases["reshard"][0]
+
+    # And one for all links of a weight sync.
+    slowdown = _slowdown(phases, "reshard")
+    if slowdown is not None:
+        weight_sync = constants.weight_sync
         override["weight_sync"] = {
-            "planned_fixed_seconds": constants.weight_sync.planned_fixed_seconds * slowdown,
-            "planned_network": constants.weight_sync.planned_network / slowdown,
-            "planned_nvlink": constants.weight_sync.planned_nvlink / slowdown,
+            "planned_fixed_seconds": weight_sync.planned_fixed_seconds * slowdown,
+            "planned_network": weight_sync.planned_network / slowdown,
+            "planned_nvlink": weight_sync.planned_nvlink / slowdown,
         }
     return override, phases
+
+
+def _slowdown(phases: Mapping[str, tuple[float, float]], *names: str) -> float | None:
+    """Return measured over predicted seconds of some phases together, None if none of them was measured."""
+    predicted_seconds = 0.0
+    measured_seconds = 0.0
+    for name in names:
+        if name in phases:
+            predicted, seconds = phases[name]
+            predicted_seconds += predicted
+            measured_seconds += seconds
+
+    if not predicted_seconds:
+        return None
+    return measured_seconds / predicted_seconds

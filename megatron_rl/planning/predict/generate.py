@@ -62,6 +62,20 @@ class DecodeCost:
 
     The seconds of B sequences at mean context c are
     ``fixed + per_sequence B + per_cached_token B c + max(weights(B), flops B)``.
+
+    Example: a dense model, whose experts take no time, on one stage::
+
+        DecodeCost(
+            fixed=5e-3,
+            per_sequence=1e-5,
+            per_cached_token=2e-9,
+            dense_weights=6e-3,
+            expert_weights=0.0,
+            flops=4e-5,
+            hit=0.0,
+            spread=0.0,
+            pipeline=1,
+        )
     """
 
     fixed: float
@@ -143,42 +157,58 @@ def decode_cost(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> 
         if local < expert_gpus:
             seconds_per_layer += decode.layer_seconds_network * log2(expert_gpus / local)
             rate = min(rate, local * machine.cluster.network * constants.efficiency.network)
-        per_sequence += 4.0 * model.layers * (expert_gpus - 1) / expert_gpus * model.hidden * 2.0 / rate
+
+        # Two all-reduces per layer, each of which moves the bfloat16 activations of a token twice.
+        activation_bytes = 2.0 * model.hidden
+        reduced_bytes = 4.0 * model.layers * activation_bytes * (expert_gpus - 1) / expert_gpus
+        per_sequence += reduced_bytes / rate
 
     # Each step reads and writes the states of delta nets.
-    state_bytes = state_bytes_per_row(model, tensor, min(_CACHE_BYTES, weight_bytes))
-    per_sequence += 2.0 * state_bytes / (gpu.hbm * decode.kv_bandwidth)
+    cache_rate = gpu.hbm * decode.kv_bandwidth
+    element_bytes = min(_CACHE_BYTES, weight_bytes)
+    per_sequence += 2.0 * state_bytes_per_row(model, tensor, element_bytes) / cache_rate
 
     # Two FLOPs per parameter that a token uses.
     flops_per_sequence = 2.0 * (dense + model.active_expert_parameters)
     flop_rate = gpu.rate_at(machine.precision, decode.gemm)
-    cache_bytes = model.kv_bytes_per_gpu(tensor, min(_CACHE_BYTES, weight_bytes))
+
+    # Routing is uniform on average.
+    hit = 0.0
+    if model.experts:
+        hit = model.experts_per_token / model.experts
     return DecodeCost(
         fixed=model.layers * seconds_per_layer + decode.step_seconds + engine.step_seconds,
         per_sequence=per_sequence,
-        per_cached_token=cache_bytes / (gpu.hbm * decode.kv_bandwidth),
+        per_cached_token=model.kv_bytes_per_gpu(tensor, element_bytes) / cache_rate,
         dense_weights=weight_bytes * dense / tensor / bandwidth,
         expert_weights=weight_bytes * model.routed_expert_parameters / expert_gpus / bandwidth,
         flops=flops_per_sequence / tensor / flop_rate,
-        hit=model.experts_per_token / model.experts if model.experts else 0.0,
+        hit=hit,
         spread=constants.efficiency.routing_spread,
         pipeline=rollout.pipeline,
     )
 
 
 def prefill_seconds(
-    model: ModelShape, rollout: RolloutLayout, machine: Machine, tokens: float, prompt: float
+    model: ModelShape,
+    rollout: RolloutLayout,
+    machine: Machine,
+    tokens: float,
+    prompt: float,
 ) -> float:
     """Return seconds to prefill ``tokens`` prompt tokens of sequences ``prompt`` long on one replica."""
-    decode = machine.constants.decode
-    active_experts = 2.0 * model.active_expert_parameters
-    flops = tokens * (model.layer_flops - active_experts + model.attention_flops(prompt / 2))
-    if active_experts:
-        # Narrow experts reduce efficiency; without expert parallelism, tensor ranks shard them.
+    # A token of a prompt attends to half of the prompt on average.
+    expert_flops = 2.0 * model.active_expert_parameters
+    token_flops = model.layer_flops - expert_flops + model.attention_flops(prompt / 2)
+
+    # Narrow experts reduce efficiency, as if they had more FLOPs. Without expert parallelism, tensor ranks
+    # shard them.
+    if expert_flops:
         width = model.expert_width * rollout.expert / max(rollout.tensor, rollout.expert)
-        flops += tokens * active_experts * (1.0 + machine.constants.efficiency.expert_gemm_width / width)
-    rate = machine.gpu.rate_at(machine.precision, decode.prefill_gemm)
-    return flops / (rollout.gpus * rate)
+        token_flops += expert_flops * (1.0 + machine.constants.efficiency.expert_gemm_width / width)
+
+    rate = machine.gpu.rate_at(machine.precision, machine.constants.decode.prefill_gemm)
+    return tokens * token_flops / (rollout.gpus * rate)
 
 
 def rollout_weight_bytes(model: ModelShape, rollout: RolloutLayout, machine: Machine) -> float:
@@ -203,9 +233,11 @@ def cache_tokens(model: ModelShape, rollout: RolloutLayout, machine: Machine) ->
     memory = machine.constants.memory
     # The engine's fraction, minus its buffers, the activations of a prefill, and the weights.
     room = min(rollout.memory_fraction, memory.usable_share) * machine.gpu.memory
-    engine_bytes = _ENGINE_SHARE * memory.engine_gigabytes * GB
-    room -= engine_bytes + prefill_workspace_bytes(model, rollout, _PREFILL_TOKENS)
+    room -= _ENGINE_SHARE * memory.engine_gigabytes * GB
+    room -= prefill_workspace_bytes(model, rollout, _PREFILL_TOKENS)
     room -= rollout_weight_bytes(model, rollout, machine)
+
+    # A model of delta nets alone caches no keys and values: the sign shows whether the weights fit.
     token_bytes = model.kv_bytes_per_gpu(rollout.tensor, min(_CACHE_BYTES, machine.weight_bytes))
     if not token_bytes:
         return room
@@ -244,7 +276,9 @@ def replica_seconds(
     sequence_limit = rollout.max_sequences or engine.max_sequences
     cost = decode_cost(model, rollout, machine)
     # With prefix caching the samples of a prompt share its prefill and its cache.
-    prefix_copies = samples_per_prompt if engine.prefix_caching else 1
+    prefix_copies = 1
+    if engine.prefix_caching:
+        prefix_copies = samples_per_prompt
     total = prefill_seconds(model, rollout, machine, rows * prompt / prefix_copies, prompt)
 
     # Integrate over the response length: as rows end, steps get faster and more of the cache is free.
@@ -254,14 +288,21 @@ def replica_seconds(
         length = (point + 0.5) * width
         alive = max(1.0, rows * lengths.alive(length))
         cached_tokens = cached_prompt + length + state_tokens
-        running = min(alive, sequence_limit, max(1.0, capacity / cached_tokens))
+        rows_that_fit = max(1.0, capacity / cached_tokens)
+        running = min(alive, sequence_limit, rows_that_fit)
+
         # Rows that do not fit wait for others to end, which multiplies the number of steps.
-        total += width * cost.seconds(running, prompt + length) * alive / running
+        step_seconds = cost.seconds(running, prompt + length)
+        total += width * step_seconds * alive / running
     return total
 
 
 def steady_seconds(
-    model: ModelShape, rollout: RolloutLayout, machine: Machine, rows: float, batch: StepBatch
+    model: ModelShape,
+    rollout: RolloutLayout,
+    machine: Machine,
+    rows: float,
+    batch: StepBatch,
 ) -> float:
     """Return seconds in which one replica of the open order completes ``rows`` responses.
 
@@ -279,21 +320,31 @@ def steady_seconds(
 
     # Mean current length of a response in flight. Long responses are in flight for longer, hence E[l^2].
     generated = lengths.mean_square() / (2.0 * lengths.mean)
+    context = prompt + generated
     sequence_limit = rollout.max_sequences or engine.max_sequences
     in_flight = rows * (1.0 + (batch.oversample or 0.0))
-    cached_tokens = prompt + generated + state_tokens
-    running = max(1.0, min(in_flight, sequence_limit, capacity / cached_tokens))
+    rows_that_fit = capacity / (context + state_tokens)
+    running = max(1.0, min(in_flight, sequence_limit, rows_that_fit))
 
-    # Prefill of new rows, recompute of running ones after the update, and the decode steps.
-    recomputed_tokens = running * (prompt + generated)
-    recompute = prefill_seconds(model, rollout, machine, recomputed_tokens, prompt + generated)
-    prefix_copies = batch.samples if engine.prefix_caching else 1
+    # Prefill of new rows, whose samples share a prompt's, and recompute of running rows after the update.
+    prefix_copies = 1
+    if engine.prefix_caching:
+        prefix_copies = batch.samples
     prefill = prefill_seconds(model, rollout, machine, rows * prompt / prefix_copies, prompt)
-    decode_step = decode_cost(model, rollout, machine).seconds(running, prompt + generated)
-    return prefill + recompute + rows * lengths.mean / running * decode_step
+    recompute = prefill_seconds(model, rollout, machine, running * context, context)
+
+    # Every step adds a token to each running row.
+    decode_steps = rows * lengths.mean / running
+    step_seconds = decode_cost(model, rollout, machine).seconds(running, context)
+    return prefill + recompute + decode_steps * step_seconds
 
 
-def generate_seconds(model: ModelShape, rollout: RolloutLayout, batch: StepBatch, machine: Machine) -> float:
+def generate_seconds(
+    model: ModelShape,
+    rollout: RolloutLayout,
+    batch: StepBatch,
+    machine: Machine,
+) -> float:
     """Return seconds of a step's generation over all replicas (rows are spread evenly)."""
     decode = machine.constants.decode
     rows = max(1.0, batch.rows / rollout.replicas)
@@ -303,6 +354,7 @@ def generate_seconds(model: ModelShape, rollout: RolloutLayout, batch: StepBatch
         seconds = replica_seconds(model, rollout, machine, rows, batch.prompt, batch.lengths, samples)
     else:
         seconds = steady_seconds(model, rollout, machine, rows, batch)
+
     # In a reinforcement-learning loop an engine reaches a fraction of its standalone speed.
     share = decode.rl_generate * machine.constants.engines[rollout.engine].rl_share
     return decode.rl_fixed_seconds + seconds / share

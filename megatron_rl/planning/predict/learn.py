@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil, log, sqrt
+from math import ceil, inf, log, sqrt
 
 from megatron_rl.planning.predict.batch import StepBatch
 from megatron_rl.shapes.hardware import Cluster, Constants, Machine
@@ -78,7 +78,8 @@ def gather_seconds(machine: Machine, size: int, stride: int, total_bytes: float)
     # A group of one has nothing to send.
     if size <= 1:
         return 0.0
-    return total_bytes * (size - 1) / size / group_bandwidth(machine, size, stride)
+    rank_bytes = total_bytes * (size - 1) / size
+    return rank_bytes / group_bandwidth(machine, size, stride)
 
 
 def all_to_all_seconds(machine: Machine, size: int, sent_bytes: float, copies: int) -> float:
@@ -94,15 +95,20 @@ def all_to_all_seconds(machine: Machine, size: int, sent_bytes: float, copies: i
     cluster = machine.cluster
     efficiency = machine.constants.efficiency
     local = local_members(cluster, size, 1)
-    nvlink_seconds = sent_bytes * (size - 1) / size / (cluster.gpu.nvlink * efficiency.nvlink)
+    nvlink_rate = cluster.gpu.nvlink * efficiency.nvlink
+    nvlink_seconds = sent_bytes * (size - 1) / size / nvlink_rate
     if local >= size:
         return nvlink_seconds
 
-    nodes = size / local
-    bytes_per_copy = sent_bytes / max(1, copies)
     # Expected number of distinct remote nodes among k uniform choices of a node.
-    remote_nodes = nodes * (1.0 - (1.0 - 1.0 / nodes) ** copies) * (nodes - 1) / nodes
-    return max(nvlink_seconds, bytes_per_copy * remote_nodes / (cluster.network * efficiency.network))
+    nodes = size / local
+    distinct_nodes = nodes * (1.0 - (1.0 - 1.0 / nodes) ** copies)
+    remote_nodes = distinct_nodes * (nodes - 1) / nodes
+
+    # The slower of the two links counts: tokens are forwarded over NVLink while others arrive.
+    network_bytes = sent_bytes / max(1, copies) * remote_nodes
+    network_seconds = network_bytes / (cluster.network * efficiency.network)
+    return max(nvlink_seconds, network_seconds)
 
 
 # ---------------------------------------------------------------- one layer
@@ -110,7 +116,10 @@ def all_to_all_seconds(machine: Machine, size: int, sent_bytes: float, copies: i
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of one average layer, and of the output layer, for one micro-batch."""
+    """Seconds of one average layer, and of the output layer, for one micro-batch.
+
+    Example: ``LayerSeconds(2e-3, 4e-3, attention=5e-4, head_forward=1e-3, head_backward=2e-3)``.
+    """
 
     forward: float
     """Forward pass of the layer."""
@@ -146,11 +155,13 @@ def expert_rate(machine: Machine, model: ModelShape, layout: ParallelLayout, tok
     local_experts = max(1.0, model.experts / layout.expert)
     rows = tokens / layout.tensor * model.experts_per_token / local_experts
 
-    fill = rows / (rows + constants.expert_gemm_rows) * width / (width + constants.expert_gemm_width)
-    base = gpu.gemm_efficiency
+    # At expert_gemm_rows rows, and at a width of expert_gemm_width, the efficiency is halved.
+    row_fill = rows / (rows + constants.expert_gemm_rows)
+    width_fill = width / (width + constants.expert_gemm_width)
+    efficiency = gpu.gemm_efficiency * row_fill * width_fill
     if precision == "fp8":
-        base *= constants.fp8_gemm
-    return gpu.peak(precision) * base * fill
+        efficiency *= constants.fp8_gemm
+    return gpu.peak(precision) * efficiency
 
 
 def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> float:
@@ -161,15 +172,17 @@ def elementwise_bytes(model: ModelShape, tensor: int, token_shards: int) -> floa
     """
     # An average layer is the mean of dense and routed layers.
     moe_share = model.moe_layers / model.layers
-    inner = (
-        model.mlp_width * (1 - moe_share)
-        + (model.experts_per_token * model.expert_width + model.shared_width) * moe_share
-    )
-    bytes_per_inner = 6.0 if model.gated else 4.0
+    routed_width = model.experts_per_token * model.expert_width + model.shared_width
+    inner_width = model.mlp_width * (1 - moe_share) + routed_width * moe_share
+    bytes_per_inner = 4.0
+    if model.gated:
+        bytes_per_inner = 6.0
 
-    sharded = 8.0 * model.heads * model.head_dim + bytes_per_inner * inner
-    sharded += 12.0 * model.experts_per_token * model.hidden * moe_share
-    return 24.0 * model.hidden / token_shards + sharded / tensor
+    # Tensor parallelism shards heads, inner widths and permutations; sequence parallelism the norms.
+    sharded_bytes = 8.0 * model.heads * model.head_dim
+    sharded_bytes += bytes_per_inner * inner_width
+    sharded_bytes += 12.0 * model.experts_per_token * model.hidden * moe_share
+    return 24.0 * model.hidden / token_shards + sharded_bytes / tensor
 
 
 def _exposed_communication(
@@ -212,15 +225,16 @@ def _exposed_communication(
         # If the context size does not divide the key-value heads, they are repeated for every head.
         if model.mla or groups % layout.context:
             groups = heads
-        exchanged = 2.0 * tokens * (heads + groups) * (model.qk_dim + model.value_dim)
-        total += gather_seconds(machine, layout.context, layout.tensor, exchanged)
+        exchanged_bytes = 2.0 * tokens * (heads + groups) * (model.qk_dim + model.value_dim)
+        total += gather_seconds(machine, layout.context, layout.tensor, exchanged_bytes)
     elif layout.context > 1:
         # MLA gathers its compressed keys and values, which all heads share.
         width = 2 * max(1, model.kv_heads // layout.tensor) * model.head_dim
         if model.mla:
             width = model.kv_lora + model.qk_rope
-        gathered = 2.0 * width * tokens * layout.context
-        total += efficiency.context_exposed * gather_seconds(machine, layout.context, layout.tensor, gathered)
+        gathered_bytes = 2.0 * width * tokens * layout.context
+        gather = gather_seconds(machine, layout.context, layout.tensor, gathered_bytes)
+        total += efficiency.context_exposed * gather
     return total
 
 
@@ -246,29 +260,31 @@ def layer_seconds(
     tokens = tokens / layout.context
 
     # Dense matrix products.
-    active_experts = model.active_expert_parameters
-    dense_flops = (model.layer_flops - 2.0 * active_experts) / model.layers
+    expert_flops = 2.0 * model.active_expert_parameters
+    dense_flops = model.layer_flops - expert_flops
     inner_width = model.hidden * 2
     if model.moe_layers < model.layers:
         inner_width = model.mlp_width
+
     # Assume the rate of the narrowest product for all products of the layer.
     width = min(model.heads * model.head_dim, inner_width)
     dense_rate = gemm_rate(machine, machine.precision, width / layout.tensor)
-    dense = tokens * dense_flops / layout.tensor / dense_rate
+    dense = tokens * dense_flops / model.layers / layout.tensor / dense_rate
 
     # Products of routed experts.
     experts = 0.0
-    if active_experts:
+    if expert_flops:
         rate = expert_rate(machine, model, layout, tokens)
-        experts = tokens * 2.0 * active_experts / model.layers / layout.tensor / rate
+        experts = tokens * expert_flops / model.layers / layout.tensor / rate
 
     # Attention.
     attention_rate = gpu.bf16_flops * efficiency.attention * min(1.0, gpu.pace)
-    attention = tokens * model.attention_flops(context) / model.layers / layout.tensor / attention_rate
+    attention_flops = tokens * model.attention_flops(context)
+    attention = attention_flops / model.layers / layout.tensor / attention_rate
 
     # Memory-bound kernels. Unfused layers are assumed to move bytes in proportion to those that they save.
-    memory_bound = tokens * elementwise_bytes(model, layout.tensor, layout.token_shards)
-    memory_bound /= gpu.hbm * efficiency.hbm
+    hbm_rate = gpu.hbm * efficiency.hbm
+    memory_bound = tokens * elementwise_bytes(model, layout.tensor, layout.token_shards) / hbm_rate
     if not fused:
         kind = LayerKind(linear=False, experts=model.moe_layers > 0)
         plain_bytes = Layers(fused=False).saved_bytes(model, layout, kind, "none")
@@ -283,20 +299,26 @@ def layer_seconds(
     # Kernels run one after another; a layer with little work is bound by launch overhead.
     forward = max(dense + experts + attention + memory_bound + exposed, launch) + routing_wait
 
+    # The backward pass has one product for the gradient of the inputs, one for that of the weights.
+    products = 2
+    if frozen:
+        products = 1
     backward_attention = attention * _ATTENTION_BACKWARD_FLOPS / efficiency.attention_backward
-    # One product for the gradient of the inputs, one for that of the weights.
-    products = 1 if frozen else 2
-    backward = max(
-        products * (dense + experts) + backward_attention + 2 * memory_bound + exposed,
-        _BACKWARD_LAUNCHES * launch,
-    )
+    backward_work = products * (dense + experts) + backward_attention + 2 * memory_bound + exposed
+    backward = max(backward_work, _BACKWARD_LAUNCHES * launch)
     backward += _BACKWARD_LAUNCHES * routing_wait
 
     # The output layer is computed in bfloat16 even where layers are in FP8.
     head_rate = gemm_rate(machine, "bf16", model.vocab / layout.tensor)
     head = tokens * model.head_flops / layout.tensor / head_rate
-    head_memory = tokens * _LOGITS_BYTES * model.vocab / layout.tensor / (gpu.hbm * efficiency.hbm)
-    return LayerSeconds(forward, backward, attention, head + head_memory, products * head + head_memory)
+    head_memory = tokens * _LOGITS_BYTES * model.vocab / layout.tensor / hbm_rate
+    return LayerSeconds(
+        forward=forward,
+        backward=backward,
+        attention=attention,
+        head_forward=head + head_memory,
+        head_backward=products * head + head_memory,
+    )
 
 
 # ---------------------------------------------------------------- one role
@@ -339,6 +361,8 @@ class RoleMemory:
 
     The two fields may be of different GPUs: an early pipeline stage has more activations, the first and last
     stage have more parameters.
+
+    Example: ``RoleMemory(fullest=memory, states=18e9)``, for 18 GB that an idle role has as well.
     """
 
     fullest: TrainingMemory
@@ -354,7 +378,10 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class Work:
-    """Work of one data-parallel replica in one pass over rows."""
+    """Work of one data-parallel replica in one pass over rows.
+
+    Example: ``Work(tokens=8192.0, micro_batches=16.0, context=900.0)``.
+    """
 
     tokens: float
     """Tokens of a micro-batch."""
@@ -366,7 +393,10 @@ class Work:
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """Seconds of one optimizer step."""
+    """Seconds of one optimizer step.
+
+    Example: ``OptimizerStep(compute=5.2, exchange=0.3, update=0.1)`` takes 5.6 s.
+    """
 
     compute: float
     """Forward and backward passes."""
@@ -396,7 +426,8 @@ def replica_work(choice: TrainChoice, batch: StepBatch, rows: float) -> Work:
         # with 128 or 512 rows of exponential lengths, less than 0.2 rows stay empty in most cases. The
         # constants are fitted with this assumption, which changes the number of micro-batches but not their
         # total tokens.
-        microbatch_rows = min(max(1.0, choice.micro_batch * row_limit / mean - 0.5), replica_rows)
+        rows_that_fit = choice.micro_batch * row_limit / mean - 0.5
+        microbatch_rows = min(max(1.0, rows_that_fit), replica_rows)
         tokens = microbatch_rows * mean
     else:
         microbatch_rows = min(float(choice.micro_batch), replica_rows)
@@ -422,22 +453,33 @@ def _stage_seconds(
         return mean, mean
 
     if layout.virtual_pipeline == 1:
-        slowest = min(
-            max(ceil((layers - last) / (pipeline - 1)) * layer, last * layer + head)
-            for last in range(layers // pipeline + 1)
-        )
+        slowest = inf
+        for last_layers in range(layers // pipeline + 1):
+            other_layers = ceil((layers - last_layers) / (pipeline - 1))
+            slowest_stage = max(other_layers * layer, last_layers * layer + head)
+            slowest = min(slowest, slowest_stage)
         return slowest, mean
-    return min(max(mean, ceil(mean / layer) * layer), mean + head * 0.5), mean
+
+    # Interleaved: assume the mean rounded up to whole layers, or half an output layer more than the mean.
+    rounded = max(mean, ceil(mean / layer) * layer)
+    return min(rounded, mean + head * 0.5), mean
 
 
-def _pipeline_seconds(choice: TrainChoice, machine: Machine, work: Work, layer: float, head: float) -> float:
+def _pipeline_seconds(
+    choice: TrainChoice,
+    machine: Machine,
+    work: Work,
+    layer: float,
+    head: float,
+) -> float:
     """Return seconds of all micro-batches where a layer and the output layer take these seconds each."""
     model = choice.model
     layout = choice.layout
     slowest, mean = _stage_seconds(model, layout, layer, head)
 
     # Every micro-batch passes the slowest stage; filling and draining the pipeline take mean stage times.
-    total = slowest * work.micro_batches + mean * (layout.pipeline - 1) / layout.virtual_pipeline
+    total = slowest * work.micro_batches
+    total += mean * (layout.pipeline - 1) / layout.virtual_pipeline
     if layout.pipeline == 1:
         return total
 
@@ -446,8 +488,7 @@ def _pipeline_seconds(choice: TrainChoice, machine: Machine, work: Work, layer: 
     efficiency = machine.constants.efficiency
 
     # With sequence parallelism each rank of a tensor group sends a shard, otherwise all send everything.
-    shards = layout.tensor if layout.sequence_parallel else 1
-    boundary_bytes = 2.0 * model.hidden * work.tokens / layout.context / shards
+    boundary_bytes = 2.0 * model.hidden * work.tokens / layout.context / layout.token_shards
 
     # Neighbouring stages are one stride of ranks apart; NVLink connects them if both fit into one domain.
     stride = layout.tensor * layout.context * layout.data
@@ -575,7 +616,8 @@ def learn_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> fl
     """Return seconds of all optimizer steps of one role, in every epoch."""
     work = replica_work(choice, batch, batch.rows / batch.optimizer_steps)
     share = machine.constants.efficiency.rl_train * _loop_share(choice, batch, machine.constants)
-    return batch.epochs * batch.optimizer_steps * optimizer_step(choice, machine, work, share).total
+    step = optimizer_step(choice, machine, work, share)
+    return batch.epochs * batch.optimizer_steps * step.total
 
 
 def score_seconds(choice: TrainChoice, batch: StepBatch, machine: Machine) -> float:
@@ -623,18 +665,21 @@ def fullest_training(
             memory = replace(memory, logits=logits * logits_bytes_per_element)
         memories.append(memory)
 
+    # Other models need a custom pipeline layout, which is assumed to balance the states of the stages.
     if not has_end_settings:
-        # Such models need a custom pipeline layout, which is assumed to balance the states of the stages.
-        names = ("weights", "gradients", "optimizer")
-        mean = {name: sum(getattr(memory, name) for memory in memories) / len(memories) for name in names}
-        memories = [replace(memory, **mean) for memory in memories]
+        mean_states = {}
+        for name in ("weights", "gradients", "optimizer"):
+            total = sum(getattr(memory, name) for memory in memories)
+            mean_states[name] = total / len(memories)
+        memories = [replace(memory, **mean_states) for memory in memories]
     return _role_memory(memories)
 
 
 def _role_memory(memories: Sequence[TrainingMemory]) -> RoleMemory:
     """Return the memory of a role from that of its stages."""
     fullest = max(memories, key=lambda memory: memory.total)
-    return RoleMemory(replace(fullest, overhead=RUNTIME_BYTES), max(memory.states for memory in memories))
+    most_states = max(memory.states for memory in memories)
+    return RoleMemory(replace(fullest, overhead=RUNTIME_BYTES), most_states)
 
 
 def learn_memory(choice: TrainChoice, batch: StepBatch) -> RoleMemory:

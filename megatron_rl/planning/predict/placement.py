@@ -2,7 +2,7 @@
 
 A placement is a set of groups of roles, each on separate GPUs. Within a group roles take turns, and
 generation uses the remaining memory; groups work at the same time (HybridFlow, arXiv 2409.19256, section 6
-and algorithm 1). `compose_step` combines the times of a placement as it does those of a configuration.
+and algorithm 1). `compose_step` combines the times of a placement in the same way as a configuration's.
 
 `Planner` plans one group: a parallel layout for each of its roles. `search` tries the groupings.
 """
@@ -31,7 +31,7 @@ from megatron_rl.planning.predict.search import (
     RolloutPlan,
     SearchCount,
     TrainPlan,
-    contexts,
+    context_sizes,
     rollout_plans,
     training_front,
 )
@@ -89,6 +89,8 @@ class Problem:
 
     The last four fields describe the trainer. Their defaults are this package's; published measurements of
     other systems are predicted with theirs.
+
+    Example: ``Problem({"actor": shape, "reference": shape}, "grpo", batch, machine)``.
     """
 
     models: Mapping[str, ModelShape]
@@ -130,7 +132,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Plan of one group of roles that share GPUs."""
+    """Plan of one group of roles that share GPUs.
+
+    Example: ``GroupPlan(16, {"actor": actor, "reference": reference}, rollout=rollout)``.
+    """
 
     gpus: int
     """GPUs of the group."""
@@ -162,21 +167,29 @@ class GroupPlan:
     def role_seconds(self, rank: int) -> list[RoleSeconds]:
         """Return the seconds of each role in a step; ``rank`` represents all ranks of the group."""
         lead = next(iter(self.plans))
-        return [
-            RoleSeconds(
+        result = []
+        for role, plan in self.plans.items():
+            # The group swaps once a step: count it with one role.
+            learn = plan.learn
+            if role == lead:
+                learn += self.swap
+            seconds = RoleSeconds(
                 role,
                 (rank,),
                 forward=plan.forward,
-                learn=plan.learn + (self.swap if role == lead else 0.0),
+                learn=learn,
                 reload_seconds=self.reload_seconds.get(role, 0.0),
             )
-            for role, plan in self.plans.items()
-        ]
+            result.append(seconds)
+        return result
 
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """Placement with its predicted step."""
+    """Placement with its predicted step.
+
+    Example: ``PlacementPlan("split", (group,), step, rollout, rollout_gpus=8)``.
+    """
 
     name: str
     """Kind of placement, as it is printed."""
@@ -222,10 +235,12 @@ class Planner:
         model = problem.models[role]
         trained = spec_of(role).trains
         # The critic and frozen roles have no adapters in a plan.
-        lora = problem.lora if role == _ACTOR else None
+        lora = None
+        if role == _ACTOR:
+            lora = problem.lora
+
         # Cache by model, since roles with equal models have the same front.
         key = (model, trained, lora, gpus, even)
-
         if key not in self._fronts:
             self._fronts[key] = training_front(
                 model,
@@ -242,7 +257,13 @@ class Planner:
             )
         return self._fronts[key]
 
-    def group(self, roles: Sequence[str], gpus: int, generates: bool, alone: bool = True) -> GroupPlan | None:
+    def group(
+        self,
+        roles: Sequence[str],
+        gpus: int,
+        generates: bool,
+        alone: bool = True,
+    ) -> GroupPlan | None:
         """Return the fastest plan of a group of roles on ``gpus`` GPUs; None where it does not fit.
 
         A role's limit is the memory that the other roles' states leave free. If that is too little and the
@@ -258,12 +279,13 @@ class Planner:
         even = self.problem.shared_stage_split and not alone
 
         best: GroupPlan | None = None
+        bound = inf
         for lead in self.front(order[0], gpus, even):
             for spread in spreads:
-                bound = best.busy if best is not None else inf
                 group = self._group_with_lead(order, lead, gpus, generates, spread, bound)
                 if group is not None and group.busy < bound:
                     best = group
+                    bound = group.busy
         return best
 
     def _group_with_lead(
@@ -311,11 +333,14 @@ class Planner:
     def _follower(self, role: str, lead: TrainPlan, gpus: int, spread: float) -> TrainPlan | None:
         """Return the plan of a role in a group with this lead; None if no plan fits."""
         # Roles that share the split of uneven stages, or the base of adapters, need the lead's layout.
-        uneven = lead.choice.model.layers % lead.choice.layout.pipeline > 0
-        shares_base = spec_of(role).shares == INITIAL and lead.choice.lora is not None
-        if (self.problem.shared_stage_split and uneven) or shares_base:
+        choice = lead.choice
+        has_uneven_stages = choice.model.layers % choice.layout.pipeline > 0
+        shares_split = self.problem.shared_stage_split and has_uneven_stages
+        shares_base = spec_of(role).shares == INITIAL and choice.lora is not None
+        if shares_split or shares_base:
             return self._with_layout_of(role, lead)
 
+        # The fastest plan within the limit; the front is sorted by time.
         front = self.front(role, gpus, self.problem.shared_stage_split)
         if not front:
             return None
@@ -339,12 +364,15 @@ class Planner:
             return TrainPlan(choice, learn, lead.forward, learn_memory(choice, batch))
 
         choice = TrainChoice(
-            lead_choice.model, lead_choice.layout, exchanges_heads=lead_choice.exchanges_heads
+            lead_choice.model,
+            lead_choice.layout,
+            exchanges_heads=lead_choice.exchanges_heads,
         )
         memory = score_memory(choice, batch)
         if spec_of(role).shares == INITIAL and lead_choice.lora is not None:
-            memory = RoleMemory(replace(memory.fullest, weights=0.0), 0.0)
-        return TrainPlan(choice, 0.0, score_seconds(choice, batch, machine), memory)
+            memory = RoleMemory(replace(memory.fullest, weights=0.0), states=0.0)
+        forward = score_seconds(choice, batch, machine)
+        return TrainPlan(choice, learn=0.0, forward=forward, memory=memory)
 
     def _with_generation(self, group: GroupPlan, state_bytes: float) -> GroupPlan | None:
         """Return the faster of two plans with generation: with and without states on the GPUs meanwhile.
@@ -364,9 +392,12 @@ class Planner:
                 reload_seconds[role] = 2.0 * plan.memory.states / machine.host_rate
             else:
                 frozen_bytes += plan.memory.states
+
+        # Swapping roles move everything, frozen models too.
         if problem.roles_swap:
             frozen_bytes = 0.0
-            offloaded = replace(group, swap=group.swap + 2.0 * state_bytes / machine.host_rate)
+            swap = group.swap + 2.0 * state_bytes / machine.host_rate
+            offloaded = replace(group, swap=swap)
         else:
             offloaded = replace(group, reload_seconds=reload_seconds)
         offloaded = replace(offloaded, resident=frozen_bytes, offloaded=True)
@@ -378,13 +409,15 @@ class Planner:
         if actor is not None:
             merged = merged_bytes(actor.choice)
 
+        # The trainer's CUDA context and communicators stay on the GPU during generation. So do the weight
+        # sync's connections across nodes, and while weights move its staging buffers. Connections within the
+        # node are not reserved: they depend on the layouts, which are still searched.
+        sync_bytes = HybridEngineConfig.staging_bytes + NETWORK_PEERS_BYTES
+        other_bytes = merged + RUNTIME_BYTES + sync_bytes
+
         plans = []
         for plan, resident_bytes in ((on_gpu, state_bytes), (offloaded, offloaded_bytes)):
-            # The trainer's CUDA context and communicators stay on the GPU during generation.
-            # So do the connections of the weight sync, and while weights move its staging buffers. Those
-            # with ranks of the node are not reserved: the search does not know them yet.
-            sync = HybridEngineConfig.staging_bytes + NETWORK_PEERS_BYTES
-            rollout = self.rollout(group.gpus, resident_bytes + merged + RUNTIME_BYTES + sync)
+            rollout = self.rollout(group.gpus, resident_bytes + other_bytes)
             if rollout is not None:
                 plans.append(replace(plan, rollout=rollout))
         return min(plans, key=lambda plan: plan.busy, default=None)
@@ -392,9 +425,12 @@ class Planner:
     def rollout(self, gpus: int, reserved: float = 0.0) -> RolloutPlan | None:
         """Return the fastest rollout that leaves ``reserved`` bytes of each GPU free; None if none fits."""
         machine = self.problem.machine
-        free = (machine.usable_memory - reserved) / machine.gpu.memory
+        free_fraction = (machine.usable_memory - reserved) / machine.gpu.memory
         # Round down to hundredths, as configurations do, so that the cached search below is reused.
-        fraction = min(self.problem.memory_fraction or _MAX_ENGINE_FRACTION, int(100 * free) / 100)
+        free_fraction = int(100 * free_fraction) / 100
+
+        largest_fraction = self.problem.memory_fraction or _MAX_ENGINE_FRACTION
+        fraction = min(largest_fraction, free_fraction)
         if fraction <= _MIN_ENGINE_FRACTION:
             return None
         return self._rollout_within(gpus, fraction)
@@ -402,7 +438,6 @@ class Planner:
     def _rollout_within(self, gpus: int, fraction: float) -> RolloutPlan | None:
         """Return the fastest rollout with ``fraction`` of each GPU's memory, None if no rollout fits."""
         key = (gpus, fraction)
-
         if key not in self._rollouts:
             problem = self.problem
             plans = rollout_plans(
@@ -418,7 +453,7 @@ class Planner:
             # Skip other tensor-parallel sizes if the problem sets one.
             if problem.rollout_tensor:
                 plans = [plan for plan in plans if plan.layout.tensor == problem.rollout_tensor]
-            self._rollouts[key] = plans[0] if plans else None
+            self._rollouts[key] = next(iter(plans), None)
         return self._rollouts[key]
 
 
@@ -440,10 +475,16 @@ def _placement(
     if rollout_gpus:
         ranks = range(layout.size, layout.size + rollout_gpus)
 
+    # One rank represents each group, since groups are on separate GPUs and their ranks are equally busy.
+    role_seconds: list[RoleSeconds] = []
+    for index, group in enumerate(groups):
+        role_seconds += group.role_seconds(index)
+
+    model = problem.models[_ACTOR]
     step = compose_step(
-        [work for index, group in enumerate(groups) for work in group.role_seconds(index)],
+        role_seconds,
         generate=rollout.seconds,
-        reshard=problem.sync_seconds(problem.models[_ACTOR], layout, rollout.layout, ranks, problem.machine),
+        reshard=problem.sync_seconds(model, layout, rollout.layout, ranks, problem.machine),
         fixed=problem.machine.constants.efficiency.rl_fixed_seconds,
         ahead=ahead,
     )
@@ -451,7 +492,7 @@ def _placement(
 
 
 def place_groups(name: str, problem: Problem, groups: Sequence[GroupPlan]) -> PlacementPlan:
-    """Return the placement of planned groups, of which one also generates."""
+    """Return the placement of planned groups; one of the groups also generates."""
     rollout = next(group.rollout for group in groups if group.rollout is not None)
     return _placement(name, problem, groups, rollout)
 
@@ -493,7 +534,10 @@ def compositions(total: int, count: int) -> Iterator[tuple[int, ...]]:
 
 
 def best_grouping(
-    name: str, planner: Planner, groups: Sequence[Sequence[str]], units: int = 16
+    name: str,
+    planner: Planner,
+    groups: Sequence[Sequence[str]],
+    units: int = 16,
 ) -> PlacementPlan | None:
     """Return the placement with the group sizes of the shortest step, None if no sizes fit.
 
@@ -544,7 +588,10 @@ def job_sizes(gpus: int) -> Iterator[int]:
     fill a large job.
     """
     yield gpus
-    sizes = {base << power for base in (1, 3) for power in range(gpus.bit_length())}
+
+    sizes: set[int] = set()
+    for power in range(gpus.bit_length()):
+        sizes |= {1 << power, 3 << power}
     yield from sorted((size for size in sizes if size < gpus), reverse=True)
 
 
@@ -553,7 +600,6 @@ def _colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | None:
     best: PlacementPlan | None = None
     for size in job_sizes(planner.problem.gpus):
         group = planner.group(roles, size, True)
-
         if group is None:
             # Fewer GPUs have even less memory. Only the full number may fail for its divisors instead.
             if size < planner.problem.gpus:
@@ -574,7 +620,8 @@ def _split(planner: Planner, roles: Sequence[str], split: str) -> PlacementPlan 
     gpus = problem.gpus
     rollout_planner = planner
     if split == OPEN_ORDER:
-        rollout_planner = Planner(replace(problem, batch=replace(problem.batch, oversample=OVERSAMPLE)))
+        batch = replace(problem.batch, oversample=OVERSAMPLE)
+        rollout_planner = Planner(replace(problem, batch=batch))
 
     # Every division of the GPUs, in eighths.
     unit = max(1, gpus // _MIXED_UNITS)
@@ -623,22 +670,27 @@ def search(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
     ``split``, of `SPLITS`, determines when GPUs for generation alone sample.
     """
     # Search context parallelism only for rows that are long enough for 4 or more ranks.
-    if max(contexts(problem.batch.longest)) >= 4:
+    if max(context_sizes(problem.batch.longest)) >= 4:
         problem = replace(problem, context_parallel=True)
 
     planner = Planner(problem)
-    plans = [plan for plan in _placements(planner, _roles(problem), split) if plan is not None]
+    placements = _placements(planner, _roles(problem), split)
+    plans = [plan for plan in placements if plan is not None]
     if not plans:
         raise _does_not_fit(problem)
+
     plans.sort(key=lambda plan: plan.step.total)
-    return SearchResult(tuple(plans), planner.counter.layouts, planner.counter.evaluated)
+    counter = planner.counter
+    return SearchResult(tuple(plans), counter.layouts, counter.evaluated)
 
 
 def _does_not_fit(problem: Problem) -> UserError:
     """Return the error of a job that fits in no placement, with the number of GPUs on which it would."""
     machine = problem.machine
+    fix = "use more or larger GPUs"
     smallest = _smallest_job(problem)
-    fix = f"use at least {smallest} GPUs" if smallest else "use more or larger GPUs"
+    if smallest:
+        fix = f"use at least {smallest} GPUs"
     return UserError(
         f"{problem.models[_ACTOR].name} does not fit on {problem.gpus} {machine.gpu.name}",
         where="--gpus",

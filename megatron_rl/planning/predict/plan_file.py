@@ -1,4 +1,8 @@
-"""Write a plan as a run configuration, predict that configuration, and format it as text and JSON."""
+"""Write a plan as a run configuration, predict that configuration, and format it as text and JSON.
+
+The idea: a plan is worth what its configuration is. So the numbers that are printed are predicted from the
+written configuration, by the functions that `check` uses, and not from the search.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +41,8 @@ class Paths:
     """Paths that a plan does not determine.
 
     Without data or a reward, the configuration has the ones of grade-school mathematics as placeholders.
+
+    Example: ``Paths("models/Qwen3-8B", data="data/train.jsonl", reward="my_rewards:score")``.
     """
 
     model: str
@@ -57,12 +63,19 @@ RankRange = tuple[int, int]
 
 def _rank_text(first: int, count: int) -> str:
     """Return a range of ranks as a configuration writes it."""
-    return f"{first}-{first + count - 1}" if count > 1 else str(first)
+    if count == 1:
+        return str(first)
+    return f"{first}-{first + count - 1}"
 
 
 def _layout_section(layout: ParallelLayout) -> dict[str, Any]:
     """Return the sizes of a layout that are not 1, as its section of a configuration."""
-    values = {name: getattr(layout, name) for name in _LAYOUT_SIZES if getattr(layout, name) > 1}
+    values: dict[str, Any] = {}
+    for name in _LAYOUT_SIZES:
+        size = getattr(layout, name)
+        if size > 1:
+            values[name] = size
+
     # Plans do not use expert-tensor parallelism.
     if layout.expert > 1:
         values["expert_tensor"] = 1
@@ -93,10 +106,10 @@ def preset_of(ranges: Mapping[str, RankRange], world: int) -> str | None:
     first_half = (0, world // 2)
     second_half = (world // 2, world - world // 2)
     for preset in HALF_PRESETS:
-        preset_ranges: dict[str, RankRange] = {}
+        preset_ranges: dict[str, RankRange] = dict.fromkeys(ranges, first_half)
         for role in ranges:
-            is_in_second_half = spec_of(role).placement == preset
-            preset_ranges[role] = second_half if is_in_second_half else first_half
+            if spec_of(role).placement == preset:
+                preset_ranges[role] = second_half
         if preset_ranges == dict(ranges):
             return preset
     return None
@@ -104,11 +117,17 @@ def preset_of(ranges: Mapping[str, RankRange], world: int) -> str | None:
 
 def _prepare_commands(paths: Paths, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the commands that fetch models and data of the configuration that are not on this machine."""
-    # An absolute path, or one that starts with a dot, belongs to the user and is not downloaded.
     models = [paths.model, paths.critic]
-    models += [model["path"] for model in config["reward"].get("models", {}).values()]
-    downloads = dict.fromkeys(path for path in models if path and not path.startswith(("/", ".")))
-    commands = {path: download_command(path) for path in downloads if not Path(path).exists()}
+    reward_models = config["reward"].get("models", {})
+    models += [model["path"] for model in reward_models.values()]
+
+    commands: dict[str, str] = {}
+    for path in models:
+        # An absolute path, or one that starts with a dot, belongs to the user and is not downloaded.
+        if not path or path.startswith(("/", ".")):
+            continue
+        if not Path(path).exists():
+            commands[path] = download_command(path)
     if paths.data is None:
         commands["data/gsm8k"] = "hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k"
     return commands
@@ -162,9 +181,12 @@ class _ConfigWriter:
     def frozen(self, role: str) -> dict[str, Any]:
         """Return the section of a frozen role; without a layout if it is the base of the actor's adapters."""
         choice = self._plan_of(role).choice
+        has_actor_ranks = self.ranges[role] == self.ranges[ACTOR.name]
         shares_base = spec_of(role).shares == INITIAL and self.actor.choice.lora is not None
-        if shares_base and self.ranges[role] == self.ranges[ACTOR.name]:
+        if shares_base and has_actor_ranks:
             return {}
+
+        # With uneven stages the role inherits the actor's layout, as trained roles do.
         if end_settings(choice.model.layers, choice.layout.pipeline):
             return {}
         return {"layout": self.layout(role, choice.layout)}
@@ -172,13 +194,14 @@ class _ConfigWriter:
     def batch(self) -> dict[str, Any]:
         """Return the batch section."""
         batch = self.problem.batch
+        micro_batches: list[int] = []
+        for group in self.plan.groups:
+            for role, plan in group.plans.items():
+                if spec_of(role).trains:
+                    micro_batches.append(plan.choice.micro_batch)
+
         # The configuration has one token budget for all roles: the smallest one fits them all.
-        micro_batch = min(
-            plan.choice.micro_batch
-            for group in self.plan.groups
-            for role, plan in group.plans.items()
-            if spec_of(role).trains
-        )
+        micro_batch = min(micro_batches)
         return {
             "prompts_per_step": batch.prompts,
             "samples_per_prompt": batch.samples,
@@ -202,12 +225,14 @@ class _ConfigWriter:
         """Return the sections of critic, reference, rollout and asynchrony."""
         sections: dict[str, Any] = {}
         if self.plan.plan_of(CRITIC.name) is not None:
-            sections[CRITIC.section] = self.trained(CRITIC.name)
+            critic = self.trained(CRITIC.name)
             if self.paths.critic:
-                sections[CRITIC.section] = {"path": self.paths.critic, **sections[CRITIC.section]}
+                critic = {"path": self.paths.critic, **critic}
+            sections[CRITIC.section] = critic
         if self.plan.plan_of(REFERENCE.name) is not None:
             sections[REFERENCE.section] = self.frozen(REFERENCE.name)
 
+        # A placement preset implies the ranks of the rollout, as of the other roles.
         layout = self.plan.rollout.layout
         rollout: dict[str, Any] = {
             "tensor": layout.tensor,
@@ -228,21 +253,30 @@ class _ConfigWriter:
         problem = self.problem
         cluster = problem.machine.cluster
         algorithm: dict[str, Any] = {"name": problem.algorithm}
+        # A reference needs a KL penalty: in the reward for PPO, in the loss otherwise.
         if self.plan.plan_of(REFERENCE.name) is not None:
-            # A reference needs a KL penalty: in the reward for PPO, in the loss otherwise.
-            algorithm["kl"] = "reward" if problem.algorithm == "ppo" else "loss"
+            algorithm["kl"] = "loss"
+            if problem.algorithm == "ppo":
+                algorithm["kl"] = "reward"
 
-        data = {"train": self.paths.data or _TRAIN_DATA, "max_prompt_tokens": int(problem.batch.prompt)}
+        data: dict[str, Any] = {
+            "train": self.paths.data or _TRAIN_DATA,
+            "max_prompt_tokens": int(problem.batch.prompt),
+        }
         if self.paths.data is None:
             data |= {"prompt_field": "question", "ground_truth_field": "answer", "chat_template": True}
 
         # Select the layers whose memory and seconds were predicted.
-        attention = "transformer_engine" if self.actor.choice.transformer_engine else "torch"
+        attention = "torch"
+        if self.actor.choice.transformer_engine:
+            attention = "transformer_engine"
+
+        _, _, run_name = problem.models[ACTOR.name].name.rpartition("/")
         return {
             "model": {"path": self.paths.model, "attention": attention},
             "data": data,
             "reward": self.reward(),
-            "run_dir": f"runs/{problem.models[ACTOR.name].name.rsplit('/', 1)[-1]}",
+            "run_dir": f"runs/{run_name}",
             "steps": 100,
             "world_size": self.plan.gpus,
             "gpus_per_node": cluster.gpus_per_node,
@@ -289,15 +323,23 @@ def planned_run(problem: Problem, plan: PlacementPlan, paths: Paths) -> PlannedR
     shapes = {role: problem.models.get(spec_of(role).name, actor) for role in layouts}
 
     machine = problem.machine
-    stats = RunStats(problem.batch.prompt, problem.batch.lengths.mean)
-    prediction = predict_run(config, machine.constants, machine.gpu.name, shapes, stats, machine.precision)
+    prediction = predict_run(
+        config,
+        machine.constants,
+        machine.gpu.name,
+        shapes,
+        RunStats(problem.batch.prompt, problem.batch.lengths.mean),
+        machine.precision,
+    )
+    memory = memory_plan(config, layouts, shapes, batch_plan(config, layouts))
+    rollout_ranks = layouts[ROLLOUT.name].ranks
     return PlannedRun(
         plan=plan,
         mapping=mapping,
         config=config,
         prediction=prediction,
-        memory=tuple(memory_plan(config, layouts, shapes, batch_plan(config, layouts))),
-        traffic=shared_weights(config, actor).traffic(layouts[ROLLOUT.name].ranks),
+        memory=tuple(memory),
+        traffic=shared_weights(config, actor).traffic(rollout_ranks),
     )
 
 
@@ -308,15 +350,17 @@ def peak_bytes(run: PlannedRun, phase: str) -> int:
 
 def plan_record(run: PlannedRun) -> dict[str, Any]:
     """Return a planned run as plain JSON values: seconds, and gigabytes on the fullest rank of each phase."""
+    # Layout and settings of each role with a Megatron model.
     plan = run.plan
     seconds = run.prediction.seconds
     roles = {}
     for group in plan.groups:
         for role, role_plan in group.plans.items():
             choice = role_plan.choice
+            sizes = {name: getattr(choice.layout, name) for name in (*_LAYOUT_SIZES, "data")}
             roles[role] = {
                 "gpus": group.gpus,
-                **{size: getattr(choice.layout, size) for size in (*_LAYOUT_SIZES, "data")},
+                **sizes,
                 "recompute": choice.recompute,
                 "micro_batch": choice.micro_batch,
                 "optimizer_offload": choice.optimizer.offload,
@@ -391,13 +435,15 @@ def _plan_lines(problem: Problem, number: int, run: PlannedRun) -> list[str]:
         f"     GiB per GPU {_memory_text(run)}",
         f"     weight sync {byte_text(run.traffic.received_most)} received by the busiest rank",
     ]
+    # A line for each role, the rollout last.
     for group in plan.groups:
         for role, role_plan in group.plans.items():
             lines.append(_role_line(problem, role, group.gpus, role_plan))
 
     rollout = plan.rollout.layout
-    offloaded = any(group.offloaded for group in plan.groups)
-    state = ", training state waits on the host" if offloaded else ""
+    state = ""
+    if any(group.offloaded for group in plan.groups):
+        state = ", training state waits on the host"
     lines.append(
         f"     {ROLLOUT.name:10} {rollout.replicas * rollout.gpus:5} GPUs  TP{rollout.tensor} x "
         f"{rollout.replicas} replicas, memory fraction {rollout.memory_fraction:.2f}{state}"

@@ -41,7 +41,10 @@ _MIN_CONTEXT_TOKENS = 4096
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """Settings to train a model on its GPUs, or to run its forward passes, with the predicted cost."""
+    """Settings to train a model on its GPUs, or to run its forward passes, with the predicted cost.
+
+    Example: ``TrainPlan(choice, learn=65.1, forward=20.8, memory=memory)``.
+    """
 
     choice: TrainChoice
     """Layout and settings."""
@@ -55,7 +58,10 @@ class TrainPlan:
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """Layout for generation with the predicted cost."""
+    """Layout for generation with the predicted cost.
+
+    Example: ``RolloutPlan(RolloutLayout(tensor=2, replicas=8), seconds=160.3)``.
+    """
 
     layout: RolloutLayout
     """Layout of the engine."""
@@ -81,14 +87,19 @@ def divisors(number: int) -> list[int]:
 def _tensor_choices(model: ModelShape, gpus: int, limit: int) -> list[int]:
     """Return the tensor-parallel sizes that divide the GPUs and the model's heads."""
     # Training does not replicate key-value heads. MLA has none, so its attention heads limit the size.
-    heads = model.heads if model.mla else model.kv_heads
-    return [size for size in _POWERS if size <= limit and gpus % size == 0 and heads % size == 0]
+    heads = model.kv_heads
+    if model.mla:
+        heads = model.heads
+
+    sizes = [size for size in _POWERS if size <= limit]
+    return [size for size in sizes if gpus % size == 0 and heads % size == 0]
 
 
 def _pipeline_choices(model: ModelShape, gpus: int) -> list[int]:
     """Return the pipeline sizes that Megatron can split the model's layers over."""
     limit = min(model.layers, _MAX_PIPELINE)
-    return [size for size in divisors(gpus) if size <= limit and end_settings(model.layers, size) is not None]
+    sizes = [size for size in divisors(gpus) if size <= limit]
+    return [size for size in sizes if end_settings(model.layers, size) is not None]
 
 
 def virtual_choices(model: ModelShape, pipeline: int) -> list[int]:
@@ -99,13 +110,17 @@ def virtual_choices(model: ModelShape, pipeline: int) -> list[int]:
     return [size for size in (1, 2, 4, 8) if layers_per_stage % size == 0]
 
 
-def contexts(row_limit: float) -> list[int]:
+def context_sizes(row_limit: float) -> list[int]:
     """Return the context-parallel sizes to try, which give each rank 4,096 tokens of the longest row."""
     return [size for size in _POWERS if size == 1 or row_limit / size >= _MIN_CONTEXT_TOKENS]
 
 
 def training_layouts(
-    model: ModelShape, gpus: int, node: int, row_limit: int, rows: int | None = None
+    model: ModelShape,
+    gpus: int,
+    node: int,
+    row_limit: int,
+    rows: int | None = None,
 ) -> Iterator[ParallelLayout]:
     """Yield the layouts worth trying on ``gpus`` GPUs; tensor ranks stay inside ``node`` GPUs.
 
@@ -120,12 +135,14 @@ def training_layouts(
     for tensor in _tensor_choices(model, gpus, min(node, _MAX_TENSOR)):
         for pipeline in _pipeline_choices(model, gpus // tensor):
             stage_gpus = gpus // tensor // pipeline
-            for context in contexts(row_limit):
+            for context in context_sizes(row_limit):
                 if stage_gpus % context:
                     continue
                 data = stage_gpus // context
                 if rows is not None and data > rows:
                     continue
+
+                # Experts divide the ranks of a stage a second time.
                 for expert in expert_sizes:
                     if (tensor * context * data) % expert:
                         continue
@@ -135,7 +152,11 @@ def training_layouts(
 
 
 def rollout_layouts(
-    model: ModelShape, gpus: int, memory_fraction: float, engine: str, max_sequences: int | None = None
+    model: ModelShape,
+    gpus: int,
+    memory_fraction: float,
+    engine: str,
+    max_sequences: int | None = None,
 ) -> Iterator[RolloutLayout]:
     """Yield rollout layouts that use every GPU, by tensor size; key-value heads may be replicated."""
     for tensor in _POWERS:
@@ -206,17 +227,20 @@ def training_front(
     """
     counter = counter or SearchCount()
     limit = machine.usable_memory
-    memory_of = learn_memory if trained else score_memory
+    node = machine.cluster.gpus_per_node
+    memory_of = score_memory
     rows = batch.rows
     if trained:
+        memory_of = learn_memory
         rows = batch.rows // batch.optimizer_steps
-    node = machine.cluster.gpus_per_node
 
     plans: list[TrainPlan] = []
     for layout in training_layouts(model, gpus, node, int(batch.longest), max(1, rows)):
         # Skip layouts that the trainer does not support, or that other roles could not share.
-        uneven = model.layers % layout.pipeline > 0
-        if (layout.context > 1 and not context_allowed) or (uneven and even_stages):
+        has_uneven_stages = model.layers % layout.pipeline > 0
+        if has_uneven_stages and even_stages:
+            continue
+        if layout.context > 1 and not context_allowed:
             continue
         stages = end_settings(model.layers, layout.pipeline)
         if layout.context > 1 and exchanges_heads and trainer_problems(model, layout, stages):
@@ -230,19 +254,30 @@ def training_front(
         choices: Iterable[TrainChoice] = [TrainChoice(model, layout, exchanges_heads=exchanges_heads)]
         if trained:
             choices = _train_choices(
-                model, layout, optimizer, recomputes, micro_batches, offload_allowed, exchanges_heads, lora
+                model,
+                layout,
+                optimizer,
+                recomputes,
+                micro_batches,
+                offload_allowed,
+                exchanges_heads,
+                lora,
             )
+
         forward_seconds: dict[tuple[int, int], float] = {}
         for choice in choices:
             memory = memory_of(choice, batch)
             if memory.total > limit:
                 continue
             counter.evaluated += 1
+
             # Cache the forward pass, which does not depend on recompute and optimizer offload.
             key = (choice.layout.virtual_pipeline, choice.micro_batch)
             if key not in forward_seconds:
                 forward_seconds[key] = score_seconds(choice, batch, machine)
-            learn = learn_seconds(choice, batch, machine) if trained else 0.0
+            learn = 0.0
+            if trained:
+                learn = learn_seconds(choice, batch, machine)
             plans.append(TrainPlan(choice, learn, forward_seconds[key], memory))
 
     return _pareto_front(sorted(plans, key=lambda plan: plan.learn + plan.forward))

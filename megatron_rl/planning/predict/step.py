@@ -7,6 +7,7 @@ same time, as in the trainer, so a phase lasts as long as its busiest rank.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -60,7 +61,12 @@ class RoleSeconds:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step by phase."""
+    """Seconds of a step by phase.
+
+    Example: a step of 31 s, with 20 s of generation::
+
+        Step({"generate": 20.0, "reshard": 1.0, "reward": 0.0, "score": 3.0, "learn": 6.0}, fixed=1.0)
+    """
 
     seconds: Mapping[str, float]
     """Seconds of each of `PHASES`."""
@@ -83,21 +89,32 @@ class Step:
 
 
 def compose_step(
-    roles: Iterable[RoleSeconds], generate: float, reshard: float, fixed: float, ahead: bool = False
+    roles: Iterable[RoleSeconds],
+    generate: float,
+    reshard: float,
+    fixed: float,
+    ahead: bool = False,
 ) -> Step:
     """Combine the roles' times into a step, in which each phase takes as long as on its busiest rank."""
     # Phase -> rank -> seconds: the times of roles that share a rank add up.
-    busy: dict[str, dict[int, float]] = {"reward": {}, "score": {}, "learn": {}}
+    rank_seconds: dict[str, dict[int, float]] = {
+        "reward": defaultdict(float),
+        "score": defaultdict(float),
+        "learn": defaultdict(float),
+    }
     for work in roles:
-        phase = spec_of(work.role).phase
+        forward_phase = spec_of(work.role).phase
         for rank in work.ranks:
+            # States are loaded and stored in each phase in which the role works.
             if work.forward:
-                busy[phase][rank] = busy[phase].get(rank, 0.0) + work.forward + work.reload_seconds
+                rank_seconds[forward_phase][rank] += work.forward + work.reload_seconds
             if work.learn:
-                busy["learn"][rank] = busy["learn"].get(rank, 0.0) + work.learn + work.reload_seconds
+                rank_seconds["learn"][rank] += work.learn + work.reload_seconds
 
-    phase_seconds = {phase: max(seconds.values(), default=0.0) for phase, seconds in busy.items()}
-    return Step({"generate": generate, "reshard": reshard, **phase_seconds}, fixed, ahead)
+    seconds = {"generate": generate, "reshard": reshard}
+    for phase, seconds_by_rank in rank_seconds.items():
+        seconds[phase] = max(seconds_by_rank.values(), default=0.0)
+    return Step(seconds, fixed, ahead)
 
 
 def copy_seconds(machine: Machine, remote_bytes: float, domain_bytes: float = 0.0) -> float:
@@ -106,12 +123,14 @@ def copy_seconds(machine: Machine, remote_bytes: float, domain_bytes: float = 0.
     ``remote_bytes`` leave the NVLink domain of the sender, ``domain_bytes`` stay in it. The fixed part and
     the network's share are fitted to published refit times (constants.json).
     """
-    constants = machine.constants
     cluster = machine.cluster
+    weight_sync = machine.constants.weight_sync
+    network_rate = cluster.network * weight_sync.planned_network
+    nvlink_rate = cluster.gpu.nvlink * weight_sync.planned_nvlink
+
     # Assume that a rank's network and NVLink transfers do not overlap.
-    seconds = remote_bytes / (cluster.network * constants.weight_sync.planned_network)
-    seconds += domain_bytes / (cluster.gpu.nvlink * constants.weight_sync.planned_nvlink)
-    return constants.weight_sync.planned_fixed_seconds + seconds
+    transfer_seconds = remote_bytes / network_rate + domain_bytes / nvlink_rate
+    return weight_sync.planned_fixed_seconds + transfer_seconds
 
 
 def sync_seconds(traffic: WeightTraffic, senders: int, machine: Machine) -> float:
@@ -131,7 +150,8 @@ def sync_seconds(traffic: WeightTraffic, senders: int, machine: Machine) -> floa
 @lru_cache(maxsize=4096)
 def _shared_bytes(model: ModelShape, layout: ParallelLayout, tensor: int, itemsize: int) -> SharedBytes:
     """Return `shared_bytes`, cached since a search computes it for the same layouts many times."""
-    return shared_bytes(model, layout, tensor, itemsize, settings=end_settings(model.layers, layout.pipeline))
+    settings = end_settings(model.layers, layout.pipeline)
+    return shared_bytes(model, layout, tensor, itemsize, settings=settings)
 
 
 def planned_sync_seconds(
@@ -142,13 +162,16 @@ def planned_sync_seconds(
     machine: Machine,
 ) -> float:
     """Return seconds of one weight sync into an engine on ``ranks``, in the order of the replicas."""
-    traffic = _shared_bytes(model, layout, rollout.tensor, machine.weight_bytes).traffic(ranks)
-    return sync_seconds(traffic, layout.size, machine)
+    overlap = _shared_bytes(model, layout, rollout.tensor, machine.weight_bytes)
+    return sync_seconds(overlap.traffic(ranks), layout.size, machine)
 
 
 @dataclass(frozen=True)
 class RunStats:
-    """Measured mean lengths of a run in tokens; without them `run_batch` assumes lengths."""
+    """Measured mean lengths of a run in tokens; without them `run_batch` assumes lengths.
+
+    Example: ``RunStats(prompt=310.0, response=1250.0)``.
+    """
 
     prompt: float | None = None
     """Mean length of a prompt."""
@@ -188,21 +211,25 @@ class RunStep:
 
         Generation counts the tokens of responses, the other phases also the tokens of prompts.
         """
-        tokens_of = {"generate": self.response_tokens}
-        return {
-            name: tokens_of.get(name, self.tokens) / seconds[name] / self.world
-            for name in ("generate", "reward", "score", "learn")
-            if seconds.get(name)
-        }
+        rates = {}
+        for phase in ("generate", "reward", "score", "learn"):
+            tokens = self.tokens
+            if phase == "generate":
+                tokens = self.response_tokens
+
+            # A phase without work has no rate.
+            if seconds.get(phase):
+                rates[phase] = tokens / seconds[phase] / self.world
+        return rates
 
     def utilization(self, seconds: Mapping[str, float]) -> dict[str, float]:
         """Return the model FLOPs utilization of each phase, from its ``seconds``; attention is causal."""
         job_peak = self.world * self.peak_flops
-        return {
-            name: flops / seconds[name] / job_peak
-            for name, flops in self.flops.items()
-            if flops and seconds.get(name)
-        }
+        utilization = {}
+        for phase, flops in self.flops.items():
+            if flops and seconds.get(phase):
+                utilization[phase] = flops / seconds[phase] / job_peak
+        return utilization
 
 
 def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], stats: RunStats) -> StepBatch:
@@ -212,22 +239,36 @@ def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], stats: R
     """
     limit = float(config.rollout.max_response_tokens)
     mean = min(stats.response or TYPICAL_SHARE * limit, limit)
+    lengths = response_lengths(max(1.0, mean), limit, "variable")
+
     # Micro-batches are packed up to this many tokens.
-    budget = config.batch.tokens_per_microbatch or token_budget(config, layouts["actor"])[0]
+    budget = config.batch.tokens_per_microbatch
+    if not budget:
+        budget, *_ = token_budget(config, layouts["actor"])
+
+    oversample = None
+    if config.rollout.order == OPEN:
+        oversample = config.rollout.oversample
     return StepBatch(
         prompts=config.batch.prompts_per_step,
         samples=config.batch.samples_per_prompt,
         optimizer_steps=config.batch.optimizer_steps,
         prompt=stats.prompt or float(config.data.max_prompt_tokens),
-        lengths=response_lengths(max(1.0, mean), limit, "variable"),
+        lengths=lengths,
         longest=float(budget),
         epochs=config.batch.epochs,
-        oversample=config.rollout.oversample if config.rollout.order == OPEN else None,
+        oversample=oversample,
     )
 
 
-def _train_choice(config: RunConfig, role: str, layout: ParallelLayout, model: ModelShape) -> TrainChoice:
+def _train_choice(
+    config: RunConfig,
+    role: str,
+    layout: ParallelLayout,
+    model: ModelShape,
+) -> TrainChoice:
     """Return the settings with which a role's model runs; of a frozen role only the layout has an effect."""
+    # A frozen role has no such section: read the actor's, since only the layout has an effect.
     spec = spec_of(role)
     section: Any = config.actor
     lora = None
@@ -235,12 +276,19 @@ def _train_choice(config: RunConfig, role: str, layout: ParallelLayout, model: M
         section = role_sections(config).get(section_of(role)) or spec.section_class()
         lora = section.lora
 
-    optimizer = OptimizerChoice(distributed=section.optimizer.distributed, offload=section.optimizer.offload)
-    fused = config.model.attention != "torch"
     adapters = None
     if lora is not None:
         adapters = Lora.of(model, lora.rank, lora.targets)
-    return TrainChoice(model, layout, section.recompute, optimizer, transformer_engine=fused, lora=adapters)
+
+    optimizer = section.optimizer
+    return TrainChoice(
+        model,
+        layout,
+        section.recompute,
+        OptimizerChoice(distributed=optimizer.distributed, offload=optimizer.offload),
+        transformer_engine=config.model.attention != "torch",
+        lora=adapters,
+    )
 
 
 def role_shapes(config: RunConfig, shape_of: Callable[[str], ModelShape]) -> dict[str, ModelShape]:
@@ -258,14 +306,22 @@ def role_shapes(config: RunConfig, shape_of: Callable[[str], ModelShape]) -> dic
 
 
 def _reload_seconds(
-    config: RunConfig, role: str, choice: TrainChoice, batch: StepBatch, machine: Machine
+    config: RunConfig,
+    role: str,
+    choice: TrainChoice,
+    batch: StepBatch,
+    machine: Machine,
 ) -> float:
     """Return the seconds to load a role's states from the host and store them there, 0 without offload."""
     section = role_sections(config).get(section_of(role))
     if section is None or not section.offload:
         return 0.0
-    memory_of = learn_memory if spec_of(role).trains else score_memory
-    return 2.0 * memory_of(choice, batch).states / machine.host_rate
+
+    if spec_of(role).trains:
+        memory = learn_memory(choice, batch)
+    else:
+        memory = score_memory(choice, batch)
+    return 2.0 * memory.states / machine.host_rate
 
 
 def _rollout_layout(config: RunConfig, layout: ParallelLayout) -> RolloutLayout:
@@ -306,23 +362,30 @@ def predict_run(
     flops: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     role_seconds = []
     for role, layout in layouts.items():
+        # The rollout has no Megatron model.
         spec = spec_of(role)
         if spec.head is None:
             continue
+
         choice = _train_choice(config, role, layout, shapes[role])
-        # The actor needs no separate forward pass if the first optimizer step computes the same log-probs.
-        scores = role != ACTOR.name or scoring_reason(config, algorithm_of(config)) is not None
-        forward = 0.0
-        learn = 0.0
         forward_flops = choice.model.forward_flops(batch.context) * batch.tokens
-        if scores:
+
+        # The actor needs no separate forward pass if the first optimizer step computes the same log-probs.
+        needs_forward = role != ACTOR.name or scoring_reason(config, algorithm_of(config)) is not None
+        forward = 0.0
+        if needs_forward:
             forward = score_seconds(choice, batch, machine)
             flops[spec.phase] += forward_flops
+
+        learn = 0.0
         if spec.trains:
             learn = learn_seconds(choice, batch, machine)
             # A backward pass computes gradients of the inputs, and of the weights unless adapters train.
-            passes = 3 if choice.lora is None else 2
-            flops["learn"] += passes * batch.epochs * forward_flops
+            num_passes = 2
+            if choice.lora is None:
+                num_passes = 3
+            flops["learn"] += num_passes * batch.epochs * forward_flops
+
         reload_seconds = _reload_seconds(config, role, choice, batch, machine)
         role_seconds.append(RoleSeconds(role, layout.ranks, forward, learn, reload_seconds))
 
@@ -330,7 +393,9 @@ def predict_run(
     actor = shapes["actor"]
     rollout = _rollout_layout(config, layouts["rollout"])
     flops["generate"] = actor.forward_flops(batch.context) * batch.tokens
-    traffic = shared_weights(with_ranks(config, world), actor).traffic(layouts["rollout"].ranks)
+    overlap = shared_weights(with_ranks(config, world), actor)
+    traffic = overlap.traffic(layouts["rollout"].ranks)
+
     step = compose_step(
         role_seconds,
         generate=generate_seconds(actor, rollout, batch, machine),

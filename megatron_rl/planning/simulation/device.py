@@ -85,16 +85,18 @@ class Simulation(TorchDispatchMode):
     def phase(self, name: str) -> Iterator[None]:
         """Count the work of the block as phase ``name``; blocks of the same name add up."""
         usage = self.phases.setdefault(name, Usage())
-        outer = self._usage
+        outer_usage = self._usage
         self._usage = usage
-        self._update_sizes()
+
         # The peak of a phase includes the bytes that were there before it.
+        self._update_sizes()
         usage.begin = self._bytes
         usage.peak = max(usage.peak, self._bytes)
         yield
         self._update_sizes()
         usage.end = self._bytes
-        self._usage = outer
+
+        self._usage = outer_usage
 
     def __torch_dispatch__(
         self,
@@ -112,6 +114,8 @@ class Simulation(TorchDispatchMode):
         if read is not None and _reads_device(func, args, kwargs):
             self._usage.reads += 1
             return read(self, *args, **kwargs)
+
+        # Both make the host wait for the device, as reads do.
         if self._copies_pageable(func, args, kwargs):
             self._usage.copies += 1
         if self._selects(func, args, kwargs):
@@ -119,8 +123,9 @@ class Simulation(TorchDispatchMode):
 
         if func is _aten.masked_select.default and args[0].is_meta:
             # The size of the result depends on values that do not exist: assume `true_share`.
-            count = round(args[1].numel() * self.true_share)
-            result = args[0].new_empty(count)
+            values, mask = args
+            count = round(mask.numel() * self.true_share)
+            result = values.new_empty(count)
         else:
             result = func(*args, **kwargs)
         self._count_result(func, result)
@@ -128,11 +133,12 @@ class Simulation(TorchDispatchMode):
 
     def _count_result(self, func: Any, result: Any) -> None:
         """Count the storages of ``result``, and the kernel that computes it."""
-        values = result if isinstance(result, list | tuple) else (result,)
-        on_device = [value for value in values if isinstance(value, Tensor) and self._is_on_device(value)]
-        for value in on_device:
+        device_tensors = [value for value in _tensors(result) if self._is_on_device(value)]
+        for value in device_tensors:
             self._add_storage(value)
-        if on_device and not func.is_view and func.overloadpacket.__name__ not in _NO_KERNEL:
+
+        launches_kernel = not func.is_view and func.overloadpacket.__name__ not in _NO_KERNEL
+        if device_tensors and launches_kernel:
             self._usage.kernels += 1
 
     def _copies_pageable(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -142,21 +148,23 @@ class Simulation(TorchDispatchMode):
         """
         if self._device == device.host().type:
             return False
+
         if func is _aten.copy_.default:
+            target, source = args[:2]
             non_blocking = kwargs.get("non_blocking", len(args) > 2 and args[2])
-            return self._is_on_device(args[0]) and not self._is_on_device(args[1]) and not non_blocking
-        target = kwargs.get("device")
-        return (
-            func is _aten._to_copy.default
-            and target is not None
-            and target.type == self._device
-            and not self._is_on_device(args[0])
-        )
+            return self._is_on_device(target) and not self._is_on_device(source) and not non_blocking
+
+        if func is _aten._to_copy.default:
+            target_device = kwargs.get("device")
+            is_upload = target_device is not None and target_device.type == self._device
+            return is_upload and not self._is_on_device(args[0])
+        return False
 
     def _selects(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Return whether the size of an operator's result depends on values on the device."""
-        if not any(self._is_on_device(value) for value in _tensors(list(args))):
+        if not any(self._is_on_device(value) for value in _tensors(args)):
             return False
+
         name = func.overloadpacket.__name__
         if name == "repeat_interleave":
             return kwargs.get("output_size") is None
@@ -164,8 +172,7 @@ class Simulation(TorchDispatchMode):
             # One value at a boolean index is a masked fill, whose size does not depend on the mask.
             if name != "index" and args[2].numel() == 1:
                 return False
-            indices = args[1] or ()
-            return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in indices)
+            return any(index.dtype == torch.bool for index in _tensors(args[1]))
         return name in _SELECTIONS
 
     def _is_on_device(self, value: Tensor) -> bool:
@@ -179,15 +186,19 @@ class Simulation(TorchDispatchMode):
         key = storage._cdata
         if key in self._alive:
             return
+
         size = storage.nbytes()
-        self._alive[key] = (weakref.ref(storage, lambda _: self._release(key)), size)
+        reference = weakref.ref(storage, lambda _: self._release(key))
+        self._alive[key] = (reference, size)
         self._bytes += size
         self._usage.peak = max(self._usage.peak, self._bytes)
 
     def _release(self, key: int) -> None:
         """Subtract the bytes of a storage that was freed."""
+        # Another storage may get the same address, without these values.
         self._values.pop(key, None)
-        self._bytes -= self._alive.pop(key)[1]
+        _, size = self._alive.pop(key)
+        self._bytes -= size
 
     def _update_sizes(self) -> None:
         """Update the sizes of all storages, since offload resizes them in place."""
@@ -199,39 +210,53 @@ class Simulation(TorchDispatchMode):
 
     def count(self, group: Any, size: int, message: bool = False) -> None:
         """Count one call of a group, of ``size`` bytes."""
-        # Messages between pipeline stages are counted separately from the group's collectives.
         ranks = tuple(dist.get_process_group_ranks(group))
-        kind = "messages" if message else self.kind(ranks)
+        kind = self.kind(ranks)
+        # Messages between pipeline stages are counted separately from the group's collectives.
+        if message:
+            kind = "messages"
         self._usage.calls[kind] += 1
         self._usage.bytes[kind] += size
 
     def _communicate(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Count an operator of c10d, and return its result without the other ranks."""
         name = func.overloadpacket.__name__
-        tensors = [list(_tensors(value)) for value in args]
         group = next(value for value in args if isinstance(value, torch.ScriptObject))
+
         # The largest argument is the traffic: of a gather its output, of a scatter its input.
-        if any(value.is_meta for values in tensors for value in values):
-            size = max(sum(value.nbytes for value in values) for values in tensors)
+        if any(value.is_meta for value in _tensors(args)):
+            size = 0
+            for argument in args:
+                argument_bytes = sum(value.nbytes for value in _tensors(argument))
+                size = max(size, argument_bytes)
             self.count(dist.ProcessGroup.unbox(group), size, message=name in _MESSAGES)
         elif name in ("_allgather_base_", "allgather_"):
             _gather_copies(name, args)
 
         # A pipeline stage receives the shape of its activations, as 64-bit integers, before the activations.
-        if name == "recv_" and args[0][0].dtype == torch.int64:
-            value = args[0][0]
-            self._values[value.untyped_storage()._cdata] = torch.tensor(self.boundary)
+        if name == "recv_":
+            received = args[0][0]
+            if received.dtype == torch.int64:
+                key = received.untyped_storage()._cdata
+                self._values[key] = torch.tensor(self.boundary)
+
+        # PyTorch 2.13 has no coalesced collectives for meta tensors: call them on empty host tensors.
         if "_tensor_coalesced" in name:
-            # PyTorch 2.13 has no coalesced collectives for meta tensors: call them on empty host tensors.
-            args = [_empty_tensors(value) if isinstance(value, list) else value for value in args]
+            args = list(args)
+            for index, argument in enumerate(args):
+                if isinstance(argument, list):
+                    args[index] = [torch.empty(0) for _ in argument]
         return func(*args, **kwargs)
 
     def _read(self, value: Tensor, *_: Any, **options: Any) -> Tensor:
         """Return a host copy of a tensor: its assigned values if there are any, else ones."""
-        values = self._values.get(value.untyped_storage()._cdata)
-        if values is not None:
-            return values.clone()
-        return torch.ones(value.shape, dtype=options.get("dtype") or value.dtype)
+        key = value.untyped_storage()._cdata
+        assigned = self._values.get(key)
+        if assigned is not None:
+            return assigned.clone()
+
+        dtype = options.get("dtype") or value.dtype
+        return torch.ones(value.shape, dtype=dtype)
 
     def _scalar(self, value: Tensor) -> Any:
         """Return the value of a one-element tensor: False, so that no check of the code fires, or 1."""
@@ -255,19 +280,19 @@ _READS: dict[Any, Callable[..., Any]] = {
 def _reads_device(func: Any, args: Any, kwargs: Any) -> bool:
     """Return whether a call of an operator of `_READS` copies values from the device to the host."""
     if func is _aten.copy_.default:
-        return not args[0].is_meta and args[1].is_meta
+        target, source = args[:2]
+        return source.is_meta and not target.is_meta
+
+    source = args[0]
     if func is _aten._to_copy.default:
-        target = kwargs.get("device")
-        return args[0].is_meta and target is not None and target.type != "meta"
-    return args[0].is_meta
-
-
-def _empty_tensors(values: list[Any]) -> list[Tensor]:
-    return [torch.empty(0) for _ in values]
+        target_device = kwargs.get("device")
+        is_download = target_device is not None and target_device.type != "meta"
+        return source.is_meta and is_download
+    return source.is_meta
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an argument, also inside lists."""
+    """Yield the tensors of an argument or a result, also inside lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -282,9 +307,11 @@ def _gather_copies(name: str, args: Any) -> None:
             for output in outputs:
                 output.copy_(value)
         return
+
     output = args[0].view(-1)
     value = args[1].reshape(-1)
-    output.copy_(value.repeat(output.numel() // value.numel()))
+    world_size = output.numel() // value.numel()
+    output.copy_(value.repeat(world_size))
 
 
 @contextmanager
@@ -310,13 +337,24 @@ def _accelerator_functions() -> Iterator[None]:
         scale = options["scale"]
 
         # Select the kernel as torch does on an accelerator: flash attention has no mask and one head size.
+        dropout = 0.0
         if mask is None and query.shape[-1] == value.shape[-1]:
-            return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)[0]
+            flash_attention = _aten._scaled_dot_product_flash_attention
+            return flash_attention(query, key, value, dropout, causal, scale=scale)[0]
+
+        # The kernel with a mask adds it to the scores, in their dtype.
         bias = None
         if mask is not None:
             bias = torch.zeros_like(mask, dtype=query.dtype)
         return _aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, query.requires_grad, 0.0, causal, scale=scale
+            query,
+            key,
+            value,
+            bias,
+            query.requires_grad,
+            dropout,
+            causal,
+            scale=scale,
         )[0]
 
     def tensor_of_values(data: Any, **options: Any) -> Tensor:
@@ -357,14 +395,14 @@ def _even_experts(simulation: Simulation) -> Iterator[None]:
         simulation.true_share = experts_per_token / experts
 
         # Route tokens to experts round robin, as a mask [tokens, experts] on the host.
-        chosen_experts = torch.arange(tokens * experts_per_token) % experts
-        even = torch.zeros(routing.shape, dtype=torch.bool)
-        even[torch.arange(len(chosen_experts)) // experts_per_token, chosen_experts] = True
+        slots = torch.arange(tokens * experts_per_token)
+        even_routing = torch.zeros(routing.shape, dtype=torch.bool)
+        even_routing[slots // experts_per_token, slots % experts] = True
 
         # Patch the function only during this call: other callers gather tensors of the device.
         dispatcher.gather_from_sequence_parallel_region = gather_copies
         try:
-            return preprocess(self, even)
+            return preprocess(self, even_routing)
         finally:
             dispatcher.gather_from_sequence_parallel_region = gather
 

@@ -1,9 +1,13 @@
-"""Simulate a step of training on one rank of a job, at its real size, without machines."""
+"""Simulate a step of training on one rank of a job, at its real size, without machines.
+
+The idea: the trainer's own code builds the roles and runs their phases, on tensors without storage, in a
+world that this process simulates alone; `Simulation` counts.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -64,72 +68,95 @@ def simulate(
             scorers = build_scorers(config, algorithm, actor)
             reward_models = [build_reward_model(config, name).role for name in config.reward.models]
 
+        # Traffic is counted by the kind of group; the process groups exist from here on.
         roles = [actor, *scorers.values(), *reward_models]
         for role in roles:
             if role.model is not None:
                 simulation.name_groups(_group_kinds(role.model.groups))
-        learners = {actor: partial(policy_objective, algorithm)}
+
+        objectives = {actor: partial(policy_objective, algorithm)}
         critic = scorers.get(CRITIC.name)
         if critic is not None:
-            learners[critic] = partial(value_objective, algorithm)
+            objectives[critic] = partial(value_objective, algorithm)
         rows = _full_rows(config, batch, [role.layout for role in roles])
 
         # The first optimizer step allocates the optimizer states; after it every role is at rest.
         with simulation.phase("first step"):
-            for role in learners:
+            for role in objectives:
                 with role.resident():
                     role.step()
             for role in roles:
                 role.residency.leave()
         resting = simulation.phases["first step"].end
 
-        # Forward passes without gradients, then a training step of each learner.
-        for role in roles:
-            with role.resident(Use.READ), simulation.phase("score"):
-                _set_boundary(simulation, role, rows)
-                with _counted_microbatches(simulation, "score", role):
-                    role.infer(rows)
-        for role, objective in learners.items():
-            with role.resident():
-                with simulation.phase("learn"):
-                    _set_boundary(simulation, role, rows)
-                    with _counted_microbatches(simulation, "learn", role):
-                        role.accumulate(rows, objective)
-                with simulation.phase("step"):
-                    role.step()
+        _run_phases(simulation, roles, objectives, rows)
 
+    # The first group is the world's.
     job, *groups = memberships()
-    sizes = [("the job", len(job))]
-    sizes += [(simulation.kind(ranks), len(ranks)) for ranks in groups]
+    group_sizes = [("the job", len(job))]
+    group_sizes += [(simulation.kind(ranks), len(ranks)) for ranks in groups]
     sync = None
     if config.rollout.capabilities.in_process:
         sync = _sync_messages(config, models[ACTOR.name], actor.layout, rank)
-    return SimulatedRank(rank, simulation.phases, resting, sizes, sync)
+    return SimulatedRank(rank, simulation.phases, resting, group_sizes, sync)
+
+
+def _run_phases(
+    simulation: Simulation,
+    roles: Sequence[ModelRole],
+    objectives: Mapping[ModelRole, Any],
+    rows: TrainBatch,
+) -> None:
+    """Run the forward pass of every role, then a training step of each role with an objective."""
+    for role in roles:
+        with role.resident(Use.READ), simulation.phase("score"):
+            _set_boundary(simulation, role, rows)
+            with _counted_microbatches(simulation, "score", role):
+                role.infer(rows)
+
+    for role, objective in objectives.items():
+        with role.resident():
+            with simulation.phase("learn"):
+                _set_boundary(simulation, role, rows)
+                with _counted_microbatches(simulation, "learn", role):
+                    role.accumulate(rows, objective)
+            with simulation.phase("step"):
+                role.step()
 
 
 def _sync_messages(config: RunConfig, model: Path, layout: ParallelLayout, rank: int) -> SyncMessages:
     """Return a rank's messages in a weight sync from an actor of this layout."""
     hf_config = find_config(str(model))
+    rollout_ranks = config.rollout.ranks
+    assert rollout_ranks is not None
+
+    # Adapters that are synchronised by themselves are all that is sent.
+    adapters = None
     lora = separate_lora(config)
-    ranks = config.rollout.ranks
-    assert ranks is not None
+    if lora is not None:
+        adapters = Lora.of(pretrained(hf_config).shape, lora.rank, lora.targets)
+
     plan = plan_offline(
         hf_config,
         layout,
-        ranks,
+        rollout_ranks,
         config.rollout.tensor,
         getattr(torch, config.model.dtype),
         ranks_per_node=config.gpus_per_node,
         whole_experts=bool(config.rollout.vllm.get("enable_expert_parallel")),
-        lora=None if lora is None else Lora.of(pretrained(hf_config).shape, lora.rank, lora.targets),
+        lora=adapters,
         settings=config.actor.megatron,
     )
-    messages = schedule(plan, config.hybrid_engine.staging_bytes).messages
-    return SyncMessages(
-        peers=plan.peers.get(rank, 0),
-        sent=sum(count for (sender, _), count in messages.items() if sender == rank),
-        received=sum(count for (_, receiver), count in messages.items() if receiver == rank),
-    )
+
+    num_sent = 0
+    num_received = 0
+    transfers = schedule(plan, config.hybrid_engine.staging_bytes)
+    for (sender, receiver), count in transfers.messages.items():
+        if sender == rank:
+            num_sent += count
+        if receiver == rank:
+            num_received += count
+    return SyncMessages(peers=plan.peers.get(rank, 0), sent=num_sent, received=num_received)
 
 
 def _with_model_folders(config: RunConfig, models: Mapping[str, Path]) -> RunConfig:
@@ -137,7 +164,8 @@ def _with_model_folders(config: RunConfig, models: Mapping[str, Path]) -> RunCon
 
     def folder(section_path: str) -> str:
         """Return the folder of the config.json of a section's role, by default of the actor's."""
-        return str(models.get(role_of(section_path), models[ACTOR.name]).parent)
+        config_file = models.get(role_of(section_path), models[ACTOR.name])
+        return str(config_file.parent)
 
     def with_folder(section_path: str, section: Any) -> Any:
         # The actor's model is model.path.
@@ -166,26 +194,34 @@ def _full_rows(
         in_flight = layout.pipeline + 1
         if layout.virtual_pipeline > 1:
             in_flight = 2 * layout.pipeline
-        microbatches = max(microbatches, layout.data * min(batch.microbatches, in_flight))
-    count = microbatches * rows_per_microbatch
+        layout_microbatches = layout.data * min(batch.microbatches, in_flight)
+        microbatches = max(microbatches, layout_microbatches)
+    num_rows = microbatches * rows_per_microbatch
+    num_tokens = num_rows * length
 
-    prompt = length * config.data.max_prompt_tokens // batch.longest_row
-    mask = (torch.arange(length) >= prompt).repeat(count)
+    # Prompt and response have the same ratio as their limits.
+    prompt_length = length * config.data.max_prompt_tokens // batch.longest_row
+    row_mask = torch.arange(length) >= prompt_length
+
     # Expand a single stored value: the rows of a large job may not fit in this machine's memory.
-    values = torch.ones(1).expand(count * length)
-    rows = torch.ones(count, dtype=torch.long)
+    values = torch.ones(1).expand(num_tokens)
+    tokens = torch.ones(1, dtype=torch.long).expand(num_tokens)
+    rows = torch.ones(num_rows, dtype=torch.long)
+
+    # With a truncated distribution every position has the ids of the tokens that remain.
     support_sizes = None
     support = None
     if config.rollout.truncates:
         ids = torch.ones(1, dtype=torch.int32)
-        support_sizes = (ids * _SUPPORT_TOKENS).expand(count * length)
-        support = ids.expand(count * length * _SUPPORT_TOKENS)
+        support_sizes = (ids * _SUPPORT_TOKENS).expand(num_tokens)
+        support = ids.expand(num_tokens * _SUPPORT_TOKENS)
+
     return TrainBatch(
-        tokens=torch.ones(1, dtype=torch.long).expand(count * length),
+        tokens=tokens,
         lengths=rows * length,
-        response_mask=mask,
+        response_mask=row_mask.repeat(num_rows),
         loss_weights=values,
-        temperature=torch.ones(count),
+        temperature=torch.ones(num_rows),
         advantages=values,
         returns=values,
         old_log_probs=values,
@@ -197,13 +233,13 @@ def _full_rows(
         response_counts=rows,
         support_sizes=support_sizes,
         support=support,
-        position=torch.arange(count),
+        position=torch.arange(num_rows),
     )
 
 
 @contextmanager
 def _counted_microbatches(simulation: Simulation, phase: str, role: ModelRole) -> Iterator[None]:
-    """Add the micro-batches of the block to those of a phase."""
+    """Add the micro-batches of the block to the count of a phase."""
     before = progress_count("micro-batches")
     yield
     if role.model is not None:
@@ -218,13 +254,15 @@ def _set_boundary(simulation: Simulation, role: ModelRole, rows: TrainBatch) -> 
         return
 
     # The tokens of a micro-batch are padded for the kernels and sharded over ranks.
-    layout = role.layout
     row_length = int(rows.lengths[0])
-    length = row_length * max(1, role.tokens_per_microbatch // row_length)
-    multiple = role.model.token_multiple
-    tokens = -(-length // multiple) * multiple
-    shards = layout.context * layout.token_shards
-    simulation.boundary = (tokens // shards, 1, role.model.transformer_config.hidden_size)
+    num_rows = max(1, role.tokens_per_microbatch // row_length)
+    num_tokens = row_length * num_rows
+    padding = -num_tokens % role.model.token_multiple
+
+    # Activations are [tokens, 1, hidden]: the rows of a micro-batch are packed into one.
+    num_shards = role.layout.context * role.layout.token_shards
+    shard_tokens = (num_tokens + padding) // num_shards
+    simulation.boundary = (shard_tokens, 1, role.model.transformer_config.hidden_size)
 
 
 def _group_kinds(groups: ParallelGroups) -> dict[str, object]:
