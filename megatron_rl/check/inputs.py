@@ -20,7 +20,13 @@ from megatron_rl.check.engine.servers import check_engine_servers, language_mode
 from megatron_rl.check.files import Files
 from megatron_rl.check.model.config import check_model_config
 from megatron_rl.check.model.megatron_lm import provider_errors
-from megatron_rl.check.model.tokenizer import chat_templates, check_tokenizer, has_chat_template, stop_errors
+from megatron_rl.check.model.tokenizer import (
+    chat_templates,
+    check_tokenizer,
+    has_chat_template,
+    stop_errors,
+    token_ids,
+)
 from megatron_rl.check.model.weights import check_weights
 from megatron_rl.check.resume import resume_errors
 from megatron_rl.check.rewards import (
@@ -40,7 +46,14 @@ from megatron_rl.check.stages import repeated_records
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import flatten
-from megatron_rl.config.roles import VOCABULARY, explicit_model_paths, role_of, role_sections, spec_at
+from megatron_rl.config.roles import (
+    TEACHER,
+    VOCABULARY,
+    explicit_model_paths,
+    role_of,
+    role_sections,
+    spec_at,
+)
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.data import fields_of
@@ -431,6 +444,11 @@ def _check_role_model(inputs: Inputs, path: str | None, section: str) -> None:
 
     # Roles exchange tokens as ids, so their vocabularies must be equal.
     inputs.shapes[role_of(section)] = shape
+    if spec_at(section) is TEACHER:
+        inputs.errors.extend(_teacher_token_errors(inputs, Path(path)))
+        # Models of one family pad the same vocabulary to other sizes: Qwen2.5 from 7B on, for example.
+        if actor_shape is not None and shape.vocab > actor_shape.vocab:
+            return
     if actor_shape is not None and shape.vocab != actor_shape.vocab:
         inputs.errors.append(
             UserError(
@@ -441,6 +459,24 @@ def _check_role_model(inputs: Inputs, path: str | None, section: str) -> None:
                 fix=f"use a {section} of the same model family and tokenizer",
             )
         )
+
+
+def _teacher_token_errors(inputs: Inputs, path: Path) -> Iterator[UserError]:
+    """Yield the error of a teacher whose tokenizer gives other ids to texts than the actor's."""
+    actor_ids = token_ids(Path(inputs.config.model.path))
+    teacher_ids = token_ids(path)
+    different = [text for text, number in actor_ids.items() if teacher_ids.get(text) != number]
+    if not actor_ids or not teacher_ids or not different:
+        return
+    example = different[0]
+    yield UserError(
+        "the teacher has another tokenizer than the model",
+        where=f"{TEACHER.section}.path",
+        expected=f"the {len(actor_ids)} tokens of {inputs.config.model.path} with their ids",
+        got=f"{len(different)} that differ, such as {example!r}: {teacher_ids.get(example)} "
+        f"in place of {actor_ids[example]}",
+        fix="use a teacher of the same model family",
+    )
 
 
 def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:

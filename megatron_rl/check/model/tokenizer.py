@@ -67,6 +67,17 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
         files.errors.extend(_end_token_errors(path, settings, ids, vocabulary))
 
 
+def token_ids(path: Path) -> dict[str, int]:
+    """Return the id of each token of a checkpoint's tokenizer by its text; empty if it cannot be read."""
+    try:
+        tokenizer = read_json_object(path / "tokenizer.json")
+        settings = _object_or_empty(path / "tokenizer_config.json")
+        ids, _ = _token_ids(tokenizer, None, settings)
+    except (OSError, *_MALFORMED_VOCABULARY):
+        return {}
+    return ids
+
+
 def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield the errors of stop strings that the tokenizer at ``path`` does not encode as one token."""
     # Without stop strings the tokenizer need not be loaded.
