@@ -89,6 +89,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": YARN_ROPE,
         },
     ),
+    # One group of experts, and queries that are not compressed.
+    "moonlight": (
+        "DeepseekV3",
+        {
+            "q_lora_rank": None,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.446,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+        },
+    ),
     # Latent attention without compressed queries.
     "deepseek-v2": (
         "DeepseekV2",
@@ -301,6 +323,12 @@ def save_model(family: str, path: Path, seed: int = 0, **changes: Any) -> Any:
     model = make_model(family, seed, **changes)
     model.save_pretrained(path)
     return model
+
+
+def as_kimi_k2(path: Path) -> None:
+    """Give a saved checkpoint of DeepSeek V3 the model type that Kimi-K2 is published with."""
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
 
 
 def in_eight_bits(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -67,14 +67,16 @@ def load_tokenizer(path: str | Path, now: datetime | None = None) -> PreTrainedT
             fix="set model.path to a downloaded or exported checkpoint",
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path))
+        # Without a decision, transformers asks at a terminal whether it may run code of the checkpoint.
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(
             f"the tokenizer of {path} cannot be loaded",
             where="model.path",
             expected="tokenizer files that transformers' AutoTokenizer reads",
             got=first_line(error),
-            fix="copy tokenizer.json and tokenizer_config.json of the model into the directory",
+            fix="copy tokenizer.json and tokenizer_config.json of the model into the directory; code that "
+            "auto_map names is not run",
         ) from None
 
     setattr(tokenizer, TIME_ATTRIBUTE, now)

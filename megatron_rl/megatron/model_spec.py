@@ -31,8 +31,7 @@ from megatron_rl.megatron.layers import (
 from megatron_rl.megatron.transformer_settings import transformer_settings
 from megatron_rl.shapes.family import rope_parameters, rotary_fraction
 from megatron_rl.shapes.layout import ParallelLayout, trainer_problems
-from megatron_rl.shapes.multimodal import language_config
-from megatron_rl.shapes.pretrained import PretrainedModel, describe, read_json
+from megatron_rl.shapes.pretrained import PretrainedModel, describe, read_json, transformers_config
 from megatron_rl.shapes.quantized import quantization_keys
 
 
@@ -44,11 +43,12 @@ def pretrained(hf_config: Any) -> PretrainedModel:
 def read_hf_config(path: str | Path) -> Any:
     """Return the transformers config of a checkpoint, without the quantisation of its files.
 
-    That of a multimodal checkpoint is its language model's. Models are built, and written, in the dtype that
-    their weights are read as. Raises UserError if transformers rejects the config.
+    That of a multimodal checkpoint is its language model's, and that of a ``model_type`` that transformers
+    has no class for is the family's. Models are built, and written, in the dtype that their weights are read
+    as. Raises UserError if transformers rejects the config.
     """
     values = read_json(Path(path) / "config.json")
-    language_model = language_config(values)
+    language_model = transformers_config(values)
     try:
         if language_model is values:
             config = AutoConfig.from_pretrained(path)

@@ -122,7 +122,7 @@ class Family:
     title: str
     """Display name in the list of models."""
     model_type: str
-    """``model_type`` of config.json."""
+    """``model_type`` of config.json, as transformers writes it."""
     architecture: str
     """The transformers class of the language model."""
     scalar_architecture: str
@@ -142,6 +142,13 @@ class Family:
     """Rotary angles may apply to a part of each head only."""
     engine_keys: Callable[[Mapping[str, Any]], Fields] = no_fields
     """Return the keys of config.json that vLLM reads and transformers does not write."""
+    further_model_types: Sequence[str] = ()
+    """Values of ``model_type`` of checkpoints with the same layers, which transformers has no class for."""
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """Return every ``model_type`` that this family's config.json may have, transformers' own first."""
+        return (self.model_type, *self.further_model_types)
 
     def tensor_name(self, name: str) -> str:
         """Return this family's checkpoint name for the common name of a layer's tensor."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError, nearest, raise_errors
-from megatron_rl.shapes.families import FAMILIES
+from megatron_rl.shapes.families import BY_MODEL_TYPE, FAMILIES
 from megatron_rl.shapes.family import ConfigReader, Family
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, Source, Weight, outer_weights
 from megatron_rl.shapes.model import ModelShape
@@ -257,7 +257,7 @@ def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
 
     # The architecture decides; the model type only where there is none.
     for family in FAMILIES.values():
-        if architecture is None and model_type == family.model_type:
+        if architecture is None and model_type in family.model_types:
             return family
         if architecture in (family.architecture, family.scalar_architecture):
             return family
@@ -296,6 +296,23 @@ def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
         got=name or "no `architectures`",
         fix=fix,
     )
+
+
+def transformers_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config.json with a ``model_type`` that transformers has a class for.
+
+    That of a multimodal model is its language model's (`language_config`). Any other config.json is returned
+    as it is.
+
+    >>> transformers_config({"model_type": "kimi_k2", "hidden_size": 7168})
+    {'model_type': 'deepseek_v3', 'hidden_size': 7168}
+    """
+    config = language_config(config)
+    model_type = str(config.get("model_type", ""))
+    family = BY_MODEL_TYPE.get(model_type)
+    if family is None or family.model_type == model_type:
+        return config
+    return {**config, "model_type": family.model_type}
 
 
 def read_pretrained(path: Path) -> PretrainedModel:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import UserError, nearest, raise_errors, single_errors
-from megatron_rl.shapes.families import FAMILIES
+from megatron_rl.shapes.families import BY_MODEL_TYPE
 from megatron_rl.shapes.family import (
     ConfigReader,
     Fields,
@@ -33,7 +33,7 @@ _TWO_MATRIX = ("gpt", "gpt2", "gpt_neox", "opt", "falcon", "phi", "starcoder2", 
 """The MLP is not gated."""
 _QKV_BIAS_ONLY = ("qwen2_moe", "glm4")
 """``attention_bias`` does not include the output projection."""
-_ROUTER_BIAS = ("kimi_k2", "gpt_oss")
+_ROUTER_BIAS = ("gpt_oss",)
 """The router has biases."""
 _UNTRAINABLE_FEATURES = (
     ("gated", False, "an MLP of two matrices"),
@@ -98,7 +98,7 @@ def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
     """
     config = language_config(config)
     config = config.get("text_config") or config  # of a multimodal model that can be planned alone
-    family = FAMILIES.get(str(config.get("model_type", "")))
+    family = BY_MODEL_TYPE.get(str(config.get("model_type", "")))
     if family is None:
         reader = ConfigReader(config, name)
         shape = _read(reader, name)

@@ -71,6 +71,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("deepseek-v3", {"context": 2, "pipeline": 2}, {}),
     ("gemma3", {"context": 4}, {}),
     ("deepseek-v2", {"pipeline": 4}, {}),
+    ("moonlight", {"tensor": 2, "expert": 4, "sequence_parallel": True}, {}),
     (
         "deepseek-v3",
         {

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.check.configuration import CheckReport, check_config
 from megatron_rl.config.load import load
+from megatron_rl.data.tokenizing import load_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import CheckpointFiles
 from megatron_rl.hf.weights import require_finite
@@ -124,6 +125,24 @@ def test_code_of_the_model_is_named_and_not_run(model: Path) -> None:
     change(model / "config.json", auto_map={"AutoConfig": "own.Config"})
     report = check(model)
     assert not report.errors and "no part of a run executes" in report.warnings[0].message
+
+
+def test_code_of_the_tokenizer_is_named_and_not_run(model: Path) -> None:
+    """transformers would ask at a terminal, and refuses where it has no tokenizer of that name."""
+    code = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
+    (model / "tokenization_kimi.py").write_text("raise SystemExit('was run')\n")
+    settings = {"tokenizer_class": "TikTokenTokenizer", "auto_map": code}
+    change(model / "tokenizer_config.json", **settings)
+    change(model / "config.json", model_type="kimi_k2", architectures=["DeepseekV3ForCausalLM"])
+    named = [warning for warning in check(model).warnings if "tokenizer comes with" in warning.message]
+    assert "TikTokenTokenizer" in named[0].got
+    with pytest.raises(UserError, match="cannot be loaded") as refused:
+        load_tokenizer(model)
+    assert "auto_map" in refused.value.fix
+
+    # Without it transformers reads tokenizer.json.
+    change(model / "tokenizer_config.json", auto_map={})
+    assert load_tokenizer(model).get_vocab()
 
 
 def shards(model: Path) -> dict[str, tuple[int, ...]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from config_workspace import TOKENS, write_workspace
+from transformers import AutoModelForCausalLM
 
 from megatron_rl.check.configuration import check_config
 from megatron_rl.check.engine import arguments as engine_arguments
@@ -18,15 +19,16 @@ from megatron_rl.distributed.groups import ParallelGroups
 from megatron_rl.hf.export import export
 from megatron_rl.hf.weights import load_weights
 from megatron_rl.megatron.model import build_model
-from megatron_rl.megatron.model_spec import pretrained
-from megatron_rl.planning.reshard import actor_layout, plan_offline
+from megatron_rl.megatron.model_spec import pretrained, read_hf_config
+from megatron_rl.planning.reshard import actor_layout, find_config, plan_offline
+from megatron_rl.rollout.engines.torch.engine import TorchEngine
 from megatron_rl.shapes.families import FAMILIES as TABLE
 from megatron_rl.shapes.family import DEFAULTS
 from megatron_rl.shapes.layout import ParallelLayout
-from megatron_rl.shapes.pretrained import read_json, read_pretrained
+from megatron_rl.shapes.pretrained import family_of, read_json, read_pretrained
 from megatron_rl.shapes.published import load_shape
 from megatron_rl.shapes.refused import REFUSED
-from tests.hf_models import FAMILIES, config_of, save_model
+from tests.hf_models import FAMILIES, as_kimi_k2, config_of, save_model, use_epsilon_of_config
 
 pytestmark = pytest.mark.usefixtures("functions_load_once")
 
@@ -93,6 +95,37 @@ def test_every_consumer_takes_what_transformers_saves_and_what_is_exported(famil
         reference.config, actor_layout({"pipeline": 2}), (0, 1), 2, torch.float32, ranks_per_node=2
     )
     assert sum(plan.needed.values()) >= 4 * count
+
+
+def test_kimi_k2_is_read_as_deepseek_v3(workspace: Path) -> None:
+    """Its layers are those, and transformers has no class of its model type."""
+    saved = workspace / "saved"
+    reference = save_model("moonlight", saved)
+    described = read_pretrained(saved / "config.json")
+    as_kimi_k2(saved)
+    assert not refusals(saved)
+    assert read_pretrained(saved / "config.json").shape == described.shape
+    assert load_shape(str(saved)).parameters == parameters(reference)
+    assert find_config(str(saved)).model_type == "deepseek_v3"
+
+    # Without an architecture, the model type decides.
+    config = {**read_json(saved / "config.json"), "architectures": None}
+    assert family_of(config) is TABLE["deepseek_v3"]
+
+    # The plain engine samples from the same weights, and an export is one that transformers loads.
+    engine = TorchEngine.from_hf(saved)
+    torch.testing.assert_close(
+        engine.parameters()["model.layers.1.mlp.gate.weight"], reference.model.layers[1].mlp.gate.weight
+    )
+    device.initialize()
+    model = build_model(read_hf_config(saved), ParallelGroups(ParallelLayout((0,))), dtype=torch.float32)
+    load_weights(model, saved)
+    export(model, workspace / "exported", saved)
+    loaded = AutoModelForCausalLM.from_pretrained(workspace / "exported")
+    use_epsilon_of_config(loaded)
+    rows = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(rows).logits, reference(rows).logits, atol=1e-5, rtol=0)
 
 
 MADE_UP_DEFAULTS = {"qwen3_5_moe_text": {"intermediate_size"}}

@@ -86,10 +86,13 @@ def test_a_server_that_does_not_say_how_it_is_set_up_is_told_from_one_of_another
         ),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "mrope"}, "task": {"size": 2}}, None),
         ({"hidden_size": 8}, "hidden_size: 8"),
+        ({"model_type": "kimi_k2"}, None),  # vLLM's name of the same layers
+        ({"model_type": "deepseek_v2"}, "model_type: deepseek_v2"),
     ],
 )
 def test_a_server_of_a_model_with_other_positions_is_refused(served: dict, other: str | None) -> None:
     settings = {
+        "model_type": "deepseek_v3",
         "hidden_size": 4,
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
         "task": {"size": 1},

@@ -100,7 +100,7 @@ def _type_errors(config: Mapping[str, Any], family: Family, file: Path) -> Itera
 def _value_errors(config: Mapping[str, Any], family: Family, file: Path) -> Iterator[UserError]:
     """Yield the errors of values that have the right type."""
     model_type = config.get("model_type")
-    if model_type != family.model_type:
+    if model_type not in family.model_types:
         expected = f"{family.model_type}, as {family.architecture} has"
         yield _error(file, "model_type", expected, model_type, _model_type_fix(model_type, family))
     try:

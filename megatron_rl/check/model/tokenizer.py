@@ -45,6 +45,17 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
     # Report each file that cannot be read, and apply the rules on ids to the others.
     settings = _read_or_report(path / "tokenizer_config.json", files) or {}
     generation = _read_or_report(path / "generation_config.json", files) or {}
+    code = settings.get("auto_map")
+    if code:
+        files.warnings.append(
+            UserError(
+                "the tokenizer comes with Python code, which no part of a run executes",
+                where=f"{path / 'tokenizer_config.json'}: auto_map",
+                expected="a tokenizer.json that transformers loads without it",
+                got=str(code)[:200],
+                fix="remove auto_map if tokenizer.json has the same tokens",
+            )
+        )
     tokenizer = _read_or_report(path / "tokenizer.json", files)
     if tokenizer is not None:
         try:

@@ -1,4 +1,4 @@
-"""DeepSeek V3 and R1 (arXiv 2412.19437)."""
+"""DeepSeek V3 and R1 (arXiv 2412.19437), Moonlight, and Kimi-K2."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -59,4 +59,5 @@ FAMILY = Family(
         "topk_group": 4,
     },
     engine_keys=_engine_keys,
+    further_model_types=("kimi_k2",),
 )

@@ -155,10 +155,11 @@ class TorchEngine:
         # transformers would compute with quantised weights on an accelerator, and load all of a multimodal
         # model.
         read_here = has_tensors and (pretrained.quantization is not None or pretrained.is_multimodal)
+        config = read_hf_config(path)
         if has_tensors and not read_here:
-            model: Any = AutoModelForCausalLM.from_pretrained(path, **settings)
+            model: Any = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
         else:
-            model = AutoModelForCausalLM.from_config(read_hf_config(path), **settings)
+            model = AutoModelForCausalLM.from_config(config, **settings)
         model.eval().to(device)
 
         # A decoder for each step: its cache belongs to one batch.

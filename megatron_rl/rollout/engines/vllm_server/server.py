@@ -25,7 +25,7 @@ from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.rollout.engines.servers import ServerError
 from megatron_rl.rollout.sampling import part_seed, vllm_filters, vllm_finish, vllm_parameters
 from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
-from megatron_rl.shapes.pretrained import read_pretrained
+from megatron_rl.shapes.pretrained import read_pretrained, transformers_config
 from megatron_rl.types import FINISH_FAILED
 
 CONTROL_SECONDS = 20.0
@@ -347,7 +347,7 @@ def _require_model(
     """
     # Plain: numbers, text and flags of what the model computes, without names, paths and dtypes.
     plain = plain_settings(settings)
-    served_plain = plain_settings(served)
+    served_plain = plain_settings(transformers_config(served))
 
     for name, value in plain.items():
         if name in served_plain and served_plain[name] != value:
