@@ -10,7 +10,7 @@ import pytest
 import yaml
 from test_roles import grpo, metrics
 
-from megatron_rl.data import quickstart
+from tests.hf_models import save_model
 from tests.readme_metrics import unwritten
 
 COMPARED = ("kl/teacher", "policy/loss", "policy/grad_norm", "policy/entropy", "response/length")
@@ -18,10 +18,13 @@ LEARNING = {"optimizer": {"learning_rate": 5e-3}}
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Make a teacher with other sizes than the actor and the same tokenizer."""
+def teacher(tmp_path_factory: pytest.TempPathFactory, material: Path) -> str:
+    """Make a teacher with other sizes than the actor and the same tokenizer, of more padded rows."""
     folder = tmp_path_factory.mktemp("teacher")
-    return str(quickstart.make(folder, size="tiny", seed=5) / "model")
+    save_model("qwen3", folder, seed=5, vocab_size=40, pad_token_id=0, eos_token_id=1, bos_token_id=2)
+    for file in (material / "model").glob("*token*"):
+        shutil.copy(file, folder)
+    return str(folder)
 
 
 def run(folder: Path, material: Path, **changes: Any) -> Path:
@@ -48,7 +51,7 @@ def test_a_student_gets_nearer_to_its_teacher_in_every_layout(
         found[name] = metrics(tmp_path / name)
     first, *_, last = found["one"]
     assert unwritten("a run with a teacher", found["one"]) == []
-    assert last["kl/teacher"] < 0.9 * first["kl/teacher"]
+    assert last["kl/teacher"] < 0.95 * first["kl/teacher"]
     for name in ("tensor", "apart"):
         for mine, truth in zip(found[name], found["one"], strict=True):
             for key in COMPARED:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -33,10 +35,27 @@ def test_a_distillation_needs_a_teacher_and_no_reward(workspace: Path) -> None:
     assert "no reward is configured" in error
 
 
-def test_a_teacher_of_another_vocabulary_is_refused(workspace: Path) -> None:
-    save_model("qwen2", workspace / "other", vocab_size=777)
-    messages = errors("algorithm.distillation=reverse_kl", "teacher.path=other")
-    assert any("the teacher has another vocabulary than the model" in message for message in messages)
+def test_a_teacher_has_the_actors_tokens(workspace: Path) -> None:
+    """Its embedding may have more rows, as models of one family pad them to different sizes."""
+    rows = json.loads((workspace / "model/config.json").read_text())["vocab_size"]
+    overrides = ("algorithm.distillation=reverse_kl", "teacher.path=other")
+    for more in (0, 64):
+        save_model("qwen2", workspace / "other", vocab_size=rows + more)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(workspace / "model" / name, workspace / "other")
+        assert errors(*overrides) == []
+
+    file = workspace / "other/tokenizer.json"
+    text = json.loads(file.read_text())
+    vocabulary = text["model"]["vocab"]
+    first, second, *_ = vocabulary
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(text))
+    (error,) = errors(*overrides)
+    assert "the teacher has another tokenizer than the model" in error and "2 that differ" in error
+
+    save_model("qwen2", workspace / "other", vocab_size=rows - 1)
+    assert any("the teacher has another vocabulary than the model" in error for error in errors(*overrides))
 
 
 def test_a_teacher_that_nothing_reads_is_said(workspace: Path) -> None:
