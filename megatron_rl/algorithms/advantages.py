@@ -12,12 +12,13 @@ is 0.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from megatron_rl.algorithms.piece import Piece, ragged, torch, wrong_result
 from megatron_rl.config.setting import NO_SETTING, setting
+from megatron_rl.error_forms import requires
 from megatron_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -241,6 +242,17 @@ class Grpo(GroupAdvantage):
         "Rewards whose standard deviation is the scale: of the prompt's samples, or of the step.",
         choices=("group", "batch"),
     )
+
+    def contradictions(self, path: str) -> Iterator[UserError]:
+        """Yield the error of a scale that nothing is divided by."""
+        if self.scale_over != "group" and not self.scale_by_std:
+            yield requires(
+                f"{path}.scale_over",
+                self.scale_over,
+                "scale_by_std: true",
+                got="scale_by_std: false, without a division",
+                fix="leave scale_over out, or choose an algorithm that divides, such as grpo",
+            )
 
     def rows(self, inputs: AdvantageInputs) -> Tensor:
         """Compute one advantage per row: [B]."""

@@ -102,6 +102,10 @@ def test_weights_have_a_floor_and_a_threshold(differences):
         ({"correction": {"level": "token", "floor": 0.1, "band": [0.5, 2.0]}}, "algorithm.correction.floor"),
         ({"policy_loss": {"log_ratio_coef": -1.0}}, "algorithm.policy_loss.log_ratio_coef"),
         ({"advantage": {"scale_over": "prompt"}}, "algorithm.advantage.scale_over"),
+        (
+            {"advantage": {"scale_over": "batch", "scale_by_std": False}},
+            "algorithm.advantage.scale_over",
+        ),
     ],
 )
 def test_values_that_cannot_be_are_named(pieces, where):
