@@ -75,7 +75,6 @@ class AlgorithmConfig:
             "whiten": {"slime": "normalize_advantages", "ROLL": "whiten_advantages"},
             "clip": {"ROLL": "advantage_clip"},
         },
-        conversion={"scale_rewards": "batch is scale_over: batch"},
         their_values={
             "no_advantage_std_norm": {True: False, False: True},
             "disable_grpo_std_normalization": {True: False, False: True},
