@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from megatron_rl.algorithms.algorithm import Algorithm as Algorithm
     from megatron_rl.algorithms.correction import Correction as Correction
     from megatron_rl.algorithms.correction import mismatch_metrics as mismatch_metrics
-    from megatron_rl.algorithms.distillation import Distillation as Distillation
     from megatron_rl.algorithms.estimation import AlgorithmState as AlgorithmState
     from megatron_rl.algorithms.estimation import build_train_batch as build_train_batch
     from megatron_rl.algorithms.estimation import initial_state as initial_state
     from megatron_rl.algorithms.estimation import next_state as next_state
     from megatron_rl.algorithms.estimation import old_policy_metrics as old_policy_metrics
     from megatron_rl.algorithms.estimation import valid_rows as valid_rows
+    from megatron_rl.algorithms.kl import Distillation as Distillation
     from megatron_rl.algorithms.kl import Kl as Kl
     from megatron_rl.algorithms.lookup import algorithm_of as algorithm_of
     from megatron_rl.algorithms.lookup import get_algorithm as get_algorithm
@@ -59,9 +59,8 @@ _NAMES = {
     "aggregation": "Aggregation minibatches with_loss_weights",
     "algorithm": "ALGORITHMS Algorithm",
     "correction": "Correction mismatch_metrics",
-    "distillation": "Distillation",
     "estimation": "AlgorithmState build_train_batch initial_state next_state old_policy_metrics valid_rows",
-    "kl": "Kl",
+    "kl": "Distillation Kl",
     "lookup": "algorithm_of get_algorithm",
     "losses": "FunctionLoss PolicyLoss TokenLoss ValueLoss",
     "objectives": "policy_objective sft_objective value_objective",

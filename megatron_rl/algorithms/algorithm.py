@@ -58,8 +58,15 @@ from megatron_rl.algorithms.aggregation import (
     TokenSum,
 )
 from megatron_rl.algorithms.correction import Correction
-from megatron_rl.algorithms.distillation import Distillation, NoDistillation, ReverseKl
-from megatron_rl.algorithms.kl import Kl, KlInLoss, KlInReward, NoKl
+from megatron_rl.algorithms.kl import (
+    Distillation,
+    Kl,
+    KlInLoss,
+    KlInReward,
+    NoDistillation,
+    NoKl,
+    ReverseKl,
+)
 from megatron_rl.algorithms.losses import (
     Cispo,
     ClipCov,
