@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Test with each number of users, and print a table of what was measured and one of what to plan with."""
+    """Test with each number of users; print a table of measurements and one of capacities with headroom."""
     require_counts(arguments, "requests", "prompt_tokens", "response_tokens")
     users = _users(arguments.users)
     url = arguments.url.rstrip("/")
@@ -111,7 +111,7 @@ def _failed_test(url: str, message: str, got: str) -> UserError:
 
 
 def tables(results: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return two Markdown tables: what was measured by number of users, and what to plan with.
+    """Return two Markdown tables: measurements by number of users, and capacities with headroom.
 
     Times are percentiles, 50 / 95 / 99.
     """
@@ -150,7 +150,7 @@ def _percentiles(result: Mapping[str, Any], name: str, scale: float, form: str) 
 def _users(text: str) -> Sequence[int]:
     """Return the numbers of users, at least one each."""
     try:
-        users = [int(part) for part in text.split(",")]
+        users = [int(number) for number in text.split(",")]
     except ValueError:
         users = []
     if not users or min(users) < 1:

@@ -527,7 +527,7 @@ def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
 
 
 def _unusual_checkpoints(report: CheckReport) -> list[str]:
-    """Return lines on the checkpoints that are read in part or in another form: what is read, and as what."""
+    """Return a line for each checkpoint that is read in part, or in another form than it is stored in."""
     lines: dict[str, None] = {}
     for file in report.models.values():
         model = read_pretrained(file)

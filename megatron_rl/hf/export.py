@@ -95,12 +95,12 @@ def export(
     dtypes = {name: torch.float32 if name.endswith(FLOAT32_NAMES) else dtype for name in shapes}
 
     files = shard_files(shapes, dtypes, file_bytes)
-    whole = _multimodal_source(hf_model, source)
+    multimodal = _multimodal_source(hf_model, source)
     extra_tensors = _mtp_tensors(hf_model, source)
     stored_names: dict[str, str] = {}
-    if whole is not None:
-        extra_tensors += whole.carried()
-        stored_names = {name: whole.stored_name(name) for name in shapes}
+    if multimodal is not None:
+        extra_tensors += multimodal.carried()
+        stored_names = {name: multimodal.stored_name(name) for name in shapes}
     if extra_tensors and SINGLE in files:
         # Readers that find `model.safetensors` ignore the index, and with it the file of further tensors.
         files = {"model-00001-of-00001.safetensors": files[SINGLE]}

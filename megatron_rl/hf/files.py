@@ -18,7 +18,7 @@ from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError
 from megatron_rl.hf.quantized import dequantize
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
-from megatron_rl.shapes.multimodal import StoredPart, language_config, language_parts
+from megatron_rl.shapes.multimodal import TensorLocation, language_config, tensor_locations
 from megatron_rl.shapes.pretrained import (
     INDEX,
     SINGLE,
@@ -73,16 +73,16 @@ class CheckpointFiles:
         language_model = language_config(config)
 
         # Name -> where it is stored.
-        self._parts: dict[str, StoredPart] = {name: StoredPart(name) for name in self._file_of}
+        self._locations: dict[str, TensorLocation] = {name: TensorLocation(name) for name in self._file_of}
         self.is_multimodal = language_model is not config
         if self.is_multimodal:
-            self._parts = language_parts(self._file_of, self._stored_shape)
+            self._locations = tensor_locations(self._file_of, self._stored_shape)
 
         # Weight -> the tensor of its scales.
         self._scales: dict[str, str] = {}
         self._quantization: Quantization | None = read_quantization(language_model, str(config_file))
         if self._quantization is not None:
-            self._scales = scales_by_weight(self._parts)
+            self._scales = scales_by_weight(self._locations)
 
     def _index(self, files: list[Path] | None) -> Mapping[str, str]:
         """Return the file name of each tensor, without ``files`` from the directory's index."""
@@ -135,41 +135,41 @@ class CheckpointFiles:
 
     def names(self) -> set[str]:
         """Return the names of the model's tensors, without the scales of quantised ones."""
-        names = set(self._parts)
+        names = set(self._locations)
         if self._quantization is None:
             return names
         return {name for name in names - set(self._scales.values()) if not is_activation_scale(name)}
 
     def carried(self) -> list[str]:
         """Return the stored names of a multimodal checkpoint's tensors outside its language model."""
-        used = {part.name for part in self._parts.values()}
-        return sorted(set(self._file_of) - used)
+        language_model = {location.name for location in self._locations.values()}
+        return sorted(set(self._file_of) - language_model)
 
     def stored_name(self, name: str) -> str:
         """Return the name under which a tensor is stored; that of an expert in a fused tensor is its own.
 
         An export writes experts one by one.
         """
-        part = self._parts.get(name)
-        if part is None:
+        location = self._locations.get(name)
+        if location is None:
             return name
-        if part.expert is None:
-            return part.name
-        return part.name.rpartition("experts.")[0] + "experts." + name.rpartition("experts.")[2]
+        if location.expert is None:
+            return location.name
+        return location.name.rpartition("experts.")[0] + "experts." + name.rpartition("experts.")[2]
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of the model's tensors by name."""
         names = self.names()
-        return {name: self.shape(name) for name in self._parts if name in names}
+        return {name: self.shape(name) for name in self._locations if name in names}
 
     def shape(self, name: str) -> Shape:
         """Return a tensor's shape."""
-        part = self._part(name)
-        return part.shape(self._stored_shape(part.name))
+        location = self._location(name)
+        return location.shape(self._stored_shape(location.name))
 
-    def _part(self, name: str) -> StoredPart:
+    def _location(self, name: str) -> TensorLocation:
         """Return where a tensor is stored; one that is carried has its stored name."""
-        return self._parts.get(name) or StoredPart(name)
+        return self._locations.get(name) or TensorLocation(name)
 
     def _stored_shape(self, stored: str) -> Shape:
         """Return the shape of a stored tensor."""
@@ -185,22 +185,22 @@ class CheckpointFiles:
 
         Its dtype is the stored one, or float32 for a quantised tensor.
         """
-        part = self._part(name)
+        location = self._location(name)
         dims = zip(start, size, strict=True)
         box: list[int | slice] = [slice(begin, begin + count) for begin, count in dims]
-        if part.expert is not None:
+        if location.expert is not None:
             # An index removes the dimension of the experts.
-            first = part.begin + start[0]
-            box = [part.expert, slice(first, first + size[0]), *box[1:]]
-        values = self._slice_of(part.name)[tuple(box)]
+            first = location.begin + start[0]
+            box = [location.expert, slice(first, first + size[0]), *box[1:]]
+        values = self._slice_of(location.name)[tuple(box)]
         if name not in self._scales:
             return values
         return self._dequantize(name, values, start)
 
     def _dequantize(self, name: str, values: Tensor, start: Sequence[int]) -> Tensor:
-        """Return a box of a quantised tensor, of which ``values`` are stored, as float32."""
+        """Return a box of a quantised tensor as float32; ``values`` are its stored numbers."""
         # Scales are read whole: they are a fraction of the box, and one of a tensor may have no dimensions.
-        stored = self._part(self._scales[name]).name
+        stored = self._location(self._scales[name]).name
         scales = self._handle(self._file_of[stored]).get_tensor(stored)
 
         assert self._quantization is not None

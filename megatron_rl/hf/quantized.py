@@ -14,7 +14,7 @@ def dequantize(
     start: Sequence[int],
     block: Sequence[int],
 ) -> Tensor:
-    """Return the box of a weight as float32: its stored numbers times the scale of the block of each.
+    """Return a box of a quantised weight as float32: each stored number times the scale of its block.
 
     ``values`` is the box that begins at ``start`` in the weight, at any place in a block. ``scales`` are
     those of the complete weight, with one entry for each block of size ``block``; they may lack the last

@@ -228,7 +228,7 @@ def _normalise(heads: Tensor) -> Tensor:
 
 @contextmanager
 def _without_flash_linear_attention() -> Iterator[None]:
-    """Let Megatron's constructor pass where its kernels are absent (seen in 0.16.1 and 0.19.2)."""
+    """Run Megatron's constructor without its kernels, for which it raises (seen in 0.16.1 and 0.19.2)."""
     # The constructor's module: 0.19 has a package in place of the module of 0.16.
     module = sys.modules[GatedDeltaNet.__init__.__module__]
     available: bool = vars(module)["HAVE_FLA"]

@@ -472,7 +472,7 @@ def transformer_engine_attention() -> type:
 
 @contextmanager
 def output_layer_without_accumulation(fused: bool) -> Iterator[None]:
-    """Let Megatron build its output layer inside the block where weight gradients accumulate in products.
+    """Build Megatron's output layer inside the block without accumulation of weight gradients in products.
 
     Without effect unless the layers are Transformer Engine's (``fused``).
 

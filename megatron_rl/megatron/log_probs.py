@@ -222,7 +222,7 @@ def statistics(
     for begin in range(0, len(hidden), tokens):
         span = slice(begin, begin + tokens)
         # Not bound to a name, so that the logits of a tile are freed before the next one's are allocated.
-        parts = [
+        statistics_by_tile = [
             reductions.statistics(
                 _logits(hidden[span], weight[row_span], part_shard, support, span),
                 targets[span] - part_shard.start,
@@ -230,7 +230,7 @@ def statistics(
             )
             for part_shard, row_span in _row_parts(shard, len(weight), rows)
         ]
-        result.append(_merge(torch.stack(parts)))
+        result.append(_merge(torch.stack(statistics_by_tile)))
     return torch.cat(result, dim=1)
 
 

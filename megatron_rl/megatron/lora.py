@@ -305,7 +305,7 @@ def attach_adapters(
 
 @torch.no_grad()
 def share_base(model: ParallelModel, base_model: ParallelModel) -> None:
-    """Replace a model's frozen weights by those of another model of the same checkpoint and layout.
+    """Share the frozen weights of another model of the same checkpoint and layout.
 
     Both models have adapters. The replaced weights are freed. Call before the model is wrapped.
     """
@@ -325,7 +325,7 @@ def _scalar_head(model: ParallelModel, chunk: Any) -> Tensor | None:
 
 
 def start_adapters(model: ParallelModel, seed: int, initial: TensorSource | None = None) -> None:
-    """Set a model's adapters to the values of ``initial`` by their PEFT names, or to new values.
+    """Initialise a model's adapters from ``initial``, by their PEFT names, or with new values.
 
     Tensors without a value in ``initial`` are new. With ``initial`` the values are also stored as those of
     the initial policy, which serves as the reference.

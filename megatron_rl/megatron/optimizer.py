@@ -33,7 +33,7 @@ def wrap(
     distributed: bool,
     ddp: Mapping[str, Any] | None = None,
 ) -> None:
-    """Put the model's chunks into Megatron's DDP, in place: gradients accumulate in float32 buffers.
+    """Wrap the model's chunks in Megatron's DDP, in place: gradients accumulate in float32 buffers.
 
     With ``distributed`` the parameters move into buffers of the distributed optimizer, so views of
     parameters taken earlier go stale. ``ddp`` are the user's settings of Megatron's DDP, after which those of

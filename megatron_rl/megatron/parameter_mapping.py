@@ -75,7 +75,7 @@ class _SourceRows:
         return self.tensor.narrow(0, self.source.first, self.count)
 
     def copy_to(self, target: Tensor, begin: int) -> None:
-        """Fill the rows of ``target`` with those of the source from row ``begin``."""
+        """Copy rows of the source, from row ``begin`` on, into ``target``."""
         position = 0
         for row, rows in self.source.pieces(begin, len(target)):
             target.narrow(0, position, rows).copy_(self.tensor.narrow(0, row, rows))

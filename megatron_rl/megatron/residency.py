@@ -120,7 +120,7 @@ class Residency:
         return {key: storage for key, storage in storages.items() if key not in base_weights}
 
     def _state_storages(self) -> dict[int, Any]:
-        """Return the optimizer's storages, except for float32 weights, of which main weights may be views."""
+        """Return the optimizer's storages without float32 weights: main weights may be views of them."""
         weights = {_identity(value) for value in _weights(self.model)}
         storages = _storages(_optimizer_states(self.optimizer))
         return {key: storage for key, storage in storages.items() if key not in weights}

@@ -93,7 +93,7 @@ def _config_classes(complete: bool) -> tuple[Any, Any, Any, Any]:
 
 
 def _import_modules_alone() -> None:
-    """Let modules of Megatron be imported without their packages, and without torch's compiler."""
+    """Import modules of Megatron without their packages, and without torch's compiler."""
     specification = importlib.util.find_spec("megatron")
     assert specification is not None and specification.submodule_search_locations
     folders = [Path(folder) for folder in specification.submodule_search_locations]

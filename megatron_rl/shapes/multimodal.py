@@ -157,11 +157,11 @@ def _for_text(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class StoredPart:
+class TensorLocation:
     """Where a tensor of the language model is stored: a whole tensor, or a part of one.
 
-    Example: the up projection of expert 3 is `StoredPart("...experts.gate_up_proj", 3, 32, 64)` where experts
-    are 32 wide.
+    Example: with experts of width 32 the up projection of expert 3 is
+    ``TensorLocation("...experts.gate_up_proj", 3, 32, 64)``.
     """
 
     name: str
@@ -180,24 +180,24 @@ class StoredPart:
         return (self.end - self.begin, *stored[2:])
 
 
-def language_parts(stored: Iterable[str], shape_of: Callable[[str], Shape]) -> dict[str, StoredPart]:
+def tensor_locations(stored: Iterable[str], shape_of: Callable[[str], Shape]) -> dict[str, TensorLocation]:
     """Return where each tensor of the language model lies among the tensors of a multimodal checkpoint.
 
     ``stored`` are their names, and ``shape_of`` returns the shape of one. Keys are the names that the tensors
     have in a checkpoint of the language model alone; tensors of other parts are left out. Experts that are
     stored in one tensor, [experts, rows, hidden], become one tensor per expert.
 
-    >>> list(language_parts(["model.language_model.norm.weight", "model.visual.norm.weight"], len))
+    >>> list(tensor_locations(["model.language_model.norm.weight", "model.visual.norm.weight"], len))
     ['model.norm.weight']
     """
-    parts: dict[str, StoredPart] = {}
+    locations: dict[str, TensorLocation] = {}
     for stored_name in stored:
         if is_carried(stored_name):
             continue
         name = language_name(stored_name)
         fused = _FUSED_EXPERTS.match(name)
         if fused is None:
-            parts[name] = StoredPart(stored_name)
+            locations[name] = TensorLocation(stored_name)
             continue
 
         # The rows of the gate projection come before those of the up projection.
@@ -208,9 +208,9 @@ def language_parts(stored: Iterable[str], shape_of: Callable[[str], Shape]) -> d
         rows = shape[1] // len(matrices)
         for expert in range(shape[0]):
             for index, matrix in enumerate(matrices):
-                part = StoredPart(stored_name, expert, index * rows, (index + 1) * rows)
-                parts[f"{fused['experts']}{expert}.{matrix}.weight"] = part
-    return parts
+                location = TensorLocation(stored_name, expert, index * rows, (index + 1) * rows)
+                locations[f"{fused['experts']}{expert}.{matrix}.weight"] = location
+    return locations
 
 
 def language_name(stored: str) -> str:

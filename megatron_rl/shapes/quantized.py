@@ -92,7 +92,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_quantization(config: Mapping[str, Any], file: str = "config.json") -> Quantization | None:
-    """Return the quantisation of a config.json, None where it has none.
+    """Return the quantisation of a config.json; None without one.
 
     ``file`` is the path that errors name. Raises UserError for one that cannot be read.
     """

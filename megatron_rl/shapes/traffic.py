@@ -166,7 +166,7 @@ class SharedBytes:
 def peers_on_node(
     shared: SharedBytes, actor: ParallelLayout, ranks: Sequence[int], gpus_per_node: int
 ) -> int:
-    """Return the most ranks of its own node that a rank exchanges weights with, as an upper bound.
+    """Return an upper bound of the ranks of its own node with which a rank exchanges weights.
 
     ``ranks`` are the engine's, whose replicas are consecutive. A rank of the node counts as a sender if it
     has layers of another pipeline stage, or a shard that differs from the receiver's and has needed bytes

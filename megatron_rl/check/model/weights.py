@@ -15,7 +15,7 @@ from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError, join_names
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, SCALAR
-from megatron_rl.shapes.multimodal import language_parts
+from megatron_rl.shapes.multimodal import tensor_locations
 from megatron_rl.shapes.pretrained import (
     INDEX,
     PretrainedModel,
@@ -280,7 +280,7 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
 
 def _language_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors of a multimodal checkpoint's language model by their names in one of its own."""
-    locations = language_parts(stored, lambda stored_name: stored[stored_name].shape)
+    locations = tensor_locations(stored, lambda stored_name: stored[stored_name].shape)
     tensors: dict[str, StoredTensor] = {}
     for name, location in locations.items():
         # Values are compared for the embedding and the output layer alone, which are stored whole.
