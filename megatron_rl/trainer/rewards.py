@@ -75,6 +75,31 @@ class ScoredBatch:
     failures: tuple[Failure, ...] = ()
     """Rewards that failed on this rank."""
 
+    @property
+    def failed_fraction(self) -> float:
+        """Return the fraction of rows whose reward failed; rows that filters dropped are no failures."""
+        invalid = int((~self.scores.valid).sum())
+        return (invalid - self._dropped) / max(len(self.scores.valid), 1)
+
+    @property
+    def _dropped(self) -> int:
+        """Return the number of rows that filters dropped."""
+        rows = zip(self.scores.valid.tolist(), self.reasons, strict=True)
+        return sum(1 for valid, reason in rows if not valid and (reason or "").startswith(f"{FILTERED}:"))
+
+    def require_kept_rows(self, step: int) -> None:
+        """Raise UserError if filters dropped every row: nothing is left to learn from."""
+        if not self.reasons or self._dropped < len(self.reasons):
+            return
+        counts = Counter(reason for reason in self.reasons if reason is not None)
+        raise UserError(
+            "filters removed every response of a step",
+            where=f"rollout.filters (step {step})",
+            expected="responses that are kept",
+            got=", ".join(f"{count} {reason}" for reason, count in counts.most_common()),
+            fix="loosen the filters, or set rollout.filters.on_filtered=reward to learn what is removed",
+        )
+
     def rows(self, ids: Sequence[int]) -> ScoredBatch:
         """Return the rows ``ids`` in that order, with the metrics and failures of the whole batch."""
         # Log-probs and values are computed after the selection: there are none to select yet.

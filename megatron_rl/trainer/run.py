@@ -438,10 +438,10 @@ class Training:
         reasons: Counter[str],
         examples: Sequence[Failure],
     ) -> None:
-        """Raise UserError on the main rank if too many rewards have failed for too many steps."""
+        """Raise UserError on the main rank if too many rewards have failed, or filters kept nothing."""
         if result is not None and result.batch is not None and self.job.main:
-            invalid_fraction = 1.0 - float(result.batch.scores.valid.float().mean())
-            self.failures.check(step, invalid_fraction, reasons, examples)
+            result.batch.require_kept_rows(step)
+            self.failures.check(step, result.batch.failed_fraction, reasons, examples)
 
     def _save_if_due(self, step: int, is_best: bool) -> None:
         """Save a checkpoint of the current step if one is due. Collective over the world."""

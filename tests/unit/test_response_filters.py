@@ -19,13 +19,14 @@ from megatron_rl.config.sections.filters import FiltersConfig
 from megatron_rl.config.sections.rewards import CodeConfig, RewardConfig
 from megatron_rl.data.quickstart import build_tokenizer
 from megatron_rl.distributed.exchange import ReplicaGroup
+from megatron_rl.errors import UserError
 from megatron_rl.rewards.filters import FILTERED, ResponseFilters, repeated_share
 from megatron_rl.rewards.worker import Answer
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.reward import RewardRole
 from megatron_rl.rollout.types import Completion, Sequence, SequenceGroup
-from megatron_rl.trainer.rewards import compute_row_rewards
-from megatron_rl.types import FINISH_FAILED, FINISH_STOP, PromptBatch, Rollouts, SamplingParameters
+from megatron_rl.trainer.rewards import ScoredBatch, compute_row_rewards
+from megatron_rl.types import FINISH_FAILED, FINISH_STOP, PromptBatch, Rollouts, SamplingParameters, Scores
 
 pytestmark = pytest.mark.usefixtures("functions_load_once")
 
@@ -161,6 +162,22 @@ def test_no_scorer_and_no_model_sees_a_removed_response(on_filtered: str, tmp_pa
     assert [failure.reason for failure in found.failures] == ["exception"]
     assert found.reasons[1] == found.reasons[4] == "filtered: min_tokens" and found.reasons[0] is None
     assert found.reasons[3] and found.reasons[3].startswith("exception")
+
+
+def test_dropped_rows_are_no_failures_of_a_step_but_for_all_of_them() -> None:
+    prompts, rollouts = batch_of(["1234", "12", "1"])
+    rewards = torch.tensor([math.nan, math.nan, 1.0])
+    reasons: tuple[str | None, ...] = ("exception: 9", "filtered: min_tokens", None)
+    batch = ScoredBatch(prompts, rollouts, Scores(rewards, rewards.isfinite(), {}), reasons)
+    assert batch.failed_fraction == pytest.approx(1 / 3)
+    batch.require_kept_rows(3)
+
+    nothing = Scores(torch.full((3,), math.nan), torch.zeros(3, dtype=torch.bool), {})
+    batch = replace(batch, scores=nothing, reasons=("filtered: min_tokens",) * 2 + ("filtered: banned",))
+    assert batch.failed_fraction == 0
+    with pytest.raises(UserError, match="removed every response") as raised:
+        batch.require_kept_rows(3)
+    assert "2 filtered: min_tokens, 1 filtered: banned" in str(raised.value)
 
 
 def test_a_group_that_is_scored_early_is_filtered_first(tmp_path: Path) -> None:
