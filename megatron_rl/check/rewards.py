@@ -31,7 +31,7 @@ from megatron_rl.config.sections.evaluation import EvaluationSetConfig
 from megatron_rl.config.sections.filters import FILTER_KEY, filter_function
 from megatron_rl.config.sections.rewards import SENDABLE_PARTS, JudgeConfig, RewardConfig, RewardServerConfig
 from megatron_rl.contained.process import LoadFailed, unenforced_protections
-from megatron_rl.error_forms import requires, unknown_choice
+from megatron_rl.error_forms import out_of_range, requires, unknown_choice
 from megatron_rl.errors import UserError, nearest
 from megatron_rl.redaction import HIDDEN, is_hidden, is_secret
 from megatron_rl.rewards.calls import loading_errors
@@ -103,11 +103,20 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
 
 
 def filter_errors(config: RunConfig) -> list[UserError]:
-    """Return the errors of the user's filter of responses, by its source."""
-    function = config.rollout.filters.function
-    if function is None:
-        return []
-    return check_function(FunctionRef(function, FILTER_KEY, accepts_group=False))
+    """Return the errors of filters of responses: a user's, by its source, and one that keeps nothing."""
+    filters = config.rollout.filters
+    errors: list[UserError] = []
+    if filters.function is not None:
+        errors += check_function(FunctionRef(filters.function, FILTER_KEY, accepts_group=False))
+
+    profiles = config.rollout.sampling_profiles.values()
+    limits = [profile.get("max_response_tokens") for profile in profiles]
+    longest = max(limit for limit in (config.rollout.max_response_tokens, *limits) if isinstance(limit, int))
+    if filters.min_tokens > longest:
+        fix = "lower it, or raise rollout.max_response_tokens"
+        expected = f"at most {longest}, the longest response"
+        errors.append(out_of_range("rollout.filters.min_tokens", filters.min_tokens, expected, fix=fix))
+    return errors
 
 
 def _argument_errors(reward: RewardConfig) -> list[UserError]:

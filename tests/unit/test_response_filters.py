@@ -227,6 +227,7 @@ def test_check_refuses_filters_that_mean_nothing(workspace: Path) -> None:
     assert not errors("rollout.filters.empty=true", "rollout.filters.max_repetition=0.3")
     assert "at most 1" in errors("rollout.filters.max_repetition=30")
     assert "drop" in errors("rollout.filters.on_filtered=refill")
+    assert "the longest response" in errors("rollout.filters.min_tokens=900", "rollout.max_response_tokens=8")
     assert "rollout.filters.function" in errors("rollout.filters.function=missing.py:keep")
     (workspace / "mine.py").write_text("def keep(*, answer):\n    return True\n")
     assert "`answer`" in errors("rollout.filters.function=mine.py:keep") or "answer" in errors(
