@@ -410,6 +410,10 @@ class RunConfig:
     evaluation: EvaluationConfig = setting(EvaluationConfig(), "Evaluation on held-out prompts.")
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), "Saving and resuming.")
     logging: LoggingConfig = setting(LoggingConfig(), "Experiment trackers.")
+    callbacks: tuple[str, ...] = setting(
+        (),
+        "Classes of your own that are told of each step: path/to/file.py:Class or module:Class.",
+    )
     # Stages before reinforcement learning.
     sft: SftConfig | None = setting(None, "Supervised warm-up.", unset="none")
     preference: PreferenceConfig | None = setting(None, "Training on preferences.", unset="none")

@@ -43,6 +43,7 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.rewards.function import Failure
 from megatron_rl.roles.build import Roles, build_roles
 from megatron_rl.trainer.asynchrony import AheadBatches
+from megatron_rl.trainer.callbacks import Callbacks
 from megatron_rl.trainer.engine_check import check_engine
 from megatron_rl.trainer.evaluation import (
     EvaluationSet,
@@ -166,7 +167,8 @@ class Training:
         self._first_sync = Metrics()
 
         # The parts of a step, and the records of it.
-        self.samples = Samples(job, self.roles, self.prompts)
+        self.callbacks = Callbacks(config.callbacks if job.main else (), job.say)
+        self.samples = Samples(job, self.roles, self.prompts, self.callbacks)
         self.failures = FailureWatch(config.reward)
         self.source = RolloutSource(config, self.roles, self.algorithm, self.prompts.next)
         self.ahead: AheadBatches | None = None
@@ -232,6 +234,7 @@ class Training:
                     step = RunStep(self.state.step + 1, self._sets_of(self.state.deferred))
                     self.phases.step = step.number
                     self.prompts.begin_step(step.number)
+                    self.callbacks.call("on_step_begin", step.number)
                     start = time.perf_counter()
                     yield step
                     self._end_step(step, time.perf_counter() - start, log)
@@ -535,6 +538,8 @@ class Training:
     def _record(self, log: MetricsLog | None, step: int, metrics: Metrics) -> None:
         if log is not None:
             log.write(step, metrics.values())
+            if step > 0:
+                self.callbacks.call("on_step_end", step, metrics.values())
 
     def _finish(self) -> None:
         """Export the model, release roles and servers, and write the report. Collective over the world."""

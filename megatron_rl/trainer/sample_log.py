@@ -16,6 +16,7 @@ from megatron_rl.durable import replace_file
 from megatron_rl.metrics import Metrics, merge
 from megatron_rl.rewards.function import Failure, last_lines
 from megatron_rl.roles.build import Roles
+from megatron_rl.trainer.callbacks import Callbacks
 from megatron_rl.trainer.evaluation import EvaluationResult, failure_lines
 from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.loop import StepResult
@@ -32,8 +33,9 @@ MAX_CONSOLE_CHARACTERS = 300
 class Samples:
     """Storage of the samples of steps and evaluations, in the run folder and in the trackers."""
 
-    def __init__(self, job: Job, roles: Roles, prompts: TrainingPrompts) -> None:
+    def __init__(self, job: Job, roles: Roles, prompts: TrainingPrompts, callbacks: Callbacks) -> None:
         self.job = job
+        self._callbacks = callbacks
         self.roles = roles
         self.prompts = prompts
         self._warned_of_unused_scorers = False
@@ -96,6 +98,7 @@ class Samples:
         columns["failure"] = list(batch.reasons)
         columns["policy_version"] = batch.rollouts.policy_version.tolist()
         self._store("step", step, columns)
+        self._callbacks.call("on_samples", step, columns)
         return reasons, examples
 
     def _print_failures(self, step: int, reasons: Counter[str], examples: Sequence[Failure]) -> None:

@@ -1,0 +1,50 @@
+"""The user's callbacks: classes whose methods a run calls at each step; importable without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import UserError, nearest, single_errors
+from megatron_rl.user_code import load_path
+
+METHODS = ("on_step_begin", "on_samples", "on_step_end")
+"""``on_step_begin(step)``; ``on_samples(step, samples)``, the columns of the step's table of samples by name;
+``on_step_end(step, metrics)``, the numbers of the step's line in metrics.jsonl by name."""
+
+_KEY = "callbacks"
+
+
+def callback_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the errors of callbacks that cannot be loaded or have none of `METHODS`."""
+    for path in config.callbacks:
+        try:
+            load_callback(path)
+        except UserError as error:
+            yield from single_errors(error)
+
+
+def load_callback(path: str) -> type:
+    """Return the class of a callback, ``file.py:Class`` or ``module:Class``.
+
+    Raises UserError for anything but a class with one of `METHODS`, and for a method that is never called.
+    """
+    found = load_path(path, _KEY)
+    names = [name for name in dir(found) if name.startswith("on_")]
+    unknown = [name for name in names if name not in METHODS]
+    if isinstance(found, type) and names and not unknown:
+        return found
+
+    fix = "define at least one of these methods in a class without arguments"
+    if unknown:
+        close = nearest(unknown[0], METHODS)
+        fix = f"rename {unknown[0]}"
+        if close:
+            fix += f" to {close}"
+    raise UserError(
+        f"{path} is not a callback",
+        where=_KEY,
+        expected=f"a class with methods among {', '.join(METHODS)}",
+        got=", ".join(unknown) or f"{type(found).__name__} without any of them",
+        fix=fix,
+    )

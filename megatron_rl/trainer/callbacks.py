@@ -1,0 +1,35 @@
+"""Callbacks of the user: classes that are told of each step on the first rank, and that can break nothing.
+
+A callback has any of the methods in `check.callbacks.METHODS`. It gets copies, and its first exception ends
+its calls with a warning: the run goes on. The run waits for its methods: long work belongs in a thread.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_rl.check.callbacks import load_callback
+from megatron_rl.errors import first_line
+
+
+class Callbacks:
+    """The callbacks of a run, made and called on the first rank alone."""
+
+    def __init__(self, paths: Sequence[str], say: Callable[[str], None]) -> None:
+        self._say = say
+        self._callbacks: dict[str, Any] = {path: load_callback(path)() for path in paths}
+
+    def call(self, method: str, *values: Any) -> None:
+        """Call a method of each callback that has it, with copies of the values."""
+        for path, callback in list(self._callbacks.items()):
+            function = getattr(callback, method, None)
+            if function is None:
+                continue
+            try:
+                function(*copy.deepcopy(values))
+            except Exception as error:  # the user's code may raise anything
+                del self._callbacks[path]
+                text = f"warning: {path} failed in {method} and is not called any more"
+                self._say(f"{text}: {first_line(error)}")
