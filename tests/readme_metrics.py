@@ -13,7 +13,8 @@ WRITTEN_BY = {
     "throughput/ padding/ reshard/ time/generate time/reward time/score time/learn time/reshard "
     "time/evaluate time/checkpoint",
     "a run whose rewards fail": "reward/invalid_",
-    "a run with an environment and servers": "environment/ reward/http/ reward/judge/",
+    "a run with an environment and a server": "environment/ reward/http/",
+    "a run with a judge": "reward/judge/",
     "a run with filters": "filtered/ reward/saved/",
     "a run of several sources": "reward/mean/ data/",
     "a run with a critic": "critic/ reward/component/",

@@ -23,7 +23,8 @@ WINDOW = 0.2
 GROWTH = 16 * 2**20
 """Bytes that a rank's memory may grow by in a thousand steps.
 
-Any run may grow by twice as much, since allocators reach their final size slowly.
+Any run may grow by three times as much, since allocators reach their final size slowly: fifty steps grew by
+6 MiB on a quiet host and once by 42 MiB on a busy one. Long runs are what finds a slow leak.
 """
 SMALL = {
     "sft": None,
@@ -75,7 +76,7 @@ def try_case(case: Case, work: Path) -> Result:
     ]
     # Counts must not grow at all; memory may grow a little, since allocators settle slowly.
     growth = max(memory_growth(rank_samples) for rank_samples in samples.values())
-    if growth > max(GROWTH * settings["steps"] / 1000, 2 * GROWTH):
+    if growth > max(GROWTH * settings["steps"] / 1000, 3 * GROWTH):
         problems.append(f"memory grew by {growth / 2**20:.1f} MiB")
 
     counts = {f"MiB that {case.group} grew by": round(growth / 2**20, 2)}

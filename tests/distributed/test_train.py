@@ -226,7 +226,8 @@ def test_failed_rewards_are_counted_and_never_zero(fork, material, tmp_path):
     assert "cannot judge this" in result.output
 
 
-def test_a_run_whose_rewards_all_fail_stops_and_says_why(fork, material, tmp_path):
+@pytest.mark.parametrize("server", ["http", "judge"])
+def test_a_run_whose_rewards_all_fail_stops_and_says_why(fork, material, tmp_path, server):
     environment = tmp_path / "talk.py"
     environment.write_text(
         "from megatron_rl import Environment\n"
@@ -240,12 +241,24 @@ def test_a_run_whose_rewards_all_fail_stops_and_says_why(fork, material, tmp_pat
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         dead = {"url": f"http://127.0.0.1:{nobody.getsockname()[1]}", "retries": 1, "backoff": 0.01}
-        _fails_entirely(fork, material, tmp_path, f"{environment}:Talk", dead)
+        judge = {**dead, "model": "m"}
+        servers = {"judge": judge} if server == "judge" else {"http": dead, "judge": judge}
+        lines = _fails_entirely(fork, material, tmp_path, f"{environment}:Talk", servers)
+    asked = 1 - lines[1]["environment/failed"]
+    # Requests that are under way when it opens end their tries.
+    assert 0 < lines[1][f"reward/{server}/requests"] < 2 * asked, "a circuit that is open sends nothing more"
+    if server == "judge":
+        assert unwritten("a run with a judge", lines.values()) == []
+    else:
+        assert unwritten("a run with an environment and a server", lines.values()) == []
+        # What the first server could not reward is not sent to the judge.
+        assert lines[1]["reward/saved/judge"] == pytest.approx(asked)
+        assert "reward/judge/requests" not in lines[1]
 
 
-def _fails_entirely(fork, material, tmp_path, environment, dead):
+def _fails_entirely(fork, material, tmp_path, environment, servers):
     changes = {
-        "reward": {"function": None, "http": dead, "judge": {**dead, "model": "m"}, "invalid_steps": 2},
+        "reward": {"function": None, "invalid_steps": 2, **servers},
         "rollout": {
             "tensor": 1,
             "engine": "torch",
@@ -262,11 +275,8 @@ def _fails_entirely(fork, material, tmp_path, environment, dead):
     )
     lines = _lines(tmp_path / "run")
     assert sorted(lines) == [1, 2] and all(line["reward/valid_fraction"] == 0 for line in lines.values())
-    assert unwritten("a run with an environment and servers", lines.values()) == []
     assert lines[1]["environment/turns"] > 1 and 0 < lines[1]["environment/failed_exception"] < 0.6
-    asked = 1 - lines[1]["environment/failed"]
-    # Requests that are under way when it opens end their tries.
-    assert 0 < lines[1]["reward/http/requests"] < 2 * asked, "a circuit that is open sends nothing more"
+    return lines
 
 
 def test_a_failure_names_rank_role_and_phase_and_ends_the_job(forked_torchrun, material, tmp_path):
