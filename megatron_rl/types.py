@@ -336,6 +336,8 @@ class Scores:
     """[N] float32, the actor's log-probs before the step's first update."""
     ref_log_probs: Tensor | None = None
     """[N] float32, the reference policy's log-probs."""
+    teacher_log_probs: Tensor | None = None
+    """[N] float32, the log-probs of a distillation's teacher."""
     values: Tensor | None = None
     """[N] float32, the critic's values."""
     entropy: Tensor | None = None

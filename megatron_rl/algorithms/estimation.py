@@ -34,9 +34,6 @@ from megatron_rl.types import (
     row_counts,
 )
 
-TEACHER_LOG_PROBS = "teacher_log_probs"
-"""Column of `Scores.columns` with a teacher's log-probs [N]."""
-
 
 def build_train_batch(
     rollouts: Rollouts,
@@ -264,12 +261,11 @@ def _distill(
     old_log_probs: Tensor | None,
 ) -> tuple[Tensor, Metrics]:
     """Return the teacher's term in the advantages [N], 0 outside the mask, and the mean reverse KL to it."""
-    teacher_log_probs = scores.columns.get(TEACHER_LOG_PROBS)
-    if teacher_log_probs is None or old_log_probs is None:
+    if scores.teacher_log_probs is None or old_log_probs is None:
         raise ValueError("the algorithm needs the teacher's and the actor's log-probs of the batch")
 
     log_probs = old_log_probs.double()
-    teacher_log_probs = teacher_log_probs.double()
+    teacher_log_probs = scores.teacher_log_probs.double()
     term = torch.where(mask, algorithm.distillation(log_probs, teacher_log_probs), 0)
     difference = (log_probs - teacher_log_probs)[mask]
     return term, Metrics.mean("kl/teacher", float(difference.sum()), len(difference))

@@ -5,6 +5,7 @@ The reference is where the policy began: the penalty keeps it near. The teacher 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -185,7 +186,7 @@ class KlInReward(KlPenalty):
 
 
 @dataclass(frozen=True)
-class Distillation(Piece):
+class Distillation(Piece, ABC):
     """Term of a teacher in the advantage of each token, after baselines, whitening and clips of rewards."""
 
     @property
@@ -198,9 +199,9 @@ class Distillation(Piece):
         """Whether the advantages, which precede the loss, depend on the actor's log-probs."""
         return self.needs_teacher
 
+    @abstractmethod
     def estimate(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
         """Return the term of each token [N]; both arguments are log-probs [N] of the sampled tokens."""
-        raise NotImplementedError
 
     def __call__(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
         """Run `estimate` and check its result."""
@@ -218,6 +219,10 @@ class NoDistillation(Distillation):
     def needs_teacher(self) -> bool:
         """Whether the algorithm reads the teacher's log-probs."""
         return False
+
+    def estimate(self, log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
+        """Return 0 for each token."""
+        return torch.zeros_like(log_probs)
 
 
 @dataclass(frozen=True)

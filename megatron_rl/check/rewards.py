@@ -25,10 +25,11 @@ from typing import Any, NamedTuple
 
 from megatron_rl.check.files import Files
 from megatron_rl.check.values import name_errors
+from megatron_rl.config.derive import longest_response
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import LimitsConfig
 from megatron_rl.config.sections.evaluation import EvaluationSetConfig
-from megatron_rl.config.sections.filters import FILTER_KEY, filter_function
+from megatron_rl.config.sections.filters import FILTER_KEY
 from megatron_rl.config.sections.rewards import SENDABLE_PARTS, JudgeConfig, RewardConfig, RewardServerConfig
 from megatron_rl.contained.process import LoadFailed, unenforced_protections
 from megatron_rl.error_forms import out_of_range, requires, unknown_choice
@@ -109,9 +110,7 @@ def filter_errors(config: RunConfig) -> list[UserError]:
     if filters.function is not None:
         errors += check_function(FunctionRef(filters.function, FILTER_KEY, accepts_group=False))
 
-    profiles = config.rollout.sampling_profiles.values()
-    limits = [profile.get("max_response_tokens") for profile in profiles]
-    longest = max(limit for limit in (config.rollout.max_response_tokens, *limits) if isinstance(limit, int))
+    longest = longest_response(config)
     if filters.min_tokens > longest:
         fix = "lower it, or raise rollout.max_response_tokens"
         expected = f"at most {longest}, the longest response"
@@ -391,11 +390,10 @@ def _loadings(config: RunConfig) -> Iterator[_Loading]:
         yield _Loading(reward, "reward.function")
     filters = config.rollout.filters
     if filters.function is not None:
-        yield _Loading(filter_function(filters, reward), FILTER_KEY, accepts_group=False)
+        yield _Loading(reward.of_function(filters.function), FILTER_KEY, accepts_group=False)
     for name, evaluation_set in config.evaluation.sets.items():
         for key, function in evaluation_set.functions().items():
-            settings = replace(reward, function=function, arguments={})
-            yield _Loading(settings, f"evaluation.sets.{name}.{key}")
+            yield _Loading(reward.of_function(function), f"evaluation.sets.{name}.{key}")
     if reward.judge is None:
         return
 

@@ -172,15 +172,20 @@ def smallest_world(config: RunConfig) -> int:
     return unit * max(1, -(-world // unit))
 
 
-def longest_row(config: RunConfig) -> int:
-    """Return the largest number of tokens of a prompt with its response, over all sampling profiles."""
+def longest_response(config: RunConfig) -> int:
+    """Return the largest number of tokens of a response, over all sampling profiles."""
     responses = [config.rollout.max_response_tokens]
     for profile in config.rollout.sampling_profiles.values():
         value = profile.get("max_response_tokens")
         # The values of sampling profiles may not have been validated yet.
         if isinstance(value, int) and not isinstance(value, bool):
             responses.append(value)
-    return config.data.max_prompt_tokens + max(responses)
+    return max(responses)
+
+
+def longest_row(config: RunConfig) -> int:
+    """Return the largest number of tokens of a prompt with its response, over all sampling profiles."""
+    return config.data.max_prompt_tokens + longest_response(config)
 
 
 def longest_trained_row(config: RunConfig) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_rl.config.sections.filters import FILTER_KEY, FiltersConfig, filter_function
+from megatron_rl.config.sections.filters import FILTER_KEY, FiltersConfig
 from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.metrics import Metrics
 from megatron_rl.rewards.function import NO_METRICS, FunctionReward, Sample
@@ -71,7 +71,7 @@ class ResponseFilters:
         self.takes: frozenset[str] = frozenset()
         self.missing: tuple[str, ...] = ()
         if config.function is not None:
-            self._function = FunctionReward(filter_function(config, reward), key=FILTER_KEY)
+            self._function = FunctionReward(reward.of_function(config.function), key=FILTER_KEY)
             self.takes = self._function.takes - {GROUP}
             self.missing = self._function.missing
 

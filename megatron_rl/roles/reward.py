@@ -6,6 +6,7 @@ does; the step gathers the shards of all scorers and sums them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -204,23 +205,23 @@ class RewardRole:
         rollouts = to_rollouts([group])
         prompts = group.prompt.repeat(len(rollouts))
         answers = environment_answers(rollouts)
-        failed = (rollouts.finish_reason == FINISH_FAILED).tolist()
-        rows = [row for row in range(len(rollouts)) if row not in answers and not failed[row]]
+        failed = _failed_rows(rollouts)
+        rows = [row for row in range(len(rollouts)) if row not in answers and row not in failed]
         if not rows:
             return
 
         # All groups of a round have as many rows.
-        first_row = index * len(rollouts)
+        round_rows = [index * len(rollouts) + row for row in rows]
         verdicts = None
         if self._filters is not None:
             samples = self._samples(prompts, rollouts, rows, self._filters.takes)
             ids = self._response_ids(rollouts.rows(rows))
-            verdicts = self._executor.submit(_filter_rows, self._filters, rows, samples, ids, first_row)
+            verdicts = self._executor.submit(_filter_rows, self._filters, round_rows, samples, ids)
             self._early.append(verdicts)
         for name, scorer in self._functions.items():
-            make_samples = partial(self._samples, prompts, rollouts, takes=scorer.takes)
-            scored = self._executor.submit(_score_rows, name, scorer, rows, make_samples, first_row, verdicts)
-            self._early.append(scored)
+            samples = self._samples(prompts, rollouts, rows, scorer.takes)
+            by_row = dict(zip(round_rows, samples, strict=True))
+            self._early.append(self._executor.submit(_score_rows, name, scorer, by_row, verdicts))
 
     def gather_early(self, members: ReplicaGroup) -> EarlyRewards:
         """Return the rewards of the groups started since the last call, by row of the round.
@@ -261,7 +262,7 @@ class RewardRole:
         # Each rank filters its share of the rows.
         available = (early or {}).get(FILTERS, {})
         failed = _failed_rows(rollouts)
-        share = range(members.ranks.index(members.rank), len(rollouts), len(members.ranks))
+        share = _rows_of_rank(rollouts, members, filters)
         rows = [row for row in share if row not in available and row not in failed]
         samples = self._samples(prompts, rollouts, rows, filters.takes)
         verdicts = filters.answers(samples, self._response_ids(rollouts.rows(rows)))
@@ -271,10 +272,10 @@ class RewardRole:
             answers |= by_row
         names = {row: answer.message for row, answer in answers.items() if answer.reason == FILTERED}
         failures = {row: answer for row, answer in answers.items() if answer.reason not in (None, FILTERED)}
+        counts = Counter(names.values())
         metrics = Metrics()
         for name in filters.config.names:
-            removed = sum(1 for filter_name in names.values() if filter_name == name)
-            metrics += Metrics.mean(f"filtered/{name}", float(removed), float(len(rollouts)))
+            metrics += Metrics.mean(f"filtered/{name}", float(counts[name]), float(len(rollouts)))
         return FilteredRows(names, failures, filters.config.reward, metrics)
 
     def infer(
@@ -461,7 +462,7 @@ def _run_scorer(
     result = RewardResult([answers[row] for row in answered_rows], new.measured)
     index_of = {row: index for index, row in enumerate(rows)}
     indices = torch.tensor([index_of[row] for row in answered_rows], dtype=torch.long)
-    values = {"rewards": _scatter(result.rewards, indices, len(rows))}
+    values = {"rewards": scatter_values(result.rewards, indices, len(rows))}
 
     # `failure.row` is an index into the answers: convert it to the row of the batch.
     failures: dict[int, tuple[str, str]] = {}
@@ -474,7 +475,7 @@ def _run_scorer(
     component_names = set().union(*(names for names, _ in gathered))
     for component in sorted(component_names):
         component_values = result.components.get(component)
-        values[COMPONENT + component] = _scatter(component_values, indices, len(rows))
+        values[COMPONENT + component] = scatter_values(component_values, indices, len(rows))
 
     all_failures: dict[int, tuple[str, str]] = {}
     for _, rank_failures in gathered:
@@ -491,7 +492,7 @@ def _run_scorer(
     )
 
 
-def _scatter(values: Tensor | None, indices: Tensor, count: int) -> Tensor:
+def scatter_values(values: Tensor | None, indices: Tensor, count: int) -> Tensor:
     """Return ``values`` at ``indices`` of ``count`` numbers, NaN elsewhere: [count] float32."""
     result = torch.full((count,), float("nan"))
     if values is not None:
@@ -513,31 +514,25 @@ def _filter_rows(
     rows: Sequence[int],
     samples: Sequence[Sample],
     ids: Sequence[Sequence[int]],
-    first_row: int,
 ) -> tuple[str, dict[int, Answer]]:
-    """Run the filters on a group's ``rows``; return their name and their answers by row of the round."""
-    answers = filters.answers(samples, ids)
-    return FILTERS, {first_row + row: answer for row, answer in zip(rows, answers, strict=True)}
+    """Run the filters on the samples of ``rows``; return their name and their answers by row."""
+    return FILTERS, dict(zip(rows, filters.answers(samples, ids), strict=True))
 
 
 def _score_rows(
     name: str,
     scorer: FunctionReward,
-    rows: Sequence[int],
-    make_samples: _MakeSamples,
-    first_row: int,
+    samples: Mapping[int, Sample],
     verdicts: Future[tuple[str, dict[int, Answer]]] | None,
 ) -> tuple[str, dict[int, Answer]]:
-    """Run a scorer on a group's ``rows``; return its name and its answers by row of the round.
+    """Run a scorer on the samples, by row, that the filters keep; return its name and its answers by row.
 
-    Of ``verdicts``, which an earlier task of the same thread has computed, only rows without a reason are
-    scored.
+    ``verdicts`` are the filters' answers, which an earlier task of the same thread has computed.
     """
     if verdicts is not None:
         _, answers = verdicts.result()
-        rows = [row for row in rows if answers[first_row + row].reason is None]
-    scored = scorer.answers(make_samples(list(rows)))
-    return name, {first_row + row: answer for row, answer in zip(rows, scored, strict=True)}
+        samples = {row: sample for row, sample in samples.items() if answers[row].reason is None}
+    return name, dict(zip(samples, scorer.answers(list(samples.values())), strict=True))
 
 
 def _failed_rows(rollouts: Rollouts) -> frozenset[int]:
@@ -545,7 +540,7 @@ def _failed_rows(rollouts: Rollouts) -> frozenset[int]:
     return frozenset((rollouts.finish_reason == FINISH_FAILED).nonzero().flatten().tolist())
 
 
-def _rows_of_rank(rollouts: Rollouts, members: ReplicaGroup, scorer: Scorer) -> list[int]:
+def _rows_of_rank(rollouts: Rollouts, members: ReplicaGroup, scorer: Scorer | ResponseFilters) -> list[int]:
     """Return the rows that this rank rewards: whole groups if the scorer reads the group."""
     # Round robin over the ranks, by row or by group.
     rank = members.ranks.index(members.rank)

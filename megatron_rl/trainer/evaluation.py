@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.evaluation import EvaluationSetConfig
-from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.data.sources import PromptSource
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.metrics import Metrics
@@ -117,14 +116,7 @@ def evaluation_sets(
 
 def _function_role(config: RunConfig, function: str, path: str, tokenizer: Any) -> RewardRole:
     """Return a role that calls one function, with the time and resource limits of the run's rewards."""
-    settings = RewardConfig(
-        function,
-        timeout=config.reward.timeout,
-        workers=config.reward.workers,
-        concurrency=config.reward.concurrency,
-        limits=config.reward.limits,
-    )
-    return RewardRole(settings, tokenizer, path)
+    return RewardRole(config.reward.of_function(function), tokenizer, path)
 
 
 def evaluate(

@@ -31,7 +31,7 @@ from megatron_rl.metrics import Metrics, merge
 from megatron_rl.rewards.filters import FILTERED, NOTHING_FILTERED, FilteredRows
 from megatron_rl.rewards.function import Failure, last_lines
 from megatron_rl.roles.build import Roles
-from megatron_rl.roles.reward import COMPONENT, EarlyRewards, ScorerResult
+from megatron_rl.roles.reward import COMPONENT, EarlyRewards, ScorerResult, scatter_values
 from megatron_rl.trainer.sample import SampledBatch
 from megatron_rl.types import (
     FINISH_FAILED,
@@ -185,10 +185,15 @@ def compute_row_rewards(
     rank. Collective over the members.
     """
     # All start before any result is gathered: reward models on ranks of their own work at the same time.
-    judged = [row for row in range(len(rollouts)) if row not in filtered.names]
+    is_kept = torch.ones(len(rollouts), dtype=torch.bool)
+    is_kept[list(filtered.names)] = False
+    # A model needs a row to run on: if no row is kept, it runs on all, and its outputs do not count.
+    judged_rows = is_kept.nonzero().flatten()
+    if not len(judged_rows):
+        judged_rows = torch.arange(len(rollouts))
     judged_rollouts = rollouts
-    if judged and filtered.names:
-        judged_rollouts = rollouts.rows(judged)
+    if len(judged_rows) < len(rollouts):
+        judged_rollouts = rollouts.rows(judged_rows.tolist())
     model_shards = [model.infer(judged_rollouts) for model in roles.reward_models]
     results = roles.reward.infer(prompts, rollouts, members, early, filtered)
 
@@ -209,15 +214,10 @@ def compute_row_rewards(
 
     # Gather the reward models, whose forward passes have run at the same time.
     for model, shard in zip(roles.reward_models, model_shards, strict=True):
-        values_of_judged = members.gather_rows(shard).values[model.name]
-        components[model.name] = values_of_judged
-        if judged_rollouts is not rollouts:
-            components[model.name] = torch.full((len(rollouts),), float("nan"))
-            components[model.name][judged] = values_of_judged
+        outputs = members.gather_rows(shard).values[model.name]
+        components[model.name] = scatter_values(outputs, judged_rows, len(rollouts))
         # A removed row has the filters' reward alone.
-        is_judged = torch.ones(len(rollouts), dtype=torch.bool)
-        is_judged[list(filtered.names)] = False
-        weighted.append(torch.where(is_judged, model.weight * components[model.name], 0.0))
+        weighted.append(torch.where(is_kept, model.weight * components[model.name], 0.0))
 
     # A NaN of any scorer makes the sum NaN, and the row invalid.
     rewards = sum(weighted[1:], weighted[0])

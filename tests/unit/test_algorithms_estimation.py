@@ -28,12 +28,7 @@ from megatron_rl.algorithms.advantages import (
     outcome,
 )
 from megatron_rl.algorithms.aggregation import TokenSum
-from megatron_rl.algorithms.estimation import (
-    TEACHER_LOG_PROBS,
-    AlgorithmState,
-    initial_state,
-    next_state,
-)
+from megatron_rl.algorithms.estimation import AlgorithmState, initial_state, next_state
 from megatron_rl.algorithms.losses import FunctionLoss, TokenLoss
 from megatron_rl.algorithms.rewards import RunningMoments
 from megatron_rl.errors import UserErrors
@@ -78,12 +73,11 @@ def test_failed_rows_take_no_part(name, batch):
     per_row = {f: getattr(scores, f)[kept] for f in fields}
     per_token = {
         f: getattr(scores, f)[token_index(rollouts.lengths, torch.as_tensor(kept))]
-        for f in ("old_log_probs", "ref_log_probs", "values")
+        for f in ("old_log_probs", "ref_log_probs", "teacher_log_probs", "values")
     }
-    index = token_index(rollouts.lengths, torch.as_tensor(kept))
-    columns = {name: values[index] for name, values in scores.columns.items()}
-    alone_scores = Scores(components={}, columns=columns, **per_row, **per_token)
-    alone, _ = build_train_batch(rollouts.rows(kept), alone_scores, algorithm)
+    alone, _ = build_train_batch(
+        rollouts.rows(kept), Scores(components={}, **per_row, **per_token), algorithm
+    )
     close(made.rows(kept).advantages, alone.advantages, 1e-6)
     close(made.rows(kept).returns, alone.returns, 1e-6)
 
@@ -477,7 +471,7 @@ def test_a_teacher_adds_its_term_to_the_advantages_of_valid_tokens():
         [0, 0, 0], [1.0, 0.0, math.nan], [True, True, False], [[True, False, True], [True], [True] * 2], 3
     )
     rollouts, scores = step(batch)
-    teacher = scores.columns[TEACHER_LOG_PROBS].double().tolist()
+    teacher = scores.teacher_log_probs.double().tolist()
     old = scores.old_log_probs.double().tolist()
     plain, _ = build_train_batch(rollouts, scores, algorithm_of("grpo"))
     for clip in (None, 0.1):

@@ -26,7 +26,7 @@ COMPOSED = {
     "broadcast_rows", "clipped_surrogate", "correct", "count_groups", "dense_groups", "dpo_objective",
     "first_best", "group_range", "group_sums", "reward_model_objective",
     "Correction", "Gae", "Imitation", "KeepEveryGroup", "Kl", "KlInLoss", "KlInReward", "KlPenalty", "NoKl",
-    "Distillation", "NoDistillation",
+    "NoDistillation",
     "DynamicSampling", "Overlong", "RefillGroups", "RewardShaping", "Vapo", "FunctionAdvantage",
     "FunctionLoss", "checked_loss", "fields_of", "log_ratio", "minibatches", "outcome", "with_loss_weights",
 }  # fmt: skip

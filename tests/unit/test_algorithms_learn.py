@@ -18,7 +18,6 @@ from megatron_rl.algorithms import (
     value_objective,
 )
 from megatron_rl.algorithms.algorithm import CORRECTIONS
-from megatron_rl.algorithms.estimation import TEACHER_LOG_PROBS
 from megatron_rl.types import FINISH_STOP, Rollouts, Scores
 
 VOCABULARY, LONGEST, PROMPTS, SAMPLES = 4, 4, 8, 6
@@ -68,7 +67,7 @@ def sample(policy: TabularPolicy, draw: torch.Generator) -> tuple[Rollouts, Scor
         baseline_rewards=torch.full((rows,), float(rewards.mean())),
         baseline_lengths=torch.full((rows,), LONGEST),
         # A teacher that prefers the token that is rewarded.
-        columns={TEACHER_LOG_PROBS: torch.where(tokens == 1, 0.7, 0.1).log()},
+        teacher_log_probs=torch.where(tokens == 1, 0.7, 0.1).log(),
     )
     return rollouts, scores, places
 

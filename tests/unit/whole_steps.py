@@ -11,7 +11,6 @@ from megatron_rl.algorithms import (
     get_algorithm,
     policy_objective,
 )
-from megatron_rl.algorithms.estimation import TEACHER_LOG_PROBS
 from megatron_rl.metrics import Metrics
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, Rollouts, Scores
 
@@ -45,7 +44,7 @@ def step(batch: Batch) -> tuple[Rollouts, Scores]:
         values=flat(batch.noise("values")).float(),
         baseline_rewards=torch.full((rows,), 0.25),
         baseline_lengths=torch.full((rows,), 3),
-        columns={TEACHER_LOG_PROBS: rollout + 0.5 * flat(batch.noise("teacher")).float() * batch.mask},
+        teacher_log_probs=rollout + 0.5 * flat(batch.noise("teacher")).float() * batch.mask,
     )
     return rollouts, scores
 

@@ -78,17 +78,6 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
         files.errors.extend(_end_token_errors(path, settings, ids, vocabulary))
 
 
-def token_ids(path: Path) -> dict[str, int]:
-    """Return the id of each token of a checkpoint's tokenizer by its text; empty if it cannot be read."""
-    try:
-        tokenizer = read_json_object(path / "tokenizer.json")
-        settings = _object_or_empty(path / "tokenizer_config.json")
-        ids, _ = _token_ids(tokenizer, None, settings)
-    except (OSError, *_MALFORMED_VOCABULARY):
-        return {}
-    return ids
-
-
 def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield the errors of stop strings that the tokenizer at ``path`` does not encode as one token."""
     # Without stop strings the tokenizer need not be loaded.
@@ -117,8 +106,8 @@ def read_tokenizer(path: Path) -> Any:
         return None
 
 
-def vocabulary_of(path: Path) -> int | None:
-    """Return the number of token ids in a tokenizer's files, None if they contain none."""
+def token_ids(path: Path) -> dict[str, int]:
+    """Return the id of each token in a tokenizer's files by its text; empty if they contain none."""
     files = Files()
     tokenizer = _read_or_report(path / "tokenizer.json", files) or {}
     settings = _read_or_report(path / "tokenizer_config.json", files) or {}
@@ -126,7 +115,13 @@ def vocabulary_of(path: Path) -> int | None:
     try:
         ids, _ = _token_ids(tokenizer, vocab_file, settings)
     except _MALFORMED_VOCABULARY:
-        return None  # reported by `check_tokenizer`
+        return {}  # reported by `check_tokenizer`
+    return ids
+
+
+def vocabulary_of(path: Path) -> int | None:
+    """Return the number of token ids in a tokenizer's files, None if they contain none."""
+    ids = token_ids(path)
     if not ids:
         return None
     return 1 + max(ids.values())

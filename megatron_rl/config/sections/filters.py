@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.sections.bounds import MOST_TOKENS, SHARE, TOKENS, WEIGHT
-from megatron_rl.config.sections.rewards import RewardConfig
 from megatron_rl.config.setting import setting
 
 FILTER_KEY = "rollout.filters.function"
@@ -75,14 +74,3 @@ class FiltersConfig:
         if self.on_filtered == DROP:
             return None
         return self.filtered_reward
-
-
-def filter_function(config: FiltersConfig, reward: RewardConfig) -> RewardConfig:
-    """Return the settings of the user's filter: a function with the limits of the reward function."""
-    return replace(
-        RewardConfig(config.function),
-        timeout=reward.timeout,
-        workers=reward.workers,
-        concurrency=reward.concurrency,
-        limits=reward.limits,
-    )

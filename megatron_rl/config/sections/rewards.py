@@ -326,6 +326,16 @@ class RewardConfig:
         conversion="ours has a name for each: NAME.path",
     )
 
+    def of_function(self, function: str) -> RewardConfig:
+        """Return the settings of another function, with the workers and limits of the reward function."""
+        return RewardConfig(
+            function,
+            timeout=self.timeout,
+            workers=self.workers,
+            concurrency=self.concurrency,
+            limits=self.limits,
+        )
+
     @property
     def scorers(self) -> dict[str, float]:
         """Return the weight of each reward except reward models, by the name of its setting."""
