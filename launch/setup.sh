@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Make .venv and install what megatron_rl needs. Does nothing, quickly, when that is done already.
 #
-#   launch/setup.sh [--dev] [--cpu | --gpu] [--cuda 12]
+#   launch/setup.sh [--dev] [--cpu | --gpu] [--cuda 12] [--vllm 0.33]
 #
 #   --dev         also the tools of launch/test.sh and launch/lint.sh
 #   --cpu, --gpu  overrule the detection (a GPU machine is one where nvidia-smi lists a GPU)
 #   --cuda 12     the GPU stack for drivers 525 to 579, which cannot run CUDA 13
+#   --vllm 0.33   the GPU stack with vLLM 0.33 and torch 2.14 instead of 0.32 and 2.13; on Python 3.12
 #   PYTHON=…      the interpreter that .venv is made with (default: the first of python3.12, python3.11,
 #                 python3, on PATH or among pyenv's, that is 3.11 or newer and can make environments)
 #   VENV=…        the environment's folder instead of .venv
@@ -18,6 +19,7 @@ cd "$root"
 dev=no
 device=""
 cuda=13
+vllm=0.32
 while [ $# -gt 0 ]; do
     case "$1" in
         --dev) dev=yes ;;
@@ -27,10 +29,18 @@ while [ $# -gt 0 ]; do
             shift
             cuda="${1:-}"
             if [ "$cuda" != 12 ] && [ "$cuda" != 13 ]; then echo "setup: --cuda is 12 or 13" >&2; exit 2; fi ;;
-        *) echo "setup: unknown argument $1 (known: --dev --cpu --gpu --cuda 12)" >&2; exit 2 ;;
+        --vllm)
+            shift
+            vllm="${1:-}"
+            if [ "$vllm" != 0.32 ] && [ "$vllm" != 0.33 ]; then echo "setup: --vllm is 0.32 or 0.33" >&2; exit 2; fi ;;
+        *) echo "setup: unknown argument $1 (known: --dev --cpu --gpu --cuda 12 --vllm 0.33)" >&2; exit 2 ;;
     esac
     shift
 done
+if [ "$cuda" = 12 ] && [ "$vllm" != 0.32 ]; then
+    echo "setup: --cuda 12 goes with vLLM 0.32, whose wheel for CUDA 12 is known" >&2
+    exit 2
+fi
 if [ -z "$device" ]; then
     device=cpu
     if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then device=gpu; fi
@@ -151,13 +161,14 @@ from vllm import LLM
 EOF
 }
 
-# The GPU stack at one version each, as pip resolved it: launch/constraints-gpu-py312.txt and its like.
+# The GPU stack at one version each, as pip resolved it: launch/constraints-gpu-py312-vllm0.32.txt and its like.
 gpu_lock() {
     local lock
-    lock="launch/$("$python" -c 'import sys; print("constraints-gpu-py%d%d.txt" % sys.version_info[:2])')"
+    lock="launch/$("$python" -c 'import sys; print("constraints-gpu-py%d%d" % sys.version_info[:2])')-vllm$vllm.txt"
     if [ ! -f "$lock" ]; then
-        fail "there is no lock of the GPU stack for $("$python" --version)" \
-            "expected: $lock" "got: no such file" "fix: set PYTHON to Python 3.12 or 3.11, and remove $venv"
+        fail "there is no lock of the GPU stack with vLLM $vllm for $("$python" --version)" \
+            "expected: one of $(cd launch; echo constraints-gpu-*)" "got: no $lock" \
+            "fix: set PYTHON to Python 3.12 (with vLLM 0.32 3.11 is possible, too), and remove $venv"
     fi
     echo "$lock"
 }

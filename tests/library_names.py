@@ -1,4 +1,4 @@
-"""Names of Megatron-Core and Transformer Engine that code imports, looked up in sources that are not run.
+"""Names of Megatron-Core, Transformer Engine and vLLM that code imports, looked up in their sources.
 
 A version that this Python cannot install is then as good as an installed one. To record another version:
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests/library_names.json"
 """Distribution and version -> the names it has, of those that the package or Megatron-Core imports."""
 
-PACKAGES = {"megatron-core": "megatron.core", "transformer-engine": "transformer_engine"}
+PACKAGES = {"megatron-core": "megatron.core", "transformer-engine": "transformer_engine", "vllm": "vllm"}
 """Distribution -> the package that it installs."""
 
 

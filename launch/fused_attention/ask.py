@@ -31,7 +31,7 @@ from megatron_rl.check.configuration import check_config  # noqa: E402
 from megatron_rl.config.load import load  # noqa: E402
 from megatron_rl.shapes.accelerator import AcceleratedRole  # noqa: E402
 
-LOCK = ROOT / "launch" / "constraints-gpu-py312.txt"
+LOCK = ROOT / "launch" / "constraints-gpu-py312-vllm0.32.txt"
 WHEELS = (
     "transformer-engine-cu13", "nvidia-cudnn-cu13", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime",
     "nvidia-cuda-crt", "nvidia-cublas", "nvidia-nccl-cu13",

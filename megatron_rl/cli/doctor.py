@@ -16,6 +16,7 @@ from megatron_rl.planning.gpu_stack import (
     OLDEST_DRIVER,
     TOOLKIT,
     missing_requirements,
+    pinned_versions,
     unfit_driver,
     unfit_packages,
 )
@@ -160,16 +161,18 @@ def _before_install(requirements: Path, lock: str | None, toolkit: int) -> int:
             "doctor --before-install", requirements, "--lock", got="no lock file", fix="add --lock FILE"
         )
 
+    lock_text = Path(lock).read_text(encoding="utf-8")
+    pinned = pinned_versions(lock_text)
     versions = system_packages()
-    findings = unfit_packages(versions)
+    findings = unfit_packages(versions, pinned)
     driver = driver_version()
     if driver is not None:
-        unfit = unfit_driver(driver, toolkit)
+        unfit = unfit_driver(driver, pinned["torch"], toolkit)
         findings += [unfit] if unfit else []
     for finding in findings:
         print(f"{finding.level}: {finding.name}: {finding.text}\n  fix: {finding.fix}")
 
-    missing = missing_requirements(Path(lock).read_text(encoding="utf-8"), versions, toolkit)
+    missing = missing_requirements(lock_text, versions, toolkit)
     requirements.write_text("".join(f"{requirement}\n" for requirement in missing), encoding="utf-8")
     return int(any(finding.level == "error" for finding in findings))
 

@@ -10,27 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_rl.planning.machine import BUILT_TOGETHER, TRIED, Finding, foreign_apex, is_nvidia_apex
+from megatron_rl.planning.machine import BUILT_TOGETHER, Finding, foreign_apex, is_nvidia_apex
 from megatron_rl.versions import distribution_name, release
 
-TORCH = TRIED["torch"]
-VLLM = TRIED["vllm"]
-TRANSFORMER_ENGINE = "2.20.2"
+TORCH_OF_VLLM = {"0.32": "2.13.0", "0.33": "2.14.0"}
+"""Series of vLLM whose parts that a rank replaces were compared with this package's -> the torch it is built
+for. ``launch/setup.sh --gpu --vllm SERIES`` has a lock file for each."""
 
-VLLM_SERIES = ("0.32",)
-"""Series of vLLM whose parts that a rank replaces were compared with this package's."""
+TRANSFORMER_ENGINE = "2.20.2"
 
 TOOLKIT = 13
 """Major version of CUDA that the index's torch and vLLM are built for."""
 
 OLDEST_DRIVER = {13: 580, 12: 525}
 """Oldest driver branch that runs programs of a major version of CUDA, by NVIDIA's compatibility table."""
-
-BUILD_VLLM = (
-    f"build vLLM against this torch: git clone --branch v{VLLM} https://github.com/vllm-project/vllm; "
-    "cd vllm; python tools/use_existing_torch.py; pip install -r requirements/build/cuda.txt; "
-    "pip install --no-build-isolation -e ."
-)
 
 COMPILED_HERE = "transformer-engine-torch"
 """Package that comes as source and is compiled against the installed torch, after everything else."""
@@ -42,28 +35,54 @@ SEPARATE_PACKAGES = ("nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvidia-ml-p
 """Prefixes of NVIDIA's packages that are not part of CUDA, which no torch brings."""
 
 
-def unfit_packages(versions: Mapping[str, str]) -> list[Finding]:
+def pinned_versions(lock: str) -> dict[str, str]:
+    """Return the version of each distribution in a lock file's text, a ``name==version`` a line.
+
+    Example:
+        >>> pinned_versions("# The GPU stack.\\nnvidia_ml_py==13.1  # for NVML\\n")
+        {'nvidia-ml-py': '13.1'}
+    """
+    versions = {}
+    for line in lock.splitlines():
+        name, _, version = line.partition("#")[0].strip().partition("==")
+        if name:
+            versions[distribution_name(name)] = version
+    return versions
+
+
+def _build_vllm(version: str) -> str:
+    """Return the advice to compile a version of vLLM against the torch that is there."""
+    return (
+        f"build vLLM against this torch: git clone --branch v{version} https://github.com/vllm-project/vllm; "
+        "cd vllm; python tools/use_existing_torch.py; pip install -r requirements/build/cuda.txt; "
+        "pip install --no-build-isolation -e ."
+    )
+
+
+def unfit_packages(versions: Mapping[str, str], pinned: Mapping[str, str]) -> list[Finding]:
     """Compare a machine's own packages with the GPU stack that would be installed beside them.
 
-    ``versions`` maps names of distributions to their versions. An error stops the installation; a warning
-    names a package to try or to build afterwards. Nothing is imported or installed.
+    Both map names of distributions to versions, ``pinned`` those of a lock file; see `pinned_versions`. An
+    error stops the installation; a warning names a package to try or to build afterwards. Nothing is imported
+    or installed.
     """
     findings = []
     torch = versions.get("torch")
     vllm = versions.get("vllm")
+    series = list(TORCH_OF_VLLM)
 
     # Triton is not compiled against torch.
     extensions = [name for name in BUILT_TOGETHER if name in versions]
     extensions = [name for name in extensions if name not in ("torch", "triton")]
 
     # Any other series of vLLM may have moved or changed the parts that a rank replaces.
-    if vllm is not None and _series(vllm) not in VLLM_SERIES:
+    if vllm is not None and _series(vllm) not in series:
         findings.append(
             Finding(
                 "error",
                 "vllm",
-                f"{vllm} is here, and a rank replaces parts of vLLM {' or '.join(VLLM_SERIES)}",
-                f"use a container with vLLM {VLLM_SERIES[-1]}, or one with torch {TORCH} and without vLLM",
+                f"{vllm} is here, and a rank replaces parts of vLLM {' or '.join(series)}",
+                f"use a container with vLLM {series[-1]}, or with torch {pinned['torch']} and without vLLM",
             )
         )
 
@@ -79,7 +98,7 @@ def unfit_packages(versions: Mapping[str, str]) -> list[Finding]:
 
     # vLLM's wheel would be installed beside this torch.
     if torch is not None and vllm is None:
-        findings += _torch_without_vllm(torch, extensions)
+        findings += _torch_without_vllm(torch, extensions, pinned)
 
     apex = versions.get("apex")
     if apex is not None and not is_nvidia_apex(apex):
@@ -92,25 +111,34 @@ def _series(version: str) -> str:
     return "{}.{}".format(*release(version))
 
 
-def _torch_without_vllm(torch: str, extensions: list[str]) -> list[Finding]:
+def _torch_without_vllm(torch: str, extensions: list[str], pinned: Mapping[str, str]) -> list[Finding]:
     """Compare a machine's torch with the one that vLLM's wheel was built for."""
-    if release(torch) != release(TORCH):
-        text = f"{torch} is here, and vLLM {VLLM} is built for torch {TORCH}"
+    vllm = pinned["vllm"]
+    if release(torch) != release(pinned["torch"]):
+        text = f"{torch} is here, and vLLM {vllm} is built for torch {pinned['torch']}"
         if extensions:
             text += f", which {', '.join(extensions)} of this machine cannot load with"
-
-        # Offer a build from source only against a newer torch.
-        fix = f"use a container with torch {TORCH}, or with a vLLM {VLLM_SERIES[-1]} of its own"
-        if release(torch) > release(TORCH):
-            fix += f"; or {BUILD_VLLM}"
-        return [Finding("error", "torch", text, fix)]
+        return [Finding("error", "torch", text, _fix_of_another_torch(torch, pinned))]
 
     # A vendor's own build of the same release: wheels for it usually load, which the import after the
     # installation shows.
     if "a0+" in torch or ".nv" in torch:
-        text = f"{torch} is the vendor's build of the release that vLLM {VLLM} is built for"
-        return [Finding("warning", "torch", text, f"if `import vllm` fails afterwards, {BUILD_VLLM}")]
+        text = f"{torch} is the vendor's build of the release that vLLM {vllm} is built for"
+        return [Finding("warning", "torch", text, f"if `import vllm` fails afterwards, {_build_vllm(vllm)}")]
     return []
+
+
+def _fix_of_another_torch(torch: str, pinned: Mapping[str, str]) -> str:
+    """Return what to do with a torch that the pinned vLLM is not built for."""
+    for series, built_for in TORCH_OF_VLLM.items():
+        if release(torch) == release(built_for):
+            return f"launch/setup.sh --gpu --vllm {series} installs the vLLM that is built for it"
+
+    fix = f"use a container with torch {pinned['torch']}, or with a vLLM {_series(pinned['vllm'])} of its own"
+    # Only against a newer torch does a build from source succeed.
+    if release(torch) > release(pinned["torch"]):
+        fix += f"; or {_build_vllm(pinned['vllm'])}"
+    return fix
 
 
 def missing_requirements(lock: str, versions: Mapping[str, str], toolkit: int = TOOLKIT) -> list[str]:
@@ -130,14 +158,12 @@ def missing_requirements(lock: str, versions: Mapping[str, str], toolkit: int = 
     brings_libraries = "torch" in system_names or toolkit != TOOLKIT
 
     requirements = []
-    for line in lock.splitlines():
-        requirement = line.partition("#")[0].strip()
-        name = distribution_name(requirement.partition("==")[0])
-        if not requirement or name in excluded:
+    for name, version in pinned_versions(lock).items():
+        if name in excluded:
             continue
         if brings_libraries and _is_device_library(name):
             continue
-        requirements.append(requirement)
+        requirements.append(f"{name}=={version}")
     return requirements
 
 
@@ -148,8 +174,8 @@ def _is_device_library(name: str) -> bool:
     return name.startswith("nvidia-") and not name.startswith(SEPARATE_PACKAGES)
 
 
-def unfit_driver(driver: str, toolkit: int = TOOLKIT) -> Finding | None:
-    """Compare a driver's version with the CUDA of the torch that would be installed.
+def unfit_driver(driver: str, torch: str, toolkit: int = TOOLKIT) -> Finding | None:
+    """Compare a driver's version with the CUDA of the torch that would be installed, in version ``torch``.
 
     Done before anything is downloaded: a torch that the driver cannot run is 5 GB of packages.
     """
@@ -158,12 +184,12 @@ def unfit_driver(driver: str, toolkit: int = TOOLKIT) -> Finding | None:
     if branch >= oldest_branch:
         return None
 
-    text = f"{driver} does not run CUDA {toolkit}, which torch {TORCH} of the index is built for"
+    text = f"{driver} does not run CUDA {toolkit}, which torch {torch} of the index is built for"
     fix = f"update the driver to {oldest_branch} or later"
     # The build for CUDA 12 runs on older drivers.
     if branch >= OLDEST_DRIVER[12]:
         fix += (
-            f"; or launch/setup.sh --gpu --cuda 12 takes torch {TORCH}+cu129 and vLLM's wheel for CUDA 12 "
+            f"; or launch/setup.sh --gpu --cuda 12 takes torch {torch}+cu129 and vLLM's wheel for CUDA 12 "
             "instead"
         )
     return Finding("error", "driver", text, fix)

@@ -17,7 +17,7 @@ from megatron_rl.config.load import flatten, load_config
 pytestmark = pytest.mark.usefixtures("functions_load_once")
 
 ROOT = Path(__file__).resolve().parents[2]
-GPU_LOCK = str(ROOT / "launch/constraints-gpu-py312.txt")
+GPU_LOCK = str(ROOT / "launch/constraints-gpu-py312-vllm0.32.txt")
 ALONE = ("world_size=null", "actor.layout={}", "rollout.tensor=1")
 LONG = "x" * 5000
 HEAVY = ("torch", "transformers", "megatron", "vllm", "numpy", "pyarrow")

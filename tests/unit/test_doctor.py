@@ -15,6 +15,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from megatron_rl.planning import machine
+from megatron_rl.planning.gpu_stack import TORCH_OF_VLLM
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,7 +31,9 @@ def test_extras_name_the_versions_that_are_tried() -> None:
         for name, version in machine.TRIED.items():
             specifier = wanted.get(name, wanted.get(f"{name}-cpu"))
             assert specifier is not None and specifier.contains(version), (extra, name)
-    assert not Requirement(next(need for need in extras["gpu"] if "vllm" in need)).specifier.contains("0.33")
+    vllm = Requirement(next(need for need in extras["gpu"] if "vllm" in need)).specifier
+    series = [f"0.{number}" for number in range(20, 40)]
+    assert [name for name in series if vllm.contains(name)] == [*TORCH_OF_VLLM]
 
 
 def container(folder: Path, **versions: str) -> Path:
@@ -59,7 +62,7 @@ def before_install(
     python: Path, requirements: Path, *options: str, tools: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     command = [python / "bin/python", "-m", "megatron_rl", "doctor", "--before-install", requirements]
-    command += ["--lock", ROOT / "launch/constraints-gpu-py312.txt", *options]
+    command += ["--lock", ROOT / "launch/constraints-gpu-py312-vllm0.32.txt", *options]
     path = os.pathsep.join([*([str(tools)] if tools else []), os.environ["PATH"]])
     return subprocess.run(
         [str(word) for word in command],

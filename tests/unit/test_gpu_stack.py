@@ -8,10 +8,10 @@ import pytest
 
 from megatron_rl.planning.gpu_stack import (
     TOOLKIT,
-    TORCH,
+    TORCH_OF_VLLM,
     TRANSFORMER_ENGINE,
-    VLLM,
     missing_requirements,
+    pinned_versions,
     unfit_driver,
     unfit_packages,
 )
@@ -19,6 +19,12 @@ from megatron_rl.versions import release
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = sorted((ROOT / "launch").glob("constraints-gpu-py*.txt"))
+PINNED = {
+    lock.stem.rpartition("-vllm")[2]: pinned_versions(lock.read_text(encoding="utf-8"))
+    for lock in LOCKS
+    if "-py312-" in lock.name
+}
+"""Series of vLLM -> the versions of its GPU stack."""
 
 FITS = {
     "a bare machine": {},
@@ -27,6 +33,7 @@ FITS = {
     "vLLM's image": {"torch": "2.13.0+cu130", "vllm": "0.32.0", "flash-attn": "2.8.3"},
     "vLLM's image, patched": {"torch": "2.13.0+cu130", "vllm": "0.32.1+cu130"},
     "vLLM's image for CUDA 12": {"torch": "2.13.0+cu129", "vllm": "0.32.0+cu129"},
+    "vLLM's newer image": {"torch": "2.14.0+cu130", "vllm": "0.33.0", "flash-attn": "2.8.3"},
     "an image with a vLLM built for the vendor's torch": {
         "torch": "2.13.0a0+9186a08b2c.nv26.07",
         "vllm": "0.32.0",
@@ -71,7 +78,7 @@ REFUSED = {
 
 
 def levels(versions: dict[str, str]) -> list[str]:
-    return [finding.level for finding in unfit_packages(versions)]
+    return [finding.level for finding in unfit_packages(versions, PINNED["0.32"])]
 
 
 @pytest.mark.parametrize("image", FITS)
@@ -81,7 +88,7 @@ def test_an_image_that_fits_stays_as_it_is(image: str):
 
 @pytest.mark.parametrize("image", TRIED_AFTERWARDS)
 def test_a_vendors_build_of_the_release_is_tried(image: str):
-    findings = unfit_packages(TRIED_AFTERWARDS[image])
+    findings = unfit_packages(TRIED_AFTERWARDS[image], PINNED["0.32"])
     assert [finding.level for finding in findings] == ["warning"]
     assert findings[0].fix is not None
     assert "tools/use_existing_torch.py" in findings[0].fix
@@ -89,39 +96,49 @@ def test_a_vendors_build_of_the_release_is_tried(image: str):
 
 @pytest.mark.parametrize("image", REFUSED)
 def test_an_image_of_another_release_is_refused_with_a_fix(image: str):
-    findings = unfit_packages(REFUSED[image])
+    findings = unfit_packages(REFUSED[image], PINNED["0.32"])
     assert [finding.level for finding in findings] == ["error"]
     assert findings[0].fix
 
 
 def test_a_newer_torch_names_what_would_have_to_be_built():
-    (finding,) = unfit_packages({"torch": "2.14.0", "flash-attn": "2.8.3"})
+    (finding,) = unfit_packages({"torch": "2.15.0", "flash-attn": "2.8.3"}, PINNED["0.33"])
     assert "flash-attn of this machine cannot load with" in finding.text
     assert finding.fix is not None
     assert "tools/use_existing_torch.py" in finding.fix
 
 
+@pytest.mark.parametrize(("torch", "series"), [("2.14.0a0+4fdf77b940.nv26.08", "0.33"), ("2.13.0", "0.32")])
+def test_a_torch_of_the_other_stack_is_led_to_it(torch: str, series: str):
+    (other,) = PINNED.keys() - {series}
+    (finding,) = unfit_packages({"torch": torch}, PINNED[other])
+    assert finding.level == "error"
+    assert finding.fix is not None
+    assert f"launch/setup.sh --gpu --vllm {series}" in finding.fix
+    assert [found.level for found in unfit_packages({"torch": torch}, PINNED[series])] in ([], ["warning"])
+
+
 def test_the_indexs_apex_is_named_as_what_it_is():
-    (finding,) = unfit_packages({"torch": "2.13.0", "apex": "0.9.10.dev0"})
+    (finding,) = unfit_packages({"torch": "2.13.0", "apex": "0.9.10.dev0"}, PINNED["0.32"])
     assert finding.level == "warning"
     assert "web framework" in finding.text
 
 
 @pytest.mark.parametrize(("driver", "fits"), [("580.65.06", True), ("590.12", True), ("575.57.08", False)])
 def test_a_driver_is_compared_before_the_download(driver: str, fits: bool):
-    assert (unfit_driver(driver) is None) == fits
+    assert (unfit_driver(driver, "2.13.0") is None) == fits
 
 
 def test_a_driver_of_cuda_12_is_led_to_the_builds_for_it():
-    finding = unfit_driver("550.54.15")
+    finding = unfit_driver("550.54.15", "2.13.0")
     assert finding is not None
     assert finding.fix is not None
     assert "--cuda 12" in finding.fix
-    assert unfit_driver("550.54.15", toolkit=12) is None
+    assert unfit_driver("550.54.15", "2.13.0", toolkit=12) is None
 
 
 def test_a_driver_older_than_cuda_12_has_to_be_updated():
-    finding = unfit_driver("470.82.01")
+    finding = unfit_driver("470.82.01", "2.13.0")
     assert finding is not None
     assert finding.fix == "update the driver to 580 or later"
 
@@ -134,7 +151,9 @@ def test_a_version_without_numbers_is_no_release(version: str):
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.stem)
 def test_a_bare_machine_gets_the_whole_lock(lock: Path):
     missing = missing_requirements(lock.read_text(encoding="utf-8"), {})
-    expected = {f"torch=={TORCH}", f"vllm=={VLLM}", f"transformer-engine=={TRANSFORMER_ENGINE}"}
+    series = lock.stem.rpartition("-vllm")[2]
+    torch = TORCH_OF_VLLM[series]
+    expected = {f"torch=={torch}", f"vllm=={series}.0", f"transformer-engine=={TRANSFORMER_ENGINE}"}
     assert expected <= set(missing)
     assert all("==" in requirement for requirement in missing)
     assert any(requirement.startswith("nvidia-cudnn-cu13==") for requirement in missing)
@@ -163,7 +182,7 @@ def test_cudas_compiler_is_of_the_release_of_its_headers(lock: Path):
 
 
 def test_a_driver_of_cuda_12_gets_torch_and_vllm_from_their_own_indexes():
-    missing = missing_requirements(LOCKS[-1].read_text(encoding="utf-8"), {}, toolkit=12)
+    missing = missing_requirements(LOCKS[0].read_text(encoding="utf-8"), {}, toolkit=12)
     names = {requirement.partition("==")[0].lower() for requirement in missing}
     assert not names & {"torch", "vllm", "transformer-engine-cu13", "nvidia-nccl-cu13"}
     assert {"transformer-engine", "megatron-core"} <= names

