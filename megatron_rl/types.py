@@ -391,6 +391,8 @@ class TrainBatch(_Rows):
     """[N] float32, weights of the value loss; 0 outside ``response_mask``."""
     selected: Tensor | None = None
     """[N] bool, tokens with a different policy loss, selected by statistics of the complete mini-batch."""
+    policy_mask: Tensor | None = None
+    """[N] bool, tokens with a policy loss, None if all of ``response_mask`` have one."""
     nll_weights: Tensor | None = None
     """[N] float32, weights of the imitation loss."""
     group: Tensor | None = None
@@ -409,7 +411,7 @@ class TrainBatch(_Rows):
     TOKEN_FIELDS = (
         "tokens", "response_mask", "loss_weights", "advantages", "returns", "old_log_probs",
         "rollout_log_probs", "correction", "ref_log_probs", "old_values", "value_weights", "selected",
-        "nll_weights", "support_sizes", "experts",
+        "policy_mask", "nll_weights", "support_sizes", "experts",
     )  # fmt: skip
     ITEM_FIELDS = _SUPPORT
     ROW_FIELDS = ("lengths", "temperature", "group", "response_counts", "position")

@@ -82,6 +82,7 @@ from megatron_rl.algorithms.losses import (
     Sapo,
     Topr,
     ValueLoss,
+    Vespo,
 )
 from megatron_rl.algorithms.piece import Piece
 from megatron_rl.algorithms.rewards import (
@@ -246,6 +247,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "ppo_clip": PpoClip(),
     "sapo": Sapo(),
     "topr": Topr(),
+    "vespo": Vespo(),
 }
 AGGREGATIONS: dict[str, Aggregation] = {
     "token-mean": TokenMean(),
@@ -452,6 +454,11 @@ _TABLE = (
         advantage=Grpo(scale_by_std=False),
         policy_loss=Topr(),
         aggregation=SeqMeanTokenSum(),
+    ),
+    Algorithm(
+        "vespo",
+        "GRPO with a smooth weight of the response's full importance ratio in place of the clip.",
+        policy_loss=Vespo(),
     ),
     Algorithm(
         "reinforce",

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_rl.algorithms.advantages import AdvantageInputs
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.correction import mismatch_metrics
+from megatron_rl.algorithms.losses import top_entropy_tokens
 from megatron_rl.algorithms.ragged import (
     broadcast_rows,
     dense_groups,
@@ -75,6 +76,9 @@ def build_train_batch(
         complete = rollouts.finish_reason != FINISH_LENGTH
         train_mask = train_mask & broadcast_rows(complete, rollouts.lengths)
 
+    policy_mask, entropy_metrics = _entropy_mask(scores, algorithm, train_mask)
+    metrics += entropy_metrics
+
     # The engine's expert choices are those that produced the sampled tokens: they precede the actor's.
     experts = rollouts.experts
     if experts is None:
@@ -88,6 +92,7 @@ def build_train_batch(
         correction=correction,
         ref_log_probs=scores.ref_log_probs,
         old_values=scores.values,
+        policy_mask=policy_mask,
         nll_weights=algorithm.imitation.marks(scores.rewards, valid, train_mask, rollouts.lengths),
         response_counts=row_counts(valid_mask, rollouts.lengths),
         experts=experts,
@@ -217,6 +222,23 @@ def _advantage_inputs(
         baseline_rewards=baseline,
         components={name: value.double() for name, value in scores.components.items()},
     )
+
+
+def _entropy_mask(
+    scores: Scores,
+    algorithm: Algorithm,
+    mask: Tensor,
+) -> tuple[Tensor | None, Metrics]:
+    """Return the tokens [N] bool with a policy loss by `PolicyLoss.top_entropy`, and their lowest entropy."""
+    share = algorithm.policy_loss.top_entropy
+    if share is None or not mask.any():
+        return None, Metrics()
+    if scores.entropy is None:
+        raise ValueError("Scores.entropy is missing, which algorithm.policy_loss.top_entropy must know")
+
+    chosen = top_entropy_tokens(scores.entropy, mask, share)
+    threshold = float(scores.entropy[chosen].min())
+    return chosen, Metrics.of({"policy/entropy_threshold": threshold})
 
 
 def _response_limits(rollouts: Rollouts, algorithm: Algorithm) -> Tensor:

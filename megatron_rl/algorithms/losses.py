@@ -61,6 +61,14 @@ class PolicyLoss(Piece, ABC):
         unset="off",
     )
 
+    top_entropy: float | None = setting(
+        None,
+        "Share of the batch's response tokens that have a policy loss, those of highest entropy of the old "
+        "policy; the mean still counts the others (0.2 in arXiv 2506.01939).",
+        unset="all tokens",
+        more_than=0,
+        at_most=1,
+    )
     log_ratio_coef: float = setting(
         0.0,
         "Weight of the squared log ratio of new to old policy, which is added to the loss.",
@@ -80,8 +88,8 @@ class PolicyLoss(Piece, ABC):
 
     @property
     def needs_scoring_pass(self) -> bool:
-        """Whether `select` picks tokens by statistics of the mini-batch, which read the old log-probs."""
-        return type(self).select is not PolicyLoss.select
+        """Whether tokens are chosen by the old policy's log-probs or entropy, before the first loss."""
+        return type(self).select is not PolicyLoss.select or self.top_entropy is not None
 
     @abstractmethod
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
@@ -516,16 +524,78 @@ class Topr(PolicyLoss):
 
     def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
         """Compute the loss of every token [N]."""
-        rollout_log_probs, advantages = fields_of(micro, "rollout_log_probs", "advantages")
-        # The ratio is a constant of the gradient (sg), and prompts must not enter it.
-        difference = torch.where(micro.response_mask, log_probs.detach() - rollout_log_probs, 0)
-        row_log_ratio = ragged.row_sums(difference, micro.lengths).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-        # A bad response that the policy has become unlikely to produce has a weight near 0.
-        row_ratio = row_log_ratio.exp().clamp(max=1)
-        capped_ratio = ragged.broadcast_rows(row_ratio, micro.lengths, len(log_probs))
+        (advantages,) = fields_of(micro, "advantages")
+        # A bad response that the policy has become unlikely to produce has a weight near 0. The ratio is a
+        # constant of the gradient (sg).
+        capped_ratio = _log_ratio_to_rollout(micro, log_probs).exp().clamp(max=1)
         weight = torch.where(advantages > 0, 1, capped_ratio)
         return TokenLoss(-weight * advantages * log_probs, {"taper": weight})
+
+
+@dataclass(frozen=True)
+class Vespo(PolicyLoss):
+    """Policy gradient with a smooth weight of the response's full importance ratio, without a clip.
+
+    ``l = -sg[phi(W)] A log_prob`` with ``phi(W) = W^power exp(decay (1 - W))`` and the ratio of the response
+    to its sampling policy, of any age, ``W = exp(clamp(sum_t (log_probs - rollout_log_probs), +-20))``. On
+    policy the weight is 1; it is largest at ``W = power / decay`` and falls to 0 for responses that the
+    policy no longer gives, and for those it has become far more likely to give. ``power`` and ``decay`` are
+    ``*_positive`` for A >= 0 and ``*_negative`` otherwise.
+
+    Source: VESPO, arXiv:2602.10693 (the weights of its code and of TRL).
+
+    Example:
+        >>> micro = micro_batch([1.0, 1.0], rollout_log_probs=[-1.0, -1.0])
+        >>> [round(x, 3) for x in Vespo().token_loss(micro, torch.tensor([-1.5, -1.0])).loss.tolist()]
+        [1.797, 1.198]
+    """
+
+    power_positive: float = setting(2.0, "Power of the ratio for A >= 0.", at_least=0)
+    decay_positive: float = setting(3.0, "Exponential decay in the ratio for A >= 0.", at_least=0)
+    power_negative: float = setting(3.0, "Power of the ratio for A < 0.", at_least=0)
+    decay_negative: float = setting(2.0, "Exponential decay in the ratio for A < 0.", at_least=0)
+
+    follows_rollout: ClassVar[bool] = True
+
+    def token_loss(self, micro: TrainBatch, log_probs: Tensor) -> TokenLoss:
+        """Compute the loss of every token [N]."""
+        (advantages,) = fields_of(micro, "advantages")
+        log_weight = _log_ratio_to_rollout(micro, log_probs)
+        is_positive = advantages >= 0
+        power = torch.where(is_positive, self.power_positive, self.power_negative)
+        decay = torch.where(is_positive, self.decay_positive, self.decay_negative)
+
+        # Computed as a logarithm: W^power alone may overflow where its product with the decay is 0.
+        weight = (power * log_weight + decay * (1 - log_weight.exp())).exp()
+        return TokenLoss(-weight * advantages * log_probs, {"weight": weight})
+
+
+def _log_ratio_to_rollout(micro: TrainBatch, log_probs: Tensor) -> Tensor:
+    """Return each response's log ratio to its sampling policy, at its tokens: [N] in +-20, detached."""
+    (rollout_log_probs,) = fields_of(micro, "rollout_log_probs")
+    # Prompts must not enter the sum.
+    difference = torch.where(micro.response_mask, log_probs.detach() - rollout_log_probs, 0)
+    rows = ragged.row_sums(difference, micro.lengths).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return ragged.broadcast_rows(rows, micro.lengths, len(log_probs))
+
+
+def top_entropy_tokens(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
+    """Return the ``max(floor(share * tokens), 1)`` tokens of highest entropy within the mask: [N] bool.
+
+    Tokens of equal entropy are taken in order of position. ``entropy`` is [N], ``mask`` [N] bool.
+
+    Source: Beyond the 80/20 Rule, arXiv:2506.01939, equation 4.
+
+    Example:
+        >>> top_entropy_tokens(torch.tensor([9.0, 0.1, 2.0, 1.0]), torch.arange(4) > 0, 0.7).tolist()
+        [False, False, True, True]
+    """
+    candidates = torch.nonzero(mask).squeeze(-1)
+    count = max(int(share * len(candidates)), 1)
+    order = torch.argsort(entropy[candidates], descending=True, stable=True)
+    chosen = torch.zeros_like(mask)
+    chosen[candidates[order[:count]]] = True
+    return chosen
 
 
 def off_policy_sequence_mask(

@@ -174,6 +174,8 @@ def _corrected_loss(
         loss = torch.where(on_policy, loss, 0)
         indicators = {**indicators, "opsm_fraction": ~on_policy}
 
+    if micro.policy_mask is not None:
+        loss = torch.where(micro.policy_mask, loss, 0)
     return TokenLoss(loss, indicators), metrics
 
 

@@ -111,6 +111,7 @@ def expected_loss(name: str, x: torch.Tensor, mini) -> torch.Tensor:
         "gspo": losses.Gspo(**clip),
         "gmpo": losses.Gmpo(**clip),
         "topr": losses.Topr(),
+        "vespo": losses.Vespo(),
         "clip_cov": losses.ClipCov(**clip),
         "kl_cov": losses.KlCov(coef=0.6),
     }[name]
@@ -207,6 +208,29 @@ def test_stale_samples_are_seen_where_old_log_probs_are_recomputed():
             assert aged["policy/taper"] < fresh["policy/taper"]
         else:
             assert (fresh["policy/opsm_fraction"], aged["policy/opsm_fraction"]) == (0.0, 0.5)
+
+
+def test_tokens_of_low_entropy_have_no_policy_loss_and_count_in_its_mean():
+    batch = Batch([0, 0], [0.0, 1.0], [True, True], [[True] * 3, [True] * 3], 3)
+    rollouts, scores = step(batch)
+    entropy = torch.tensor([0.1, 2.0, 0.3, 0.2, 3.0, 0.4])
+    log_probs = scores.old_log_probs.double()
+    plain = algorithm_of("grpo", kl={"name": "loss", "coef": 0.3})
+    algorithm = algorithm_of("grpo", kl={"name": "loss", "coef": 0.3}, policy_loss={"top_entropy": 0.4})
+    assert algorithm.needs_scoring_pass == ("policy_loss",)
+    made, metrics = build_train_batch(rollouts, replace(scores, entropy=entropy), algorithm)
+    assert metrics.values()["policy/entropy_threshold"] == 2.0
+
+    (mini,) = minibatches(made, algorithm, 1, 1, seed=0)
+    whole = build_train_batch(rollouts, scores, plain)[0]
+    (everything,) = minibatches(whole, plain, 1, 1, seed=0)
+    found, _ = policy_objective(algorithm, mini, log_probs, torch.zeros(6))
+    full, full_metrics = policy_objective(plain, everything, log_probs, torch.zeros(6))
+    kept = torch.tensor([False, True, False, False, True, False])
+    token_loss = plain.policy_loss.token_loss(everything, log_probs).loss
+    wanted = torch.where(kept, token_loss, 0).sum() / 6 + 0.3 * full_metrics.values()["policy/kl_loss"]
+    close(found, wanted, 1e-6)
+    close(full, token_loss.sum() / 6 + 0.3 * full_metrics.values()["policy/kl_loss"], 1e-6)
 
 
 def test_step_metrics_by_hand():

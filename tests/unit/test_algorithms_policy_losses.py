@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from piece_inputs import micro_batch
 from ragged_batches import Batch, batches, close, flat
 
@@ -22,7 +23,9 @@ from megatron_rl.algorithms.losses import (
     PpoClip,
     Sapo,
     Topr,
+    Vespo,
     off_policy_sequence_mask,
+    top_entropy_tokens,
 )
 
 quick = settings(max_examples=25, deadline=None)
@@ -276,6 +279,45 @@ def test_topr(batch):
 
 @quick
 @given(batches())
+def test_vespo(batch):
+    it = case(batch)
+    loss = Vespo(power_positive=2.0, decay_positive=3.0, power_negative=2.5, decay_negative=1.5)
+    found = loss.token_loss(it.micro(), it.new)
+    weights = []
+    for new, old, advantage, mask in it.rows():
+        ratio = math.exp(sum(n - o for n, o, m in zip(new, old, mask, strict=True) if m))
+        positive = ratio**2.0 * math.exp(3.0 * (1 - ratio))
+        negative = ratio**2.5 * math.exp(1.5 * (1 - ratio))
+        weights.append([positive if a >= 0 else negative for a in advantage])
+    check(found, -flat(weights) * it.advantages * it.new.detach(), -flat(weights) * it.advantages, it)
+
+
+def test_vespo_is_largest_at_power_over_decay_and_finite_everywhere():
+    micro = Case(Batch([0], [1.0], [True], [[True]], 1), [[0.0]], [[0.0]], [[1.0]]).micro()
+    ratios = [1e-8, 0.5, 2 / 3, 0.8, 1.0, 1e8]
+    weights = [
+        float(Vespo().token_loss(micro, torch.tensor([math.log(ratio)])).indicators["weight"])
+        for ratio in ratios
+    ]
+    assert max(weights) == weights[2]
+    assert weights[4] == 1.0
+    assert weights[0] < 1e-12 and weights[-1] == 0.0
+
+
+@quick
+@given(batches(), st.floats(0.01, 1.0))
+def test_top_entropy_tokens(batch, share):
+    it = case(batch)
+    entropy = it.new.detach().abs()
+    found = top_entropy_tokens(entropy, it.mask, share)
+    places = [place for place, inside in enumerate(it.mask.tolist()) if inside]
+    count = max(int(share * len(places)), 1)
+    wanted = sorted(places, key=lambda place: (-float(entropy[place]), place))[:count]
+    assert [place for place, chosen in enumerate(found.tolist()) if chosen] == sorted(wanted)
+
+
+@quick
+@given(batches())
 def test_off_policy_sequence_mask(batch):
     it = case(batch)
     found = off_policy_sequence_mask(it.new, it.old, it.advantages, it.mask, it.lengths, delta=0.05)
@@ -341,8 +383,8 @@ def test_kl_cov(batch):
 
 LOSSES = {
     "policy_gradient": PolicyGradient(), "ppo_clip": PpoClip(), "cispo": Cispo(), "sapo": Sapo(),
-    "dppo": Dppo(), "gspo": Gspo(), "gmpo": Gmpo(), "topr": Topr(), "kl_cov": KlCov(coef=1.0),
-    "clip_cov": ClipCov(),
+    "dppo": Dppo(), "gspo": Gspo(), "gmpo": Gmpo(), "topr": Topr(), "vespo": Vespo(),
+    "kl_cov": KlCov(coef=1.0), "clip_cov": ClipCov(),
 }  # fmt: skip
 
 
