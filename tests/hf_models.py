@@ -204,6 +204,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # Projections that are interleaved by key head; layer 2 is dense.
     "qwen3-next": ("Qwen3Next", DELTA_NETS | SHARED_EXPERT | {"mlp_only_layers": [2]}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1, 0], "pad_token_id": 0, "eos_token_id": 1}),
+    # Windows shorter than the test rows, and YaRN that does not round its bounds.
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "rope_parameters": RESCALING_ROPE | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     # Layer 1 is dense, the other layers have experts.
     "qwen3-moe": (
@@ -304,6 +315,12 @@ def randomize(model: Any, seed: int) -> None:
             # Norm weights stay near 1, so that activations keep their scale through the layers.
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5, generator=generator)
+            # Logits of attention sinks as large as scores, so that they take their part of the softmax.
+            elif "sinks" in name:
+                parameter.uniform_(-1.0, 3.0, generator=generator)
+            # Inputs of gpt-oss's activation on both sides of its limits.
+            elif name.endswith("gate_up_proj_bias"):
+                parameter.normal_(std=4.0, generator=generator)
             elif parameter.is_floating_point():
                 parameter.normal_(std=0.1, generator=generator)
 
@@ -368,3 +385,32 @@ def quantise(path: Path, config: dict[str, Any] = BLOCKS, suffix: str = "_scale_
 
     settings = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))
+
+
+def in_four_bits(path: Path, seed: int = 5) -> None:
+    """Replace the experts of a saved gpt-oss by random numbers in mxfp4, as it is published."""
+    generator = torch.Generator().manual_seed(seed)
+    stored: dict[str, Tensor] = {}
+    for name, weight in load_file(path / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = weight
+            continue
+        # Stored transposed: [experts, outputs, blocks of 32 inputs, bytes of two numbers].
+        experts, inputs, outputs = weight.shape
+        shape = (experts, outputs, inputs // 32)
+        stored[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator).byte()
+        # Scales around 2 ** -5.
+        stored[f"{name}_scales"] = torch.randint(120, 125, shape, generator=generator).byte()
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+
+    settings = json.loads((path / "config.json").read_text())
+    settings["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    }
+    (path / "config.json").write_text(json.dumps(settings))

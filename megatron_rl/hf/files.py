@@ -16,9 +16,11 @@ from torch import Tensor
 from megatron_rl.durable import RunningDigest, require_file
 from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError
-from megatron_rl.hf.quantized import dequantize
+from megatron_rl.hf.quantized import dequantize, dequantize_blocks
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
-from megatron_rl.shapes.multimodal import TensorLocation, language_config, tensor_locations
+from megatron_rl.shapes.families import BY_MODEL_TYPE
+from megatron_rl.shapes.fused_experts import BLOCKS, SCALES, TensorLocation, expert_tensors
+from megatron_rl.shapes.multimodal import language_config, tensor_locations
 from megatron_rl.shapes.pretrained import (
     INDEX,
     SINGLE,
@@ -28,8 +30,11 @@ from megatron_rl.shapes.pretrained import (
     weight_files,
 )
 from megatron_rl.shapes.quantized import (
+    MXFP4_BLOCK,
     Quantization,
+    has_mxfp4_scales,
     is_activation_scale,
+    mxfp4_error,
     read_quantization,
     scale_shape_error,
     scales_by_weight,
@@ -77,6 +82,11 @@ class CheckpointFiles:
         self.is_multimodal = language_model is not config
         if self.is_multimodal:
             self._locations = tensor_locations(self._file_of, self._stored_shape)
+        family = BY_MODEL_TYPE.get(str(language_model.get("model_type")))
+        if family is not None and family.interleaved_experts:
+            self._locations = {}
+            for name in self._file_of:
+                self._locations |= expert_tensors(name, self._stored_shape(name))
 
         # Weight -> the tensor of its scales.
         self._scales: dict[str, str] = {}
@@ -186,16 +196,34 @@ class CheckpointFiles:
         Its dtype is the stored one, or float32 for a quantised tensor.
         """
         location = self._location(name)
-        dims = zip(start, size, strict=True)
-        box: list[int | slice] = [slice(begin, begin + count) for begin, count in dims]
-        if location.expert is not None:
-            # An index removes the dimension of the experts.
-            first = location.begin + start[0]
-            box = [location.expert, slice(first, first + size[0]), *box[1:]]
-        values = self._slice_of(location.name)[tuple(box)]
+        if location.blocks:
+            return self._read_blocks(location, start, size)
+        values = self._slice_of(location.name)[_stored_box(location, start, size)]
+        if location.transposed:
+            values = values.transpose(0, 1)
+        # safetensors has no slices with a step.
+        values = values[:: location.step]
         if name not in self._scales:
             return values
         return self._dequantize(name, values, start)
+
+    def _read_blocks(self, location: TensorLocation, start: Sequence[int], size: Sequence[int]) -> Tensor:
+        """Return a box of a matrix in mxfp4 as float32."""
+        scales_name = location.name.removesuffix(BLOCKS) + SCALES
+        shape = self._stored_shape(location.name)
+        scales_shape = None
+        if scales_name in self._file_of:
+            scales_shape = self._stored_shape(scales_name)
+        if not has_mxfp4_scales(shape, scales_shape):
+            raise mxfp4_error(str(self._file_of[location.name]), location.name, shape, scales_shape)
+
+        # Whole blocks that contain the columns.
+        first = start[1] // MXFP4_BLOCK
+        last = -(-(start[1] + size[1]) // MXFP4_BLOCK)
+        box = _stored_box(location, (start[0], first), (size[0], last - first))
+        blocks = self._slice_of(location.name)[box][:: location.step]
+        scales = self._slice_of(scales_name)[box][:: location.step]
+        return dequantize_blocks(blocks, scales, start[1] - first * MXFP4_BLOCK, size[1])
 
     def _dequantize(self, name: str, values: Tensor, start: Sequence[int]) -> Tensor:
         """Return a box of a quantised tensor as float32; ``values`` are its stored numbers."""
@@ -211,12 +239,30 @@ class CheckpointFiles:
         return dequantize(values, scales, start, block)
 
     def is_quantized(self, name: str) -> bool:
-        """Return whether a tensor is stored as numbers with scales."""
-        return name in self._scales
+        """Return whether a tensor is stored as numbers of 8 or 4 bits with scales."""
+        return name in self._scales or self._location(name).blocks
 
     def _slice_of(self, stored: str) -> Any:
         """Return safetensors' lazy view of a stored tensor."""
         return self._handle(self._file_of[stored]).get_slice(stored)
+
+
+def _stored_box(
+    location: TensorLocation, start: Sequence[int], size: Sequence[int]
+) -> tuple[int | slice, ...]:
+    """Return the slices of a stored tensor that contain a box of the tensor at ``location``."""
+    dims = zip(start, size, strict=True)
+    box = [slice(begin, begin + count) for begin, count in dims]
+    if location.expert is None:
+        return tuple(box)
+
+    # An index removes the dimension of the experts.
+    first = location.begin + start[0] * location.step
+    last = first + max(size[0] - 1, 0) * location.step
+    box[0] = slice(first, last + min(size[0], 1))
+    if location.transposed:
+        box.reverse()
+    return (location.expert, *box)
 
 
 class SafetensorsWriter:
