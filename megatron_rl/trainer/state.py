@@ -38,6 +38,7 @@ from megatron_rl.roles.model_role import ModelRole
 from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
 from megatron_rl.types import (
+    LogitRules,
     Outcome,
     PromptBatch,
     Rollouts,
@@ -48,6 +49,7 @@ TYPES = (
     PromptBatch,
     Rollouts,
     SamplingParameters,
+    LogitRules,
     Outcome,
     Metrics,
     Answer,
