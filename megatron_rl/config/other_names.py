@@ -38,10 +38,11 @@ RENAMED: Mapping[str, str] = {
 _NO_COUNTERPART: Mapping[str, str] = {
     # Sampling.
     (
-        "a penalty changes the distribution token by token, and log-probs would be of another one "
-        "than was sampled from"
+        "sequences of several tokens are not banned; rollout.repetition_penalty and rollout.banned_tokens "
+        "are rules on single tokens"
     ): """
-        repetition_penalty presence_penalty frequency_penalty no_repeat_ngram_size length_penalty""",
+        no_repeat_ngram_size""",
+    "it scores beams, and responses are sampled": "length_penalty",
     (
         "temperature, top_p, top_k and min_p of `rollout` are the same in every step; "
         "rollout.sampling_profiles sets them per task"
@@ -50,7 +51,7 @@ _NO_COUNTERPART: Mapping[str, str] = {
     "the learner takes the tokens themselves, special ones included": """
         skip_special_tokens spaces_between_special_tokens include_stop_str_in_output detokenize""",
     "a response ends at the model's own end or at `rollout.stop`": """
-        ignore_eos min_new_tokens min_tokens stop_token_ids eos_token_id""",
+        ignore_eos stop_token_ids eos_token_id""",
     "responses are always sampled; an evaluation set with temperature 0 is greedy": """
         do_sample greedy num_beams""",
     "the chat template is called without arguments of its own": """
