@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
+from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.check.configuration import CheckReport
 from megatron_rl.check.model.accelerator import AppliedDefault
@@ -19,13 +21,14 @@ from megatron_rl.config.budget import (
     episodes_in_flight,
 )
 from megatron_rl.config.checkpoint_meta import ANY, SAME
-from megatron_rl.config.derive import BatchPlan
+from megatron_rl.config.derive import BatchPlan, versions_between
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.placement import process_group_counts
 from megatron_rl.config.roles import ACTOR, ROLLOUT
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.rollout import KEEP, OPEN
+from megatron_rl.config.sections.response_limits import AUTO, table_rows
+from megatron_rl.config.sections.rollout import KEEP, OPEN, RolloutConfig
 from megatron_rl.config.source import one_line
 from megatron_rl.config.stage_plan import StagePlan, job_reads, stage_plans
 from megatron_rl.errors import numbered
@@ -240,6 +243,7 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
             f"prompt <= {prompt:,} + response <= {response:,}",
             f"a row has at most {batch.longest_row:,} tokens",
         ),
+        *_limit_lines(config.rollout),
         (
             f"{batch.rows:,} rows x {batch.longest_row:,} tokens",
             f"at most {batch.tokens_per_step:,} tokens per step",
@@ -253,6 +257,7 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
         *_episode_lines(report, batch),
         *_scoring_line(report),
         (f"{config.rollout.order} order", _order_text(config)),
+        *_sync_line(report),
         (
             f"{_count(config.steps, 'step')} x {_count(batch.prompts, 'prompt')}",
             _data_passes(config.steps, batch, report.records),
@@ -337,9 +342,63 @@ def _order_text(config: RunConfig) -> str:
         prefixes = "kept" if rollout.on_update == KEEP else "computed again"
         text = "a step learns from the groups complete first by the clock, not repeatable"
         text += f"; at an update prefixes are {prefixes}"
-    if config.asynchrony.steps_ahead or rollout.partial:
+    if config.asynchrony.steps_ahead or rollout.partial or config.hybrid_engine.every != 1:
         text += f"; no token is older than {_count(config.asynchrony.max_staleness or 0, 'update')}"
     return text
+
+
+def _limit_lines(rollout: RolloutConfig) -> list[tuple[str, str]]:
+    """Return a line for each limit of responses that is not a number."""
+    auto = rollout.auto_limit
+    lines = []
+    for path, value in rollout.limit_settings.items():
+        task = path.removeprefix("rollout.sampling_profiles.").rpartition(".")[0]
+        name = "limit of responses" if task == "rollout" else f"limit of {task}"
+        if value == AUTO:
+            text = (
+                f"{auto.margin:g} x the {auto.quantile:.0%} quantile of the last {auto.window} lengths of a "
+                f"task and prompt length, {auto.at_least} to {auto.at_most} tokens; {auto.at_most} for the "
+                f"first {auto.responses} and in evaluations"
+            )
+            lines.append((name, text))
+        elif isinstance(value, dict):
+            rows = [f"{limit:,} for {_prompts_text(tokens)}" for tokens, limit in table_rows(value)]
+            lines.append((name, f"tokens: {', '.join(rows)}"))
+    return lines
+
+
+def _prompts_text(tokens: int | None) -> str:
+    return "longer prompts" if tokens is None else f"prompts up to {tokens:,}"
+
+
+def _sync_line(report: CheckReport) -> list[tuple[str, str]]:
+    """Return the line on weights that are not synced at every version; no line if they are."""
+    config = report.config
+    every = config.hybrid_engine.every
+    if every == 1:
+        return []
+
+    age = _count(versions_between(config), "version")
+    text = f"responses are of weights up to {age} older than the actor's"
+    if report.algorithm is not None:
+        text += f", {_correction_text(report.algorithm)}"
+    text += "; evaluations have the newest weights; the actor's ranks keep a copy of the older ones in host "
+    text += "memory, saved in checkpoints between two syncs"
+    return [(f"weights synced every {every} versions" if every else "weights never synced again", text)]
+
+
+def _correction_text(algorithm: Algorithm) -> str:
+    """Return how the loss accounts for responses of older weights."""
+    correction = algorithm.correction
+    if correction.bypass or algorithm.policy_loss.follows_rollout:
+        return "whose log-probs are those of the loss's ratio"
+    if correction.level != "none":
+        return (
+            f"weighted by the ratio of each {correction.level}, at most {correction.threshold or math.inf:g}"
+        )
+    if correction.active:
+        return "rejected where they differ too much, and otherwise learned from as if sampled from the newest"
+    return "and nothing corrects for it"
 
 
 def _scoring_line(report: CheckReport) -> list[tuple[str, str]]:

@@ -33,6 +33,7 @@ from megatron_rl.algorithms.preference import PreferenceSettings
 from megatron_rl.algorithms.ragged import broadcast_rows
 from megatron_rl.check.configuration import check_file
 from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.config.sections.response_limits import AUTO
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.errors import UserError, UserErrors, numbered
 from megatron_rl.launcher import current_launch, leave_with_launcher, process_rank
@@ -181,7 +182,9 @@ class Run:
         self._is_complete = True
 
     def generate(self, prompts: PromptBatch, samples: int | None = None, *, greedy: bool = False) -> Rollouts:
-        """Sample responses to P prompts from the actor's current weights: [P * samples] rows.
+        """Sample responses to P prompts from the actor's weights: [P * samples] rows.
+
+        The weights are the current ones unless `hybrid_engine.every` says otherwise.
 
         The rows of a prompt are consecutive, with the same ``group``. ``samples`` None:
         `batch.samples_per_prompt`. ``greedy``: the most likely tokens, without filters. The seed depends on
@@ -196,7 +199,8 @@ class Run:
 
         count = samples or self.config.batch.samples_per_prompt
         with training.phases("generate"), roles.hybrid_engine.generation_mode() as sync_metrics:
-            pending = start_complete(roles.rollout, prompts, count, seed, roles.hybrid_engine.version)
+            version = roles.hybrid_engine.rollout_version
+            pending = start_complete(roles.rollout, prompts, count, seed, version)
             rollouts = gather_complete(roles.rollout, pending, self._members)
         self._local_metrics += sync_metrics
         return rollouts
@@ -412,6 +416,9 @@ def _reject_unsupported(config: RunConfig) -> None:
         "job": config.job != TRAIN,
         "asynchrony.steps_ahead": config.asynchrony.steps_ahead,
         "rollout.oversample": config.rollout.oversample,
+        "rollout.filters.refill": config.rollout.filters.refill,
+        # The lengths that such limits follow are observed by the trainer's own source of responses.
+        "rollout.max_response_tokens": AUTO in config.rollout.limit_settings.values(),
     }
     errors = [
         UserError(
