@@ -37,6 +37,8 @@ class SamplingParameters(NamedTuple):
     """Token ids that end the response."""
     min_p: float = 0.0
     """Smallest probability relative to the most likely token; 0 is off."""
+    stop_texts: tuple[str, ...] = ()
+    """Texts of several tokens that end the response; see `rollout.stopping`."""
 
     def greedy(self) -> SamplingParameters:
         """Return the parameters with greedy decoding and without filters, which would not change it."""
@@ -44,7 +46,7 @@ class SamplingParameters(NamedTuple):
 
 
 FINISH_STOP = 0
-"""The response ended with a stop token."""
+"""The response ended with a stop token, or with a token that completes a stop text."""
 FINISH_LENGTH = 1
 """The response reached ``max_response_tokens``, or the episode its last turn."""
 FINISH_FAILED = 2

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from megatron_rl.config.sections.data import DataConfig
-from megatron_rl.config.sections.rollout import RolloutConfig, profile_errors, profile_fields, stop_error
+from megatron_rl.config.sections.rollout import RolloutConfig, profile_errors, profile_fields, stop_text_error
 from megatron_rl.data.chat_format import (
     ConversationText,
     TurnEnd,
@@ -151,17 +151,39 @@ def as_warning(problem: UserError) -> str:
 # Sampling parameters
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], setting: str) -> tuple[int, ...]:
-    """Return the id of each stop string; raises UserError for one that is not exactly one token."""
+def stop_tokens_and_texts(
+    tokenizer: PreTrainedTokenizerBase,
+    stop: Sequence[str],
+    setting: str,
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the ids of the stop texts of one token, and the stop texts of several.
+
+    Raises UserError for a text that no response can contain, and for one of several tokens with a tokenizer
+    that has no decoder of the library `tokenizers`.
+    """
     ids: list[int] = []
+    texts: list[str] = []
     for text in stop:
         tokens = tokenizer.encode(text, add_special_tokens=False)
-        # Engines stop at token ids: a string of several tokens would need the text.
-        if len(tokens) != 1 or tokens[0] == tokenizer.unk_token_id:
-            names = tokenizer.convert_ids_to_tokens(tokens)
-            raise stop_error(setting, text, [names] if isinstance(names, str) else names)
-        ids.append(tokens[0])
-    return tuple(ids)
+        names = [str(tokenizer.convert_ids_to_tokens(token)) for token in tokens]
+        decoded = str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+        error = stop_text_error(setting, text, names, tokenizer.unk_token, decoded)
+        if error is not None:
+            raise error
+
+        if len(tokens) == 1:
+            ids.append(tokens[0])
+        elif tokenizer.is_fast:
+            texts.append(text)
+        else:
+            raise UserError(
+                f"the stop text {text!r} has several tokens, and the tokenizer has no tokenizer.json",
+                where=setting,
+                expected="stop texts of one token each, or a tokenizer of the library `tokenizers`",
+                got=type(tokenizer).__name__,
+                fix="convert the tokenizer to tokenizer.json, or choose a text of one token",
+            )
+    return tuple(ids), tuple(texts)
 
 
 def sampling_by_task(
@@ -196,14 +218,15 @@ def _sampling_parameters(
     ends: Sequence[int],
     setting: str,
 ) -> SamplingParameters:
-    stop_ids = dict.fromkeys((*ends, *stop_token_ids(tokenizer, values["stop"], f"{setting}.stop")))
+    stop_ids, stop_texts = stop_tokens_and_texts(tokenizer, values["stop"], f"{setting}.stop")
     return SamplingParameters(
         float(values["temperature"]),
         float(values["top_p"]),
         int(values["top_k"]),
         int(values["max_response_tokens"]),
-        tuple(stop_ids),
+        tuple(dict.fromkeys((*ends, *stop_ids))),
         float(values["min_p"]),
+        stop_texts,
     )
 
 

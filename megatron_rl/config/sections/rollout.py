@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from megatron_rl.config.engines import ENGINES, EngineCapabilities, engine_capabilities
+from megatron_rl.config.engines import ENGINES, EngineCapabilities, engine_capabilities, engines_with
 from megatron_rl.config.field_types import convert_value, field_hints, type_text
 from megatron_rl.config.sections.bounds import (
     ENDLESS,
@@ -233,10 +233,11 @@ class RolloutConfig:
             _LONGEST_ROW,
         ),
     )
-    # One token each, since the engine gets them as stop token ids together with the model's own.
+    # Those of one token are stop token ids, as the model's own; see `rollout.stopping` for the others.
     stop: tuple[str, ...] = setting(
         (),
-        "Texts, of one token each, that end a response in addition to the model's own end tokens.",
+        "Texts that end a response in addition to the model's own end tokens. A text of one token ends it at "
+        "this token, a text of several at the token that completes the text; both are part of the response.",
         per_task=True,
         also_called={
             "slime": "rollout_stop",
@@ -438,7 +439,7 @@ def _profile_name_error(path: str, name: str, names: list[str]) -> UserError:
 
 
 def stop_strings(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
-    """Return the stop strings of the rollout and of each profile that has its own, by their setting."""
+    """Return the stop texts of the rollout and of each profile that has its own, by their setting."""
     stops: dict[str, Sequence[str]] = {"rollout.stop": rollout.stop}
     for task, profile in rollout.sampling_profiles.items():
         if "stop" in profile:
@@ -446,14 +447,39 @@ def stop_strings(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
     return stops
 
 
-def stop_error(setting: str, text: str, tokens: Sequence[str]) -> UserError:
-    """Return the error of a stop string that the tokenizer does not encode as one token of the vocabulary."""
+def stop_text_error(
+    setting: str,
+    text: str,
+    tokens: Sequence[str],
+    unknown: str | None,
+    decoded: str,
+) -> UserError | None:
+    """Return the error of a stop text that no response of the model can contain, None for any other.
+
+    ``tokens`` are the text's in the model's tokenizer, ``unknown`` its token of unknown text, and ``decoded``
+    the text of the tokens.
+    """
+    # A tokenizer may drop spaces at the edges of a text, but not at those of a token in a response.
+    if tokens and unknown not in tokens and text.strip() in decoded:
+        return None
     return UserError(
-        f"the stop string {text!r} is not one token of this model",
+        f"the stop text {text!r} is never part of a response of this model",
         where=setting,
-        expected="stop strings that the tokenizer turns into exactly one known token",
-        got=f"{len(tokens)} tokens: {list(tokens)}",
-        fix="choose a stop string that is one token, or add it to the tokenizer as a special token",
+        expected="texts of known tokens, which the tokenizer does not change",
+        got=f"{len(tokens)} tokens: {list(tokens)}, with the text {decoded!r}",
+        fix="choose another text, or add this one to the tokenizer as a special token",
+    )
+
+
+def stop_engine_error(setting: str, text: str, engine: str) -> UserError:
+    """Return the error of a stop text of several tokens with an engine that stops at tokens alone."""
+    choices = engines_with(stop_texts=True)
+    return UserError(
+        f"rollout.engine={engine} ends a response at tokens, not at texts of several tokens",
+        where=setting,
+        expected=f"{choices}, or stop texts of one token each",
+        got=repr(text),
+        fix=f"set {choices}, or remove the text",
     )
 
 

@@ -25,6 +25,7 @@ from megatron_rl.rollout.sampling import (
     log_prob_temperature,
     truncates,
 )
+from megatron_rl.rollout.stopping import StopSearch, StopTexts
 from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, SamplingParameters, TensorBox
@@ -106,7 +107,7 @@ class TorchEngine:
 
     ``model`` has the parameters of ``parameters()`` and ``boxes()``; without it there is nothing to write
     into. ``tensor_name`` maps their names to the names of checkpoints. ``max_model_len`` bounds a sequence,
-    prompt included. ``batch_rows`` sequences are decoded together.
+    prompt included. ``batch_rows`` sequences are decoded together. Requests with stop texts need ``stops``.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class TorchEngine:
         max_model_len: int | None = None,
         batch_rows: int = 256,
         rank: int = 0,
+        stops: StopTexts | None = None,
     ) -> None:
         # Members of the protocols. The decoder's model has weights from the start.
         self.weights_version = -1
@@ -130,6 +132,7 @@ class TorchEngine:
         self._model = model
         self._tensor_name = tensor_name
         self._rank = rank
+        self._stops = stops
         # Number of a request -> the request, in the order of submission.
         self._open: dict[int, GenerationRequest] = {}
 
@@ -167,6 +170,7 @@ class TorchEngine:
             lambda: CachingDecoder(model),
             model=model,
             tensor_name=pretrained.family.tensor_name,
+            stops=StopTexts.of_model(path),
             **options,
         )
         if read_here:
@@ -208,7 +212,7 @@ class TorchEngine:
 
         # Invalid requests are completed, as failed, without a batch.
         if valid:
-            completions += _decode(self._decoder(), valid)
+            completions += _decode(self._decoder(), valid, self._stops)
         return completions
 
     def abort(self, number: int) -> None:
@@ -291,7 +295,11 @@ def _checkpoint_tensors(name: str, parameter: Tensor) -> Iterator[tuple[str, Ten
             yield f"{layer}mlp.experts.{expert}.{projection}.weight", tensor
 
 
-def _decode(decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[Completion]:
+def _decode(
+    decoder: Decoder,
+    requests: Sequence[GenerationRequest],
+    stops: StopTexts | None,
+) -> list[Completion]:
     """Decode all requests to their end; finished sequences leave the batch."""
     # Results by request.
     tokens: list[list[int]] = [[] for _ in requests]
@@ -299,6 +307,11 @@ def _decode(decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[Com
     support: list[list[list[int]]] = [[] for _ in requests]
     finish_reasons = [FINISH_LENGTH for _ in requests]
     generators = [_generator(request.seed, request.done) for request in requests]
+    searches: list[StopSearch | None] = [None for _ in requests]
+    if stops is not None:
+        searches = [
+            stops.search(request.sampling, request.tokens, request.turn_tokens) for request in requests
+        ]
 
     # Indices of the requests whose sequences are in the batch, in its order.
     active = list(range(len(requests)))
@@ -321,7 +334,9 @@ def _decode(decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[Com
                 support_ids = masks[index].nonzero()[:, 0]
                 support[row].append(support_ids.tolist())
 
-            if token in request.sampling.stop_token_ids:
+            search = searches[row]
+            completes_text = search is not None and search.append(token)
+            if completes_text or token in request.sampling.stop_token_ids:
                 finish_reasons[row] = FINISH_STOP
             elif len(tokens[row]) < request.limit:
                 unfinished.append(index)
