@@ -59,7 +59,9 @@ REWARD = "def score(*, response, **_):\n    return float(len(response) % 3) + 0.
 def sizes(family: str) -> dict[str, Any]:
     if family.startswith(("deepseek", "glm4-moe-lite", "moonlight")):
         return LATENT
-    return {"hidden_size": 128} if family in ("phi3", "qwen2", "smollm3") else {"head_dim": 32}
+    return (
+        {"hidden_size": 128} if family in ("phi3", "qwen2", "smollm3", "olmo2", "olmo3") else {"head_dim": 32}
+    )
 
 
 def workspace(folder: Path, family: str, material: Path, **changes: Any) -> None:
