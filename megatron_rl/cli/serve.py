@@ -16,6 +16,7 @@ from megatron_rl.cli.eval import require_checkpoint
 from megatron_rl.config.checkpoint_meta import is_checkpoint, latest
 from megatron_rl.config.load import load_config
 from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
+from megatron_rl.config.sections.rollout import temperature_schedule
 
 HOST_MEMORY = "0.25"
 """Fraction of a host's memory that the server takes without a GPU."""
@@ -94,7 +95,8 @@ def sampling_defaults(folder: RunFolder) -> dict[str, Any]:
     """Return the run's sampling as fields of a generation_config.json, without those that are off."""
     rollout = load_config(folder.config).rollout
     defaults: dict[str, Any] = {
-        "temperature": rollout.temperature,
+        # Of a temperature that changes over steps, the last one.
+        "temperature": temperature_schedule(rollout.temperature).end,
         "max_new_tokens": rollout.max_response_tokens,
     }
     if rollout.top_p < 1:

@@ -24,6 +24,7 @@ from megatron_rl.config.sections.rollout import (
     rule_id_error,
     rule_token_error,
     stop_error,
+    temperature_schedule,
 )
 from megatron_rl.data.chat_format import (
     ConversationText,
@@ -207,7 +208,8 @@ def sampling_by_task(
 ) -> tuple[SamplingParameters, Mapping[str, SamplingParameters]]:
     """Return the default sampling parameters, and the parameters of each task with a profile.
 
-    A profile overrides fields of the rollout settings; its ``stop`` replaces theirs. The tokens ``ends``
+    A profile overrides fields of the rollout settings; its ``stop`` replaces theirs. A temperature that
+    changes over steps is that of the last one. The tokens ``ends``
     always end a response. Raises UserError for a field that does not exist or is out of range.
     """
     errors = profile_errors(rollout)
@@ -234,7 +236,7 @@ def _sampling_parameters(
 ) -> SamplingParameters:
     stop_ids = dict.fromkeys((*ends, *stop_token_ids(tokenizer, values["stop"], f"{setting}.stop")))
     return SamplingParameters(
-        float(values["temperature"]),
+        temperature_schedule(values["temperature"]).end,
         float(values["top_p"]),
         int(values["top_k"]),
         int(values["max_response_tokens"]),
