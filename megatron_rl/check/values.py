@@ -12,15 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron_rl.algorithms.algorithm import ALGORITHMS, Algorithm
 from megatron_rl.algorithms.lookup import algorithm_of
 from megatron_rl.check.stages import check_stages
+from megatron_rl.config.health import RULE_OF
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.data import SourceConfig, fields_of
 from megatron_rl.config.sections.evaluation import EvaluationSetConfig
+from megatron_rl.config.sections.health import HealthRuleConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.sections.rewards import FUNCTION
 from megatron_rl.config.sections.rollout import profile_errors
 from megatron_rl.config.setting import sections_of, value_errors
 from megatron_rl.error_forms import requires
-from megatron_rl.errors import UserError, single_errors
+from megatron_rl.errors import UserError, nearest, single_errors
 
 
 def check_values(config: RunConfig) -> list[UserError]:
@@ -34,6 +36,7 @@ def check_values(config: RunConfig) -> list[UserError]:
         *_pair_errors(config),
         *_field_errors(config),
         *_source_errors(config),
+        *_health_errors(config),
     ]
 
 
@@ -195,6 +198,60 @@ def _field_errors(config: RunConfig) -> Iterator[UserError]:
                 got=f"`{data.prompt_field}` for both",
                 fix="name the field that holds the answer",
             )
+
+
+def _health_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the errors of changed health rules, and of the user's own."""
+    for name, rule in config.health.rules.items():
+        path = f"health.rules.{name}"
+        if name in RULE_OF:
+            if rule.metric is not None:
+                yield UserError(
+                    f"`{path}` is a rule with metrics of its own",
+                    where=f"{path}.metric",
+                    expected="no metric, or another name for the rule",
+                    got=rule.metric,
+                    fix=f"remove metric, or write health.rules.my_{name}.metric={rule.metric}",
+                )
+        else:
+            yield from _own_rule_errors(path, name, rule)
+
+        default = RULE_OF.get(name)
+        above = rule.above if rule.above is not None or default is None else default.above
+        below = rule.below if rule.below is not None or default is None else default.below
+        if above is not None and below is not None and above <= below:
+            yield UserError(
+                f"the band of `{path}` is empty",
+                where=path,
+                expected="below less than above: values between them are healthy",
+                got=f"below {below:g}, above {above:g}",
+                fix="exchange the two, or change the other one, too",
+            )
+
+
+def _own_rule_errors(path: str, name: str, rule: HealthRuleConfig) -> Iterator[UserError]:
+    """Yield the errors of a health rule of the user's own: its name, its metric and its band."""
+    if rule.metric is None:
+        close = nearest(name, tuple(RULE_OF))
+        fix = f"write health.rules.{close}" if close else f"set {path}.metric for a rule of your own"
+        yield UserError(
+            f"`{path}` is not a health rule" + (f"; did you mean `{close}`?" if close else ""),
+            where=path,
+            expected=f"one of {', '.join(RULE_OF)}, or a rule of your own with `metric`",
+            got=name,
+            fix=fix,
+        )
+        return
+
+    yield from name_errors(path, name)
+    if rule.above is None and rule.below is None:
+        yield UserError(
+            f"`{path}` has no band",
+            where=path,
+            expected="above, below or both",
+            got="neither",
+            fix=f"for example {path}.above=1",
+        )
 
 
 def _source_errors(config: RunConfig) -> Iterator[UserError]:

@@ -15,6 +15,7 @@ from megatron_rl.config.sections.algorithm import AlgorithmConfig
 from megatron_rl.config.sections.bounds import ENDLESS, MANY, POSITIVE, RANKS, SECONDS, STEPS, TOKENS, WAIT
 from megatron_rl.config.sections.data import DataConfig
 from megatron_rl.config.sections.evaluation import NEVER, EvaluationConfig
+from megatron_rl.config.sections.health import HealthConfig
 from megatron_rl.config.sections.logging import LoggingConfig
 from megatron_rl.config.sections.models import (
     ActorConfig,
@@ -409,6 +410,7 @@ class RunConfig:
     # Everything around the steps.
     evaluation: EvaluationConfig = setting(EvaluationConfig(), "Evaluation on held-out prompts.")
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), "Saving and resuming.")
+    health: HealthConfig = setting(HealthConfig(), "Rules that watch a run's metrics.")
     logging: LoggingConfig = setting(LoggingConfig(), "Experiment trackers.")
     callbacks: tuple[str, ...] = setting(
         (),

@@ -501,16 +501,21 @@ def override_node(tree: Section, name: str, node: Leaf | Section) -> None:
 
 
 def named_section(node: Leaf | Section | None, path: Sequence[str]) -> Section | None:
-    """Expand text in place of a named section; None if the node is not text, or ``path`` not a named section.
+    """Expand a value in place of a named section; None for another value, or ``path`` not a named section.
 
     ``algorithm.policy_loss: gspo`` is short for ``algorithm.policy_loss: {name: gspo}``, and an environment
-    likewise; the text of an evaluation set is its ``data``.
+    likewise; the text of an evaluation set is its ``data``, and ``off`` of a health rule its ``on: false``.
     """
     match list(path):
         case ["algorithm", _] | ["rollout", "environment"]:
             key = "name"
         case ["evaluation", "sets", _]:
             key = "data"
+        case ["health", "rules", _]:
+            # YAML reads `off` as false.
+            if isinstance(node, Leaf) and isinstance(node.value, bool):
+                return Section({"on": node}, node.origin)
+            return None
         case _:
             return None
 

@@ -176,9 +176,7 @@ class Run:
             if self._batches:
                 batch = concatenate_batches(self._batches)
                 local_metrics += batch.metrics
-            step.result = StepResult(
-                self._metrics, local_metrics, batch, training.state.algorithm, warning=None
-            )
+            step.result = StepResult(self._metrics, local_metrics, batch, training.state.algorithm)
             self._step = None
         self._is_complete = True
 
@@ -238,9 +236,7 @@ class Run:
 
         version = training.roles.hybrid_engine.version
         valid = valid_rows(rollouts, scores, self.algorithm)
-        warning = check_mismatch(fresh_difference(rollouts, scores, valid, version), self.config.mismatch)
-        if warning:
-            self._job.say(f"step {self._current.number}: warning: {warning}")
+        check_mismatch(fresh_difference(rollouts, scores, valid, version), self.config.mismatch)
         return scores
 
     def estimate(self, rollouts: Rollouts, scores: Scores) -> TrainBatch:

@@ -98,23 +98,29 @@ class Job:
             self.console.write(escape_unprintable(text).replace("\n", "\n    ") + "\n")
             self.console.flush()
 
-    def stop_if_asked(self, save: Callable[[int], Path]) -> None:
-        """Save the current step with ``save`` and end the job, if any rank was asked to stop.
+    def stop_if_asked(self, save: Callable[[int], Path], error: UserError | None = None) -> None:
+        """Save the current step with ``save`` and end the job, if any rank was asked to stop or has an error.
 
-        Gathering the signals makes all ranks end after the same step. Collective over the world.
+        ``error``: reason for an orderly end, which its rank reports. Gathering the requests makes all ranks
+        end after the same step. Collective over the world.
         """
-        signals = [number for number in gather_objects(self.stop.signal_number) if number is not None]
-        if not signals:
+        requests = gather_objects((self.stop.signal_number, error is not None))
+        signals = [number for number, _ in requests if number is not None]
+        if signals:
+            code = 128 + signals[0]
+            reason = signal.Signals(signals[0]).name
+        elif any(has_error for _, has_error in requests):
+            code = EXIT_BAD_INPUT
+            reason = "the error below"
+        else:
             return
 
         with self.phases("checkpoint"):
             path = save(self.phases.step)
-        code = 128 + signals[0]
-        name = signal.Signals(signals[0]).name
-        self.say(f"stopped by {name} after step {self.phases.step}: saved {path}; exit code {code}")
+        self.say(f"stopped by {reason} after step {self.phases.step}: saved {path}; exit code {code}")
         # No rank may end before all have written their part of the checkpoint.
         barrier()
-        raise Stopped(code)
+        raise Stopped(code, error)
 
     def join(self) -> None:
         """Start communication between the ranks, then write the folder's first files.
@@ -277,7 +283,9 @@ def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
         # Only outside of `report_stop`, which handles SIGINT itself.
         raise
     except Stopped as stopped:
-        # State is saved and all ranks know: nothing to report.
+        # State is saved and all ranks know: only the rank with the error has something to report.
+        if stopped.error is not None:
+            report_errors(stopped.error)
         _end_process(stopped.code)
     except UserError as error:
         report_errors(error)
@@ -338,11 +346,15 @@ def _end_process(code: int) -> None:
 
 
 class Stopped(BaseException):
-    """Orderly end of this rank after a signal asked the job to stop and its state was saved."""
+    """Orderly end of this rank after the job was asked to stop and its state was saved.
 
-    def __init__(self, code: int) -> None:
+    ``error``: what asked for it on this rank, None for a signal.
+    """
+
+    def __init__(self, code: int, error: UserError | None = None) -> None:
         super().__init__(code)
         self.code = code
+        self.error = error
 
 
 class Stop:

@@ -148,7 +148,7 @@ class MetricsLog:
 
         if lost or beyond_end:
             if lost:
-                reason = f"has no line of steps {_spans(lost)}"
+                reason = f"has no line of steps {spans(lost)}"
             else:
                 reason = f"has lines up to step {max(beyond_end)}"
             warning = f"warning: {self.path.name} {reason}, and this run resumes after step {step}"
@@ -306,7 +306,7 @@ def clock(seconds: float) -> str:
     return f"{minute}:{second:02}"
 
 
-def _spans(steps: Sequence[int]) -> str:
+def spans(steps: Sequence[int]) -> str:
     """Return ascending numbers as ranges such as ``1-3, 7``, at most `MAX_SPANS` of them."""
     spans: list[list[int]] = []
     for step in steps:

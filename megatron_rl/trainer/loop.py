@@ -64,7 +64,7 @@ class StepResult:
     """Outcome of one step on a rank that learned.
 
     Example: step 3 of a run without sampling ahead has ``metrics`` with ``reward/mean`` and ``kl/rollout``,
-    ``local_metrics`` with ``policy/loss`` of this rank's micro-batches, and no ``warning``.
+    ``local_metrics`` with ``policy/loss`` of this rank's micro-batches.
     """
 
     metrics: Metrics
@@ -76,8 +76,6 @@ class StepResult:
     of this rank alone."""
     algorithm_state: AlgorithmState
     """State of the algorithm for the next step, the same value on every rank."""
-    warning: str | None
-    """Warning about a difference of trainer and rollout engine, None without one."""
 
 
 class BatchSource(Protocol):
@@ -239,8 +237,6 @@ class WeightUpdate:
     """The batch's scores, with the actor's log-probs before its first update."""
     metrics: Metrics
     """Losses and optimizer statistics of this rank alone."""
-    warning: str | None
-    """Warning of `check_mismatch`, None without one."""
 
 
 def update_weights(
@@ -260,17 +256,16 @@ def update_weights(
     MismatchError. Collective over the learners.
     """
 
-    def compare_with_engine(scores: Scores) -> str | None:
+    def compare_with_engine(scores: Scores) -> None:
         valid = valid_rows(batch.rollouts, scores, algorithm)
         difference = fresh_difference(batch.rollouts, scores, valid, roles.hybrid_engine.version)
-        return check_mismatch(difference, config.mismatch)
+        check_mismatch(difference, config.mismatch)
 
     # With a scoring pass, a mismatch is found before any role's weights change.
     scores = batch.scores
     metrics = Metrics()
-    warning = None
     if scores.old_log_probs is not None:
-        warning = compare_with_engine(scores)
+        compare_with_engine(scores)
 
     # The same mini-batches for critic and actor, in an order that depends on the step alone.
     seed = step_seed(config, step)
@@ -303,11 +298,11 @@ def update_weights(
                 if is_first_pass:
                     outputs = learners.gather_rows(shard)
                     scores = scatter_log_probs(scores, minibatch, train_batch.lengths, outputs)
-                    warning = compare_with_engine(scores)
+                    compare_with_engine(scores)
 
                 metrics += pass_metrics + roles.actor.step(has_next=minibatch is not batches[-1])
 
-    return WeightUpdate(scores, metrics, warning)
+    return WeightUpdate(scores, metrics)
 
 
 def scatter_log_probs(
@@ -341,7 +336,7 @@ def _step_result(
         batch_metrics += old_policy_metrics(batch.rollouts, update.scores, algorithm, state)
     state = next_state(algorithm, state, batch.rollouts, update.scores)
     local_metrics = sampling_metrics + batch.metrics + update.metrics
-    return StepResult(batch_metrics, local_metrics, batch, state, update.warning)
+    return StepResult(batch_metrics, local_metrics, batch, state)
 
 
 def gather_step(result: StepResult | None, local_metrics: Metrics) -> Metrics:
@@ -442,26 +437,20 @@ class MismatchError(RuntimeError):
     """Trainer and rollout engine whose log-probs differ by more than `mismatch.stop`."""
 
 
-def check_mismatch(difference: float | None, config: MismatchConfig) -> str | None:
-    """Return a warning if `fresh_difference` is above ``warn``; raise MismatchError above ``stop``.
+def check_mismatch(difference: float | None, config: MismatchConfig) -> None:
+    """Raise MismatchError if `fresh_difference` is above ``stop``; the health rule ``mismatch`` warns below.
 
     A silent difference of trainer and rollout engine ruins runs: the gradients are of another policy.
     """
-    assert config.warn is not None and config.stop is not None
-    if difference is None or difference <= config.warn:
-        return None
-
-    message = (
-        f"log-probs of trainer and rollout engine differ by {difference:.2e} per response token on average "
-        f"(warn above {config.warn:.0e}, stop above {config.stop:.0e})"
-    )
+    assert config.stop is not None, "the configuration is resolved"
     # A NaN is above no threshold, and must stop the run.
-    if difference <= config.stop:
-        return message
+    if difference is None or difference <= config.stop:
+        return
     raise MismatchError(
-        f"{message}. Training would follow gradients of another policy. Likely causes: weights that did not "
-        "arrive (see hybrid_engine.verify), or another dtype or attention kernel in the engine. "
-        "mismatch.stop sets the limit."
+        f"log-probs of trainer and rollout engine differ by {difference:.2e} per response token on average "
+        f"(stop above {config.stop:.0e}). Training would follow gradients of another policy. Likely causes: "
+        "weights that did not arrive (see hybrid_engine.verify), or another dtype or attention kernel in the "
+        "engine. mismatch.stop sets the limit."
     )
 
 

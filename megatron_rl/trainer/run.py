@@ -19,6 +19,7 @@ from megatron_rl.checkpoint.folders import (
     require_intact,
     require_intact_models,
 )
+from megatron_rl.config.health import health_rules
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.stage_plan import (
     StagePlan,
@@ -36,7 +37,7 @@ from megatron_rl.distributed.exchange import (
     gather_metrics,
     gather_objects,
 )
-from megatron_rl.errors import first_line
+from megatron_rl.errors import UserError, first_line
 from megatron_rl.hf.export import export
 from megatron_rl.megatron.residency import Use
 from megatron_rl.metrics import Metrics
@@ -51,6 +52,7 @@ from megatron_rl.trainer.evaluation import (
     evaluation_sets,
     reward_answers,
 )
+from megatron_rl.trainer.health import HealthMonitor
 from megatron_rl.trainer.job import Job, Stopped, job, keep_code
 from megatron_rl.trainer.logging import MetricsLog, Progress
 from megatron_rl.trainer.loop import (
@@ -170,6 +172,7 @@ class Training:
         self.callbacks = Callbacks(config.callbacks if job.main else (), job.say)
         self.samples = Samples(job, self.roles, self.prompts, self.callbacks)
         self.failures = FailureWatch(config.reward)
+        self.health = HealthMonitor(health_rules(config), job.say)
         self.source = RolloutSource(config, self.roles, self.algorithm, self.prompts.next)
         self.ahead: AheadBatches | None = None
         self.batches: BatchSource
@@ -238,7 +241,7 @@ class Training:
                     start = time.perf_counter()
                     yield step
                     self._end_step(step, time.perf_counter() - start, log)
-                    self.job.stop_if_asked(self.checkpoints.save_final)
+                    self.job.stop_if_asked(self.checkpoints.save_final, self._health_error())
                 self._run_deferred_evaluation(log)
                 self.checkpoints.complete()
         except BaseException:
@@ -375,8 +378,6 @@ class Training:
         result = step.result
         if result is not None:
             self.state.algorithm = result.algorithm_state
-            if result.warning:
-                self.job.say(f"step {step.number}: warning: {result.warning}")
         self.state.step = step.number
 
         # The responses to the previous step's evaluation sets were sampled during this step.
@@ -486,6 +487,12 @@ class Training:
         patience = self.config.evaluation.patience
         return patience is not None and self.state.best.waited >= patience
 
+    def _health_error(self) -> UserError | None:
+        """Return the error of a health rule that ends the run, on the main rank; None after the last step."""
+        if self.state.step == self.config.steps or self._patience_exhausted():
+            return None
+        return self.health.error
+
     def _write_checkpoint(self, path: Path, layout: str, in_background: bool) -> checkpoint.PendingCheckpoint:
         """Write a checkpoint of the current step, or start to if ``in_background``.
 
@@ -536,10 +543,16 @@ class Training:
         return metrics
 
     def _record(self, log: MetricsLog | None, step: int, metrics: Metrics) -> None:
-        if log is not None:
-            log.write(step, metrics.values())
-            if step > 0:
-                self.callbacks.call("on_step_end", step, metrics.values())
+        """Write the metrics of a step, with those of the health rules, on the main rank."""
+        if log is None:
+            return
+        values = metrics.values()
+        health = self.health.update(step, values, self.state.health)
+        if step > 0:
+            values |= health
+        log.write(step, values)
+        if step > 0:
+            self.callbacks.call("on_step_end", step, values)
 
     def _finish(self) -> None:
         """Export the model, release roles and servers, and write the report. Collective over the world."""

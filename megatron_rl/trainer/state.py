@@ -7,7 +7,7 @@ values that is equal on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from megatron_rl.metrics import Metrics
 from megatron_rl.rewards.worker import Answer
 from megatron_rl.roles.build import Roles
 from megatron_rl.roles.model_role import ModelRole
+from megatron_rl.trainer.health import RuleState
 from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
 from megatron_rl.types import (
@@ -115,6 +116,8 @@ class TrainerState:
     """Best measurements so far."""
     deferred: DeferredEvaluation | None = None
     """Evaluation of the last step that has not run yet."""
+    health: dict[str, RuleState] = field(default_factory=dict)
+    """Name of a health rule -> what it remembers; the main rank's are saved, others have none."""
 
     def save(
         self,
@@ -167,10 +170,12 @@ class TrainerState:
         # Checkpoints of older versions, without deferred evaluations, lack the key.
         deferred = state.get("held")
         self.deferred = None if deferred is None else DeferredEvaluation(**deferred)
+        # Checkpoints of older versions, without health rules, lack the key.
+        self.health = {name: RuleState(**values) for name, values in state.get("health", {}).items()}
         return warning
 
     def state_dict(self, roles: Roles) -> dict[str, Any]:
-        """Return the plain values of the state, equal on every rank."""
+        """Return the plain values of the state, equal on every rank but for ``health``."""
         # The keys are those of checkpoints that exist: a change needs a new STATE_FORMAT.
         return {
             "step": self.step,
@@ -182,6 +187,7 @@ class TrainerState:
             "rollouts": self.source.state_dict(),
             "best": vars(self.best),
             "held": None if self.deferred is None else vars(self.deferred),
+            "health": {name: asdict(rule_state) for name, rule_state in self.health.items()},
         }
 
 

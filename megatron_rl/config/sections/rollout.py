@@ -490,7 +490,7 @@ class MismatchConfig:
 
     warn: float | None = setting(
         None,
-        "Difference from which a step warns.",
+        "Difference above which the health rule `mismatch` fires.",
         unit="nats",
         unset="by model.dtype",
         **POSITIVE,

@@ -1,0 +1,258 @@
+"""Health rules at work: each step's metrics against the bands of `config.health`.
+
+The one idea: the rules read metrics that the main rank has anyway, and what they remember is plain values in
+the checkpoint, so that a resumed run gives the same warnings as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from statistics import median
+
+from megatron_rl.config import health
+from megatron_rl.config.health import HealthRule
+from megatron_rl.config.sections.health import STOP
+from megatron_rl.errors import UserError
+from megatron_rl.trainer.logging import spans
+
+PREFIX = "health/"
+"""Group of the rules' metrics."""
+PAGE = "docs/health.md"
+"""Page that describes the rules."""
+
+
+@dataclass
+class RuleState:
+    """What one rule remembers between steps; plain values, which checkpoints contain.
+
+    Example: a rule that fires after 3 measurements has, after two of 0.2 and 0.3 outside of its band at steps
+    7 and 8, ``firing=False`` and ``changed=[(7, 0.2), (8, 0.3)]``.
+    """
+
+    firing: bool = False
+    """Whether the rule fires."""
+    measured: bool = False
+    """Whether the run has had the rule's metrics."""
+    begun: int = 0
+    """Step after which it began to fire."""
+    changed: list[tuple[int, float]] = field(default_factory=list)
+    """Step and value of the last consecutive measurements that contradict ``firing``."""
+    memory: dict[str, list[float]] = field(default_factory=dict)
+    """Earlier values that measures compare with."""
+
+
+class HealthMonitor:
+    """The health rules of a run on the main rank, which has the metrics of all ranks.
+
+    ``say`` prints a line on the console. ``error`` is set when a rule with ``act: stop`` begins to fire.
+    """
+
+    def __init__(self, rules: Sequence[HealthRule], say: Callable[[str], None]) -> None:
+        self.error: UserError | None = None
+        self._rules = rules
+        self._say = say
+
+    def update(
+        self, step: int, values: Mapping[str, float], states: MutableMapping[str, RuleState]
+    ) -> dict[str, float]:
+        """Update ``states`` with a step's metrics, and print the rules that begin or end.
+
+        Returns the metrics ``health/NAME`` of the rules that have measured anything up to this step.
+        """
+        metrics: dict[str, float] = {}
+        for rule in self._rules:
+            state = states.setdefault(rule.name, RuleState())
+            value = MEASURES[rule.measure](rule, values, state.memory)
+            if value is not None:
+                state.measured = True
+                self._update_rule(step, rule, value, state)
+            if state.measured:
+                metrics[f"{PREFIX}{rule.name}"] = float(state.firing)
+
+            # A run that is started again after a stop has the rule's steps to get better.
+            if rule.act == STOP:
+                state.firing = False
+        return metrics
+
+    def _update_rule(self, step: int, rule: HealthRule, value: float, state: RuleState) -> None:
+        """Count a measurement of a rule; begin or end it after `HealthRule.steps` of them."""
+        if rule.is_outside(value) == state.firing:
+            state.changed.clear()
+            return
+        state.changed.append((step, value))
+        if len(state.changed) < rule.steps:
+            return
+
+        # The last of them, if the rule had more steps in an earlier job.
+        measurements = state.changed[-rule.steps :]
+        state.changed = []
+        state.firing = not state.firing
+        if not state.firing:
+            steps = step - state.begun
+            self._say(f"step {step}: health rule {rule.name} ended after {steps} steps: {_text(value)}")
+            return
+
+        state.begun = step
+        self._say(f"step {step}: warning: {warning(rule, measurements)}")
+        if rule.act == STOP and self.error is None:
+            self.error = stop_error(rule, measurements)
+
+
+def warning(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> str:
+    """Return the warning of a rule that begins to fire after ``measurements`` of (step, value)."""
+    text = f"health rule {rule.name}: {rule.meaning}: {_facts(rule, measurements)}"
+    if rule.causes:
+        text += f"; likely causes: {rule.causes}; change {rule.change} ({PAGE})"
+    return text.replace("`", "")
+
+
+def stop_error(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> UserError:
+    """Return the error of a run that a rule with ``act: stop`` ends."""
+    path = f"health.rules.{rule.name}"
+    fix = f"{path}=off, or {path}.act=warn, resumes without this rule's stop"
+    if rule.change:
+        fix = f"look at the samples ({rule.samples}), change {rule.change.replace('`', '')} and resume; {fix}"
+    return UserError(
+        f"a health rule has ended the run: {rule.meaning}",
+        where=f"{path} (step {measurements[-1][0]})",
+        expected=f"{rule.band()} ({_measure_text(rule)})",
+        got=_facts(rule, measurements),
+        fix=fix,
+    )
+
+
+def _facts(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> str:
+    """Return what a rule has measured, as text."""
+    # The last values are enough: a rule can have hundreds of steps.
+    last = ", ".join(_text(value) for _, value in measurements[-3:])
+    steps = spans([step for step, _ in measurements])
+    return f"{_measure_text(rule)} {last} at steps {steps}, where {rule.band()} is healthy"
+
+
+def _measure_text(rule: HealthRule) -> str:
+    """Return the metrics of a rule, and what is compared if it is not their value."""
+    names = ", ".join(rule.metrics)
+    if rule.measure in (health.VALUE, health.FRESH):
+        return rule.metrics[0]
+    return f"{names} ({rule.measure})"
+
+
+def _text(value: float) -> str:
+    return f"{value:.3g}"
+
+
+# Measures: what a rule compares with its band. Each returns None in a step that does not measure it, and
+# keeps earlier values in ``memory``.
+
+Memory = dict[str, list[float]]
+
+
+def _value(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
+    """Return the first metric of a rule."""
+    return values.get(rule.metrics[0])
+
+
+def _fresh_value(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
+    """Return the first metric in a step whose second one, the largest age of its tokens, is 0."""
+    metric, age = rule.metrics
+    # Old tokens also differ by the updates since; a run that never has any does not measure their age.
+    if values.get(age, 0.0) > 0:
+        return None
+    return values.get(metric)
+
+
+def _sum(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
+    """Return the sum of all metrics whose name matches the first one of a rule."""
+    matching = [value for name, value in values.items() if fnmatchcase(name, rule.metrics[0])]
+    return math.fsum(matching) if matching else None
+
+
+def _share_of_step(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
+    """Return the largest of the times of a rule as a share of the last one, the time of the step."""
+    *names, step_name = rule.metrics
+    times = [values[name] for name in names if name in values]
+    step_time = values.get(step_name, 0.0)
+    if not times or step_time <= 0:
+        return None
+    return max(times) / step_time
+
+
+def _ratio_to_start(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
+    """Return the metric divided by the median of its first values, which must be more than 0."""
+    value = values.get(rule.metrics[0])
+    if value is None:
+        return None
+
+    start = memory.setdefault("start", [])
+    if len(start) < health.REFERENCE:
+        start.extend(filter(math.isfinite, [value]))
+        return None
+    return _ratio(value, start)
+
+
+def _ratio_to_median(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
+    """Return the metric divided by the median of its values before, which must be more than 0."""
+    value = values.get(rule.metrics[0])
+    if value is None:
+        return None
+
+    before = memory.get("before", [])
+    memory["before"] = [*before, *filter(math.isfinite, [value])][-health.MEDIAN_WINDOW :]
+    if len(before) < health.REFERENCE:
+        return None
+    return _ratio(value, before)
+
+
+def _ratio(value: float, before: Sequence[float]) -> float | None:
+    """Return a value divided by the median of earlier ones, None if the median is not positive."""
+    reference = median(before)
+    return value / reference if reference > 0 else None
+
+
+def _fall_of_accuracy(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
+    """Return the largest fall of an accuracy since its best while the mean reward has risen, 0 without one.
+
+    Measured in steps with an evaluation. The mean reward is over the steps since the evaluation before.
+    """
+    reward_name, accuracy_pattern = rule.metrics
+    total, count = memory.pop("rewards", [0.0, 0.0])
+    if reward_name in values:
+        total += values[reward_name]
+        count += 1
+    accuracies = {name: value for name, value in values.items() if fnmatchcase(name, accuracy_pattern)}
+    if not accuracies:
+        memory["rewards"] = [total, count]
+        return None
+
+    falls = [0.0]
+    for name, accuracy in accuracies.items():
+        # An evaluation before the first step has no reward beside it: that of the next one takes its place.
+        if not count:
+            memory.setdefault(name, [accuracy])
+            continue
+        reward = total / count
+        best_accuracy, best_reward, *_ = [*memory.get(name, [accuracy]), reward]
+        if accuracy >= best_accuracy:
+            memory[name] = [accuracy, reward]
+            continue
+        memory[name] = [best_accuracy, best_reward]
+        if reward > best_reward:
+            falls.append(best_accuracy - accuracy)
+    return max(falls)
+
+
+Measure = Callable[[HealthRule, Mapping[str, float], Memory], float | None]
+
+MEASURES: Mapping[str, Measure] = {
+    health.VALUE: _value,
+    health.FRESH: _fresh_value,
+    health.SUM: _sum,
+    health.SHARE_OF_STEP: _share_of_step,
+    health.TO_START: _ratio_to_start,
+    health.TO_MEDIAN: _ratio_to_median,
+    health.FALL: _fall_of_accuracy,
+}
+"""Measure of a rule -> its function."""
