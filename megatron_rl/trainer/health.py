@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from statistics import median
+from typing import Any
 
 from megatron_rl.config import health
 from megatron_rl.config.health import HealthRule
@@ -256,3 +257,61 @@ MEASURES: Mapping[str, Measure] = {
     health.FALL: _fall_of_accuracy,
 }
 """Measure of a rule -> its function."""
+
+
+# What a report shows of the rules.
+
+
+def firing_steps(lines: Sequence[Mapping[str, float]]) -> dict[str, list[int]]:
+    """Return the steps in which each rule has fired, from the lines of a metrics file."""
+    steps: dict[str, list[int]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if name.startswith(PREFIX) and value:
+                steps.setdefault(name.removeprefix(PREFIX), []).append(int(line["step"]))
+    return steps
+
+
+def rule_named(name: str) -> HealthRule:
+    """Return a rule by its name; of a user's own rule only that is described."""
+    return health.RULE_OF.get(name) or HealthRule(name, "a rule of your own", ())
+
+
+Sample = Mapping[str, Any]
+"""Sample in the form of `page.sample_browser`."""
+
+
+def select_samples(rule: HealthRule, samples: Sequence[Sample], limit: int) -> list[Sample]:
+    """Return at most ``limit`` of a step's samples that show what a rule found; see `HealthRule.samples`."""
+    return SELECTIONS[rule.samples](samples)[:limit]
+
+
+def _rewards_below(samples: Sequence[Sample]) -> list[Sample]:
+    """Return samples by their rewards, the lowest first, without failed rewards."""
+    return sorted((item for item in samples if item["reward"] is not None), key=lambda item: item["reward"])
+
+
+def _equal_groups(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples of prompts whose rewards are all equal, without prompts with one sample."""
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample["prompt"], []).append(sample)
+    equal = [group for group in groups.values() if len(group) > 1 and len({s["reward"] for s in group}) == 1]
+    return [sample for group in equal for sample in group]
+
+
+def _is_filtered(sample: Sample) -> bool:
+    return (sample["failure"] or "").startswith("filtered: ")
+
+
+SELECTIONS: Mapping[str, Callable[[Sequence[Sample]], list[Sample]]] = {
+    health.HIGHEST_REWARD: lambda samples: _rewards_below(samples)[::-1],
+    health.LOWEST_EVALUATION: _rewards_below,
+    health.LONGEST: lambda samples: sorted(samples, key=lambda item: -(item["length"] or 0)),
+    health.TRUNCATED: lambda samples: [item for item in samples if item["finish"] == "length"],
+    health.EQUAL_GROUPS: _equal_groups,
+    health.FAILED: lambda samples: [item for item in samples if item["failure"] and not _is_filtered(item)],
+    health.FILTERED: lambda samples: [item for item in samples if _is_filtered(item)],
+    health.NO_SAMPLES: lambda samples: [],
+}
+"""Samples that show a problem -> their selection from the samples of a step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any, TextIO
 
 from markupsafe import Markup
 
+from megatron_rl.config.health import LOWEST_EVALUATION, HealthRule
 from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.contained.process import escape_unprintable
 from megatron_rl.durable import require_file
@@ -28,7 +30,8 @@ from megatron_rl.trainer.curves import (
     pictures,
     series,
 )
-from megatron_rl.trainer.logging import clock
+from megatron_rl.trainer.health import PAGE, PREFIX, firing_steps, rule_named, select_samples
+from megatron_rl.trainer.logging import clock, spans
 
 SAMPLES = 2000
 """Samples of a page at most."""
@@ -36,6 +39,11 @@ SAMPLES_OF_A_STEP = 32
 """Samples of one file at most."""
 MAX_TEXT_CHARACTERS = 4000
 """Length to which a text of a sample is cut."""
+HEALTH_SAMPLES = 4
+"""Samples that are shown of a health rule at most."""
+HEALTH_SAMPLES_READ = 10_000
+"""Samples of a step from which those are selected."""
+HEALTH_COLUMNS = ("prompt", "response", "reward", "tokens", "end")
 PICTURE_DPI = 130
 
 OUTSIDE_STEPS = ("evaluate", "checkpoint", "checkpoint_write")
@@ -132,6 +140,7 @@ def _page_sections(
         page.pictures(pictures(run.lines, run.stages)),
     ]
 
+    sections += _health_sections(folder, run.lines)
     if phases:
         headings = ("phase", "total", "per step", "share")
         sections.append(page.heading("Time by phase"))
@@ -150,6 +159,52 @@ def _page_sections(
         text = folder.config.read_text(encoding="utf-8", errors="replace")
         sections += [page.heading("Configuration"), page.text(text)]
     return sections
+
+
+def _health_sections(folder: RunFolder, lines: Lines) -> list[Markup]:
+    """Return the health rules that fired, with the samples of the step in which each began."""
+    fired = firing_steps(lines)
+    if not any(name.startswith(PREFIX) for line in lines for name in line):
+        return []
+    sections = [page.heading("Health")]
+    if not fired:
+        return [*sections, page.paragraph("No rule has fired.")]
+
+    headings = ("rule", "steps", "meaning", "likely causes", "change")
+    rules = {name: rule_named(name) for name in fired}
+    rows = [
+        (name, spans(steps), rules[name].meaning, rules[name].causes, rules[name].change.replace("`", ""))
+        for name, steps in fired.items()
+    ]
+    sections.append(page.table(headings, rows))
+
+    for name, steps in fired.items():
+        samples = _health_samples(folder, rules[name], steps[0])
+        if samples:
+            text = f"{name}, step {steps[0]}: samples, {rules[name].samples}"
+            sections += [page.paragraph(text), page.table(HEALTH_COLUMNS, samples, numeric=(2, 3))]
+    return sections
+
+
+def _health_samples(folder: RunFolder, rule: HealthRule, step: int) -> list[tuple[str, ...]]:
+    """Return the rows of samples of a step that show what a rule found, empty without stored samples."""
+    kinds = "eval_*" if rule.samples == LOWEST_EVALUATION else "step"
+    samples: list[dict[str, Any]] = []
+    for path in sorted(folder.rollouts.glob(f"{kinds}_{step}.parquet")):
+        kind = path.stem.removesuffix(f"_{step}")
+        # A file that cannot be read is named under the samples of the page.
+        with contextlib.suppress(Exception):
+            samples += _read_samples(kind, step, path, HEALTH_SAMPLES_READ)
+    return [
+        (
+            sample["prompt"],
+            sample["response"],
+            "failed" if sample["reward"] is None else _three_digits(sample["reward"]),
+            str(sample["length"]),
+            sample["failure"] or sample["finish"] or "",
+        )
+        for sample in select_samples(rule, samples, HEALTH_SAMPLES)
+    ]
 
 
 def summary(lines: Lines, stages: Mapping[str, Lines]) -> list[SummaryRow]:
@@ -175,6 +230,8 @@ def summary(lines: Lines, stages: Mapping[str, Lines]) -> list[SummaryRow]:
     if invalid:
         remark = f"worst step {number_text(max(invalid), '.2%')}"
         rows.append(("invalid rewards", number_text(fmean(invalid), ".2%"), remark))
+    for name, steps_fired in firing_steps(lines).items():
+        rows.append((f"health: {name}", f"{len(steps_fired)} steps", f"{spans(steps_fired)}; see {PAGE}"))
     return rows
 
 
@@ -326,8 +383,8 @@ def stored_samples(
     return samples, unreadable
 
 
-def _read_samples(kind: str, step: int, path: Path) -> list[dict[str, Any]]:
-    """Return at most `SAMPLES_OF_A_STEP` samples of a file, in the form of `page.sample_browser`."""
+def _read_samples(kind: str, step: int, path: Path, limit: int = SAMPLES_OF_A_STEP) -> list[dict[str, Any]]:
+    """Return at most ``limit`` samples of a file, in the form of `page.sample_browser`."""
     import pyarrow.parquet
 
     require_file(path)
@@ -335,9 +392,9 @@ def _read_samples(kind: str, step: int, path: Path) -> list[dict[str, Any]]:
     # Of an evaluation the first rows are read, so that every step shows the same prompts.
     stride = 1
     if kind == "step":
-        stride = max(1, -(-len(rows) // SAMPLES_OF_A_STEP))
+        stride = max(1, -(-len(rows) // limit))
     samples: list[dict[str, Any]] = []
-    for row in rows[::stride][:SAMPLES_OF_A_STEP]:
+    for row in rows[::stride][:limit]:
         # NaN is a failed reward; JSON has no NaN.
         reward = row.get("reward")
         if reward is not None:

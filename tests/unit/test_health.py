@@ -12,7 +12,7 @@ import pytest
 from megatron_rl.config.health import RULE_OF, RULES, health_rules
 from megatron_rl.config.load import load
 from megatron_rl.metrics import read_metrics
-from megatron_rl.trainer.health import HealthMonitor, RuleState
+from megatron_rl.trainer.health import HealthMonitor, RuleState, select_samples
 
 ROOT = Path(__file__).parents[2]
 RECORDED = Path(__file__).parent / "quickstart_metrics.jsonl"
@@ -208,3 +208,23 @@ def test_every_rule_names_settings_and_what_shows_it() -> None:
         assert rule.metrics and rule.usual and rule.causes and rule.change and rule.meaning
         assert rule.name == "mismatch" or rule.above is not None or rule.below is not None
         assert replace(rule, above=rule.above or 1.0).band()
+
+
+def test_the_samples_of_a_rule_show_its_fault() -> None:
+    fields = ("prompt", "response", "reward", "length", "finish", "failure")
+    values = [
+        ("a", "1", 1.0, 3, "stop", None),
+        ("a", "2", 1.0, 9, "length", None),
+        ("b", "3", 0.0, 4, "stop", None),
+        ("b", "4", 0.5, 5, "stop", "filtered: empty"),
+        ("c", "5", None, 6, "stop", "timeout"),
+    ]
+    samples = [dict(zip(fields, row, strict=True)) for row in values]
+    shown = {
+        rule.name: "".join(sample["response"] for sample in select_samples(rule, samples, 3))
+        for rule in RULES
+    }  # fmt: skip
+    assert shown["kl"] == "214" and shown["overfitting"] == "341" and shown["length"] == "254"
+    assert shown["truncation"] == "2" and shown["equal_groups"] == shown["entropy"] == "12"
+    assert shown["invalid"] == "5" and shown["filtered"] == "4"
+    assert shown["throughput"] == shown["idle"] == ""

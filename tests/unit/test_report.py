@@ -417,3 +417,29 @@ def test_runs_beside_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[st
         refusals.append(capsys.readouterr().err)
     assert "has no metrics" in refusals[0] and refusals[0] == refusals[1]
     assert command(["compare", str(tmp_path / "gone")]) == 2
+
+
+def test_rules_that_fired_are_shown_with_causes_and_the_samples_that_show_them(tmp_path: Path) -> None:
+    folder = run(tmp_path / "healthy", steps=4)
+    assert "<h2>Health</h2>" not in report.write(folder.path, io.StringIO()).read_text()
+
+    folder = RunFolder(tmp_path / "run").create()
+    with MetricsLog(folder, 9, console=io.StringIO()) as log:
+        for step in range(1, 10):
+            fires = {
+                "health/kl": 0.0,
+                "health/truncation": float(step in (4, 5, 8)),
+                "health/mine": float(step == 9),
+            }
+            log.write(step, {"reward/mean": 1.0} | fires)
+    columns = {"prompt": ["1+1=", "2+2=", HOSTILE], "response": ["2", "no end" * 400, "y"]}
+    write_rollouts(folder, 4, columns | {"reward": [1.0, 0.0, math.nan], "finish_reason": [0, 1, 0]})
+    console = io.StringIO()
+    page = Page(report.write(folder.path, console).read_text())
+    assert "health: truncation" in console.getvalue() and "4-5, 8; see docs/health.md" in console.getvalue()
+    assert "health: kl" not in console.getvalue()
+    (row,) = [row for row in page.rows if row and row[0] == "truncation"]
+    assert row[1:3] == ["4-5, 8", "many responses are cut off"] and "rollout.max_response_tokens" in row[4]
+    assert [row[:3] for row in page.rows if row and row[0] == "mine"] == [["mine", "9", "a rule of your own"]]
+    (sample,) = [row for row in page.rows if row and row[0] == "2+2="]
+    assert sample[2] == "0.000" and sample[4] == "length"
