@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[1] / "docs/metrics.md"
 WRITTEN_BY = {
     "a run with a warm-up": "eval/ reward/mean reward/valid group/ policy/ kl/ mismatch/ response/ memory/ "
     "throughput/ padding/ reshard/ time/generate time/reward time/score time/learn time/reshard "
-    "time/evaluate time/checkpoint",
+    "time/evaluate time/checkpoint health/",
     "a run whose rewards fail": "reward/invalid_",
     "a run with an environment and a server": "environment/ reward/http/",
     "a run with a judge": "reward/judge/",

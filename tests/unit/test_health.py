@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.health import RULE_OF, RULES, health_rules
+from megatron_rl.config.health import RULE_OF, RULES, VALUE, health_rules
 from megatron_rl.config.load import load
 from megatron_rl.metrics import read_metrics
 from megatron_rl.trainer.health import HealthMonitor, RuleState, select_samples
@@ -228,3 +229,36 @@ def test_the_samples_of_a_rule_show_its_fault() -> None:
     assert shown["truncation"] == "2" and shown["equal_groups"] == shown["entropy"] == "12"
     assert shown["invalid"] == "5" and shown["filtered"] == "4"
     assert shown["throughput"] == shown["idle"] == ""
+
+
+def tables() -> list[str]:
+    """Return the rows of the two tables in docs/health.md: what each rule measures, and what to do."""
+    measured = []
+    advice = []
+    for rule in RULES:
+        metrics = ", ".join(f"`{metric}`" for metric in rule.metrics)
+        if rule.measure != VALUE:
+            metrics += f": {rule.measure}"
+        limits = []
+        if rule.above is not None:
+            limits.append(f"above `{rule.above:g}`")
+        if rule.below is not None:
+            limits.append(f"below `{rule.below:g}`")
+        fires = " or ".join(limits) or "above `mismatch.warn`"
+        usual = f"`{rule.usual}`" if rule.usual[0].isdigit() else rule.usual
+        measured.append(f"| `{rule.name}` | {rule.meaning} | {metrics} | {usual} | {fires} | {rule.steps} |")
+        advice.append(f"| `{rule.name}` | {rule.causes} | {rule.samples} | {rule.change} |")
+    return [*measured, *advice]
+
+
+def test_the_page_has_the_rules_as_they_are() -> None:
+    _, section = (ROOT / "docs/health.md").read_text(encoding="utf-8").split("\n## Rules\n")
+    assert [line for line in section.splitlines() if line.startswith("| `")] == tables()
+
+
+def test_the_settings_of_the_rules_exist() -> None:
+    keys = {key for rule in RULES for key in re.findall(r"`([a-z_]+\.[\w.]+)`", rule.change)}
+    assert len(keys) > 20
+    for key in keys:
+        errors = load(ROOT / "configs/minimal.yaml", [f"{key}=1"]).errors
+        assert not any("known" in error.message for error in errors), key
