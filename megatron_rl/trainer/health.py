@@ -1,4 +1,4 @@
-"""Health rules at work: each step's metrics against the bands of `config.health`.
+"""Health rules during a run: each step's metrics against the bands of `config.health`.
 
 The one idea: the rules read metrics that the main rank has anyway, and what they remember is plain values in
 the checkpoint, so that a resumed run gives the same warnings as an uninterrupted one.
@@ -16,7 +16,7 @@ from typing import Any
 from megatron_rl.config import health
 from megatron_rl.config.health import HealthRule
 from megatron_rl.config.sections.health import STOP
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, nearest
 from megatron_rl.trainer.logging import spans
 
 PREFIX = "health/"
@@ -55,6 +55,7 @@ class HealthMonitor:
         self.error: UserError | None = None
         self._rules = rules
         self._say = say
+        self._has_looked = False
 
     def update(
         self, step: int, values: Mapping[str, float], states: MutableMapping[str, RuleState]
@@ -76,7 +77,24 @@ class HealthMonitor:
             # A run that is started again after a stop has the rule's steps to get better.
             if rule.act == STOP:
                 state.firing = False
+
+        if step > 0 and not self._has_looked:
+            self._has_looked = True
+            self._warn_of_missing_metrics(step, values, states)
         return metrics
+
+    def _warn_of_missing_metrics(
+        self, step: int, values: Mapping[str, float], states: Mapping[str, RuleState]
+    ) -> None:
+        """Warn of rules of the user's own whose metric the first step of a job does not have."""
+        for rule in self._rules:
+            # Metrics of evaluation sets come with the first evaluation.
+            metric = rule.metrics[0]
+            if rule.name in health.RULE_OF or states[rule.name].measured or metric.startswith("eval/"):
+                continue
+            close = nearest(metric, values)
+            hint = f"; did you mean {close}?" if close else ""
+            self._say(f"step {step}: warning: health rule {rule.name}: no metric {metric} so far{hint}")
 
     def _update_rule(self, step: int, rule: HealthRule, value: float, state: RuleState) -> None:
         """Count a measurement of a rule; begin or end it after `HealthRule.steps` of them."""

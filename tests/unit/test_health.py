@@ -13,7 +13,7 @@ import pytest
 from megatron_rl.config.health import RULE_OF, RULES, VALUE, health_rules
 from megatron_rl.config.load import load
 from megatron_rl.metrics import read_metrics
-from megatron_rl.trainer.health import HealthMonitor, RuleState, select_samples
+from megatron_rl.trainer.health import HealthMonitor, RuleState, select_samples, warning
 
 ROOT = Path(__file__).parents[2]
 RECORDED = Path(__file__).parent / "quickstart_metrics.jsonl"
@@ -186,6 +186,19 @@ def test_a_rule_of_the_users_own_and_changed_bands() -> None:
     assert (changed.above, changed.below) == (5.0, RULE_OF["length"].below)
 
 
+def test_a_metric_that_no_step_has_is_named_once() -> None:
+    said: list[str] = []
+    own = "health.rules.low={metric: reward/meen, below: 0.7}"
+    later = "health.rules.late={metric: eval/held_out/reward, below: 0.7}"
+    monitor = HealthMonitor(rules(own, later), said.append)
+    states: dict[str, RuleState] = {}
+    for step in (0, 1, 2):
+        monitor.update(step, {"reward/mean": 0.5, "reward/std": 0.5}, states)
+    assert said == [
+        "step 1: warning: health rule low: no metric reward/meen so far; did you mean reward/mean?"
+    ]
+
+
 def test_the_mismatch_has_the_threshold_of_its_setting_and_skips_old_tokens() -> None:
     assert {rule.name: rule for rule in rules("mismatch.warn=0.2")}["mismatch"].above == 0.2
     different = [{"step": step, "mismatch/abs_diff": 1.0, "staleness/max": 1.0} for step in range(1, 9)]
@@ -249,6 +262,12 @@ def tables() -> list[str]:
         measured.append(f"| `{rule.name}` | {rule.meaning} | {metrics} | {usual} | {fires} | {rule.steps} |")
         advice.append(f"| `{rule.name}` | {rule.causes} | {rule.samples} | {rule.change} |")
     return [*measured, *advice]
+
+
+def test_the_page_shows_a_warning_as_a_run_prints_it() -> None:
+    measurements = [(1, 0.8), (2, 0.8), (3, 0.828), (4, 0.832), (5, 0.863)]
+    line = f"step 5: warning: {warning(RULE_OF['truncation'], measurements)}"
+    assert line in " ".join((ROOT / "docs/health.md").read_text(encoding="utf-8").split())
 
 
 def test_the_page_has_the_rules_as_they_are() -> None:
