@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron_rl.config.sections.bounds import LARGE, STEPS
+from megatron_rl.config.sections.bounds import STEPS
 from megatron_rl.config.setting import setting
+from megatron_rl.metrics import LARGEST
 
 WARN = "warn"
 STOP = "stop"
@@ -17,7 +18,7 @@ class HealthRuleConfig:
     """Changes of one health rule, or a rule of the user's own; ``NAME: off`` is short for ``on: false``.
 
     A rule fires after ``steps`` consecutive measurements outside its band, and ends after as many inside. The
-    rules and their bands are in `config.health`.
+    rules and their bands are in docs/health.md.
     """
 
     VALUE_KEY: ClassVar[str] = "on"
@@ -26,15 +27,15 @@ class HealthRuleConfig:
     above: float | None = setting(
         None,
         "Value above which the rule counts a measurement.",
-        at_least=-LARGE,
-        at_most=LARGE,
-        unset="the rule's own, see docs/health.md",
+        at_least=-LARGEST,
+        at_most=LARGEST,
+        unset="the rule's own",
     )
     below: float | None = setting(
         None,
         "Value below which the rule counts a measurement.",
-        at_least=-LARGE,
-        at_most=LARGE,
+        at_least=-LARGEST,
+        at_most=LARGEST,
         unset="the rule's own",
     )
     steps: int | None = setting(
