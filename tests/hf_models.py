@@ -204,6 +204,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # Projections that are interleaved by key head; layer 2 is dense.
     "qwen3-next": ("Qwen3Next", DELTA_NETS | SHARED_EXPERT | {"mlp_only_layers": [2]}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1, 0], "pad_token_id": 0, "eos_token_id": 1}),
+    # Windows shorter than the test rows, and YaRN that does not round its bounds.
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "rope_parameters": RESCALING_ROPE | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     # Layer 1 is dense, the other layers have experts.
     "qwen3-moe": (

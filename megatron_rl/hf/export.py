@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +42,15 @@ from megatron_rl.shapes.lora import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from megatron_rl.shapes.pretrained import SINGLE, PretrainedModel, read_json
 from megatron_rl.shapes.quantized import without_quantization
 from megatron_rl.types import TensorBox
-from megatron_rl.weights.boxes import BoxGroup, BoxIndex, Coordinates, Region, regions, view_of
+from megatron_rl.weights.boxes import (
+    BoxGroup,
+    BoxIndex,
+    Coordinates,
+    Region,
+    boxes_of_experts,
+    regions,
+    view_of,
+)
 from megatron_rl.weights.transfer import Exchange, connect, gather_layout
 
 FILE_BYTES = 5 * 2**30
@@ -67,6 +76,12 @@ class _Piece:
     dtype: torch.dtype
     """Dtype in the file."""
 
+    def boxes(self, writer: int) -> list[TensorBox]:
+        """Return the boxes of the model's tensors in the piece; ``writer`` is its rank."""
+        strides = tuple(math.prod(self.size[dim + 1 :]) for dim in range(len(self.size)))
+        box = TensorBox(self.name, self.start, self.size, writer, self.name, 0, strides)
+        return boxes_of_experts([box])
+
 
 def export(
     model: Any,
@@ -91,7 +106,7 @@ def export(
     parameters = policy_weights(model)
     hf_model = pretrained(model.hf_config)
     dtype = dtype or next(iter(parameters.values())).dtype
-    shapes = hf_model.tensor_shapes()
+    shapes = hf_model.stored_shapes()
     dtypes = {name: torch.float32 if name.endswith(FLOAT32_NAMES) else dtype for name in shapes}
 
     files = shard_files(shapes, dtypes, file_bytes)
@@ -301,7 +316,9 @@ def _collect(
     for step, flow in zip(steps, _flows(steps, sources), strict=True):
         target = step.get(rank)
         values = None
+        target_boxes = BoxIndex(())
         if target is not None:
+            target_boxes = BoxIndex(target.boxes(rank))
             values = torch.empty(target.size, dtype=target.dtype, device=device.device())
         sends: dict[int, list[Any]] = {}
         receives: dict[int, list[Any]] = {}
@@ -312,8 +329,9 @@ def _collect(
                 source_view = view_of(parameters[box.storage], box)
 
             if receiver == rank:
-                assert target is not None and values is not None
-                target_view = _region_view(values, target, region)
+                assert values is not None
+                (target_box,) = target_boxes.containing(region)
+                target_view = view_of(values, target_box)
                 if source_view is not None:
                     target_view.copy_(source_view)
                 else:
@@ -327,13 +345,6 @@ def _collect(
             writer.write(target, values)
 
 
-def _region_view(values: Tensor, piece: _Piece, region: Region) -> Tensor:
-    """Return the view of a region in the values of a piece."""
-    for dim, count in enumerate(region.size):
-        values = values.narrow(dim, region.start[dim] - piece.start[dim], count)
-    return values
-
-
 def _flows(
     steps: Sequence[Mapping[int, _Piece]], sources: Sequence[BoxGroup]
 ) -> list[list[tuple[Region, int, int]]]:
@@ -344,18 +355,10 @@ def _flows(
     steps_by_row: dict[str, list[tuple[int, int]]] = {}
     for number, step in enumerate(steps):
         for writer, piece in step.items():
-            box = TensorBox(
-                piece.name,
-                piece.start,
-                piece.size,
-                writer,
-                piece.name,
-                0,
-                (0,) * len(piece.size),
-            )
-            boxes.setdefault(writer, []).append(box)
             dtypes[piece.name] = piece.dtype
-            steps_by_row.setdefault(piece.name, []).append((piece.start[0], number))
+            for box in piece.boxes(writer):
+                boxes.setdefault(writer, []).append(box)
+                steps_by_row.setdefault(box.name, []).append((box.start[0], number))
 
     destinations = [BoxGroup((writer,), tuple(pieces), dtypes) for writer, pieces in boxes.items()]
     flows: list[list[tuple[Region, int, int]]] = [[] for _ in steps]

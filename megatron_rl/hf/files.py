@@ -18,7 +18,9 @@ from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError
 from megatron_rl.hf.quantized import dequantize
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
-from megatron_rl.shapes.multimodal import TensorLocation, language_config, tensor_locations
+from megatron_rl.shapes.families import BY_MODEL_TYPE
+from megatron_rl.shapes.fused_experts import TensorLocation, expert_tensors
+from megatron_rl.shapes.multimodal import language_config, tensor_locations
 from megatron_rl.shapes.pretrained import (
     INDEX,
     SINGLE,
@@ -77,6 +79,11 @@ class CheckpointFiles:
         self.is_multimodal = language_model is not config
         if self.is_multimodal:
             self._locations = tensor_locations(self._file_of, self._stored_shape)
+        family = BY_MODEL_TYPE.get(str(language_model.get("model_type")))
+        if family is not None and family.interleaved_experts:
+            self._locations = {}
+            for name in self._file_of:
+                self._locations |= expert_tensors(name, self._stored_shape(name))
 
         # Weight -> the tensor of its scales.
         self._scales: dict[str, str] = {}
@@ -186,13 +193,11 @@ class CheckpointFiles:
         Its dtype is the stored one, or float32 for a quantised tensor.
         """
         location = self._location(name)
-        dims = zip(start, size, strict=True)
-        box: list[int | slice] = [slice(begin, begin + count) for begin, count in dims]
-        if location.expert is not None:
-            # An index removes the dimension of the experts.
-            first = location.begin + start[0]
-            box = [location.expert, slice(first, first + size[0]), *box[1:]]
-        values = self._slice_of(location.name)[tuple(box)]
+        values = self._slice_of(location.name)[_stored_box(location, start, size)]
+        if location.transposed:
+            values = values.transpose(0, 1)
+        # safetensors has no slices with a step.
+        values = values[:: location.step]
         if name not in self._scales:
             return values
         return self._dequantize(name, values, start)
@@ -217,6 +222,24 @@ class CheckpointFiles:
     def _slice_of(self, stored: str) -> Any:
         """Return safetensors' lazy view of a stored tensor."""
         return self._handle(self._file_of[stored]).get_slice(stored)
+
+
+def _stored_box(
+    location: TensorLocation, start: Sequence[int], size: Sequence[int]
+) -> tuple[int | slice, ...]:
+    """Return the slices of a stored tensor that contain a box of the tensor at ``location``."""
+    dims = zip(start, size, strict=True)
+    box = [slice(begin, begin + count) for begin, count in dims]
+    if location.expert is None:
+        return tuple(box)
+
+    # An index removes the dimension of the experts.
+    first = location.begin + start[0] * location.step
+    last = first + max(size[0] - 1, 0) * location.step
+    box[0] = slice(first, last + min(size[0], 1))
+    if location.transposed:
+        box.reverse()
+    return (location.expert, *box)
 
 
 class SafetensorsWriter:

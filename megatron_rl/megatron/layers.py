@@ -29,12 +29,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer import attention as megatron_attention
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
 from torch import Tensor, nn
 
@@ -237,6 +239,17 @@ class PackedAttention(nn.Module, RowAttention):
         self.cap: float | None = None
         """Bound of the scores: cap * tanh(score / cap) (Gemma Team 2024, arXiv 2408.00118)."""
         self.context = pg_collection.cp
+        self.tensor = pg_collection.tp
+        self.softmax_offset: nn.Parameter | None = None
+        """[heads of this tensor-parallel rank], the logits of attention sinks, under Megatron's name."""
+        if config.softmax_type == "learnable":
+            heads = divide(config.num_attention_heads, self.tensor.size())
+            offset = torch.empty(heads, dtype=config.params_dtype, device=device.device())
+            self.softmax_offset = nn.Parameter(offset)
+            assert config.init_method is not None
+            config.init_method(self.softmax_offset)
+            # Marked so that the gradient norm counts the heads of every rank.
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
         # A frequency is a flag per layer, or N for full attention in every N-th layer.
         self.window = None
@@ -252,7 +265,8 @@ class PackedAttention(nn.Module, RowAttention):
     def takes_boundaries(self) -> bool:
         """Return whether PyTorch's kernel for rows of any length takes these heads on this device."""
         has_kernel = max(self.head_sizes) <= 256 and not any(size % 8 for size in self.head_sizes)
-        return device.on_accelerator() and self.half_precision and self.cap is None and has_kernel
+        plain = self.cap is None and self.softmax_offset is None
+        return device.on_accelerator() and self.half_precision and plain and has_kernel
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
@@ -287,15 +301,65 @@ class PackedAttention(nn.Module, RowAttention):
     ) -> Tensor:
         """Return the attention output [T, heads, size] of complete rows, bucket by bucket."""
         filled = zip(*map(packed_seq_params.fill, (query, key, value)), strict=True)
-        return packed_seq_params.join([self._bucket(*bucket) for bucket in filled])
+        attend = self._bucket
+        if self.softmax_offset is not None:
+            attend = self._bucket_with_sinks
+        return packed_seq_params.join([attend(*bucket) for bucket in filled])
+
+    def _bucket_with_sinks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return a bucket's output as `_bucket` does, with each head's sink in the softmax.
+
+        A sink is a key before the first token, with values of zero: its score is the head's logit for every
+        query. One more dimension of queries and keys makes it so: the logit in queries, zero in the keys of
+        tokens, and one over the scale in the sink's. Any fused kernel computes that, and its gradient.
+        """
+        assert self.softmax_offset is not None
+        scale = self.scale
+        if scale is None:
+            scale = query.shape[-1] ** -0.5
+
+        # Under context parallelism this rank has a shard of the heads.
+        sinks = self.softmax_offset.chunk(self.context.size())[self.context.rank()].to(query.dtype)
+        logits = sinks[None, None, :, None].expand(*query.shape[:3], 1)
+        query = functional.pad(torch.cat((query, logits), dim=-1), (0, 0, 0, 0, 1, 0))
+        sink = key.new_zeros(key.shape[-1] + 1)
+        sink[-1] = 1 / scale
+        sink_keys = sink.expand(key.shape[0], 1, key.shape[2], -1)
+        key = torch.cat((sink_keys, functional.pad(key, (0, 1))), dim=1)
+        value = functional.pad(value, (0, 0, 0, 0, 1, 0))
+
+        # The first query is the sink's own.
+        length = query.shape[1]
+        output = self._bucket(query, key, value, scale, sinks=1)
+        return output.unflatten(0, (-1, length))[:, 1:].flatten(0, 1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return Megatron's sharded state: the logits of sinks, by heads."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tensor,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
 
     def _bucket(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        scale: float | None = None,
+        sinks: int = 0,
     ) -> Tensor:
-        """Return a bucket's output [rows * longest, heads, size] for inputs [rows, longest, heads, size]."""
+        """Return a bucket's output [rows * longest, heads, size] for inputs [rows, longest, heads, size].
+
+        ``scale`` replaces that of the layer. Every window contains the first ``sinks`` positions.
+        """
+        if scale is None:
+            scale = self.scale
         grouped = self.cap is None and _takes_grouped_keys(query)
         if not grouped:
             key, value = _ungrouped(query, key, value)
@@ -308,6 +372,8 @@ class PackedAttention(nn.Module, RowAttention):
             distance = torch.arange(length, device=query.device)
             distance = distance[:, None] - distance[None, :]
             mask = (distance >= 0) & (distance <= self.window)
+            # A sink sees itself alone, and every token sees it.
+            mask[:, :sinks] |= distance[:, :sinks] >= 0
 
         if self.cap is not None:
             out = _capped_attention(
@@ -320,7 +386,7 @@ class PackedAttention(nn.Module, RowAttention):
             )
             return out.transpose(1, 2).flatten(0, 1)
         out = functional.scaled_dot_product_attention(
-            *rows, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
+            *rows, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
         )
         return out.transpose(1, 2).flatten(0, 1)
 

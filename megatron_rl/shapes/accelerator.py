@@ -88,6 +88,10 @@ class AcceleratedRole:
 
         torch's own is FlashAttention too; its wheels have it, so it is there where neither other one is.
         """
+        # Transformer Engine's sinks have not been run, and its kernels have no other ones.
+        if self.shape.sinks:
+            return "torch"
+
         heads = (self.shape.qk_dim, self.shape.value_dim)
         largest = 0
         for since, size in _LARGEST_FUSED_HEAD.items():

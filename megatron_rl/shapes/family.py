@@ -142,6 +142,9 @@ class Family:
     """Rotary angles may apply to a part of each head only."""
     engine_keys: Callable[[Mapping[str, Any]], Fields] = no_fields
     """Return the keys of config.json that vLLM reads and transformers does not write."""
+    interleaved_experts: bool = False
+    """A checkpoint has a layer's experts in one tensor, transposed, with gate and up in turn (see
+    `shapes.fused_experts`)."""
     further_model_types: Sequence[str] = ()
     """Values of ``model_type`` of checkpoints with the same layers, which transformers has no class for."""
 
@@ -195,11 +198,12 @@ class Family:
         result = ModelShape(**{**common, **windows, **self.structure(reader)})
 
         # Megatron has one setting for both biases, add_bias_linear.
-        if result.output_bias != result.mlp_bias:
+        mlp_bias = result.mlp_bias or result.expert_bias
+        if result.output_bias != mlp_bias:
             reader.refuse(
                 "Biases in attention's output alone, or in the MLP alone, are not supported",
                 "attention_bias",
-                f"the same as mlp_bias, {_as_json(result.mlp_bias)}",
+                f"the same as of the MLP, {_as_json(mlp_bias)}",
             )
         if rotary_fraction(config) != 1 and not self.partial_rotary:
             reader.refuse("the model turns whole heads", "partial_rotary_factor", "1")

@@ -240,6 +240,9 @@ def _attention(shape: ModelShape) -> Iterator[Weight]:
     if shape.output_bias:
         bias = Source("self_attn.o_proj.bias", (shape.hidden,))
         yield Weight("self_attention.linear_proj.bias", "whole", (bias,))
+    if shape.sinks:
+        sinks = Source("self_attn.sinks", (shape.heads,), "rows")
+        yield Weight("self_attention.core_attention.softmax_offset", "rows", (sinks,))
 
     # Heads are normalised one by one, with the same weight: every tensor-parallel rank has all of it.
     if shape.qk_norm:
@@ -370,16 +373,18 @@ def _mlp_matrices(
 
 
 def _mlp_biases(
-    shape: ModelShape, name: str, source: str, width: int, expert: bool = False
+    shape: ModelShape, name: str, source: str, width: int, fused: str = "", expert: bool = False
 ) -> Iterator[Weight]:
     """Yield the biases of `_mlp_matrices`."""
     projections, inner_cut = _inner_projections(shape)
     inner = tuple(Source(f"{source}{projection}.bias", (width,), "rows") for projection in projections)
-    yield Weight(f"{name}linear_fc1.bias", inner_cut, inner, expert=expert)
+    fused_inner = fused.format(linear="linear_fc1", expert="{expert}")
+    yield Weight(f"{name}linear_fc1.bias", inner_cut, inner, fused_inner, expert)
 
     # Added after the sum over tensor-parallel ranks, so every rank has all of it.
     outer = (Source(f"{source}down_proj.bias", (shape.hidden,)),)
-    yield Weight(f"{name}linear_fc2.bias", "whole", outer, expert=expert)
+    fused_outer = fused.format(linear="linear_fc2", expert="{expert}")
+    yield Weight(f"{name}linear_fc2.bias", "whole", outer, fused_outer, expert)
 
 
 def _mixture(shape: ModelShape) -> Iterator[Weight]:
@@ -390,6 +395,9 @@ def _mixture(shape: ModelShape) -> Iterator[Weight]:
     if shape.router_bias:
         bias = Source("mlp.gate.e_score_correction_bias", (shape.experts,), float32=True)
         yield Weight("mlp.router.expert_bias", "whole", (bias,))
+    if shape.expert_bias:
+        projection_bias = Source("mlp.gate.bias", (shape.experts,))
+        yield Weight("mlp.router.bias", "whole", (projection_bias,))
 
     # All shared experts of a layer are one MLP, of their widths together.
     if shape.shared_width:
@@ -404,4 +412,5 @@ def _mixture(shape: ModelShape) -> Iterator[Weight]:
     fused = "mlp.experts.{linear}.weight{expert}"
     yield from _mlp_matrices(shape, name, source, shape.expert_width, fused, expert=True)
     if shape.expert_bias:
-        yield from _mlp_biases(shape, name, source, shape.expert_width, expert=True)
+        fused = "mlp.experts.{linear}.bias{expert}"
+        yield from _mlp_biases(shape, name, source, shape.expert_width, fused, expert=True)

@@ -593,6 +593,17 @@ def trainer_problems(
             )
         )
 
+    if shape.expert_bias and layout.expert_tensor > 1:
+        errors.append(
+            UserError(
+                "Megatron does not shard experts with biases over tensor-parallel ranks",
+                where=f"{path}.expert_tensor",
+                expected=f"1: the experts of {shape.name} have biases",
+                got=str(layout.expert_tensor),
+                fix=f"remove {path}.expert_tensor, and use {path}.expert for the other ranks",
+            )
+        )
+
     if shape.experts % layout.expert:
         fix = f"set {path}.expert to {math.gcd(shape.experts, layout.expert)}"
         errors.append(_indivisible(shape.experts, "experts", layout.expert, f"{path}.expert", fix))

@@ -87,7 +87,7 @@ class ModelShape:
     router_bias: bool = False
     """The router has biases that balance the load of the experts."""
     expert_bias: bool = False
-    """The matrices of routed experts have biases."""
+    """The matrices of routed experts and the projection of the router have biases."""
     dense_layers: tuple[int, ...] = ()
     """Layers of a mixture of experts that have a dense MLP."""
     q_lora: int = 0
@@ -100,6 +100,8 @@ class ModelShape:
     """Size of a latent head's query and key with rotary positions."""
     v_head_dim: int = 0
     """Size of a latent head's value."""
+    sinks: bool = False
+    """Each query head has a learnt logit in the softmax, whose weight no value gets (attention sinks)."""
     output_gate: bool = False
     """Attention's output is gated by a second query-sized projection."""
     linear_layers: tuple[int, ...] = ()

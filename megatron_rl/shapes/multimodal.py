@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.shapes.families import FAMILIES
+from megatron_rl.shapes.fused_experts import Shape, TensorLocation
 
 _INHERITED = (
     "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "compression_config",
@@ -31,8 +32,6 @@ Qwen3.5's layers for multi-token prediction (``mtp.``) are among them.
 """
 _FUSED_EXPERTS = re.compile(r"(?P<experts>.*\.mlp\.experts\.)(?P<matrix>gate_up_proj|down_proj)$")
 """Name of one matrix of all routed experts of a layer in one tensor."""
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -154,30 +153,6 @@ def _for_text(rope: Mapping[str, Any]) -> dict[str, Any]:
         if result.get(key) == "mrope":
             result[key] = "default"
     return result
-
-
-@dataclass(frozen=True)
-class TensorLocation:
-    """Where a tensor of the language model is stored: a whole tensor, or a part of one.
-
-    Example: with experts of width 32 the up projection of expert 3 is
-    ``TensorLocation("...experts.gate_up_proj", 3, 32, 64)``.
-    """
-
-    name: str
-    """Name of the stored tensor."""
-    expert: int | None = None
-    """Index in its first dimension; None for a tensor that is not divided by experts."""
-    begin: int = 0
-    """First row of the part."""
-    end: int = 0
-    """Row behind the part."""
-
-    def shape(self, stored: Shape) -> Shape:
-        """Return the shape of the part of a tensor of the shape ``stored``."""
-        if self.expert is None:
-            return stored
-        return (self.end - self.begin, *stored[2:])
 
 
 def tensor_locations(stored: Iterable[str], shape_of: Callable[[str], Shape]) -> dict[str, TensorLocation]:

@@ -14,11 +14,11 @@ from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError, nearest, raise_errors
 from megatron_rl.shapes.families import BY_MODEL_TYPE, FAMILIES
 from megatron_rl.shapes.family import ConfigReader, Family
+from megatron_rl.shapes.fused_experts import stored_shapes
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, Source, Weight, outer_weights
 from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.multimodal import MULTIMODAL, language_config
 from megatron_rl.shapes.quantized import Quantization, read_quantization
-from megatron_rl.shapes.refused import REFUSED
 
 LAYER = "model.layers.{layer}."
 SINGLE = "model.safetensors"
@@ -99,6 +99,16 @@ class PretrainedModel:
     def outer(self, first: bool, last: bool) -> tuple[Weight, ...]:
         """Return the parameters outside the layers on the first and on the last pipeline stage."""
         return outer_weights(self.shape, first, last)
+
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor as the family's checkpoints store them, in order.
+
+        They differ from `tensor_shapes` where the experts of a layer are stored in one tensor.
+        """
+        shapes = self.tensor_shapes()
+        if self.family.interleaved_experts:
+            return stored_shapes(shapes)
+        return shapes
 
     def _named(self, sources: Iterable[Source]) -> Iterator[Source]:
         """Yield sources under this family's names, each with its first row in a fused tensor."""
@@ -261,19 +271,6 @@ def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
             return family
         if architecture in (family.architecture, family.scalar_architecture):
             return family
-
-    # The error of a recognised family names the feature that is missing.
-    for refused in REFUSED:
-        if architecture == refused.architecture or (
-            architecture is None and model_type == refused.model_type
-        ):
-            raise UserError(
-                f"{refused.title} cannot be trained",
-                where=f"{file}: architectures",
-                expected="one of " + ", ".join(sorted(supported)),
-                got=f"{refused.architecture}; missing: {refused.missing}",
-                fix="use a checkpoint of another family",
-            )
 
     # A multimodal model of another kind has the config.json of its language model under text_config, too.
     name = str(architecture or model_type or "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from megatron_rl.shapes.fused_experts import TensorLocation, expert_tensors
 from megatron_rl.types import TensorBox
 
 Coordinates = tuple[int, ...]
@@ -359,6 +360,39 @@ class BoxIndex:
             inner_box = replace(box, start=region.start, size=region.size, offset=offset)
             result.append(inner_box)
         return result
+
+
+def boxes_of_experts(boxes: Iterable[TensorBox]) -> list[TensorBox]:
+    """Return boxes of the tensors that gpt-oss stores as boxes of one tensor per expert.
+
+    A stored matrix is [experts, in, out] with the outputs of gate and up in turn, a bias [experts, out]; see
+    `shapes.fused_experts`. Boxes of other tensors are returned as they are.
+    """
+    result: list[TensorBox] = []
+    for box in boxes:
+        ends = tuple(begin + count for begin, count in zip(box.start, box.size, strict=True))
+        for name, location in expert_tensors(box.name, ends).items():
+            if location.expert is None:
+                result.append(box)
+            elif location.expert >= box.start[0]:
+                result += _box_of_expert(box, name, location)
+    return result
+
+
+def _box_of_expert(box: TensorBox, name: str, location: TensorLocation) -> Iterator[TensorBox]:
+    """Yield the part of a stored tensor's box that belongs to one expert's tensor, if there is one."""
+    # The first output of the box that belongs to the expert's tensor.
+    skipped = (location.begin - box.start[-1]) % location.step
+    rows = -(-(box.size[-1] - skipped) // location.step)
+    if rows <= 0:
+        return
+
+    assert location.expert is not None
+    start = ((box.start[-1] + skipped) // location.step, *box.start[1:-1])
+    offset = box.offset + (location.expert - box.start[0]) * box.stride[0] + skipped * box.stride[-1]
+    stride = (box.stride[-1] * location.step, *box.stride[1:-1])
+    size = (rows, *box.size[1:-1])
+    yield TensorBox(name, start, size, box.rank, box.storage, offset, stride)
 
 
 def view_of(parameter: Tensor, box: TensorBox) -> Tensor:

@@ -14,6 +14,7 @@ from megatron_rl.check.files import Files
 from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError, join_names
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
+from megatron_rl.shapes.fused_experts import expert_tensors
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, SCALAR
 from megatron_rl.shapes.multimodal import tensor_locations
 from megatron_rl.shapes.pretrained import (
@@ -240,6 +241,9 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
     if model.is_multimodal:
         stored = _language_tensors(stored)
 
+    if model.family.interleaved_experts:
+        stored = _experts_one_by_one(stored)
+
     # Scales belong to their weights, and are not tensors of the model.
     if model.quantization is not None:
         stored, errors = _read_scales(stored, model.quantization)
@@ -286,6 +290,15 @@ def _language_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTen
         # Values are compared for the embedding and the output layer alone, which are stored whole.
         tensor = stored[location.name]
         tensors[name] = replace(tensor, shape=location.shape(tensor.shape))
+    return tensors
+
+
+def _experts_one_by_one(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint with a layer's experts in one tensor, with one for each expert."""
+    tensors: dict[str, StoredTensor] = {}
+    for stored_name, tensor in stored.items():
+        for name, location in expert_tensors(stored_name, tensor.shape).items():
+            tensors[name] = replace(tensor, shape=location.shape(tensor.shape))
     return tensors
 
 

@@ -159,6 +159,8 @@ def _inexpressible(model: PretrainedModel, activation: str, rope: Mapping[str, A
     rope_type = rope.get("rope_type", "default")
     if shape.sandwich_norms:
         return "norms after attention and MLP"
+    if shape.sinks:
+        return "attention sinks, and experts with biases"
     # A reward model's or a critic's head.
     if shape.scalar_head:
         return "a head of one number"

@@ -26,6 +26,7 @@ from megatron_rl.rollout.sampling import (
     truncates,
 )
 from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
+from megatron_rl.shapes.fused_experts import expert_tensors
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.types import FINISH_LENGTH, FINISH_STOP, SamplingParameters, TensorBox
 from megatron_rl.weights.boxes import view_of
@@ -105,8 +106,9 @@ class TorchEngine:
     """Engine over any decoder; log-probs are float32, at the sampling temperature, after the filters.
 
     ``model`` has the parameters of ``parameters()`` and ``boxes()``; without it there is nothing to write
-    into. ``tensor_name`` maps their names to the names of checkpoints. ``max_model_len`` bounds a sequence,
-    prompt included. ``batch_rows`` sequences are decoded together.
+    into. ``tensor_name`` maps their names to the names of checkpoints; ``interleaved`` if experts are stored
+    as in gpt-oss. ``max_model_len`` bounds a sequence, prompt included. ``batch_rows`` sequences are decoded
+    together.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class TorchEngine:
         *,
         model: torch.nn.Module | None = None,
         tensor_name: Callable[[str], str] = str,
+        interleaved: bool = False,
         max_model_len: int | None = None,
         batch_rows: int = 256,
         rank: int = 0,
@@ -129,6 +132,7 @@ class TorchEngine:
         self._decoder = decoder
         self._model = model
         self._tensor_name = tensor_name
+        self._interleaved = interleaved
         self._rank = rank
         # Number of a request -> the request, in the order of submission.
         self._open: dict[int, GenerationRequest] = {}
@@ -167,6 +171,7 @@ class TorchEngine:
             lambda: CachingDecoder(model),
             model=model,
             tensor_name=pretrained.family.tensor_name,
+            interleaved=pretrained.family.interleaved_experts,
             **options,
         )
         if read_here:
@@ -244,7 +249,7 @@ class TorchEngine:
         """Return the position of each checkpoint tensor: a parameter, or one expert's slice of one."""
         boxes = []
         for storage, parameter in self.parameters().items():
-            for name, tensor in _checkpoint_tensors(storage, parameter):
+            for name, tensor in _checkpoint_tensors(storage, parameter, self._interleaved):
                 # An expert's slice is a view: its box needs its offset and strides in the parameter.
                 offset = int(tensor.storage_offset() - parameter.storage_offset())
 
@@ -275,8 +280,16 @@ class TorchEngine:
         self._model = None
 
 
-def _checkpoint_tensors(name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the checkpoint tensors in a parameter: transformers stacks all experts of a layer into one."""
+def _checkpoint_tensors(name: str, parameter: Tensor, interleaved: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield the checkpoint tensors in a parameter: transformers stacks all experts of a layer into one.
+
+    ``interleaved`` if they are transposed, with gate and up in turn, as in gpt-oss.
+    """
+    if interleaved:
+        for tensor_name, location in expert_tensors(name, tuple(parameter.shape)).items():
+            yield tensor_name, location.part(parameter)
+        return
+
     layer, separator, matrix = name.partition("mlp.experts.")
     if not separator:
         yield name, parameter
