@@ -47,6 +47,9 @@ class EngineCapabilities:
     host_latent_size: int = 0
     """Supported size of a token's latent cache on such a host (DeepSeek: 512 + 64), 0 for any."""
 
+    host_expert_rows: int = 0
+    """Divisor of the widths of experts with biases on such a host, 0 for any width."""
+
     host_delta_nets: bool = True
     """Gated delta nets compute with the weights of a sync on such a host."""
 
@@ -90,6 +93,8 @@ ENGINES: dict[str, EngineSpec] = {
             # vLLM's attention on a CPU has kernels for these sizes alone.
             host_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
             host_latent_size=576,
+            # It does not pad experts of gpt-oss (fused_moe/experts/cpu_moe.py).
+            host_expert_rows=32,
             # vLLM 0.32 takes bfloat16 alone (mamba/ops/cpu/gdn_attention.py), and its kernel a packed copy of
             # the convolution's weights, which a sync does not reach.
             host_delta_nets=False,

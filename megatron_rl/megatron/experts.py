@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -50,6 +51,23 @@ def prepare_experts() -> None:
         _megatron_exchanges["scatter"] = regions._reduce_scatter_along_first_dim
         regions._gather_along_first_dim = _gather_uneven
         regions._reduce_scatter_along_first_dim = _reduce_scatter_uneven
+
+
+def prepare_biased_experts(chunk: Any) -> None:
+    """Make the experts of a GPTModel chunk add their biases, in plain layers of any layout.
+
+    Megatron (0.16.1 and 0.19.2) adds an expert's bias in place, which autograd refuses for the output of a
+    collective over one rank. It also marks the bias as one whose gradient is summed over tensor-parallel
+    ranks, though the sum over copies of the expert contains that.
+    """
+    for module in chunk.modules():
+        if not isinstance(module, SequentialMLP):
+            continue
+        for expert in module.local_experts:
+            linear: Any = expert.linear_fc2
+            # An expert is on one rank: without this the layer would sum over a group of one.
+            linear.explicit_expert_comm = True
+            linear.bias.sequence_parallel = False
 
 
 def _gather_uneven(

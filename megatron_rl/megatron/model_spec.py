@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron_rl.check.model.megatron_settings import DERIVED_FIELDS
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, nearest
-from megatron_rl.megatron.experts import prepare_experts
+from megatron_rl.megatron.experts import prepare_biased_experts, prepare_experts
 from megatron_rl.megatron.layers import (
     allow_shared_heads,
     allow_without_transformer_engine,
@@ -103,10 +103,12 @@ class ModelSpec:
         """Add to a new GPTModel chunk the features that Megatron's settings do not express.
 
         These are the checkpoint's exact rotary frequencies, since Megatron has one fixed kind of RoPE
-        scaling; the role's own process groups, where it would use global ones; and Gemma's additions to a
-        layer.
+        scaling; the role's own process groups, where it would use global ones; biases of experts; and Gemma's
+        additions to a layer.
         """
         shape = self.model.shape
+        if shape.expert_bias:
+            prepare_biased_experts(chunk)
         if shape.mla:
             prepare_latent_attention(chunk, self.inverse_frequencies)
             return

@@ -668,7 +668,20 @@ def learning_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserErr
 
 def engine_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError]:
     """Return the errors of a model in the layout of the rollout engine."""
-    return _head_problems(shape, layout)
+    errors = _head_problems(shape, layout)
+    if shape.sinks and layout.tensor > shape.kv_heads:
+        # Its model has no key-value head left for a rank (seen in vLLM 0.32).
+        key = f"{layout.path}.tensor"
+        errors.append(
+            UserError(
+                "vLLM computes attention with sinks on at most one rank for each key-value head",
+                where=key,
+                expected=f"at most {shape.kv_heads}, the key-value heads of {shape.name}",
+                got=str(layout.tensor),
+                fix=f"set {key} to {_best_tensor(shape, layout.tensor)}",
+            )
+        )
+    return errors
 
 
 def _head_problems(shape: ModelShape, layout: ParallelLayout, advice: str = "") -> list[UserError]:

@@ -59,6 +59,8 @@ REWARD = "def score(*, response, **_):\n    return float(len(response) % 3) + 0.
 def sizes(family: str) -> dict[str, Any]:
     if family.startswith(("deepseek", "glm4-moe-lite", "moonlight")):
         return LATENT
+    if family == "gpt-oss":
+        return {"head_dim": 32, "intermediate_size": 128}
     return {"hidden_size": 128} if family in ("phi3", "qwen2", "smollm3") else {"head_dim": 32}
 
 

@@ -27,7 +27,6 @@ from megatron_rl.shapes.family import DEFAULTS
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import family_of, read_json, read_pretrained
 from megatron_rl.shapes.published import load_shape
-from megatron_rl.shapes.refused import REFUSED
 from tests.hf_models import FAMILIES, as_kimi_k2, config_of, save_model, use_epsilon_of_config
 
 pytestmark = pytest.mark.usefixtures("functions_load_once")
@@ -169,18 +168,3 @@ def test_the_page_of_models_lists_the_table() -> None:
     section = PAGE.read_text(encoding="utf-8").partition("# Models\n")[2]
     listed = re.sub(r"\s*\([^)]*\)", "", " ".join(section.split()).split(", from", 1)[0])
     assert set(re.split(", | and ", listed)) == {family.title for family in TABLE.values()}
-    refused = re.findall(r"^\* \*\*([^*]+)\*\*: (.*(?:\n  .*)*)", section, re.MULTILINE)
-    # The page marks versions and modules as code, which an error does not.
-    assert {name: " ".join(words.replace("`", "").split()) for name, words in refused} == {
-        family.title: f"{family.missing}." for family in REFUSED
-    }
-
-
-@pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.model_type)
-def test_a_family_that_cannot_train_is_refused_with_what_is_missing(family, workspace: Path) -> None:
-    save_model("qwen2", workspace / "other")
-    config = json.loads((workspace / "other/config.json").read_text())
-    config |= {"architectures": [family.architecture], "model_type": family.model_type}
-    (workspace / "other/config.json").write_text(json.dumps(config))
-    (error,) = refusals(workspace / "other")
-    assert f"{family.title} cannot be trained" in error and family.missing in error

@@ -277,6 +277,17 @@ def host_engine_errors(
             fix="set rollout.engine=torch and rollout.tensor=1; where the run will have GPUs, set gpu",
         )
 
+    rows = capabilities.host_expert_rows
+    widths = (shape.hidden, shape.expert_width // config.rollout.tensor)
+    if shape.expert_bias and rows and any(width % rows for width in widths):
+        yield UserError(
+            "vLLM has no kernel for these experts on a machine without an accelerator",
+            where="rollout.tensor",
+            expected=f"hidden_size and intermediate_size / rollout.tensor as multiples of {rows}",
+            got=f"{widths[0]} and {widths[1]}",
+            fix="lower rollout.tensor, or set rollout.engine=torch; where the run will have GPUs, set gpu",
+        )
+
     # The attention kernels of vLLM's CPU build have fixed sizes.
     fix = "use a model with another head size, or rollout.engine=torch; where the run will have GPUs, set gpu"
     if shape.mla:
