@@ -315,6 +315,9 @@ def randomize(model: Any, seed: int) -> None:
             # Norm weights stay near 1, so that activations keep their scale through the layers.
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5, generator=generator)
+            # Logits of attention sinks as large as scores, so that they take their part of the softmax.
+            elif "sinks" in name:
+                parameter.uniform_(-1.0, 3.0, generator=generator)
             elif parameter.is_floating_point():
                 parameter.normal_(std=0.1, generator=generator)
 
@@ -379,3 +382,32 @@ def quantise(path: Path, config: dict[str, Any] = BLOCKS, suffix: str = "_scale_
 
     settings = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))
+
+
+def in_four_bits(path: Path, seed: int = 5) -> None:
+    """Replace the experts of a saved gpt-oss by random numbers in mxfp4, as it is published."""
+    generator = torch.Generator().manual_seed(seed)
+    stored: dict[str, Tensor] = {}
+    for name, weight in load_file(path / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = weight
+            continue
+        # Stored transposed: [experts, outputs, blocks of 32 inputs, bytes of two numbers].
+        experts, inputs, outputs = weight.shape
+        shape = (experts, outputs, inputs // 32)
+        stored[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator).byte()
+        # Scales around 2 ** -5.
+        stored[f"{name}_scales"] = torch.randint(120, 125, shape, generator=generator).byte()
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+
+    settings = json.loads((path / "config.json").read_text())
+    settings["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    }
+    (path / "config.json").write_text(json.dumps(settings))

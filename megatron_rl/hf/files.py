@@ -16,10 +16,10 @@ from torch import Tensor
 from megatron_rl.durable import RunningDigest, require_file
 from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError
-from megatron_rl.hf.quantized import dequantize
+from megatron_rl.hf.quantized import dequantize, dequantize_blocks
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.shapes.families import BY_MODEL_TYPE
-from megatron_rl.shapes.fused_experts import TensorLocation, expert_tensors
+from megatron_rl.shapes.fused_experts import BLOCKS, SCALES, TensorLocation, expert_tensors
 from megatron_rl.shapes.multimodal import language_config, tensor_locations
 from megatron_rl.shapes.pretrained import (
     INDEX,
@@ -30,8 +30,11 @@ from megatron_rl.shapes.pretrained import (
     weight_files,
 )
 from megatron_rl.shapes.quantized import (
+    MXFP4_BLOCK,
     Quantization,
+    has_mxfp4_scales,
     is_activation_scale,
+    mxfp4_error,
     read_quantization,
     scale_shape_error,
     scales_by_weight,
@@ -193,6 +196,8 @@ class CheckpointFiles:
         Its dtype is the stored one, or float32 for a quantised tensor.
         """
         location = self._location(name)
+        if location.blocks:
+            return self._read_blocks(location, start, size)
         values = self._slice_of(location.name)[_stored_box(location, start, size)]
         if location.transposed:
             values = values.transpose(0, 1)
@@ -201,6 +206,24 @@ class CheckpointFiles:
         if name not in self._scales:
             return values
         return self._dequantize(name, values, start)
+
+    def _read_blocks(self, location: TensorLocation, start: Sequence[int], size: Sequence[int]) -> Tensor:
+        """Return a box of a matrix in mxfp4 as float32."""
+        scales_name = location.name.removesuffix(BLOCKS) + SCALES
+        shape = self._stored_shape(location.name)
+        scales_shape = None
+        if scales_name in self._file_of:
+            scales_shape = self._stored_shape(scales_name)
+        if not has_mxfp4_scales(shape, scales_shape):
+            raise mxfp4_error(str(self._file_of[location.name]), location.name, shape, scales_shape)
+
+        # Whole blocks that contain the columns.
+        first = start[1] // MXFP4_BLOCK
+        last = -(-(start[1] + size[1]) // MXFP4_BLOCK)
+        box = _stored_box(location, (start[0], first), (size[0], last - first))
+        blocks = self._slice_of(location.name)[box][:: location.step]
+        scales = self._slice_of(scales_name)[box][:: location.step]
+        return dequantize_blocks(blocks, scales, start[1] - first * MXFP4_BLOCK, size[1])
 
     def _dequantize(self, name: str, values: Tensor, start: Sequence[int]) -> Tensor:
         """Return a box of a quantised tensor as float32; ``values`` are its stored numbers."""
@@ -216,8 +239,8 @@ class CheckpointFiles:
         return dequantize(values, scales, start, block)
 
     def is_quantized(self, name: str) -> bool:
-        """Return whether a tensor is stored as numbers with scales."""
-        return name in self._scales
+        """Return whether a tensor is stored as numbers of 8 or 4 bits with scales."""
+        return name in self._scales or self._location(name).blocks
 
     def _slice_of(self, stored: str) -> Any:
         """Return safetensors' lazy view of a stored tensor."""

@@ -1,4 +1,4 @@
-"""Boxes of quantised tensors as float32."""
+"""Boxes of quantised tensors as float32: 8 bits with scales, and mxfp4."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from megatron_rl.shapes.quantized import MXFP4_BLOCK
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of the numbers of 4 bits: one bit of sign, two of exponent, one of mantissa."""
+_E8M0_BIAS = 127
+"""Exponent of the scale of one."""
 
 
 def dequantize(
@@ -29,3 +36,28 @@ def dequantize(
         blocks = torch.arange(begin, begin + count) // block[dim]
         scales = scales.index_select(dim, blocks)
     return values.float().mul_(scales)
+
+
+def dequantize_blocks(
+    blocks: Tensor,
+    scales: Tensor,
+    begin: int,
+    count: int,
+) -> Tensor:
+    """Return columns of rows in mxfp4 as float32: each number times the power of two of its block.
+
+    ``blocks`` [rows, blocks, 16] and ``scales`` [rows, blocks] are bytes; a byte has two neighbours, the
+    first one in its lower half. ``begin`` is the first of ``count`` columns, counted from the first block.
+    Source: OCP Microscaling Formats (MX) 1.0, sections 5.3.3 and 5.4.1; the order in a byte is gpt-oss's.
+    """
+    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+    halves = torch.stack((blocks & 0xF, blocks >> 4), dim=-1)
+    numbers = values[halves.int()].flatten(-2)
+
+    # Exact in float32. 255 is not a number, and gives one that is refused.
+    exponents = scales.int() - _E8M0_BIAS
+    powers = torch.ldexp(torch.ones(scales.shape), exponents)
+    powers[scales == 255] = torch.nan
+    weights = (numbers * powers[..., None]).flatten(1)
+    assert weights.shape[1] % MXFP4_BLOCK == 0, weights.shape
+    return weights[:, begin : begin + count]

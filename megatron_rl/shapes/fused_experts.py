@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Shape = tuple[int, ...]
 
-_STORED = re.compile(r"(?P<experts>.*\.mlp\.experts\.)(?P<matrix>gate_up_proj|down_proj)(?P<bias>_bias)?$")
-"""Name of one matrix, or bias, of all routed experts of a layer."""
+_STORED = re.compile(
+    r"(?P<experts>.*\.mlp\.experts\.)(?P<matrix>gate_up_proj|down_proj)(?P<kind>_bias|_blocks|_scales|)$"
+)
+"""Name of one matrix, or bias, of all routed experts of a layer; of blocks and scales in 4 bits."""
+BLOCKS = "_blocks"
+"""End of the name of a matrix in mxfp4."""
+SCALES = "_scales"
+"""End of the name of its scales."""
 _EXPERT = re.compile(
     r"(?P<experts>.*\.mlp\.experts\.)(?P<expert>\d+)\.(?P<matrix>gate|up|down)_proj\.(?P<kind>weight|bias)$"
 )
@@ -42,6 +48,8 @@ class TensorLocation:
     """Distance of two neighbouring rows of the part."""
     transposed: bool = False
     """The part is transposed: its rows are columns of the stored tensor."""
+    blocks: bool = False
+    """A row is stored in blocks of bytes, with two numbers of 4 bits in each (mxfp4)."""
 
     def shape(self, stored: Shape) -> Shape:
         """Return the shape of the part of a tensor of the shape ``stored``."""
@@ -50,6 +58,8 @@ class TensorLocation:
         rows = len(range(self.begin, self.end, self.step))
         if self.transposed:
             return (rows, stored[1])
+        if self.blocks:
+            return (rows, 2 * stored[2] * stored[3])
         return (rows, *stored[2:])
 
     def part(self, stored: Any) -> Any:
@@ -69,7 +79,7 @@ def interleaved_location(name: str, shape: Shape) -> TensorLocation:
 
     >>> interleaved_location("model.layers.0.mlp.experts.3.up_proj.bias", (32,))
     TensorLocation(name='model.layers.0.mlp.experts.gate_up_proj_bias', expert=3, begin=1, end=64, step=2, \
-transposed=False)
+transposed=False, blocks=False)
     """
     match = _EXPERT.match(name)
     if match is None:
@@ -109,6 +119,9 @@ def stored_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 def expert_tensors(stored: str, shape: Shape) -> dict[str, TensorLocation]:
     """Return the tensors of the model in one that gpt-oss stores, with the location of each.
 
+    A matrix in mxfp4 is stored as [experts, out, blocks of a row, bytes of a block]. Its scales are no tensor
+    of the model.
+
     >>> list(expert_tensors("model.layers.0.mlp.experts.down_proj", (2, 32, 64)))
     ['model.layers.0.mlp.experts.0.down_proj.weight', 'model.layers.0.mlp.experts.1.down_proj.weight']
     """
@@ -119,11 +132,17 @@ def expert_tensors(stored: str, shape: Shape) -> dict[str, TensorLocation]:
     matrices = ("down_proj",)
     if match["matrix"] == "gate_up_proj":
         matrices = ("gate_proj", "up_proj")
-    kind = "bias" if match["bias"] else "weight"
-    rows = shape[-1] // len(matrices)
+    if match["kind"] == SCALES:
+        return {}
+    kind = "bias" if match["kind"] == "_bias" else "weight"
+    blocks = match["kind"] == BLOCKS
+    outputs = shape[1] if blocks else shape[-1]
     locations: dict[str, TensorLocation] = {}
     for expert in range(shape[0]):
         for matrix in matrices:
             name = f"{match['experts']}{expert}.{matrix}.{kind}"
-            locations[name] = interleaved_location(name, (rows,))
+            location = interleaved_location(name, (outputs // len(matrices),))
+            if blocks:
+                location = replace(location, name=stored, transposed=False, blocks=True)
+            locations[name] = location
     return locations

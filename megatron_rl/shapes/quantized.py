@@ -1,7 +1,8 @@
-"""Checkpoints with weights of 8 bits and scales, which a run reads as bfloat16 or float32.
+"""Checkpoints with weights of 8 or 4 bits and scales, which a run reads as bfloat16 or float32.
 
 A weight is its stored numbers times its scales. A scale belongs to a block of 128 x 128 entries, as in
 DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) and Qwen3's FP8 checkpoints, to a row, or to the whole tensor.
+In mxfp4, the format of gpt-oss, it belongs to 32 entries of a row (OCP Microscaling Formats 1.0).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 from megatron_rl.errors import UserError
 
+MXFP4_BLOCK = 32
+"""Entries of a row that share a scale in mxfp4."""
 FP8 = "F8_E4M3"
 """dtype of quantised weights, in safetensors' spelling."""
 SCALE_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E8M0")
@@ -25,7 +28,10 @@ _ACTIVATION_SCALES = (
     ".input_scale", ".output_scale", ".activation_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale",
 )  # fmt: skip
 """Endings of the names of scales of activations, which a model in bfloat16 does not need."""
-_READABLE = "fp8 with weight_block_size or weight_scale, or compressed-tensors with weights of float 8 bits"
+_READABLE = (
+    "fp8 with weight_block_size or weight_scale, compressed-tensors with weights of float 8 bits, or mxfp4 "
+    "of gpt-oss"
+)
 
 Shape = tuple[int, ...]
 
@@ -48,6 +54,8 @@ class Quantization:
     @property
     def text(self) -> str:
         """Return what `check` calls it."""
+        if self.method == "mxfp4":
+            return f"mxfp4 weights of 4 bits with a scale per {MXFP4_BLOCK} entries"
         if self.block is None:
             return f"{self.method} weights of 8 bits with a scale per tensor or row"
         rows, columns = self.block
@@ -108,6 +116,9 @@ def read_quantization(config: Mapping[str, Any], file: str = "config.json") -> Q
     method = settings.get("quant_method")
     if method == "fp8":
         return Quantization("fp8", _fp8_block(settings, where))
+    # Published by one family alone, which stores its experts so (see `shapes.fused_experts`).
+    if method == "mxfp4" and config.get("model_type") == "gpt_oss":
+        return Quantization("mxfp4", (1, MXFP4_BLOCK))
     if method == "compressed-tensors":
         return Quantization("compressed-tensors", _compressed_block(settings, where))
     raise _refusal(where, f"quant_method: {method}")
@@ -139,6 +150,25 @@ def scale_shape_error(file: str, name: str, scales: Shape, weight: Shape) -> Use
         got=str(list(scales)),
         fix="use the config.json that belongs to these weights",
     )
+
+
+def mxfp4_error(file: str, name: str, blocks: Shape, scales: Shape | None) -> UserError:
+    """Return the error of a matrix in mxfp4 that does not have a scale for each of its blocks."""
+    got = "no scales"
+    if scales is not None:
+        got = f"blocks {list(blocks)} with scales {list(scales)}"
+    return UserError(
+        f"the blocks {name} have no scales of their shape",
+        where=file,
+        expected=f"blocks of {MXFP4_BLOCK // 2} bytes, with a scale of 1 byte for each",
+        got=got,
+        fix="download the checkpoint again, with all its files",
+    )
+
+
+def has_mxfp4_scales(blocks: Shape, scales: Shape | None) -> bool:
+    """Return whether each block of a matrix in mxfp4 has a scale; both arguments are stored shapes."""
+    return len(blocks) == 4 and blocks[3] == MXFP4_BLOCK // 2 and scales == blocks[:3]
 
 
 def _fp8_block(settings: Mapping[str, Any], where: str) -> tuple[int, int] | None:

@@ -126,6 +126,16 @@ def check_adapted_model(
         )
         return
 
+    if model.shape.sinks:
+        yield UserError(
+            "models with attention sinks and biases of experts cannot have adapters",
+            where=key,
+            expected="no adapters, or another model",
+            got=model.shape.name,
+            fix=f"remove {key}",
+        )
+        return
+
     # Targets that the model does not have, and settings that exclude adapters of experts.
     targets = Lora.of(model.shape, lora.rank, lora.targets).targets
     errors = target_problems(model.shape, targets, f"{key}.targets")

@@ -14,7 +14,7 @@ from megatron_rl.check.files import Files
 from megatron_rl.error_forms import unreadable_file
 from megatron_rl.errors import UserError, join_names
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
-from megatron_rl.shapes.fused_experts import expert_tensors
+from megatron_rl.shapes.fused_experts import BLOCKS, SCALES, expert_tensors
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, SCALAR
 from megatron_rl.shapes.multimodal import tensor_locations
 from megatron_rl.shapes.pretrained import (
@@ -29,12 +29,16 @@ from megatron_rl.shapes.quantized import (
     FP8,
     SCALE_DTYPES,
     Quantization,
+    has_mxfp4_scales,
     is_activation_scale,
+    mxfp4_error,
     scale_shape_error,
     scales_by_weight,
 )
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_BYTES = "U8"
+"""dtype of blocks and scales in mxfp4."""
 
 _MAX_HEADER_BYTES = 100_000_000
 """Largest header in bytes; safetensors itself refuses longer ones."""
@@ -242,6 +246,9 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
         stored = _language_tensors(stored)
 
     if model.family.interleaved_experts:
+        errors = _block_errors(stored, model.quantization)
+        if errors:
+            return errors
         stored = _experts_one_by_one(stored)
 
     # Scales belong to their weights, and are not tensors of the model.
@@ -293,12 +300,30 @@ def _language_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTen
     return tensors
 
 
+def _block_errors(stored: Mapping[str, StoredTensor], quantization: Quantization | None) -> list[UserError]:
+    """Return the error of the first matrix in mxfp4 that cannot be read, if there is one."""
+    for name, tensor in stored.items():
+        if not name.endswith(BLOCKS):
+            continue
+        scales = stored.get(name.removesuffix(BLOCKS) + SCALES)
+        if quantization is None or {tensor.dtype, scales.dtype if scales else _BYTES} != {_BYTES}:
+            return [_quantised_error(tensor.file.parent, [name], tensor.dtype)]
+        scales_shape = scales.shape if scales else None
+        if not has_mxfp4_scales(tensor.shape, scales_shape):
+            return [mxfp4_error(str(tensor.file), name, tensor.shape, scales_shape)]
+    return []
+
+
 def _experts_one_by_one(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint with a layer's experts in one tensor, with one for each expert."""
+    """Return the tensors of a checkpoint with a layer's experts in one tensor, with one for each expert.
+
+    Those in mxfp4 are float32 in the result, as a run reads them.
+    """
     tensors: dict[str, StoredTensor] = {}
     for stored_name, tensor in stored.items():
         for name, location in expert_tensors(stored_name, tensor.shape).items():
-            tensors[name] = replace(tensor, shape=location.shape(tensor.shape))
+            dtype = "F32" if location.blocks else tensor.dtype
+            tensors[name] = replace(tensor, shape=location.shape(tensor.shape), dtype=dtype)
     return tensors
 
 

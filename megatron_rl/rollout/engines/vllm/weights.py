@@ -194,6 +194,10 @@ def trace_weights(
     interleaved = _has_interleaved_experts(model)
     if interleaved:
         shapes = stored_shapes(shapes)
+        # vLLM's loader (0.32) looks into this wherever it is, though the override of mxfp4 is None.
+        config: Any = model.config
+        if getattr(config, "quantization_config", {}) is None:
+            del config.quantization_config
 
     sources = meta_sources(shapes, dtype)
     recorder = CopyRecorder(sources, parameters, rank)
