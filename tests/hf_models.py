@@ -318,6 +318,9 @@ def randomize(model: Any, seed: int) -> None:
             # Logits of attention sinks as large as scores, so that they take their part of the softmax.
             elif "sinks" in name:
                 parameter.uniform_(-1.0, 3.0, generator=generator)
+            # Inputs of gpt-oss's activation on both sides of its limits.
+            elif name.endswith("gate_up_proj_bias"):
+                parameter.normal_(std=4.0, generator=generator)
             elif parameter.is_floating_point():
                 parameter.normal_(std=0.1, generator=generator)
 
