@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from megatron_rl.hf.weights import load_weights, source_boxes
 from megatron_rl.megatron.model import live_parameters
 from megatron_rl.megatron.model_spec import read_hf_config
 from megatron_rl.rollout.engines.torch.engine import TorchEngine
+from megatron_rl.shapes.accelerator import AcceleratedRole
 from megatron_rl.shapes.fused_experts import expert_tensors
 from megatron_rl.shapes.layout import ParallelLayout, engine_problems, trainer_problems
 from megatron_rl.shapes.pretrained import read_pretrained
@@ -328,7 +330,13 @@ def test_parameters_of_the_published_sizes() -> None:
     assert round(small.parameters / 1e9, 2) == 20.91 and round(large.parameters / 1e9, 2) == 116.83
 
 
-def test_live_parameters_have_sinks(tmp_path: Path) -> None:
+def test_sinks_are_parameters_under_megatrons_name_and_need_torchs_attention() -> None:
     model = build(make_model("gpt-oss").config)
     sinks = [name for name in live_parameters(model) if name.endswith("core_attention.softmax_offset")]
     assert len(sinks) == 4
+
+    # Transformer Engine's kernels take the same heads of a model without sinks.
+    shape = model.spec.model.shape
+    with_sinks = AcceleratedRole(shape, ParallelLayout((0,)), fused=True, half_precision=True)
+    without = replace(with_sinks, shape=replace(shape, sinks=False))
+    assert (with_sinks.kernel, without.kernel) == ("torch", "fused")
