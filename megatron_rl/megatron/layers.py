@@ -326,12 +326,13 @@ class PackedAttention(nn.Module, RowAttention):
         sink[-1] = 1 / scale
         sink_keys = sink.expand(key.shape[0], 1, key.shape[2], -1)
         key = torch.cat((sink_keys, functional.pad(key, (0, 1))), dim=1)
-        value = functional.pad(value, (0, 0, 0, 0, 1, 0))
+        # Kernels that store no scores need values of the keys' size.
+        value = functional.pad(value, (0, 1, 0, 0, 1, 0))
 
         # The first query is the sink's own.
         length = query.shape[1]
         output = self._bucket(query, key, value, scale, sinks=1)
-        return output.unflatten(0, (-1, length))[:, 1:].flatten(0, 1)
+        return output.unflatten(0, (-1, length))[:, 1:, :, :-1].flatten(0, 1)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None

@@ -155,6 +155,11 @@ class _FusedLayer:
             core = heads * (2 * shape.qk_dim + shape.qk_nope + 2 * shape.v_head_dim)
             return core + 2 * (shape.q_lora + shape.kv_lora) / self.token_shards
 
+        if shape.sinks:
+            # PyTorch's attention instead: it repeats keys, has one more dimension in each of four tensors,
+            # and its kernels take multiples of 8.
+            return heads * (4 * (shape.head_dim + 8) + shape.head_dim)
+
         groups = shape.kv_heads / self.tensor
         # Tensors of the queries' size: queries and output, the gate, and queries before their norm.
         queries = 2 + shape.qk_norm
@@ -170,7 +175,12 @@ class _FusedLayer:
         return 3 * width
 
     def routed(self, width: float) -> float:
-        """Count the elements of one routed expert, which saves as much as a dense MLP."""
+        """Count the elements of one routed expert, which saves as much as a dense MLP.
+
+        Experts with biases compute as `_OwnLayer`'s do, without a fused activation.
+        """
+        if self.shape.expert_bias:
+            return 8 * width
         return self.mlp(width)
 
     def router(self) -> float:
@@ -222,6 +232,9 @@ class _OwnLayer:
 
         # Counted per query head, since keys and values are repeated. The last term is one float32 number.
         core = 2 * heads * (shape.qk_dim + shape.value_dim) + heads * 4 / self.dtype_bytes
+        if shape.sinks:
+            # One more dimension of queries, keys, values and output.
+            core += 4 * heads
 
         if shape.mla:
             if recompute == "selective":
@@ -254,7 +267,12 @@ class _OwnLayer:
         return 5 * width
 
     def routed(self, width: float) -> float:
-        """Count the elements of one routed expert: an MLP, and its product times the router's weight."""
+        """Count the elements of one routed expert: an MLP, and its product times the router's weight.
+
+        The activation of experts with biases saves its bounded input and its sigmoid, too.
+        """
+        if self.shape.expert_bias:
+            return 8 * width
         return 6 * width
 
     def router(self) -> float:
