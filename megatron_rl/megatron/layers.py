@@ -564,12 +564,13 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """Return one pipeline stage's layers: Transformer Engine's, or Megatron's with our norm and attention.
 
-    Transformer Engine's have `PackedAttention` between the linear layers if ``core_attention`` is "torch".
+    Transformer Engine's have `PackedAttention` between the linear layers if ``core_attention`` is "torch", or
+    if attention has sinks.
     """
     if use_transformer_engine:
         block = _fused_block(config, vp_stage, pp_rank)
         attention: Any = PackedAttention
-        if core_attention != "torch":
+        if core_attention != "torch" and config.softmax_type == "vanilla":
             attention = transformer_engine_attention()
         layers: Any = block.layer_specs
         for layer in layers:
