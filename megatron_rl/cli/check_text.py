@@ -535,7 +535,9 @@ def _unusual_checkpoints(report: CheckReport) -> list[str]:
             text = "the language model of a multimodal checkpoint; exports carry the other parts unchanged"
             lines[f"{file.parent}: {text}"] = None
         if model.quantization is not None:
-            lines[f"{file.parent}: {model.quantization.text}, read as {report.config.model.dtype}"] = None
+            dtype = report.config.model.dtype
+            text = f"{model.quantization.text}, read as {dtype}; exports are {dtype} too"
+            lines[f"{file.parent}: {text}"] = None
     return list(lines)
 
 

@@ -222,9 +222,15 @@ def test_check_says_that_four_bits_are_read(workspace: Path) -> None:  # noqa: F
     save_model("gpt-oss", workspace / "four")
     in_four_bits(workspace / "four")
     assert refusals(workspace / "four") == []
-    overrides = (f"model.path={workspace / 'four'}", "rollout.engine=torch", "rollout.tensor=1")
+    overrides = (
+        f"model.path={workspace / 'four'}",
+        "rollout.engine=torch",
+        "rollout.tensor=1",
+        "model.dtype=bfloat16",
+    )
     report = check_config(load("config.yaml", overrides), 4, patience=0)
-    assert "mxfp4 weights of 4 bits with a scale per 32 entries" in report_text(report, "config.yaml")
+    line = "mxfp4 weights of 4 bits with a scale per 32 entries, read as bfloat16; exports are bfloat16 too"
+    assert line in report_text(report, "config.yaml")
 
 
 @pytest.mark.parametrize(
