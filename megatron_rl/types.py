@@ -18,6 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+BANNED = -1e30
+"""Bias of a token that is never sampled: finite, so that JSON and products with a slope of 0 can hold it."""
+
 
 class SamplingParameters(NamedTuple):
     """Sampling parameters of one prompt's responses.
@@ -37,10 +40,31 @@ class SamplingParameters(NamedTuple):
     """Token ids that end the response."""
     min_p: float = 0.0
     """Smallest probability relative to the most likely token; 0 is off."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, value that is added to its logit before the temperature), `BANNED` for a banned token."""
+    min_response_tokens: int = 0
+    """Tokens after the prompt among which no stop token is sampled; 0 is off."""
+
+    @property
+    def has_rules(self) -> bool:
+        """Return whether a rule changes logits before the temperature and the filters."""
+        return bool(self.logit_bias) or self.min_response_tokens > 0
 
     def greedy(self) -> SamplingParameters:
         """Return the parameters with greedy decoding and without filters, which would not change it."""
         return self._replace(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+
+
+class LogitRules(NamedTuple):
+    """Rules that changed the logits of one row, and the part of the row that counts as its prompt.
+
+    Example: ``LogitRules(SamplingParameters(logit_bias=((17, -2.0),)), prompt_tokens=8)``.
+    """
+
+    sampling: SamplingParameters
+    """Sampling parameters of the row, with the rules."""
+    prompt_tokens: int
+    """Number of tokens before the first token of the response."""
 
 
 FINISH_STOP = 0
@@ -305,6 +329,8 @@ class Rollouts(_Rows):
     """[B] int64, length limit of each row in tokens, see `limited_counts`; None without a limit."""
     outcomes: tuple[Outcome | None, ...] | None = None
     """B outcomes of episodes, None for rows that have not ended; None without an environment."""
+    rules: tuple[LogitRules | None, ...] | None = None
+    """B rules that changed the logits before sampling, None for rows without; None if no row has any."""
 
     TOKEN_FIELDS = (
         "tokens", "response_mask", "rollout_log_probs", "token_versions", "support_sizes", "experts",
@@ -313,7 +339,7 @@ class Rollouts(_Rows):
     ROW_FIELDS = (
         "lengths", "group", "finish_reason", "policy_version", "temperature", "max_response_tokens",
     )  # fmt: skip
-    TUPLE_FIELDS = ("outcomes",)
+    TUPLE_FIELDS = ("outcomes", "rules")
 
 
 @dataclass(frozen=True)
@@ -407,6 +433,8 @@ class TrainBatch(_Rows):
     """[N, layers, k] int16, as in `Rollouts`."""
     position: Tensor | None = None
     """[B] int64, index of the row among all rows of the step."""
+    rules: tuple[LogitRules | None, ...] | None = None
+    """As in `Rollouts`."""
 
     TOKEN_FIELDS = (
         "tokens", "response_mask", "loss_weights", "advantages", "returns", "old_log_probs",
@@ -415,6 +443,7 @@ class TrainBatch(_Rows):
     )  # fmt: skip
     ITEM_FIELDS = _SUPPORT
     ROW_FIELDS = ("lengths", "temperature", "group", "response_counts", "position")
+    TUPLE_FIELDS = ("rules",)
 
 
 @dataclass(frozen=True)

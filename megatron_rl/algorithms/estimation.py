@@ -120,6 +120,7 @@ def train_rows(rollouts: Rollouts, mask: Tensor) -> TrainBatch:
         support_sizes=rollouts.support_sizes,
         support=rollouts.support,
         experts=rollouts.experts,
+        rules=rollouts.rules,
         position=torch.arange(len(rollouts)),
     )
 

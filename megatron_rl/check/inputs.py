@@ -188,7 +188,8 @@ def _check_models(inputs: Inputs) -> None:
     config = inputs.config
     if inputs.is_valid(_ACTOR_PATH):
         inputs.shape = _check_model(inputs, config.model.path, _ACTOR_PATH)
-        if config.job == TRAIN and inputs.is_valid("rollout.stop", "rollout.sampling_profiles"):
+        sampling = ("stop", "banned_tokens", "logit_bias", "sampling_profiles")
+        if config.job == TRAIN and inputs.is_valid(*(f"rollout.{name}" for name in sampling)):
             inputs.errors.extend(stop_errors(Path(config.model.path), config.rollout))
 
     actor = None

@@ -19,7 +19,7 @@ from megatron_rl.config.sections.evaluation import EvaluationSetConfig
 from megatron_rl.config.sections.health import HealthRuleConfig
 from megatron_rl.config.sections.models import OptimizerConfig
 from megatron_rl.config.sections.rewards import FUNCTION
-from megatron_rl.config.sections.rollout import profile_errors
+from megatron_rl.config.sections.rollout import profile_errors, rule_errors
 from megatron_rl.config.setting import sections_of, value_errors
 from megatron_rl.error_forms import requires
 from megatron_rl.errors import UserError, nearest, single_errors
@@ -27,9 +27,11 @@ from megatron_rl.errors import UserError, nearest, single_errors
 
 def check_values(config: RunConfig) -> list[UserError]:
     """Return the errors of single values and of pairs of values."""
+    # Rules read the profiles' values, whose types must be right.
+    sampling_errors = profile_errors(config.rollout) or list(rule_errors(config.rollout))
     return [
         *value_errors(config),
-        *profile_errors(config.rollout),
+        *sampling_errors,
         *_reward_model_errors(config),
         *check_stages(config),
         *_learning_rate_errors(config),

@@ -50,7 +50,7 @@ _NO_COUNTERPART: Mapping[str, str] = {
     "the learner takes the tokens themselves, special ones included": """
         skip_special_tokens spaces_between_special_tokens include_stop_str_in_output detokenize""",
     "a response ends at the model's own end or at `rollout.stop`": """
-        ignore_eos min_new_tokens min_tokens stop_token_ids eos_token_id""",
+        ignore_eos stop_token_ids eos_token_id""",
     "responses are always sampled; an evaluation set with temperature 0 is greedy": """
         do_sample greedy num_beams""",
     "the chat template is called without arguments of its own": """

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from megatron_rl.config.sections.data import DataConfig
-from megatron_rl.config.sections.rollout import RolloutConfig, profile_errors, profile_fields, stop_error
+from megatron_rl.config.sections.rollout import (
+    RolloutConfig,
+    explicit_token_id,
+    profile_errors,
+    profile_fields,
+    rule_id_error,
+    rule_token_error,
+    stop_error,
+)
 from megatron_rl.data.chat_format import (
     ConversationText,
     TurnEnd,
@@ -39,7 +47,7 @@ from megatron_rl.data.template_renderer import (
 from megatron_rl.error_forms import missing_file
 from megatron_rl.errors import UserError, UserErrors, first_line
 from megatron_rl.progress import count_progress
-from megatron_rl.types import SamplingParameters
+from megatron_rl.types import BANNED, SamplingParameters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -164,6 +172,34 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], sett
     return tuple(ids)
 
 
+def rule_token_id(tokenizer: PreTrainedTokenizerBase, text: str, setting: str) -> int:
+    """Return the id of a token that a rule on logits names; raises UserError if there is no such token."""
+    token = explicit_token_id(text)
+    if token is not None:
+        if token >= len(tokenizer):
+            raise rule_id_error(setting, text, len(tokenizer))
+        return token
+
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    if len(tokens) != 1 or tokens[0] == tokenizer.unk_token_id:
+        names = tokenizer.convert_ids_to_tokens(tokens)
+        raise rule_token_error(setting, text, [names] if isinstance(names, str) else names)
+    return tokens[0]
+
+
+def logit_biases(
+    tokenizer: PreTrainedTokenizerBase, values: Mapping[str, Any], setting: str
+) -> tuple[tuple[int, float], ...]:
+    """Return (token id, bias) of the sampling settings ``values``; raises UserError for an unknown token."""
+    biases: dict[int, float] = {}
+    for text, bias in values["logit_bias"].items():
+        biases[rule_token_id(tokenizer, text, f"{setting}.logit_bias")] = float(bias)
+    for text in values["banned_tokens"]:
+        biases[rule_token_id(tokenizer, text, f"{setting}.banned_tokens")] = BANNED
+    # A bias of 0 is no rule.
+    return tuple((token, bias) for token, bias in biases.items() if bias)
+
+
 def sampling_by_task(
     rollout: RolloutConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -204,6 +240,8 @@ def _sampling_parameters(
         int(values["max_response_tokens"]),
         tuple(stop_ids),
         float(values["min_p"]),
+        logit_biases(tokenizer, values, setting),
+        int(values["min_response_tokens"]),
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_rl.distributed import device
 from megatron_rl.errors import first_line
+from megatron_rl.megatron.logit_rules import RowRules, apply_rules
 from megatron_rl.shapes.memory import TILE_TOKENS
 
 _MASKED = -1e30  # finite, so that probability * logit is 0 and not NaN
@@ -99,8 +100,9 @@ class _VocabParallelLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor,
         shard: VocabularyShard, chunk: int, reduce_hidden_gradient: bool, support: Support | None,
+        rules: Sequence[RowRules] | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        stats = statistics(hidden, weight, targets, temperature, shard, chunk, support)
+        stats = statistics(hidden, weight, targets, temperature, shard, chunk, support, rules=rules)
         log_normaliser, log_probs, entropy = _combine(_gather(stats, shard.group))
 
         ctx.save_for_backward(hidden, weight, targets, temperature, log_normaliser, entropy)
@@ -108,6 +110,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         ctx.chunk = chunk
         ctx.reduce = reduce_hidden_gradient
         ctx.support = support
+        ctx.rules = rules
         return log_probs, entropy
 
     @staticmethod
@@ -115,20 +118,25 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         tensors: Any = (*ctx.saved_tensors, *gradients)
         frozen = not ctx.needs_input_grad[1]
         hidden_gradient, weight_gradient = _gradients(
-            *tensors, shard=ctx.shard, chunk=ctx.chunk, support=ctx.support, frozen=frozen
+            *tensors,
+            shard=ctx.shard,
+            chunk=ctx.chunk,
+            support=ctx.support,
+            frozen=frozen,
+            rules=ctx.rules,
         )
 
         # Each rank has the gradient through its own columns of the vocabulary.
         if ctx.reduce and ctx.shard.group.size() > 1:
             dist.all_reduce(hidden_gradient, group=ctx.shard.group)
-        return hidden_gradient, weight_gradient, *(None,) * 6
+        return hidden_gradient, weight_gradient, *(None,) * 7
 
 
 def _gradients(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, log_normaliser: Tensor,
     entropy: Tensor, log_prob_gradient: Tensor, entropy_gradient: Tensor,
     shard: VocabularyShard, chunk: int, support: Support | None = None, frozen: bool = False,
-    reductions: Reductions | None = None,
+    reductions: Reductions | None = None, rules: Sequence[RowRules] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return this shard's gradients of hidden states [n, h] and weight [V / tp, h], None if ``frozen``.
 
@@ -151,12 +159,15 @@ def _gradients(
 
         for begin in range(0, len(hidden), tokens):
             span = slice(begin, begin + tokens)
-            logits = _logits(hidden[span], part, part_shard, support, span)
+            logits, cap_slope = _logits_and_slope(hidden[span], part, part_shard, support, span, rules)
+            cap = None if rules else shard.cap
             slope = reductions.slope(
                 logits, targets[span] - part_shard.start, temperature[span], log_normaliser[span],
-                entropy[span], log_prob_gradient[span], entropy_gradient[span], shard.cap, weight.dtype,
+                entropy[span], log_prob_gradient[span], entropy_gradient[span], cap, weight.dtype,
             )  # fmt: skip
-            del logits
+            if cap_slope is not None:
+                slope.mul_(cap_slope)
+            del logits, cap_slope
             _add_product(hidden_sum[span], slope, part)
             if part_sum is not None:
                 _add_product(part_sum, slope.t(), hidden[span])
@@ -211,6 +222,7 @@ def statistics(
     chunk: int,
     support: Support | None = None,
     reductions: Reductions | None = None,
+    rules: Sequence[RowRules] | None = None,
 ) -> Tensor:
     """Return the softmax statistics [4, n] of this shard, see `tile_statistics`.
 
@@ -224,7 +236,7 @@ def statistics(
         # Not bound to a name, so that the logits of a tile are freed before the next one's are allocated.
         statistics_by_tile = [
             reductions.statistics(
-                _logits(hidden[span], weight[row_span], part_shard, support, span),
+                _logits(hidden[span], weight[row_span], part_shard, support, span, rules),
                 targets[span] - part_shard.start,
                 temperature[span],
             )
@@ -395,11 +407,35 @@ def _logits(
     shard: VocabularyShard,
     support: Support | None = None,
     span: slice = slice(None),
+    rules: Sequence[RowRules] | None = None,
 ) -> Tensor:
     """Return the logits of the positions ``span``, `_MASKED` at padding and outside the support."""
+    return _logits_and_slope(hidden, weight, shard, support, span, rules, needs_slope=False)[0]
+
+
+def _logits_and_slope(
+    hidden: Tensor,
+    weight: Tensor,
+    shard: VocabularyShard,
+    support: Support | None,
+    span: slice,
+    rules: Sequence[RowRules] | None,
+    needs_slope: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the logits as `_logits`, and the slope of rules and cap together, None for 1 or without rules.
+
+    Without rules the reductions compute the slope of the cap from the logits themselves.
+    """
     logits = _product(hidden, weight.t())
     if shard.cap is not None:
         logits = logits.div_(shard.cap).tanh_().mul_(shard.cap)
+
+    slope = None
+    if rules:
+        # d(capped logit) / d(logit) = 1 - (capped / cap)^2, before the rules change the capped logits.
+        if shard.cap is not None and needs_slope:
+            slope = 1 - (logits / shard.cap).square_()
+        apply_rules(rules, logits, span.start or 0, shard.start)
 
     # Rows of the weight after the last token pad the vocabulary.
     row_count = shard.size - shard.start
@@ -407,7 +443,7 @@ def _logits(
         logits[:, max(row_count, 0) :] = _MASKED
     if support is not None:
         logits.masked_fill_(support.mask(span, len(weight), shard.start), _MASKED)
-    return logits
+    return logits, slope
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -453,6 +489,7 @@ def vocab_parallel_log_probs(
     chunk: int = 1024,
     reduce_hidden_gradient: bool = True,
     support: Support | None = None,
+    rules: Sequence[RowRules] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs of ``targets`` and the entropy of the distribution, both [n] float32.
 
@@ -460,8 +497,8 @@ def vocab_parallel_log_probs(
     output projection, ``targets`` [n] token ids; ``temperature`` [n] divides the logits. Gradients of
     ``hidden`` are summed over the group unless ``reduce_hidden_gradient`` is false, for a caller whose
     sequence-parallel reduce-scatter sums them. ``support`` restricts the tokens of each distribution;
-    without it they range over the vocabulary. Collective over the tensor-parallel group. float64 inputs
-    give float64 results.
+    without it they range over the vocabulary. ``rules`` change the logits before the temperature. Collective
+    over the tensor-parallel group. float64 inputs give float64 results.
     """
     precise = torch.promote_types(hidden.dtype, torch.float32)
     if not len(hidden):
@@ -473,5 +510,5 @@ def vocab_parallel_log_probs(
 
     temperature = temperature.to(precise)
     return _VocabParallelLogProbs.apply(
-        hidden, weight, targets, temperature, shard, chunk, reduce_hidden_gradient, support
+        hidden, weight, targets, temperature, shard, chunk, reduce_hidden_gradient, support, rules
     )

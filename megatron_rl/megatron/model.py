@@ -33,6 +33,7 @@ from megatron_rl.megatron.layers import (
     require_transformer_engine,
 )
 from megatron_rl.megatron.log_probs import Support, VocabularyShard, vocab_parallel_log_probs
+from megatron_rl.megatron.logit_rules import RowRules
 from megatron_rl.megatron.model_spec import ModelSpec, model_spec, pretrained, with_scalar_head
 from megatron_rl.megatron.packing import pack_for_transformer_engine, pack_rows, pack_whole_rows
 from megatron_rl.megatron.provider import Provider
@@ -231,13 +232,15 @@ class ParallelModel:
         targets: Tensor,
         temperature: Tensor,
         support: Support | None = None,
+        rules: Sequence[RowRules] | None = None,
     ) -> tuple[Tensor, ...]:
         """Compute the head's outputs for tokens from the last stage's hidden states.
 
         Returns (log-probs, entropy) of ``targets`` for a language model, (values,) for a scalar head, each
         [n]. ``hidden`` [1, T, h] is the chunk's output, a shard of T under sequence parallelism. ``index``
         [n] are the positions of the hidden states that give the outputs, ``support`` the tokens that each
-        distribution ranges over. Collective over the tensor-parallel group.
+        distribution ranges over, ``rules`` those that changed the logits before sampling. Collective over the
+        tensor-parallel group.
         """
         states = hidden[0]
         shape = self.spec.model.shape
@@ -269,6 +272,7 @@ class ParallelModel:
             chunk=max(64, LOGITS_ELEMENTS // len(weight)),
             reduce_hidden_gradient=not sequence_parallel,
             support=support,
+            rules=rules,
         )
 
 

@@ -26,6 +26,7 @@ from megatron_rl.distributed.exchange import sum_over_ranks
 from megatron_rl.megatron.experts import RoutedTokens, TokenRows
 from megatron_rl.megatron.layers import warn_of_unfused_attention
 from megatron_rl.megatron.log_probs import Support, support_of
+from megatron_rl.megatron.logit_rules import RowRules, build_row_rules
 from megatron_rl.megatron.lora import sum_partial_gradients
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.packing import PackedRows, partition
@@ -73,6 +74,8 @@ class MicroBatch:
     """[n] sampling temperature of the selected tokens."""
     support: Support | None
     """Tokens that each selected token's distribution ranges over; None for the full vocabulary."""
+    rules: tuple[RowRules, ...] | None
+    """Rules that changed the logits before sampling; None without any."""
     tokens: int
     """Number of tokens over all context-parallel ranks, without padding."""
     routed: RoutedTokens | None
@@ -219,6 +222,7 @@ def _pack(
         targets=tokens[selected],
         temperature=temperature[selected],
         support=_support(batch, positions[selected]),
+        rules=_rules(batch, rows, lengths, selected),
         tokens=len(tokens),
         routed=_routed(model, batch, rows, positions, padding),
         batch=loss_batch,
@@ -268,6 +272,19 @@ def _support(batch: Any, positions: Tensor) -> Support | None:
     if sizes is None or not len(batch.support):
         return None
     return support_of(sizes[positions], batch.support[token_index(sizes, positions)])
+
+
+def _rules(
+    batch: Any,
+    rows: list[int],
+    lengths: Tensor,
+    selected: Tensor,
+) -> tuple[RowRules, ...] | None:
+    """Return the rules of the selected tokens, None where sampling changed no logits."""
+    rules = getattr(batch, "rules", None)
+    if rules is None:
+        return None
+    return build_row_rules([rules[row] for row in rows], lengths, selected)
 
 
 def forward_only(
@@ -539,7 +556,7 @@ def _forward_step(
 
     def compute_loss(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
         selected_outputs = model.token_outputs(
-            chunk, hidden, micro.index, micro.targets, micro.temperature, micro.support
+            chunk, hidden, micro.index, micro.targets, micro.temperature, micro.support, micro.rules
         )
 
         # Outputs of all tokens, zero where none is selected, or where another context-parallel rank has it.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.sections.rollout import filters_tokens
-from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, SamplingParameters
+from megatron_rl.types import BANNED, FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, SamplingParameters
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this mean greedy decoding, as in vLLM."""
@@ -61,16 +61,22 @@ def vllm_parameters(
     sampling: SamplingParameters,
     limit: int,
     seed: int,
+    done: int = 0,
 ) -> dict[str, Any]:
     """Return the fields of vLLM's SamplingParams for at most ``limit`` tokens, without filters.
 
-    vLLM's defaults are written out, since a server may have others.
+    vLLM counts the ``done`` earlier tokens of the response as a part of the prompt. Its defaults are written
+    out, since a server may have others.
     """
+    # vLLM refuses a minimum above the limit of the request.
+    min_tokens = min(max(0, sampling.min_response_tokens - done), limit)
     return {
         "temperature": sampling.temperature,
         "top_p": 1.0,
         "top_k": 0,
         "min_p": 0.0,
+        "logit_bias": dict(sampling.logit_bias) or None,
+        "min_tokens": min_tokens,
         "max_tokens": limit,
         "stop_token_ids": list(sampling.stop_token_ids),
         "seed": seed,
@@ -129,6 +135,28 @@ def log_prob_temperature(sampling: SamplingParameters) -> float:
     if is_greedy(sampling):
         return 1.0
     return max(sampling.temperature, LOWEST_TEMPERATURE)
+
+
+def ruled_logits(
+    logits: Tensor,
+    sampling: Sequence[SamplingParameters],
+    responses: Sequence[int],
+) -> Tensor:
+    """Apply the rules of each row to its logits [B, V], before temperature and filters: [B, V].
+
+    ``responses`` [B] are the numbers of tokens after the prompts. Returns ``logits`` itself if no row has a
+    rule. Definitions are vLLM's.
+    """
+    if not any(parameters.has_rules for parameters in sampling):
+        return logits
+
+    logits = logits.float().clone()
+    for row, parameters in enumerate(sampling):
+        for token, bias in parameters.logit_bias:
+            logits[row, token] += bias
+        if responses[row] < parameters.min_response_tokens:
+            logits[row, list(parameters.stop_token_ids)] += BANNED
+    return logits
 
 
 def filters(sampling: Sequence[SamplingParameters], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

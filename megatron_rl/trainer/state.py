@@ -39,6 +39,7 @@ from megatron_rl.trainer.health import RuleState
 from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
 from megatron_rl.types import (
+    LogitRules,
     Outcome,
     PromptBatch,
     Rollouts,
@@ -49,6 +50,7 @@ TYPES = (
     PromptBatch,
     Rollouts,
     SamplingParameters,
+    LogitRules,
     Outcome,
     Metrics,
     Answer,

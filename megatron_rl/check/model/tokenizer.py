@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.check.files import Files
-from megatron_rl.config.sections.rollout import RolloutConfig, stop_error, stop_strings
+from megatron_rl.config.sections.rollout import (
+    RolloutConfig,
+    explicit_token_id,
+    rule_id_error,
+    rule_texts,
+    rule_token_error,
+    stop_error,
+    stop_strings,
+)
 from megatron_rl.data.chat_format import NAMED_TOKENS, listed_end_ids
 from megatron_rl.data.template_renderer import DEFAULT, TemplateRenderer, can_render
 from megatron_rl.error_forms import unreadable_file
@@ -79,10 +87,14 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
 
 
 def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors of stop strings that the tokenizer at ``path`` does not encode as one token."""
-    # Without stop strings the tokenizer need not be loaded.
+    """Yield the errors of stop strings and of rules' tokens that the tokenizer at ``path`` does not have.
+
+    A text must be encoded as one token.
+    """
+    # Without such texts the tokenizer need not be loaded.
     stops = stop_strings(rollout)
-    if not any(stops.values()):
+    rules = rule_texts(rollout)
+    if not any(stops.values()) and not any(rules.values()):
         return
 
     tokenizer = read_tokenizer(path)
@@ -96,6 +108,18 @@ def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
             tokens = tokenizer.encode(text, add_special_tokens=False).tokens
             if len(tokens) != 1 or tokens[0] == unknown_token:
                 yield stop_error(setting, text, tokens)
+
+    vocabulary = tokenizer.get_vocab_size()
+    for setting, texts in rules.items():
+        for text in texts:
+            token = explicit_token_id(text)
+            if token is not None:
+                if token >= vocabulary:
+                    yield rule_id_error(setting, text, vocabulary)
+                continue
+            tokens = tokenizer.encode(text, add_special_tokens=False).tokens
+            if len(tokens) != 1 or tokens[0] == unknown_token:
+                yield rule_token_error(setting, text, tokens)
 
 
 def read_tokenizer(path: Path) -> Any:

@@ -7,7 +7,7 @@ sampling parameter is a key of the run and none is an argument of a single reque
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -35,6 +35,12 @@ from megatron_rl.errors import UserError, nearest
 # Differences to names of other projects that several keys have.
 _LONGEST_ROW = "the sum of data.max_prompt_tokens and rollout.max_response_tokens is the longest row"
 _FURTHER = "ours is the fraction of further prompts"
+
+# Largest bias of a token's logit, as in the API of OpenAI: a factor of e^100 of its probability.
+MOST_BIAS = 100.0
+
+# Largest number of biases that vLLM's newer model runner takes (0.32, MAX_NUM_LOGIT_BIAS_TOKENS).
+MOST_BIASED_TOKENS = 1024
 
 # Orders of sampling: in rounds of tokens, equal in every run, or by the clock.
 CLOSED = "closed"
@@ -244,9 +250,36 @@ class RolloutConfig:
             "common": "stop_words, stop_sequences",
         },
     )
+    # Rules that change logits before the temperature and the filters, in the engine and in the trainer.
+    min_response_tokens: int = setting(
+        0,
+        "Tokens after the prompt among which no end token is sampled: responses are longer. "
+        "`rollout.filters.min_tokens` removes short responses instead.",
+        unit="tokens",
+        at_least=0,
+        at_most=MOST_TOKENS,
+        per_task=True,
+        advice="0 switches it off",
+        also_called={"vLLM": "min_tokens", "SGLang": "min_new_tokens", "ROLL": "min_response_length"},
+    )
+    banned_tokens: tuple[str, ...] = setting(
+        (),
+        "Tokens that are never sampled: texts of one token each, or ids as `token_id:17`.",
+        per_task=True,
+        also_called={"vLLM": "bad_words", "common": "bad_words_ids, suppress_tokens, banned_token_ids"},
+        conversion="ours are single tokens: texts of one token each, or token_id:17",
+    )
+    logit_bias: dict[str, float] = setting(
+        {},
+        "Values that are added to the logits of single tokens, by text of one token or as `token_id:17`.",
+        per_task=True,
+        also_called={"SGLang": "custom_logit_processor", "common": "logits_bias, sequence_bias"},
+        conversion='ours is a section: logit_bias: {" the": -2.0, "token_id:17": 1.5}',
+    )
     sampling_profiles: dict[str, dict[str, Any]] = setting(
         {},
-        "Sampling of single tasks, by task: temperature, top_p, top_k, min_p, max_response_tokens and stop.",
+        "Sampling of single tasks, by task: temperature, top_p, top_k, min_p, max_response_tokens, stop, "
+        "min_response_tokens, banned_tokens and logit_bias.",
         also_called={"common": "sampling_profile, register_sampling_profile"},
         conversion="ours has a section for each task: rollout.sampling_profiles: {TASK: {temperature: 0.7}}",
     )
@@ -444,6 +477,88 @@ def stop_strings(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
         if "stop" in profile:
             stops[f"rollout.sampling_profiles.{task}.stop"] = profile["stop"]
     return stops
+
+
+def task_settings(rollout: RolloutConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the path of the rollout and of each profile, with their complete sampling settings."""
+    common = {name: getattr(rollout, name) for name in profile_fields()}
+    yield "rollout", common
+    for task, profile in rollout.sampling_profiles.items():
+        yield f"rollout.sampling_profiles.{task}", common | profile
+
+
+def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
+    """Yield the errors of rules on logits whose values have the right types."""
+    for path, settings in task_settings(rollout):
+        shortest = settings["min_response_tokens"]
+        longest = settings["max_response_tokens"]
+        if shortest > longest:
+            yield out_of_range(
+                f"{path}.min_response_tokens",
+                shortest,
+                f"at most {longest}, the max_response_tokens",
+                fix="lower it, or raise max_response_tokens",
+            )
+
+        for text, bias in settings["logit_bias"].items():
+            if abs(bias) > MOST_BIAS:
+                expected = f"from -{MOST_BIAS:g} to {MOST_BIAS:g}"
+                fix = "give a smaller one; rollout.banned_tokens has tokens that are never sampled"
+                yield out_of_range(f"{path}.logit_bias.{text}", bias, expected, fix=fix)
+
+        count = len({*settings["logit_bias"], *settings["banned_tokens"]})
+        if count > MOST_BIASED_TOKENS:
+            yield UserError(
+                "more tokens have a bias or are banned than vLLM takes",
+                where=f"{path}.logit_bias",
+                expected=f"{MOST_BIASED_TOKENS} tokens of logit_bias and banned_tokens together",
+                got=f"{count}",
+                fix="remove some",
+            )
+
+
+def rule_texts(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
+    """Return the tokens that rules on logits name, by their setting."""
+    texts: dict[str, Sequence[str]] = {}
+    for path, settings in task_settings(rollout):
+        texts[f"{path}.banned_tokens"] = settings["banned_tokens"]
+        texts[f"{path}.logit_bias"] = list(settings["logit_bias"])
+    return texts
+
+
+def explicit_token_id(text: str) -> int | None:
+    """Return the id of a text such as ``token_id:17``, None for another text.
+
+    Example:
+        >>> explicit_token_id("token_id:17"), explicit_token_id("17")
+        (17, None)
+    """
+    prefix, _, digits = text.partition(":")
+    if prefix != "token_id" or not digits.isdecimal():
+        return None
+    return int(digits)
+
+
+def rule_token_error(setting: str, text: str, tokens: Sequence[str]) -> UserError:
+    """Return the error of a text that is not one token, of a setting that names tokens."""
+    return UserError(
+        f"the text {text!r} is not one token of this model",
+        where=setting,
+        expected="texts that the tokenizer turns into exactly one known token, or token_id:17",
+        got=f"{len(tokens)} tokens: {list(tokens)}",
+        fix="name a single token; a leading space often belongs to it",
+    )
+
+
+def rule_id_error(setting: str, text: str, vocabulary: int) -> UserError:
+    """Return the error of an explicit token id that a tokenizer of ``vocabulary`` tokens does not have."""
+    return UserError(
+        f"{text} is not a token of this model",
+        where=setting,
+        expected=f"an id from 0 to {vocabulary - 1}",
+        got=text,
+        fix="correct the id",
+    )
 
 
 def stop_error(setting: str, text: str, tokens: Sequence[str]) -> UserError:

@@ -23,6 +23,7 @@ from megatron_rl.rollout.sampling import (
     filters,
     is_greedy,
     log_prob_temperature,
+    ruled_logits,
     truncates,
 )
 from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
@@ -319,6 +320,8 @@ def _decode(decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[Com
     while active:
         sampling = [requests[row].sampling for row in active]
         active_generators = [generators[row] for row in active]
+        responses = [requests[row].done + len(tokens[row]) for row in active]
+        logits = ruled_logits(logits, sampling, responses)
         sampled, values, masks = _sample(logits, sampling, active_generators)
         sampled_list = sampled.tolist()
         log_prob_list = values.tolist()

@@ -471,7 +471,7 @@ def _sampling_parameters(request: GenerationRequest) -> Any:
 
     seed = part_seed(request.seed, request.done)
     return SamplingParams(
-        **vllm_parameters(request.sampling, request.limit, seed),
+        **vllm_parameters(request.sampling, request.limit, seed, request.done),
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,

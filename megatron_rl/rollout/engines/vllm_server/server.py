@@ -143,7 +143,7 @@ class VllmServer:
         # A server reports no support of filters: `check` refuses them in training, so that only evaluation
         # sets have them.
         parameters = {
-            **vllm_parameters(request.sampling, request.limit, seed),
+            **vllm_parameters(request.sampling, request.limit, seed, request.done),
             **vllm_filters(request.sampling),
         }
 

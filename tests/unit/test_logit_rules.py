@@ -1,0 +1,181 @@
+"""Rules on logits: the trainer's tiles and the torch engine against token by token in float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_rl.megatron import log_probs as module
+from megatron_rl.megatron.log_probs import VocabularyShard, support_of, vocab_parallel_log_probs
+from megatron_rl.megatron.logit_rules import build_row_rules
+from megatron_rl.rollout.sampling import ruled_logits, vllm_parameters
+from megatron_rl.types import BANNED, LogitRules, SamplingParameters
+
+ALONE = SimpleNamespace(size=lambda: 1)
+VOCABULARY = 13
+BIASED = SamplingParameters(logit_bias=((2, 1.5), (7, -0.75), (12, BANNED)))
+LONG = SamplingParameters(stop_token_ids=(3, 11), min_response_tokens=3)
+BOTH = SamplingParameters(logit_bias=((0, -2.0), (3, 0.5)), stop_token_ids=(3,), min_response_tokens=2)
+# Prompt, response and rules of each row of one micro-batch.
+ROWS = (
+    ([4, 7, 4], [7, 2, 7, 7, 3], BIASED),
+    ([1, 1], [5, 6, 5, 3], None),
+    ([9, 3], [9, 9, 8, 11], LONG),
+    ([6], [6, 6, 1, 0, 3, 3], BOTH),
+)
+
+
+def brute_force(
+    logits: Tensor, prompt: list[int], before: list[int], rules: SamplingParameters | None
+) -> Tensor:
+    """Return the logits [V] after the tokens ``before`` of a response, with the rules, token by token."""
+    if rules is None:
+        return logits
+
+    changed = [logits[token] for token in range(len(logits))]
+    excluded = torch.zeros(len(logits), dtype=torch.bool)
+    for token, bias in rules.logit_bias:
+        if bias == BANNED:
+            excluded[token] = True
+        else:
+            changed[token] = changed[token] + bias
+    for token in rules.stop_token_ids:
+        if len(before) < rules.min_response_tokens:
+            excluded[token] = True
+    return torch.stack(changed).masked_fill(excluded, -torch.inf)
+
+
+def micro_batch():
+    """Return states, weight, targets, temperature, the selected tokens' rules, and (row, index) of each."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([len(prompt) + len(response) for prompt, response, _ in ROWS])
+    tokens = torch.tensor([token for prompt, response, _ in ROWS for token in prompt + response])
+
+    selected = []
+    places = []
+    position = 0
+    for row, (prompt, response, _) in enumerate(ROWS):
+        for index in range(len(response)):
+            selected.append(position + len(prompt) + index)
+            places.append((row, index))
+        position += len(prompt) + len(response)
+
+    positions = torch.tensor(selected)
+    rules = [None if rule is None else LogitRules(rule, len(prompt)) for prompt, _, rule in ROWS]
+    count = len(places)
+    states = torch.randn(count, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(16, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    temperature = 0.5 + torch.rand(count, generator=generator, dtype=torch.float64)
+    row_rules = build_row_rules(rules, lengths, positions)
+    return states, weight, tokens[positions], temperature, row_rules, places
+
+
+def expected(states, weight, targets, temperature, places, cap=None, outside=None):
+    """Return log-probs and entropies of the selected tokens by `brute_force`."""
+    log_probs = []
+    entropies = []
+    for item, (row, index) in enumerate(places):
+        prompt, response, rules = ROWS[row]
+        logits = weight[:VOCABULARY] @ states[item]
+        if cap is not None:
+            logits = cap * torch.tanh(logits / cap)
+        logits = brute_force(logits, prompt, response[:index], rules) / temperature[item]
+        if outside is not None:
+            logits = logits.masked_fill(outside[item], -torch.inf)
+        log_p = logits.log_softmax(0)
+        log_probs.append(log_p[targets[item]])
+        entropies.append(-(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum())
+    return torch.stack(log_probs), torch.stack(entropies)
+
+
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("truncated", [False, True])
+def test_values_and_gradients_equal_brute_force(chunk, cap, truncated):
+    states, weight, targets, temperature, rules, places = micro_batch()
+    support = None
+    outside = None
+    if truncated:
+        inside = torch.rand(len(targets), VOCABULARY, generator=torch.Generator().manual_seed(1)) < 0.5
+        inside[torch.arange(len(targets)), targets] = True
+        support = support_of(inside.sum(1).int(), inside.nonzero()[:, 1].int())
+        outside = ~inside
+
+    shard = VocabularyShard(0, VOCABULARY, ALONE, cap)
+    found = vocab_parallel_log_probs(
+        states, weight, targets, temperature, shard, chunk, support=support, rules=rules
+    )
+    wanted = expected(states, weight, targets, temperature, places, cap, outside)
+
+    mix = torch.linspace(-1, 1, len(targets), dtype=torch.float64)
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        one = torch.autograd.grad((mine * mix).sum(), (states, weight), retain_graph=True)
+        other = torch.autograd.grad((theirs * mix).sum(), (states, weight), retain_graph=True)
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("parts", [2, 4, 16])
+def test_shards_of_the_vocabulary_combine_to_the_whole(parts):
+    states, weight, targets, temperature, rules, places = micro_batch()
+    rows = len(weight) // parts
+    stats = []
+    for part in range(parts):
+        shard = VocabularyShard(part * rows, VOCABULARY, ALONE)
+        local = weight[part * rows : (part + 1) * rows].detach()
+        stats.append(module.statistics(states.detach(), local, targets, temperature, shard, 4, rules=rules))
+    normaliser, found, entropy = module._combine(torch.stack(stats))
+    wanted = expected(states, weight, targets, temperature, places)
+    torch.testing.assert_close(found, wanted[0].detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(entropy, wanted[1].detach(), rtol=1e-12, atol=1e-12)
+
+    # The sum of the shards' gradients is that of the whole.
+    ones = torch.ones(len(targets), dtype=torch.float64)
+    gradients = []
+    for part in range(parts):
+        shard = VocabularyShard(part * rows, VOCABULARY, ALONE)
+        local = weight[part * rows : (part + 1) * rows].detach()
+        arguments = (states.detach(), local, targets, temperature, normaliser, entropy, ones, ones * 0.3)
+        gradients.append(module._gradients(*arguments, shard=shard, chunk=4, rules=rules))
+    hidden, head = torch.autograd.grad((wanted[0] + 0.3 * wanted[1]).sum(), (states, weight))
+    torch.testing.assert_close(sum(part[0] for part in gradients), hidden, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(torch.cat([part[1] for part in gradients]), head, rtol=1e-10, atol=1e-12)
+
+
+def test_rules_of_tokens_that_are_not_selected_are_skipped():
+    complete = micro_batch()
+    some = [1, 3, 4, 9, 12, 16]
+    rules = [None if rule is None else LogitRules(rule, len(prompt)) for prompt, _, rule in ROWS]
+    lengths = torch.tensor([len(prompt) + len(response) for prompt, response, _ in ROWS])
+    starts = (lengths.cumsum(0) - lengths).tolist()
+    places = [complete[5][item] for item in some]
+    selected = torch.tensor([starts[row] + len(ROWS[row][0]) + index for row, index in places])
+
+    weight = complete[1]
+    states, targets, temperature = (complete[field][some] for field in (0, 2, 3))
+    shard = VocabularyShard(0, VOCABULARY, ALONE)
+    found = vocab_parallel_log_probs(
+        states, weight, targets, temperature, shard, 2, rules=build_row_rules(rules, lengths, selected)
+    )
+    wanted = expected(states, weight, targets, temperature, places)
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("row", range(len(ROWS)))
+def test_the_torch_engine_samples_from_the_same_logits(row):
+    prompt, response, rules = ROWS[row]
+    rules = rules or SamplingParameters()
+    for index in range(len(response)):
+        logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+        found = ruled_logits(logits[None].float(), [rules], [index])[0]
+        wanted = brute_force(logits, prompt, response[:index], rules)
+        torch.testing.assert_close(found.log_softmax(0).double().exp(), wanted.log_softmax(0).exp())
+
+
+def test_a_continuation_has_the_rest_of_the_minimum():
+    sampling = SamplingParameters(min_response_tokens=10)
+    minima = [vllm_parameters(sampling, limit=8, seed=1, done=done)["min_tokens"] for done in (0, 4, 9, 12)]
+    assert minima == [8, 6, 1, 0], "vLLM refuses a minimum above the limit of a request"
