@@ -45,10 +45,23 @@ class SamplingParameters(NamedTuple):
     min_response_tokens: int = 0
     """Tokens after the prompt among which no stop token is sampled; 0 is off."""
 
+    repetition_penalty: float = 1.0
+    """Divisor of positive logits, and factor of others, of tokens in the prompt or the response; 1 is off."""
+    presence_penalty: float = 0.0
+    """Value that is subtracted from the logits of the response's tokens; 0 is off."""
+    frequency_penalty: float = 0.0
+    """Value that is subtracted from a token's logit for each occurrence in the response; 0 is off."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Return whether earlier tokens of a row change its logits."""
+        counts = self.presence_penalty != 0 or self.frequency_penalty != 0
+        return counts or self.repetition_penalty != 1
+
     @property
     def has_rules(self) -> bool:
         """Return whether a rule changes logits before the temperature and the filters."""
-        return bool(self.logit_bias) or self.min_response_tokens > 0
+        return bool(self.logit_bias) or self.min_response_tokens > 0 or self.has_penalties
 
     def greedy(self) -> SamplingParameters:
         """Return the parameters with greedy decoding and without filters, which would not change it."""

@@ -103,6 +103,8 @@ def sampling_defaults(folder: RunFolder) -> dict[str, Any]:
         defaults["top_k"] = rollout.top_k
     if rollout.min_p > 0:
         defaults["min_p"] = rollout.min_p
+    if rollout.repetition_penalty != 1:
+        defaults["repetition_penalty"] = rollout.repetition_penalty
     return defaults
 
 

@@ -38,10 +38,11 @@ RENAMED: Mapping[str, str] = {
 _NO_COUNTERPART: Mapping[str, str] = {
     # Sampling.
     (
-        "a penalty changes the distribution token by token, and log-probs would be of another one "
-        "than was sampled from"
+        "sequences of several tokens are not banned; rollout.repetition_penalty and rollout.banned_tokens "
+        "are rules on single tokens"
     ): """
-        repetition_penalty presence_penalty frequency_penalty no_repeat_ngram_size length_penalty""",
+        no_repeat_ngram_size""",
+    "it scores beams, and responses are sampled": "length_penalty",
     (
         "temperature, top_p, top_k and min_p of `rollout` are the same in every step; "
         "rollout.sampling_profiles sets them per task"

@@ -242,6 +242,9 @@ def _sampling_parameters(
         float(values["min_p"]),
         logit_biases(tokenizer, values, setting),
         int(values["min_response_tokens"]),
+        float(values["repetition_penalty"]),
+        float(values["presence_penalty"]),
+        float(values["frequency_penalty"]),
     )
 
 

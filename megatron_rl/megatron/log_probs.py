@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_rl.distributed import device
 from megatron_rl.errors import first_line
-from megatron_rl.megatron.logit_rules import RowRules, apply_rules
+from megatron_rl.megatron.logit_rules import RowRules, apply_rules, scales_logits
 from megatron_rl.shapes.memory import TILE_TOKENS
 
 _MASKED = -1e30  # finite, so that probability * logit is 0 and not NaN
@@ -435,7 +435,9 @@ def _logits_and_slope(
         # d(capped logit) / d(logit) = 1 - (capped / cap)^2, before the rules change the capped logits.
         if shard.cap is not None and needs_slope:
             slope = 1 - (logits / shard.cap).square_()
-        apply_rules(rules, logits, span.start or 0, shard.start)
+        elif scales_logits(rules) and needs_slope:
+            slope = torch.ones_like(logits)
+        apply_rules(rules, logits, span.start or 0, shard.start, slope)
 
     # Rows of the weight after the last token pad the vocabulary.
     row_count = shard.size - shard.start

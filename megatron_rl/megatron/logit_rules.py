@@ -4,7 +4,9 @@ A rule depends on the row and on the position in it, never on the weights, and a
 one another. So the rules of a micro-batch are one `RowRules` per row, and a tile of logits is changed row by
 row, in place.
 
-Definitions are vLLM's: a bias is added to the logits before the temperature and the filters.
+Definitions are vLLM's, in its order: a bias is added to the logits; the repetition penalty divides the
+positive logits of earlier tokens, prompt included, and multiplies the others; frequency and presence penalty
+are subtracted from the logits of earlier tokens of the response. Temperature and filters follow.
 """
 
 from __future__ import annotations
@@ -16,6 +18,71 @@ import torch
 from torch import Tensor
 
 from megatron_rl.types import BANNED, LogitRules, SamplingParameters
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Penalties of one row, with the tokens that they count.
+
+    Example, for the last two tokens of a row with a prompt of one token: ``Penalties(tokens=[5, 6, 6, 5],
+    before=[2, 3], prompt_tokens=1, repetition=1.2, presence=0.0, frequency=0.0)``.
+    """
+
+    tokens: Tensor
+    """[m] int64 token ids of the row."""
+    before: Tensor
+    """[count] int64 number of the row's tokens before each of its selected tokens."""
+    prompt_tokens: int
+    """Number of tokens before the response."""
+    repetition: float
+    """Divisor of positive logits, and factor of others, of all earlier tokens."""
+    presence: float
+    """Value that is subtracted from the logits of earlier tokens of the response."""
+    frequency: float
+    """Value that is subtracted for each occurrence in the response."""
+
+    def apply(
+        self,
+        logits: Tensor,
+        items: slice,
+        start: int,
+        slope: Tensor | None,
+    ) -> None:
+        """Change the logits [n, columns] of the selected tokens ``items`` of the row, in place.
+
+        ``start`` is the token id of the first column. ``slope`` [n, columns] is multiplied by the derivative.
+        """
+        before = self.before[items]
+        columns = self.tokens - start
+        if self.repetition != 1:
+            seen = _counts(columns, before, logits) > 0
+            factor = torch.full_like(logits, self.repetition)
+            factor.masked_fill_(logits > 0, 1 / self.repetition).masked_fill_(~seen, 1.0)
+            logits.mul_(factor)
+            if slope is not None:
+                slope.mul_(factor)
+
+        if self.presence != 0 or self.frequency != 0:
+            counts = _counts(columns[self.prompt_tokens :], before - self.prompt_tokens, logits)
+            logits.sub_(counts.sign() * self.presence).sub_(counts.mul_(self.frequency))
+
+
+def _counts(columns: Tensor, before: Tensor, logits: Tensor) -> Tensor:
+    """Count the tokens before each position by column: [n, V / tp] in the type of ``logits`` [n, V / tp].
+
+    ``columns`` [m] are those of the tokens, outside the range for tokens of other shards; ``before`` [n]
+    ascending is the number of tokens before each position.
+    """
+    # A token counts from the first position on that has it before it; a further row and column take the
+    # tokens that count nowhere.
+    rows, width = logits.shape
+    index = torch.arange(len(columns), device=columns.device)
+    first = torch.searchsorted(before, index, right=True)
+    column = torch.where((columns >= 0) & (columns < width), columns, width)
+
+    counts = logits.new_zeros(rows + 1, width + 1)
+    counts.index_put_((first, column), counts.new_ones(()), accumulate=True)
+    return counts[:rows, :width].cumsum(0)
 
 
 @dataclass(frozen=True)
@@ -38,17 +105,20 @@ class RowRules:
     """[k] float32 value that is added to each of these tokens' logits."""
     stop_ids: Tensor
     """[s] int64 stop tokens, empty without a minimum length."""
+    penalties: Penalties | None = None
+    """Penalties of earlier tokens, None without."""
 
 
 def build_row_rules(
     rules: Sequence[LogitRules | None],
     lengths: Tensor,
+    tokens: Tensor,
     selected: Tensor,
 ) -> tuple[RowRules, ...] | None:
     """Return the rules of a micro-batch in host memory, None if none of its rows has any.
 
-    ``rules`` and ``lengths`` [B] are those of its rows, ``selected`` [n] the ascending positions of the
-    selected tokens among the tokens of all rows.
+    ``rules`` and ``lengths`` [B] are those of its rows, ``tokens`` [N] those of all rows, and ``selected``
+    [n] the ascending positions of the selected tokens among them.
     """
     if all(row is None for row in rules):
         return None
@@ -69,9 +139,21 @@ def build_row_rules(
             tensors[sampling] = _rule_tensors(sampling)
 
         # A token at the index i of its row has i - prompt_tokens tokens of the response before it.
-        index = selected[first : first + count] - (ends[row] - lengths[row])
+        end = int(ends[row])
+        begin = end - int(lengths[row])
+        index = selected[first : first + count] - begin
         no_stop = int((index < rule.prompt_tokens + sampling.min_response_tokens).sum())
-        row_rules.append(RowRules(first, count, no_stop, *tensors[sampling]))
+        penalties = None
+        if sampling.has_penalties:
+            penalties = Penalties(
+                tokens[begin:end],
+                index,
+                rule.prompt_tokens,
+                sampling.repetition_penalty,
+                sampling.presence_penalty,
+                sampling.frequency_penalty,
+            )
+        row_rules.append(RowRules(first, count, no_stop, *tensors[sampling], penalties))
     return tuple(row_rules)
 
 
@@ -89,10 +171,21 @@ def _rule_tensors(sampling: SamplingParameters) -> tuple[Tensor, Tensor, Tensor]
     )
 
 
-def apply_rules(rules: Sequence[RowRules], logits: Tensor, begin: int, start: int) -> None:
+def scales_logits(rules: Sequence[RowRules]) -> bool:
+    """Return whether the derivative of a rule is not 1: a repetition penalty is a factor of the logits."""
+    return any(row.penalties is not None and row.penalties.repetition != 1 for row in rules)
+
+
+def apply_rules(
+    rules: Sequence[RowRules],
+    logits: Tensor,
+    begin: int,
+    start: int,
+    slope: Tensor | None = None,
+) -> None:
     """Apply the rules to the logits [n, columns] of the selected tokens from ``begin`` on, in place.
 
-    ``start`` is the token id of the first column.
+    ``start`` is the token id of the first column. ``slope`` [n, columns] is multiplied by the derivative.
     """
     for row in rules:
         first = max(row.first - begin, 0)
@@ -105,6 +198,11 @@ def apply_rules(rules: Sequence[RowRules], logits: Tensor, begin: int, start: in
         if last_no_stop > first:
             banned = torch.full_like(row.stop_ids, BANNED, dtype=torch.float32)
             _add_bias(logits[first:last_no_stop], row.stop_ids - start, banned)
+
+        if row.penalties is not None:
+            items = slice(first + begin - row.first, last + begin - row.first)
+            row_slope = None if slope is None else slope[first:last]
+            row.penalties.apply(logits[first:last], items, start, row_slope)
 
 
 def _add_bias(logits: Tensor, columns: Tensor, bias: Tensor) -> None:

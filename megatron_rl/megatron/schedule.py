@@ -222,7 +222,7 @@ def _pack(
         targets=tokens[selected],
         temperature=temperature[selected],
         support=_support(batch, positions[selected]),
-        rules=_rules(batch, rows, lengths, selected),
+        rules=_rules(batch, rows, lengths, tokens, selected),
         tokens=len(tokens),
         routed=_routed(model, batch, rows, positions, padding),
         batch=loss_batch,
@@ -278,13 +278,14 @@ def _rules(
     batch: Any,
     rows: list[int],
     lengths: Tensor,
+    tokens: Tensor,
     selected: Tensor,
 ) -> tuple[RowRules, ...] | None:
     """Return the rules of the selected tokens, None where sampling changed no logits."""
     rules = getattr(batch, "rules", None)
     if rules is None:
         return None
-    return build_row_rules([rules[row] for row in rows], lengths, selected)
+    return build_row_rules([rules[row] for row in rows], lengths, tokens, selected)
 
 
 def forward_only(

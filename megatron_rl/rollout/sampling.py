@@ -77,6 +77,9 @@ def vllm_parameters(
         "min_p": 0.0,
         "logit_bias": dict(sampling.logit_bias) or None,
         "min_tokens": min_tokens,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
         "max_tokens": limit,
         "stop_token_ids": list(sampling.stop_token_ids),
         "seed": seed,
@@ -140,12 +143,14 @@ def log_prob_temperature(sampling: SamplingParameters) -> float:
 def ruled_logits(
     logits: Tensor,
     sampling: Sequence[SamplingParameters],
-    responses: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
 ) -> Tensor:
     """Apply the rules of each row to its logits [B, V], before temperature and filters: [B, V].
 
-    ``responses`` [B] are the numbers of tokens after the prompts. Returns ``logits`` itself if no row has a
-    rule. Definitions are vLLM's.
+    ``prompts`` and ``responses`` are the token ids of each row so far. Returns ``logits`` itself if no row
+    has a rule. Definitions are vLLM's: biases first, then the penalties, of which the one for repetition
+    counts the prompt, too.
     """
     if not any(parameters.has_rules for parameters in sampling):
         return logits
@@ -154,9 +159,29 @@ def ruled_logits(
     for row, parameters in enumerate(sampling):
         for token, bias in parameters.logit_bias:
             logits[row, token] += bias
-        if responses[row] < parameters.min_response_tokens:
+        if len(responses[row]) < parameters.min_response_tokens:
             logits[row, list(parameters.stop_token_ids)] += BANNED
+        if parameters.has_penalties:
+            _penalize(logits[row], parameters, prompts[row], responses[row])
     return logits
+
+
+def _penalize(
+    logits: Tensor,
+    sampling: SamplingParameters,
+    prompt: Sequence[int],
+    response: Sequence[int],
+) -> None:
+    """Apply the penalties to the logits [V] of one row, in place."""
+    earlier = torch.tensor([*prompt, *response], dtype=torch.int64, device=logits.device)
+    seen = earlier.unique()
+    values = logits[seen]
+    penalty = sampling.repetition_penalty
+    logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+
+    sampled = earlier[len(prompt) :]
+    counts = torch.bincount(sampled, minlength=len(logits))
+    logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
 
 
 def filters(sampling: Sequence[SamplingParameters], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

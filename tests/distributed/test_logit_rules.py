@@ -16,7 +16,16 @@ RULES: dict[str, Any] = {
     "logit_bias": {"1": 1.5, "token_id:5": -0.75},
     "min_response_tokens": 3,
     # Another rule for one task, and filters after the rules.
-    "sampling_profiles": {"other": {"banned_tokens": ["8"], "top_p": 0.95, "min_response_tokens": 0}},
+    "sampling_profiles": {
+        "other": {
+            "banned_tokens": ["8"],
+            "top_p": 0.95,
+            "min_response_tokens": 0,
+            "repetition_penalty": 1.3,
+            "presence_penalty": 0.4,
+            "frequency_penalty": -0.2,
+        }
+    },
 }
 
 
@@ -68,7 +77,7 @@ def _log_probs_agree(run: Path) -> None:
     assert len(differences) == 2 and max(differences) < 1e-5
 
 
-def test_biases_and_minimum_lengths_reach_both_sides(torchrun, material, tmp_path):
+def test_rules_reach_both_sides(torchrun, material, tmp_path):
     file = _config(
         tmp_path,
         material,

@@ -19,12 +19,18 @@ VOCABULARY = 13
 BIASED = SamplingParameters(logit_bias=((2, 1.5), (7, -0.75), (12, BANNED)))
 LONG = SamplingParameters(stop_token_ids=(3, 11), min_response_tokens=3)
 BOTH = SamplingParameters(logit_bias=((0, -2.0), (3, 0.5)), stop_token_ids=(3,), min_response_tokens=2)
+REPEATED = SamplingParameters(repetition_penalty=1.7)
+ENCOURAGED = SamplingParameters(repetition_penalty=0.6, presence_penalty=-0.4, logit_bias=((6, -3.0),))
+COUNTED = SamplingParameters(presence_penalty=0.7, frequency_penalty=0.3, logit_bias=((1, BANNED),))
 # Prompt, response and rules of each row of one micro-batch.
 ROWS = (
     ([4, 7, 4], [7, 2, 7, 7, 3], BIASED),
     ([1, 1], [5, 6, 5, 3], None),
     ([9, 3], [9, 9, 8, 11], LONG),
     ([6], [6, 6, 1, 0, 3, 3], BOTH),
+    ([10, 2, 2], [2, 5, 5, 12, 5], REPEATED),
+    ([6, 0], [4, 6, 6, 4], ENCOURAGED),
+    ([8], [8, 8, 8, 0, 9, 0], COUNTED),
 )
 
 
@@ -45,6 +51,14 @@ def brute_force(
     for token in rules.stop_token_ids:
         if len(before) < rules.min_response_tokens:
             excluded[token] = True
+
+    for token in set(prompt) | set(before):
+        penalty = rules.repetition_penalty
+        changed[token] = changed[token] / penalty if changed[token] > 0 else changed[token] * penalty
+    for token in before:
+        changed[token] = changed[token] - rules.frequency_penalty
+    for token in set(before):
+        changed[token] = changed[token] - rules.presence_penalty
     return torch.stack(changed).masked_fill(excluded, -torch.inf)
 
 
@@ -69,7 +83,7 @@ def micro_batch():
     states = torch.randn(count, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(16, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     temperature = 0.5 + torch.rand(count, generator=generator, dtype=torch.float64)
-    row_rules = build_row_rules(rules, lengths, positions)
+    row_rules = build_row_rules(rules, lengths, tokens, positions)
     return states, weight, tokens[positions], temperature, row_rules, places
 
 
@@ -147,19 +161,19 @@ def test_shards_of_the_vocabulary_combine_to_the_whole(parts):
 
 def test_rules_of_tokens_that_are_not_selected_are_skipped():
     complete = micro_batch()
-    some = [1, 3, 4, 9, 12, 16]
+    some = [1, 3, 4, 9, 12, 16, 21, 23, 24, 27, 30, 33]
     rules = [None if rule is None else LogitRules(rule, len(prompt)) for prompt, _, rule in ROWS]
     lengths = torch.tensor([len(prompt) + len(response) for prompt, response, _ in ROWS])
     starts = (lengths.cumsum(0) - lengths).tolist()
+    tokens = torch.tensor([token for prompt, response, _ in ROWS for token in prompt + response])
     places = [complete[5][item] for item in some]
     selected = torch.tensor([starts[row] + len(ROWS[row][0]) + index for row, index in places])
 
     weight = complete[1]
     states, targets, temperature = (complete[field][some] for field in (0, 2, 3))
     shard = VocabularyShard(0, VOCABULARY, ALONE)
-    found = vocab_parallel_log_probs(
-        states, weight, targets, temperature, shard, 2, rules=build_row_rules(rules, lengths, selected)
-    )
+    row_rules = build_row_rules(rules, lengths, tokens, selected)
+    found = vocab_parallel_log_probs(states, weight, targets, temperature, shard, 2, rules=row_rules)
     wanted = expected(states, weight, targets, temperature, places)
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-12, atol=1e-12)
 
@@ -170,7 +184,7 @@ def test_the_torch_engine_samples_from_the_same_logits(row):
     rules = rules or SamplingParameters()
     for index in range(len(response)):
         logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
-        found = ruled_logits(logits[None].float(), [rules], [index])[0]
+        found = ruled_logits(logits[None].float(), [rules], [prompt], [response[:index]])[0]
         wanted = brute_force(logits, prompt, response[:index], rules)
         torch.testing.assert_close(found.log_softmax(0).double().exp(), wanted.log_softmax(0).exp())
 

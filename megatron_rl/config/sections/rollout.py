@@ -29,7 +29,7 @@ from megatron_rl.config.sections.bounds import (
 from megatron_rl.config.sections.filters import FiltersConfig
 from megatron_rl.config.sections.models import RANKS_LISTED
 from megatron_rl.config.setting import Setting, required, setting, setting_of
-from megatron_rl.error_forms import out_of_range
+from megatron_rl.error_forms import out_of_range, requires
 from megatron_rl.errors import UserError, nearest
 
 # Differences to names of other projects that several keys have.
@@ -276,10 +276,35 @@ class RolloutConfig:
         also_called={"SGLang": "custom_logit_processor", "common": "logits_bias, sequence_bias"},
         conversion='ours is a section: logit_bias: {" the": -2.0, "token_id:17": 1.5}',
     )
+    repetition_penalty: float = setting(
+        1.0,
+        "Divisor of positive logits, and factor of others, of tokens that the prompt or the response has.",
+        more_than=0,
+        at_most=100,
+        per_task=True,
+        advice="1.0 switches it off; above 1 tokens repeat less",
+    )
+    # vLLM refuses values outside of [-2, 2], as the API of OpenAI does.
+    presence_penalty: float = setting(
+        0.0,
+        "Value that is subtracted from the logits of tokens that the response has.",
+        at_least=-2,
+        at_most=2,
+        per_task=True,
+        advice="0 switches it off; above 0 tokens repeat less",
+    )
+    frequency_penalty: float = setting(
+        0.0,
+        "Value that is subtracted from a token's logit for each time that the response has it.",
+        at_least=-2,
+        at_most=2,
+        per_task=True,
+        advice="0 switches it off; above 0 tokens repeat less",
+    )
     sampling_profiles: dict[str, dict[str, Any]] = setting(
         {},
         "Sampling of single tasks, by task: temperature, top_p, top_k, min_p, max_response_tokens, stop, "
-        "min_response_tokens, banned_tokens and logit_bias.",
+        "min_response_tokens, banned_tokens, logit_bias and the three penalties.",
         also_called={"common": "sampling_profile, register_sampling_profile"},
         conversion="ours has a section for each task: rollout.sampling_profiles: {TASK: {temperature: 0.7}}",
     )
@@ -489,6 +514,7 @@ def task_settings(rollout: RolloutConfig) -> Iterator[tuple[str, dict[str, Any]]
 
 def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield the errors of rules on logits whose values have the right types."""
+    yield from _penalty_errors(rollout)
     for path, settings in task_settings(rollout):
         shortest = settings["min_response_tokens"]
         longest = settings["max_response_tokens"]
@@ -515,6 +541,31 @@ def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
                 got=f"{count}",
                 fix="remove some",
             )
+
+
+def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
+    """Yield the errors of penalties that count the response, where a request is not a complete response.
+
+    vLLM counts from the start of a request, and takes the tokens before it for a prompt.
+    """
+    splits = {
+        "rollout.environment": rollout.environment is not None,
+        "rollout.oversample": rollout.oversample > 0,
+        "rollout.partial": rollout.partial,
+    }
+    split = next((key for key, is_set in splits.items() if is_set), None)
+    if split is None:
+        return
+    for path, settings in task_settings(rollout):
+        for name in ("presence_penalty", "frequency_penalty"):
+            if settings[name]:
+                yield requires(
+                    f"{path}.{name}",
+                    settings[name],
+                    "responses that are one request of the engine each",
+                    got=f"{split} is set, which continues responses in further requests",
+                    fix=f"remove {split}, or use rollout.repetition_penalty",
+                )
 
 
 def rule_texts(rollout: RolloutConfig) -> dict[str, Sequence[str]]:

@@ -314,14 +314,23 @@ def _decode(decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[Com
     finish_reasons = [FINISH_LENGTH for _ in requests]
     generators = [_generator(request.seed, request.done) for request in requests]
 
+    # Tokens of the prompt, and of the response that earlier requests have begun.
+    prompts: list[Sequence[int]] = []
+    begun: list[Sequence[int]] = []
+    for request in requests:
+        prompt_length = len(request.tokens) - request.done
+        prompts.append(request.tokens[:prompt_length])
+        begun.append(request.tokens[prompt_length:])
+
     # Indices of the requests whose sequences are in the batch, in its order.
     active = list(range(len(requests)))
     logits = decoder.start([request.tokens for request in requests])
     while active:
         sampling = [requests[row].sampling for row in active]
         active_generators = [generators[row] for row in active]
-        responses = [requests[row].done + len(tokens[row]) for row in active]
-        logits = ruled_logits(logits, sampling, responses)
+        active_prompts = [prompts[row] for row in active]
+        responses = [[*begun[row], *tokens[row]] for row in active]
+        logits = ruled_logits(logits, sampling, active_prompts, responses)
         sampled, values, masks = _sample(logits, sampling, active_generators)
         sampled_list = sampled.tolist()
         log_prob_list = values.tolist()
