@@ -10,7 +10,7 @@ from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.check.model.megatron_settings import is_off, unmet_needs
 from megatron_rl.check.stages import unused_settings
-from megatron_rl.config.derive import BatchPlan
+from megatron_rl.config.derive import BatchPlan, versions_between
 from megatron_rl.config.field_types import format_ranges
 from megatron_rl.config.placement import megatron_sections
 from megatron_rl.config.roles import MODEL_ROLES, learner_sections
@@ -71,6 +71,7 @@ def check_warnings(
         warnings += _timeout_warnings(config)
         if algorithm is not None:
             warnings += _replay_warnings(config, algorithm)
+            warnings += _older_policy_warnings(config, algorithm)
 
     # Warnings of every job.
     warnings += _schedule_warnings(config)
@@ -212,6 +213,23 @@ def _replay_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserEr
             got="update, with one optimizer step per batch",
             fix="remove it, or set actor.routing_replay=rollout",
         )
+
+
+def _older_policy_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
+    """Yield the warning of responses of older weights that the loss takes for those of the newest."""
+    correction = algorithm.correction
+    is_corrected = correction.active or correction.bypass or algorithm.policy_loss.follows_rollout
+    if config.hybrid_engine.every == 1 or is_corrected:
+        return
+
+    yield UserError(
+        "responses are sampled from older weights, and the loss takes them for samples of the newest",
+        where="hybrid_engine.every",
+        expected="1, or importance weights in algorithm.correction",
+        got=f"{config.hybrid_engine.every}: up to {versions_between(config)} versions older, not corrected",
+        fix="set algorithm.correction={level: token}, or hybrid_engine.every=1; "
+        "an offline algorithm may stay as it is",
+    )
 
 
 def _learning_warnings(config: RunConfig) -> Iterator[UserError]:

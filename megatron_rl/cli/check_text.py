@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
+from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.algorithms.lookup import scoring_reason
 from megatron_rl.check.configuration import CheckReport
 from megatron_rl.check.model.accelerator import AppliedDefault
@@ -19,7 +21,7 @@ from megatron_rl.config.budget import (
     episodes_in_flight,
 )
 from megatron_rl.config.checkpoint_meta import ANY, SAME
-from megatron_rl.config.derive import BatchPlan
+from megatron_rl.config.derive import BatchPlan, versions_between
 from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.placement import process_group_counts
@@ -253,6 +255,7 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
         *_episode_lines(report, batch),
         *_scoring_line(report),
         (f"{config.rollout.order} order", _order_text(config)),
+        *_sync_line(report),
         (
             f"{_count(config.steps, 'step')} x {_count(batch.prompts, 'prompt')}",
             _data_passes(config.steps, batch, report.records),
@@ -337,9 +340,39 @@ def _order_text(config: RunConfig) -> str:
         prefixes = "kept" if rollout.on_update == KEEP else "computed again"
         text = "a step learns from the groups complete first by the clock, not repeatable"
         text += f"; at an update prefixes are {prefixes}"
-    if config.asynchrony.steps_ahead or rollout.partial:
+    if config.asynchrony.steps_ahead or rollout.partial or config.hybrid_engine.every != 1:
         text += f"; no token is older than {_count(config.asynchrony.max_staleness or 0, 'update')}"
     return text
+
+
+def _sync_line(report: CheckReport) -> list[tuple[str, str]]:
+    """Return the line on weights that are not synced at every version; no line if they are."""
+    config = report.config
+    every = config.hybrid_engine.every
+    if every == 1:
+        return []
+
+    age = _count(versions_between(config), "version")
+    text = f"responses are of weights up to {age} older than the actor's"
+    if report.algorithm is not None:
+        text += f", {_correction_text(report.algorithm)}"
+    text += "; evaluations have the newest weights; the actor's ranks keep a copy of the older ones in host "
+    text += "memory, saved in checkpoints between two syncs"
+    return [(f"weights synced every {every} versions" if every else "weights never synced again", text)]
+
+
+def _correction_text(algorithm: Algorithm) -> str:
+    """Return how the loss accounts for responses of older weights."""
+    correction = algorithm.correction
+    if correction.bypass or algorithm.policy_loss.follows_rollout:
+        return "whose log-probs are those of the loss's ratio"
+    if correction.level != "none":
+        return (
+            f"weighted by the ratio of each {correction.level}, at most {correction.threshold or math.inf:g}"
+        )
+    if correction.active:
+        return "rejected where they differ too much, and otherwise learned from as if sampled from the newest"
+    return "and nothing corrects for it"
 
 
 def _scoring_line(report: CheckReport) -> list[tuple[str, str]]:

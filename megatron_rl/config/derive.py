@@ -523,6 +523,14 @@ def _rollout(rollout: RolloutConfig, reasons: dict[str, str]) -> RolloutConfig:
     return replace(rollout, round_tokens=max(1, rollout.max_response_tokens // ROUNDS_PER_RESPONSE))
 
 
+def versions_between(config: RunConfig) -> int:
+    """Return by how many versions the actor is newer than the rollout just before a sync; see ``every``."""
+    every = config.hybrid_engine.every
+    # Without any further sync, by all versions before that of the last step.
+    last = max(0, config.steps - 1)
+    return min(every - 1, last) if every else last
+
+
 def _asynchrony(config: RunConfig, reasons: dict[str, str]) -> AsynchronyConfig:
     """Fill in ``max_staleness``, the largest age of a trained token in updates of the policy."""
     asynchrony = config.asynchrony
@@ -534,5 +542,8 @@ def _asynchrony(config: RunConfig, reasons: dict[str, str]) -> AsynchronyConfig:
     if config.rollout.partial:
         staleness += CARRIED_STEPS
         reason += f", and {CARRIED_STEPS} for rollout.partial"
+    if config.hybrid_engine.every != 1:
+        staleness += versions_between(config)
+        reason += ", and the versions between two syncs (hybrid_engine.every)"
     reasons["asynchrony.max_staleness"] = reason
     return replace(asynchrony, max_staleness=staleness)

@@ -68,8 +68,6 @@ _NO_COUNTERPART: Mapping[str, str] = {
         padding_free""",
     "rows are always balanced over data-parallel ranks by their work": """
         balance_batch balance_data""",
-    "weights move to the engine after every update": """
-        enable_resharding reshard_interval weight_sync_interval update_weights_interval sync_every""",
     "gradients are reduced during the backward pass if possible, see actor.ddp": """
         overlap_comm overlap_communication""",
     # The rollout engine.

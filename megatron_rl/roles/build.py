@@ -509,6 +509,7 @@ def _build_hybrid_engine(
         separate_adapters=has_separate_adapters,
         adapters=engine_adapters,
         sleeps=device.rank() in sleeping_ranks(role_layouts(config, device.world_size())),
+        every=config.hybrid_engine.every,
     )
 
 

@@ -181,7 +181,9 @@ class Run:
         self._is_complete = True
 
     def generate(self, prompts: PromptBatch, samples: int | None = None, *, greedy: bool = False) -> Rollouts:
-        """Sample responses to P prompts from the actor's current weights: [P * samples] rows.
+        """Sample responses to P prompts from the actor's weights: [P * samples] rows.
+
+        The weights are the current ones unless `hybrid_engine.every` says otherwise.
 
         The rows of a prompt are consecutive, with the same ``group``. ``samples`` None:
         `batch.samples_per_prompt`. ``greedy``: the most likely tokens, without filters. The seed depends on
@@ -196,7 +198,8 @@ class Run:
 
         count = samples or self.config.batch.samples_per_prompt
         with training.phases("generate"), roles.hybrid_engine.generation_mode() as sync_metrics:
-            pending = start_complete(roles.rollout, prompts, count, seed, roles.hybrid_engine.version)
+            version = roles.hybrid_engine.rollout_version
+            pending = start_complete(roles.rollout, prompts, count, seed, version)
             rollouts = gather_complete(roles.rollout, pending, self._members)
         self._local_metrics += sync_metrics
         return rollouts

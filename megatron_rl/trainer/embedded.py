@@ -158,6 +158,8 @@ def _reject_unsupported(config: RunConfig) -> None:
         "actor.routing_replay": actor.routing_replay != "none",
         "actor.layout.ranks": ranks != tuple(range(device.world_size())),
         "asynchrony.steps_ahead": config.asynchrony.steps_ahead,
+        # The script's checkpoints would lack the weights that the rollout samples from.
+        "hybrid_engine.every": config.hybrid_engine.every != 1,
         "model.provider": config.model.provider,
         # The script's checkpoints would lack the critic's weights.
         "critic": algorithm_of(config).needs_critic,

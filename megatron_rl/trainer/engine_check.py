@@ -46,7 +46,8 @@ def check_engine(config: RunConfig, roles: Roles) -> Metrics:
     model's dtype where that is larger. Returns the metrics of the sync. Collective over the world.
     """
     requests = _requests(config)
-    with roles.hybrid_engine.generation_mode() as sync_metrics:
+    # The trainer computes with the newest weights, so the engine needs them too.
+    with roles.hybrid_engine.generation_mode(newest=True) as sync_metrics:
         completions = _sample(roles, requests)
 
     # The ranks of a replica have the same completions, so one of them reports; then every rank has all rows.

@@ -130,7 +130,8 @@ def evaluate(
     Collective over the world.
     """
     world = ReplicaGroup()
-    with roles.hybrid_engine.generation_mode() as sync_metrics:
+    # The weights to evaluate are the newest, also where responses are sampled from older ones.
+    with roles.hybrid_engine.generation_mode(newest=True) as sync_metrics:
         pending = start_evaluation(roles, sets, seed)
         answers = [gather_complete(roles.rollout, item, world) for item in pending]
 

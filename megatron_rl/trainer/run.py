@@ -412,6 +412,10 @@ class Training:
                 metrics += _throughput(result.batch, metrics.values()["time/step"])
             metrics += source_metrics(result.batch, self.prompts)
             metrics += Metrics.of({"policy/version": self.roles.hybrid_engine.version})
+            if self.config.hybrid_engine.every != 1:
+                version = self.roles.hybrid_engine.rollout_policy.version
+                assert version is not None, "a step samples before it learns"
+                metrics += Metrics.of({"rollout/version": version})
         return metrics
 
     def _evaluate_or_defer(self, log: MetricsLog | None, step: int, metrics: Metrics) -> Metrics:
@@ -424,7 +428,8 @@ class Training:
         due_sets = [item for item in self.sets if is_last or step % evaluation.interval(item.name) == 0]
 
         # Only a run that samples ahead has idle ranks, and training must wait for decisive sets.
-        can_defer = self.ahead is not None and not is_last
+        # It also samples them beside its batch, which with `hybrid_engine.every` is of older weights.
+        can_defer = self.ahead is not None and not is_last and self.config.hybrid_engine.every == 1
         if due_sets and can_defer and not any(self._is_decisive(item) for item in due_sets):
             names = tuple(item.name for item in due_sets)
             self.state.deferred = DeferredEvaluation(step, names, metrics)

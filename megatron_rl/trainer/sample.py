@@ -169,6 +169,8 @@ class RolloutSource:
             greedy = None
             if pending.greedy is not None:
                 greedy = gather_complete(rollout, pending.greedy, members)
+            if self.config.hybrid_engine.every != 1:
+                metrics += self._staleness(rollouts)
             return SampledBatch(
                 prompts,
                 without_token_versions(rollouts),
@@ -182,12 +184,16 @@ class RolloutSource:
         metrics += Metrics.of({"rollout/partial_fraction": partial_fraction(rollouts)})
         metrics += self._carry_over_or_restart()
 
-        # With sampling ahead, staleness is measured when the sequences are trained on.
-        if self.config.rollout.partial and not self.config.asynchrony.steps_ahead:
-            assert self.config.asynchrony.max_staleness is not None
-            version = self.roles.hybrid_engine.version
-            metrics += staleness(version, rollouts, self.config.asynchrony.max_staleness)
+        if self.config.rollout.partial or self.config.hybrid_engine.every != 1:
+            metrics += self._staleness(rollouts)
         return SampledBatch(prompts, rollouts, None, metrics, early)
+
+    def _staleness(self, rollouts: Rollouts) -> Metrics:
+        """Return the age of the selected rows; see `staleness`."""
+        # With sampling ahead, staleness is measured when the sequences are trained on.
+        if self._steps_ahead:
+            return Metrics()
+        return staleness(self.roles.hybrid_engine.version, rollouts, self._max_staleness)
 
     def _round_metrics(self, generation_round: GenerationRound, new_tokens: NewTokens) -> Metrics:
         """Return the number of token rounds; in the open order, the required and the surplus groups."""
@@ -221,7 +227,7 @@ class RolloutSource:
 
     def _next_round(self, prompt_count: int, seed: int) -> GenerationRound:
         """Top up the carried-over groups with new prompts to the in-flight limit; return them as a round."""
-        version = self.roles.hybrid_engine.version
+        version = self.roles.hybrid_engine.rollout_version
         rollout = self.config.rollout
 
         # Carried-over groups count towards the limit: only the difference is filled with new prompts.
@@ -247,7 +253,9 @@ class RolloutSource:
         # Groups that would be too old after one more step must finish in this round.
         required = (False,) * len(groups)
         if rollout.partial:
-            required = self.buffer.required(version, ahead=self._steps_ahead, bound=self._max_staleness)
+            required = self.buffer.required(
+                self.roles.hybrid_engine.version, ahead=self._steps_ahead, bound=self._max_staleness
+            )
         # The closed order has token rounds; the open one ends when enough groups are finished.
         if rollout.order == CLOSED:
             return GenerationRound(

@@ -58,6 +58,10 @@ TYPES = (
 """Classes of the values in a checkpoint's state; a checkpoint with others is not read."""
 
 
+ROLLOUT_WEIGHTS = "rollout"
+"""Name of the weights in a checkpoint that responses are sampled from, where they are not the actor's."""
+
+
 @dataclass
 class Best:
     """Best measurements of the metric `checkpoint.best`.
@@ -133,10 +137,14 @@ class TrainerState:
         """Save a checkpoint; arguments as for `checkpoint.save`. Collective over the world."""
         # The checkpoints of the best steps are retained in addition to the newest ``keep``.
         best_steps = [step for step, _ in self.best.kept]
+        parts = _parts(roles)
+        # Where the next step syncs, it samples from the weights of the actor itself.
+        if roles.hybrid_engine.rollout_version != roles.hybrid_engine.version:
+            parts[ROLLOUT_WEIGHTS] = _rollout_weights(roles)
         with roles.learners_resident():
             return checkpoint.save(
                 path,
-                _parts(roles),
+                parts,
                 self.state_dict(roles),
                 settings.keep,
                 best_steps,
@@ -149,8 +157,21 @@ class TrainerState:
 
         ``trusted`` as for `checkpoint.load`. Collective over the world.
         """
+        parts = _parts(roles)
+        policy = roles.hybrid_engine.rollout_policy
+        has_rollout_weights = from_first_rank(lambda: ROLLOUT_WEIGHTS in read_meta(path)["roles"])
+        restores_rollout_weights = has_rollout_weights and policy.every != 1
         with roles.learners_resident():
-            state = checkpoint.load(path, _parts(roles), TYPES, trusted=trusted)
+            if restores_rollout_weights:
+                # The load writes into the copy of the policy, which has the weights' shapes from here on.
+                policy.capture(roles.hybrid_engine.version)
+                parts[ROLLOUT_WEIGHTS] = _rollout_weights(roles)
+            state = checkpoint.load(path, parts, TYPES, trusted=trusted)
+
+        # Without weights of its own, the next responses are sampled from those of the checkpoint's step.
+        policy.version = None
+        if restores_rollout_weights:
+            policy.version = int(state["rollout_version"])
         return self.load_state_dict(state, roles)
 
     def load_state_dict(self, state: Mapping[str, Any], roles: Roles) -> str | None:
@@ -185,6 +206,7 @@ class TrainerState:
             "algorithm": self.algorithm.state_dict(),
             "prompts": self.prompts.state_dict(),
             "policy_version": roles.hybrid_engine.version,
+            "rollout_version": roles.hybrid_engine.rollout_version,
             "queue": [vars(item) for item in self.queue],
             "rollouts": self.source.state_dict(),
             "best": vars(self.best),
@@ -196,6 +218,11 @@ class TrainerState:
 def _parts(roles: Roles) -> dict[str, checkpoint.TrainedRole]:
     """Return the models and optimizers that a checkpoint of the run has, by role."""
     return {name: checkpoint.TrainedRole(role.model, role.optimizer) for name, role in roles.learners.items()}
+
+
+def _rollout_weights(roles: Roles) -> checkpoint.TrainedRole:
+    """Return the part of a checkpoint with the weights that responses are sampled from."""
+    return checkpoint.TrainedRole(roles.actor.model, None, roles.hybrid_engine.rollout_policy.in_model)
 
 
 class Checkpoints:

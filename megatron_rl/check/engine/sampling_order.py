@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_rl.algorithms.algorithm import Algorithm
 from megatron_rl.check.engine.servers import check_engine_servers
-from megatron_rl.config.derive import ROUNDS_PER_RESPONSE
+from megatron_rl.config.derive import ROUNDS_PER_RESPONSE, versions_between
 from megatron_rl.config.engines import engines_with
 from megatron_rl.config.field_types import format_ranges
 from megatron_rl.config.schema import RunConfig
@@ -65,6 +65,8 @@ def _kept_cache_errors(config: RunConfig) -> Iterator[UserError]:
     requirements = {
         "rollout.order=open": rollout.order == OPEN,
         engines_with(keeps_cache=True): rollout.capabilities.keeps_cache,
+        # An evaluation between two syncs gives the engine newer weights, and then the older ones again.
+        "hybrid_engine.every=1": config.hybrid_engine.every == 1,
         "rollout.environment=null": rollout.environment is None,
         "rollout.vllm.async_scheduling=false": not rollout.vllm.get("async_scheduling"),
     }
@@ -129,13 +131,15 @@ def _staleness_errors(config: RunConfig) -> Iterator[UserError]:
     # A response is as many policy versions old as the steps that it was sampled ahead.
     bound = config.asynchrony.max_staleness
     minimum = config.asynchrony.steps_ahead
-    expected = f"at least {minimum}: asynchrony.steps_ahead"
+    reasons = ["asynchrony.steps_ahead"]
     if config.rollout.partial:
         # A carried-over response is one step older than the others of its step.
         minimum += 1
-        expected = (
-            f"at least {minimum}: asynchrony.steps_ahead, and one more for rollout.partial to carry any"
-        )
+        reasons.append("one more for rollout.partial to carry any")
+    if config.hybrid_engine.every != 1:
+        minimum += versions_between(config)
+        reasons.append("the versions between two syncs (hybrid_engine.every)")
+    expected = f"at least {minimum}: {', and '.join(reasons)}"
 
     if bound is not None and bound < minimum:
         yield UserError(

@@ -625,8 +625,23 @@ def stop_error(setting: str, text: str, tokens: Sequence[str]) -> UserError:
 
 @dataclass(frozen=True)
 class HybridEngineConfig:
-    """Weight sync from the actor into the rollout engine: its memory and its verification."""
+    """Weight sync from the actor into the rollout engine: when, in what memory, and how it is verified."""
 
+    # A version is a step in which the actor learns: optimizer steps within one step are not counted.
+    every: int = setting(
+        1,
+        "Versions of the policy from one weight sync to the next. In between, responses are sampled from the "
+        "older weights; 0 samples from the first ones forever.",
+        unit="versions",
+        at_least=0,
+        at_most=MOST_STEPS,
+        advice="1 samples every step from the newest weights; 0 is for offline algorithms",
+        also_called={
+            "slime": "update_weights_interval",
+            "common": "reshard_interval, enable_resharding, weight_sync_interval, sync_every, sync_interval",
+        },
+        their_values={"enable_resharding": {True: 1, False: 0}},
+    )
     staging_bytes: int = setting(
         256 * 2**20,
         "Memory of a rank for weights in transfer.",
@@ -695,7 +710,7 @@ class AsynchronyConfig:
         None,
         "Largest age of a trained token in updates.",
         unit="steps",
-        unset="steps_ahead, and with rollout.partial two more",
+        unset="steps_ahead, with rollout.partial two more, and with hybrid_engine.every the versions between",
         at_least=0,
         at_most=MOST_STEPS,
         advice="steps_ahead, and with rollout.partial more",
