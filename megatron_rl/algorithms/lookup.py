@@ -32,7 +32,7 @@ def algorithm_of(config: RunConfig) -> Algorithm:
     return get_algorithm(
         config.algorithm.name,
         explicit_pieces,
-        max_response_tokens=config.rollout.max_response_tokens,
+        max_response_tokens=config.rollout.response_limit,
     )
 
 

@@ -18,8 +18,9 @@ from megatron_rl.config.sections.data import SourceConfig, fields_of
 from megatron_rl.config.sections.evaluation import EvaluationSetConfig
 from megatron_rl.config.sections.health import HealthRuleConfig
 from megatron_rl.config.sections.models import OptimizerConfig
+from megatron_rl.config.sections.response_limits import smallest_limit
 from megatron_rl.config.sections.rewards import FUNCTION
-from megatron_rl.config.sections.rollout import profile_errors, rule_errors
+from megatron_rl.config.sections.rollout import limit_errors, profile_errors, rule_errors
 from megatron_rl.config.setting import sections_of, value_errors
 from megatron_rl.error_forms import requires
 from megatron_rl.errors import UserError, nearest, single_errors
@@ -32,6 +33,7 @@ def check_values(config: RunConfig) -> list[UserError]:
     return [
         *value_errors(config),
         *sampling_errors,
+        *limit_errors(config.rollout, config.data.max_prompt_tokens),
         *_reward_model_errors(config),
         *check_stages(config),
         *_learning_rate_errors(config),
@@ -75,15 +77,15 @@ def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserErr
 
 
 def _overlong_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]:
-    """Return the errors of an overlong buffer that exceeds the response limit of a sampling profile."""
+    """Return the errors of an overlong buffer that exceeds a response limit."""
     if algorithm.overlong.limit is not None:
         return []
 
-    # A buffer without an explicit limit is relative to the response limit of each sampling profile.
+    # A buffer without an explicit limit is relative to each response limit.
     limits = {
-        f"rollout.sampling_profiles.{task}.max_response_tokens": profile["max_response_tokens"]
-        for task, profile in config.rollout.sampling_profiles.items()
-        if isinstance(profile.get("max_response_tokens"), int)
+        path: smallest_limit(value, config.rollout.auto_limit)
+        for path, value in config.rollout.limit_settings.items()
+        if isinstance(value, int | str | dict)
     }
     return list(algorithm.overlong.buffer_errors("algorithm.overlong", limits))
 

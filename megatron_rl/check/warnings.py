@@ -100,7 +100,7 @@ def _sampling_warnings(config: RunConfig, algorithm: Algorithm | None) -> Iterat
         )
 
     # VAPO's lambda for a response of l tokens is 1 - 1 / (alpha l), and 0 for alpha l <= 1.
-    max_tokens = config.rollout.max_response_tokens
+    max_tokens = config.rollout.response_limit
     if isinstance(advantage, Vapo) and advantage.alpha * max_tokens <= 1:
         yield UserError(
             "VAPO's lambda is 0 for every response: the policy learns from the critic's errors alone",

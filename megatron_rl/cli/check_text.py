@@ -27,7 +27,8 @@ from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.placement import process_group_counts
 from megatron_rl.config.roles import ACTOR, ROLLOUT
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.rollout import KEEP, OPEN
+from megatron_rl.config.sections.response_limits import AUTO, table_rows
+from megatron_rl.config.sections.rollout import KEEP, OPEN, RolloutConfig
 from megatron_rl.config.source import one_line
 from megatron_rl.config.stage_plan import StagePlan, job_reads, stage_plans
 from megatron_rl.errors import numbered
@@ -242,6 +243,7 @@ def _step_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str]]:
             f"prompt <= {prompt:,} + response <= {response:,}",
             f"a row has at most {batch.longest_row:,} tokens",
         ),
+        *_limit_lines(config.rollout),
         (
             f"{batch.rows:,} rows x {batch.longest_row:,} tokens",
             f"at most {batch.tokens_per_step:,} tokens per step",
@@ -343,6 +345,30 @@ def _order_text(config: RunConfig) -> str:
     if config.asynchrony.steps_ahead or rollout.partial or config.hybrid_engine.every != 1:
         text += f"; no token is older than {_count(config.asynchrony.max_staleness or 0, 'update')}"
     return text
+
+
+def _limit_lines(rollout: RolloutConfig) -> list[tuple[str, str]]:
+    """Return a line for each limit of responses that is not a number."""
+    auto = rollout.auto_limit
+    lines = []
+    for path, value in rollout.limit_settings.items():
+        task = path.removeprefix("rollout.sampling_profiles.").rpartition(".")[0]
+        name = "limit of responses" if task == "rollout" else f"limit of {task}"
+        if value == AUTO:
+            text = (
+                f"{auto.margin:g} x the {auto.quantile:.0%} quantile of the last {auto.window} lengths of a "
+                f"task and prompt length, {auto.at_least} to {auto.at_most} tokens; {auto.at_most} for the "
+                f"first {auto.responses} and in evaluations"
+            )
+            lines.append((name, text))
+        elif isinstance(value, dict):
+            rows = [f"{limit:,} for {_prompts_text(tokens)}" for tokens, limit in table_rows(value)]
+            lines.append((name, f"tokens: {', '.join(rows)}"))
+    return lines
+
+
+def _prompts_text(tokens: int | None) -> str:
+    return "longer prompts" if tokens is None else f"prompts up to {tokens:,}"
 
 
 def _sync_line(report: CheckReport) -> list[tuple[str, str]]:

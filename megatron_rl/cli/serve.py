@@ -95,7 +95,7 @@ def sampling_defaults(folder: RunFolder) -> dict[str, Any]:
     rollout = load_config(folder.config).rollout
     defaults: dict[str, Any] = {
         "temperature": rollout.temperature,
-        "max_new_tokens": rollout.max_response_tokens,
+        "max_new_tokens": rollout.response_limit,
     }
     if rollout.top_p < 1:
         defaults["top_p"] = rollout.top_p

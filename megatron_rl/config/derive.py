@@ -26,6 +26,7 @@ from megatron_rl.config.placement import (
 from megatron_rl.config.roles import MODEL_ROLES, NUMBER, spec_at, with_role_sections
 from megatron_rl.config.schema import TRAIN, CheckpointConfig, RunConfig
 from megatron_rl.config.sections.models import LayoutConfig
+from megatron_rl.config.sections.response_limits import largest_limit
 from megatron_rl.config.sections.rewards import RewardModelConfig
 from megatron_rl.config.sections.rollout import AsynchronyConfig, MismatchConfig, RolloutConfig
 from megatron_rl.config.sections.stages import PreferenceConfig
@@ -174,12 +175,12 @@ def smallest_world(config: RunConfig) -> int:
 
 def longest_response(config: RunConfig) -> int:
     """Return the largest number of tokens of a response, over all sampling profiles."""
-    responses = [config.rollout.max_response_tokens]
-    for profile in config.rollout.sampling_profiles.values():
-        value = profile.get("max_response_tokens")
+    rollout = config.rollout
+    responses = [rollout.response_limit]
+    for value in rollout.limit_settings.values():
         # The values of sampling profiles may not have been validated yet.
-        if isinstance(value, int) and not isinstance(value, bool):
-            responses.append(value)
+        if isinstance(value, int | str | dict) and not isinstance(value, bool):
+            responses.append(largest_limit(value, rollout.auto_limit))
     return max(responses)
 
 
@@ -520,7 +521,7 @@ def _rollout(rollout: RolloutConfig, reasons: dict[str, str]) -> RolloutConfig:
     if rollout.round_tokens is not None:
         return rollout
     reasons["rollout.round_tokens"] = f"1/{ROUNDS_PER_RESPONSE} of rollout.max_response_tokens"
-    return replace(rollout, round_tokens=max(1, rollout.max_response_tokens // ROUNDS_PER_RESPONSE))
+    return replace(rollout, round_tokens=max(1, rollout.response_limit // ROUNDS_PER_RESPONSE))
 
 
 def versions_between(config: RunConfig) -> int:

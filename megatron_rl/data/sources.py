@@ -56,7 +56,7 @@ from megatron_rl.data.tokenizing import (
     turn_end_warning,
 )
 from megatron_rl.errors import UserError
-from megatron_rl.types import PromptBatch, TrainBatch
+from megatron_rl.types import PromptBatch, SamplingParameters, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -192,6 +192,7 @@ class PromptSource:
         """Whether the prompts went through the tokenizer's chat template."""
 
         ends = end_token_ids(tokenizer, model_path, templated=self.templated)
+        self._rollout = rollout
         self._default_sampling, self._sampling_by_task = sampling_by_task(rollout, tokenizer, ends)
         self.text_warnings = list(self._text_warnings(tokenizer, ends, model_path, setting))
         """Warnings about the texts of the first records, and about the template that renders them."""
@@ -339,8 +340,17 @@ class PromptSource:
             prompts=tuple(self._texts[row] for row in ids),
             ground_truths=tuple(record.values.get(data.ground_truth_field) for record in records),
             metadata=tuple(self._metadata(record) for record in records),
-            sampling=tuple(self._sampling_by_task.get(task, self._default_sampling) for task in tasks),
+            sampling=tuple(self._sampling(task, len(row)) for task, row in zip(tasks, tokens, strict=True)),
         )
+
+    def _sampling(self, task: str, prompt_tokens: int) -> SamplingParameters:
+        """Return the sampling parameters of a prompt, with the limit of its responses."""
+        sampling = self._sampling_by_task.get(task, self._default_sampling)
+        limit = self._rollout.limit_of(task, prompt_tokens)
+        # Most prompts have the largest limit: they share one object.
+        if limit == sampling.max_response_tokens:
+            return sampling
+        return sampling._replace(max_response_tokens=limit)
 
     def _metadata(self, record: Record) -> Mapping[str, Any]:
         reserved = {self._data.prompt_field, self._data.ground_truth_field}

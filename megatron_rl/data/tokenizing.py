@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from megatron_rl.config.sections.data import DataConfig
+from megatron_rl.config.sections.response_limits import AutoLimitConfig, largest_limit
 from megatron_rl.config.sections.rollout import (
     RolloutConfig,
     explicit_token_id,
@@ -208,7 +209,8 @@ def sampling_by_task(
     """Return the default sampling parameters, and the parameters of each task with a profile.
 
     A profile overrides fields of the rollout settings; its ``stop`` replaces theirs. The tokens ``ends``
-    always end a response. Raises UserError for a field that does not exist or is out of range.
+    always end a response. Limits are the largest ones, see `RolloutConfig.limit_of`. Raises UserError for a
+    field that does not exist or is out of range.
     """
     errors = profile_errors(rollout)
     if errors:
@@ -216,13 +218,13 @@ def sampling_by_task(
 
     # Every field of a profile is a field of the rollout settings, too.
     defaults = {name: getattr(rollout, name) for name in profile_fields()}
-    default_parameters = _sampling_parameters(defaults, tokenizer, ends, "rollout")
+    default_parameters = _sampling_parameters(defaults, tokenizer, ends, "rollout", rollout.auto_limit)
 
     parameters_by_task: dict[str, SamplingParameters] = {}
     for task, profile in rollout.sampling_profiles.items():
         setting = f"rollout.sampling_profiles.{task}"
         values = {**defaults, **profile}
-        parameters_by_task[task] = _sampling_parameters(values, tokenizer, ends, setting)
+        parameters_by_task[task] = _sampling_parameters(values, tokenizer, ends, setting, rollout.auto_limit)
     return default_parameters, parameters_by_task
 
 
@@ -231,13 +233,14 @@ def _sampling_parameters(
     tokenizer: PreTrainedTokenizerBase,
     ends: Sequence[int],
     setting: str,
+    auto: AutoLimitConfig,
 ) -> SamplingParameters:
     stop_ids = dict.fromkeys((*ends, *stop_token_ids(tokenizer, values["stop"], f"{setting}.stop")))
     return SamplingParameters(
         float(values["temperature"]),
         float(values["top_p"]),
         int(values["top_k"]),
-        int(values["max_response_tokens"]),
+        largest_limit(values["max_response_tokens"], auto),
         tuple(stop_ids),
         float(values["min_p"]),
         logit_biases(tokenizer, values, setting),

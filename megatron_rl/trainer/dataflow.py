@@ -33,6 +33,7 @@ from megatron_rl.algorithms.preference import PreferenceSettings
 from megatron_rl.algorithms.ragged import broadcast_rows
 from megatron_rl.check.configuration import check_file
 from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.config.sections.response_limits import AUTO
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.errors import UserError, UserErrors, numbered
 from megatron_rl.launcher import current_launch, leave_with_launcher, process_rank
@@ -415,6 +416,8 @@ def _reject_unsupported(config: RunConfig) -> None:
         "job": config.job != TRAIN,
         "asynchrony.steps_ahead": config.asynchrony.steps_ahead,
         "rollout.oversample": config.rollout.oversample,
+        # The lengths that such limits follow are observed by the trainer's own source of responses.
+        "rollout.max_response_tokens": AUTO in config.rollout.limit_settings.values(),
     }
     errors = [
         UserError(

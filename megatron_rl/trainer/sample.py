@@ -36,6 +36,7 @@ from megatron_rl.rollout.collate import (
     to_rollouts,
     waiting_groups,
 )
+from megatron_rl.rollout.limits import AutoLimits, length_metrics
 from megatron_rl.rollout.scheduler import GenerationRound
 from megatron_rl.rollout.types import SequenceGroup
 from megatron_rl.types import (
@@ -105,6 +106,7 @@ class RolloutSource:
     ``draw``: returns the next n prompts of the training data.
     ``buffer``: the waiting, running and finished groups; part of the checkpoint.
     ``informative``: numbers of informative and of all groups in the last batch; part of the checkpoint.
+    ``limits``: limits of responses that follow earlier lengths; part of the checkpoint.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class RolloutSource:
         self.algorithm = algorithm
         self.draw = draw
         self.buffer = RolloutBuffer()
+        self.limits = AutoLimits(config.rollout)
         self.informative = (0, 0)
 
     def start(self, prompt_count: int, seed: int) -> Pending:
@@ -161,6 +164,8 @@ class RolloutSource:
         rollouts = to_rollouts(selected)
         early = early_rewards(selected)
         metrics = conversation_metrics(rollouts)
+        metrics += length_metrics(prompts, rollouts, self.config.rollout)
+        self.limits.observe(prompts, rollouts)
         if not self.config.rollout.capabilities.in_process:
             metrics += Metrics.of({"rollout/sampled_again": float(new_tokens.resubmitted)})
 
@@ -236,7 +241,7 @@ class RolloutSource:
             in_flight_limit = rollout.prompts_in_flight(prompt_count)
         missing_groups = in_flight_limit - len(self.buffer.started)
         if missing_groups > 0:
-            waiting = self._take_prompts(missing_groups)
+            waiting = self.limits.with_limits(self._take_prompts(missing_groups))
             self.buffer.add(
                 start_groups(
                     waiting,
@@ -281,8 +286,12 @@ class RolloutSource:
         return groups
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoint state: the buffer's groups and the counts of informative groups."""
-        return {**self.buffer.state_dict(), "informative": self.informative}
+        """Return the checkpoint state: groups, counts of informative groups, and lengths of responses."""
+        return {
+            **self.buffer.state_dict(),
+            "informative": self.informative,
+            "lengths": self.limits.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state; restart the prompt of each group that the current settings cannot continue.
@@ -291,6 +300,8 @@ class RolloutSource:
         ``max_staleness`` makes groups too old. The hybrid engine's version must be restored before.
         """
         self.informative = tuple(state["informative"])
+        # Checkpoints of older versions have no lengths.
+        self.limits.load_state_dict(state.get("lengths", {}))
         self.buffer.load_state_dict(state)
         if not self.buffer.started:
             return

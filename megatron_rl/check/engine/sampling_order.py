@@ -171,7 +171,7 @@ def _oversample_errors(config: RunConfig, algorithm: Algorithm | None) -> Iterat
         return
 
     # Over-sampling only helps if a round can leave responses unfinished.
-    max_tokens = rollout.max_response_tokens
+    max_tokens = rollout.response_limit
     round_tokens = rollout.round_tokens
 
     if rollout.order == CLOSED and round_tokens is not None and round_tokens >= max_tokens:

@@ -28,6 +28,14 @@ from megatron_rl.config.sections.bounds import (
 )
 from megatron_rl.config.sections.filters import FiltersConfig
 from megatron_rl.config.sections.models import RANKS_LISTED
+from megatron_rl.config.sections.response_limits import (
+    AUTO,
+    AutoLimitConfig,
+    ResponseLimit,
+    largest_limit,
+    prompt_limit,
+    table_errors,
+)
 from megatron_rl.config.setting import Setting, required, setting, setting_of
 from megatron_rl.error_forms import out_of_range, requires
 from megatron_rl.errors import UserError, nearest
@@ -212,9 +220,11 @@ class RolloutConfig:
         per_task=True,
         advice="0 switches min-p off",
     )
-    max_response_tokens: int = setting(
+    max_response_tokens: int | str | dict[str, Any] = setting(
         256,
-        "Largest length of a response; with an environment, of everything after the prompt together.",
+        "Largest length of a response; with an environment, of everything after the prompt together. A "
+        "number, a table by prompt length (`{64: 64, 512: 256, more: 1024}`), or `auto`: see `auto_limit`.",
+        choices=(AUTO,),
         **TOKENS,
         per_task=True,
         also_called={
@@ -238,6 +248,9 @@ class RolloutConfig:
             ),
             _LONGEST_ROW,
         ),
+    )
+    auto_limit: AutoLimitConfig = setting(
+        AutoLimitConfig(), "Limits of responses with `max_response_tokens: auto`."
     )
     # One token each, since the engine gets them as stop token ids together with the model's own.
     stop: tuple[str, ...] = setting(
@@ -427,6 +440,29 @@ class RolloutConfig:
         return count + math.ceil(count * self.oversample - 1e-9)
 
     @property
+    def response_limit(self) -> int:
+        """Return the largest number of tokens of a response, of tasks without a limit of their own."""
+        return largest_limit(self.max_response_tokens, self.auto_limit)
+
+    def limit_setting(self, task: str) -> ResponseLimit:
+        """Return the value of `max_response_tokens` that a task has."""
+        return self.sampling_profiles.get(task, {}).get("max_response_tokens", self.max_response_tokens)
+
+    def limit_of(self, task: str, prompt_tokens: int) -> int:
+        """Return the limit of the responses to a prompt, the largest one with `auto`."""
+        return prompt_limit(self.limit_setting(task), prompt_tokens, self.auto_limit)
+
+    @property
+    def limit_settings(self) -> dict[str, ResponseLimit]:
+        """Return every limit of responses by its path: the rollout's own, and those of profiles."""
+        limits: dict[str, ResponseLimit] = {"rollout.max_response_tokens": self.max_response_tokens}
+        for task, profile in self.sampling_profiles.items():
+            if "max_response_tokens" in profile:
+                path = f"rollout.sampling_profiles.{task}.max_response_tokens"
+                limits[path] = profile["max_response_tokens"]
+        return limits
+
+    @property
     def capabilities(self) -> EngineCapabilities:
         """Return the capabilities of the engine."""
         return engine_capabilities(self.engine)
@@ -481,6 +517,43 @@ def profile_errors(rollout: RolloutConfig) -> list[UserError]:
                 fix = "correct it, or remove it to have the value of the rollout section"
                 errors.append(out_of_range(path, value, expected, fix=fix))
     return errors
+
+
+def limit_errors(rollout: RolloutConfig, longest_prompt: int) -> Iterator[UserError]:
+    """Yield the errors of limits that are tables, and of `auto` limits whose lengths cannot be observed."""
+    is_auto = False
+    for path, value in rollout.limit_settings.items():
+        is_auto = is_auto or value == AUTO
+        if isinstance(value, dict):
+            yield from table_errors(path, value, longest_prompt)
+    if not is_auto:
+        return
+
+    auto = rollout.auto_limit
+    if auto.at_least > auto.at_most:
+        yield UserError(
+            "the smallest limit of responses is above the largest",
+            where="rollout.auto_limit.at_least",
+            expected=f"at most rollout.auto_limit.at_most ({auto.at_most})",
+            got=str(auto.at_least),
+            fix=f"set rollout.auto_limit.at_least={auto.at_most} or less",
+        )
+    if auto.responses > auto.window:
+        yield UserError(
+            "a class of lengths never has as many responses as its limit waits for",
+            where="rollout.auto_limit.responses",
+            expected=f"at most rollout.auto_limit.window ({auto.window})",
+            got=str(auto.responses),
+            fix=f"set rollout.auto_limit.responses={auto.window} or less",
+        )
+    if rollout.oversample and not rollout.partial:
+        yield UserError(
+            "the limits would follow short responses alone: over-sampling discards the long ones",
+            where="rollout.max_response_tokens",
+            expected="a number or a table with rollout.oversample, or rollout.partial=true",
+            got="auto with rollout.oversample and without rollout.partial",
+            fix="set rollout.partial=true, or a number",
+        )
 
 
 def _profile_name_error(path: str, name: str, names: list[str]) -> UserError:

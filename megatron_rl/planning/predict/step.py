@@ -237,7 +237,7 @@ def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], stats: R
 
     Without measured lengths, prompts are at their limit and responses at `TYPICAL_SHARE` of theirs.
     """
-    limit = float(config.rollout.max_response_tokens)
+    limit = float(config.rollout.response_limit)
     mean = min(stats.response or TYPICAL_SHARE * limit, limit)
     lengths = response_lengths(max(1.0, mean), limit, "variable")
 
