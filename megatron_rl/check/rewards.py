@@ -115,7 +115,28 @@ def filter_errors(config: RunConfig) -> list[UserError]:
         fix = "lower it, or raise rollout.max_response_tokens"
         expected = f"at most {longest}, the longest response"
         errors.append(out_of_range("rollout.filters.min_tokens", filters.min_tokens, expected, fix=fix))
+    if filters.refill:
+        errors += _refill_errors(config)
     return errors
+
+
+def _refill_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the error of a refill whose step has no filters, or filters after the engine has sampled."""
+    # Ahead and over-sampled batches are complete before any rank filters them.
+    requirements = {
+        "a filter in rollout.filters": bool(config.rollout.filters.names),
+        "rollout.oversample=0": config.rollout.oversample == 0,
+        "asynchrony.steps_ahead=0": config.asynchrony.steps_ahead == 0,
+    }
+    unmet = [name for name, is_met in requirements.items() if not is_met]
+    if unmet:
+        yield UserError(
+            "removed responses cannot be sampled again",
+            where="rollout.filters.refill",
+            expected="with refill: filters, and steps that sample exactly their own prompts",
+            got=f"{config.rollout.filters.refill} without {', '.join(unmet)}",
+            fix=f"set {' '.join(unmet)}, or rollout.filters.refill=0",
+        )
 
 
 def _argument_errors(reward: RewardConfig) -> list[UserError]:

@@ -7,7 +7,7 @@ does, contained and with its limits; a filter that fails makes its sample invali
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.config.sections.filters import FILTER_KEY, FiltersConfig
@@ -54,6 +54,12 @@ class FilteredRows:
         if self.reward is not None:
             answers |= dict.fromkeys(self.names, Answer(None, "", self.reward))
         return answers
+
+    def verdicts(self, rows: Iterable[int]) -> dict[int, Answer]:
+        """Return the filters' answer about each of ``rows``, which a later call need not ask for again."""
+        answers = dict.fromkeys(rows, _KEPT)
+        answers |= {row: Answer(FILTERED, name) for row, name in self.names.items()}
+        return {**answers, **self.failures}
 
 
 NOTHING_FILTERED = FilteredRows()

@@ -416,6 +416,7 @@ def _reject_unsupported(config: RunConfig) -> None:
         "job": config.job != TRAIN,
         "asynchrony.steps_ahead": config.asynchrony.steps_ahead,
         "rollout.oversample": config.rollout.oversample,
+        "rollout.filters.refill": config.rollout.filters.refill,
         # The lengths that such limits follow are observed by the trainer's own source of responses.
         "rollout.max_response_tokens": AUTO in config.rollout.limit_settings.values(),
     }

@@ -41,6 +41,7 @@ from megatron_rl.distributed.exchange import (
 from megatron_rl.errors import UserError
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.build import Roles
+from megatron_rl.trainer.refill import refill
 from megatron_rl.trainer.rewards import (
     ScoredBatch,
     combine_rounds,
@@ -133,6 +134,7 @@ class SameStepBatches:
             ):
                 pending = self.source.start(prompt_count, seed)
                 sampled = self.source.finish(pending, learners)
+                sampled = refill(self.source, sampled, seed, learners)
 
             with phase("reward"):
                 rounds.append(compute_rewards(self.roles, sampled, learners))

@@ -54,6 +54,15 @@ class FiltersConfig:
         "`filtered_reward` (`reward`).",
         choices=(DROP, REWARD),
     )
+    refill: int = setting(
+        0,
+        "Times that a removed response is sampled again, with another seed each time; what is removed the "
+        "last time has the use `on_filtered`.",
+        unit="times",
+        at_least=0,
+        at_most=100,
+        advice="0 samples none again; 1 to 4 replace most of what filters remove now and then",
+    )
     filtered_reward: float = setting(0.0, "Reward of removed responses with `on_filtered: reward`.", **WEIGHT)
 
     @property
