@@ -51,6 +51,8 @@ class SamplingParameters(NamedTuple):
     """Value that is subtracted from the logits of the response's tokens; 0 is off."""
     frequency_penalty: float = 0.0
     """Value that is subtracted from a token's logit for each occurrence in the response; 0 is off."""
+    stop_texts: tuple[str, ...] = ()
+    """Texts of several tokens that end the response; see `rollout.stopping`."""
 
     @property
     def has_penalties(self) -> bool:
@@ -81,7 +83,7 @@ class LogitRules(NamedTuple):
 
 
 FINISH_STOP = 0
-"""The response ended with a stop token."""
+"""The response ended with a stop token, or with a token that completes a stop text."""
 FINISH_LENGTH = 1
 """The response reached ``max_response_tokens``, or the episode its last turn."""
 FINISH_FAILED = 2

@@ -25,6 +25,7 @@ from megatron_rl.check.model.tokenizer import (
     chat_templates,
     check_tokenizer,
     has_chat_template,
+    rule_token_errors,
     stop_errors,
     token_ids,
 )
@@ -191,6 +192,7 @@ def _check_models(inputs: Inputs) -> None:
         sampling = ("stop", "banned_tokens", "logit_bias", "sampling_profiles")
         if config.job == TRAIN and inputs.is_valid(*(f"rollout.{name}" for name in sampling)):
             inputs.errors.extend(stop_errors(Path(config.model.path), config.rollout))
+            inputs.errors.extend(rule_token_errors(Path(config.model.path), config.rollout))
 
     actor = None
     if inputs.shape is not None:

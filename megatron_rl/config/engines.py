@@ -41,6 +41,9 @@ class EngineCapabilities:
     keeps_cache: bool = False
     """Interrupted requests can keep their key-value cache while weights are updated."""
 
+    stop_texts: bool = False
+    """Responses end at `SamplingParameters.stop_texts`, by `rollout.stopping`."""
+
     host_head_sizes: tuple[int, ...] = ()
     """Supported sizes of an attention head on a host without accelerator, empty for any."""
 
@@ -90,6 +93,7 @@ ENGINES: dict[str, EngineSpec] = {
             routing_replay=True,
             adapter_sync=True,
             keeps_cache=True,
+            stop_texts=True,
             # vLLM's attention on a CPU has kernels for these sizes alone.
             host_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
             host_latent_size=576,
@@ -103,11 +107,11 @@ ENGINES: dict[str, EngineSpec] = {
     "torch": EngineSpec(
         "megatron_rl.rollout.engines.torch",
         # A step of this engine completes all requests, so an interruption never finds partial responses.
-        EngineCapabilities(in_process=True, partial=True, sampling_masks=True),
+        EngineCapabilities(in_process=True, partial=True, sampling_masks=True, stop_texts=True),
     ),
     "server": EngineSpec(
         "megatron_rl.rollout.engines.vllm_server",
-        EngineCapabilities(),
+        EngineCapabilities(stop_texts=True),
         start_command="megatron_rl.check.engine.servers:server_commands",
         # vLLM has this path only with VLLM_SERVER_DEV_MODE=1, which updates of weights need.
         health_path="/weight_info",
@@ -115,7 +119,8 @@ ENGINES: dict[str, EngineSpec] = {
 }
 
 # Capabilities of an engine that a user names by path. Its class is not imported before a run starts, so every
-# capability that is part of the engine interface is assumed.
+# capability that is part of the engine interface is assumed. Stop texts are not: an engine that does not read
+# them would sample beyond them.
 USER_ENGINE = EngineCapabilities(in_process=True, tensor_parallel=True, partial=True, sampling_masks=True)
 
 

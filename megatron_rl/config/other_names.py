@@ -49,7 +49,9 @@ _NO_COUNTERPART: Mapping[str, str] = {
     ): """
         temperature_schedule top_p_schedule AdaptiveRolloutConfig adaptive_rollout""",
     "the learner takes the tokens themselves, special ones included": """
-        skip_special_tokens spaces_between_special_tokens include_stop_str_in_output detokenize""",
+        skip_special_tokens spaces_between_special_tokens detokenize""",
+    "a stop text is part of the response, whose last token completes it": """
+        include_stop_str_in_output""",
     "a response ends at the model's own end or at `rollout.stop`": """
         ignore_eos stop_token_ids eos_token_id""",
     "responses are always sampled; an evaluation set with temperature 0 is greedy": """

@@ -666,7 +666,7 @@ class ChatFormats:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, templated: bool = False) -> None:
         self.prompts: ChatFormat = ChatTemplate(tokenizer) if templated else PlainText(tokenizer)
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     @cached_property
     def opened(self) -> ChatFormat:
@@ -674,6 +674,6 @@ class ChatFormats:
 
         It applies even if the prompts of the data are text: an environment opens with messages.
         """
-        if getattr(self._tokenizer, "chat_template", None):
-            return ChatTemplate(self._tokenizer)
-        return PlainText(self._tokenizer)
+        if getattr(self.tokenizer, "chat_template", None):
+            return ChatTemplate(self.tokenizer)
+        return PlainText(self.tokenizer)

@@ -24,7 +24,7 @@ from megatron_rl.config.sections.rollout import (
     profile_fields,
     rule_id_error,
     rule_token_error,
-    stop_error,
+    stop_text_error,
 )
 from megatron_rl.data.chat_format import (
     ConversationText,
@@ -160,17 +160,39 @@ def as_warning(problem: UserError) -> str:
 # Sampling parameters
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], setting: str) -> tuple[int, ...]:
-    """Return the id of each stop string; raises UserError for one that is not exactly one token."""
+def stop_tokens_and_texts(
+    tokenizer: PreTrainedTokenizerBase,
+    stop: Sequence[str],
+    setting: str,
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the ids of the stop texts of one token, and the stop texts of several.
+
+    Raises UserError for a text that no response can contain, and for one of several tokens with a tokenizer
+    that has no decoder of the library `tokenizers`.
+    """
     ids: list[int] = []
+    texts: list[str] = []
     for text in stop:
         tokens = tokenizer.encode(text, add_special_tokens=False)
-        # Engines stop at token ids: a string of several tokens would need the text.
-        if len(tokens) != 1 or tokens[0] == tokenizer.unk_token_id:
-            names = tokenizer.convert_ids_to_tokens(tokens)
-            raise stop_error(setting, text, [names] if isinstance(names, str) else names)
-        ids.append(tokens[0])
-    return tuple(ids)
+        names = [str(tokenizer.convert_ids_to_tokens(token)) for token in tokens]
+        decoded = str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+        error = stop_text_error(setting, text, names, tokenizer.unk_token, decoded)
+        if error is not None:
+            raise error
+
+        if len(tokens) == 1:
+            ids.append(tokens[0])
+        elif tokenizer.is_fast:
+            texts.append(text)
+        else:
+            raise UserError(
+                f"the stop text {text!r} has several tokens, and the tokenizer has no tokenizer.json",
+                where=setting,
+                expected="stop texts of one token each, or a tokenizer of the library `tokenizers`",
+                got=type(tokenizer).__name__,
+                fix="convert the tokenizer to tokenizer.json, or choose a text of one token",
+            )
+    return tuple(ids), tuple(texts)
 
 
 def rule_token_id(tokenizer: PreTrainedTokenizerBase, text: str, setting: str) -> int:
@@ -235,19 +257,20 @@ def _sampling_parameters(
     setting: str,
     auto: AutoLimitConfig,
 ) -> SamplingParameters:
-    stop_ids = dict.fromkeys((*ends, *stop_token_ids(tokenizer, values["stop"], f"{setting}.stop")))
+    stop_ids, stop_texts = stop_tokens_and_texts(tokenizer, values["stop"], f"{setting}.stop")
     return SamplingParameters(
         float(values["temperature"]),
         float(values["top_p"]),
         int(values["top_k"]),
         largest_limit(values["max_response_tokens"], auto),
-        tuple(stop_ids),
+        tuple(dict.fromkeys((*ends, *stop_ids))),
         float(values["min_p"]),
         logit_biases(tokenizer, values, setting),
         int(values["min_response_tokens"]),
         float(values["repetition_penalty"]),
         float(values["presence_penalty"]),
         float(values["frequency_penalty"]),
+        stop_texts,
     )
 
 

@@ -35,6 +35,7 @@ from megatron_rl.rollout.engines.servers import (
     make_servers,
     start_call,
 )
+from megatron_rl.rollout.stopping import StopTexts
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.weights.execute import WeightMismatchError
 
@@ -87,6 +88,7 @@ def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator
         sequences,
         rank_in_layout,
         lease.close,
+        StopTexts.of_model(config.model.path),
     )
 
 

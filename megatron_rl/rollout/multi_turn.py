@@ -24,6 +24,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.rewards.worker import WRONG_TYPE
 from megatron_rl.rollout.engines.base import Generator, ToolParser
 from megatron_rl.rollout.scheduler import ReplicaQueue, ReplicaScheduler, SchedulerOutput, response_room
+from megatron_rl.rollout.stopping import StopTexts
 from megatron_rl.rollout.types import Completion, Sequence
 from megatron_rl.types import FINISH_FAILED, FINISH_LENGTH, FINISH_STOP, Outcome
 
@@ -55,6 +56,9 @@ class _Conversation:
 
     max_model_len: int | None
     """The engine's bound of prompt and response together, None without one."""
+
+    stops: StopTexts
+    """Searches for stop texts in its turns."""
 
     seen: int = 0
     """Tokens of the response that the environment has seen: its turns and its own observations."""
@@ -106,12 +110,16 @@ class _Conversation:
 
     def is_turn_complete(self, end: int) -> bool:
         """Return whether the turn of tokens from ``seen`` to ``end`` is complete."""
-        tokens = self.sequence.tokens
-        stop_token_ids = self.sequence.sampling.stop_token_ids
-        has_stop_token = end > self.seen and tokens[end - 1] in stop_token_ids
         # A turn that is replayed to a new environment ends where an observation follows it.
-        is_replayed = end < len(tokens)
-        return has_stop_token or is_replayed or self.is_full or self.turn_tokens_left == 0
+        is_replayed = end < len(self.sequence.tokens)
+        if is_replayed or self.is_full or self.turn_tokens_left == 0:
+            return True
+        return self.is_stopped(end)
+
+    def is_stopped(self, end: int) -> bool:
+        """Return whether the turn of tokens from ``seen`` to ``end`` ends with a stop token or stop text."""
+        tokens = self.sequence.prompt + self.sequence.tokens[:end]
+        return self.stops.is_stopped(self.sequence.sampling, tokens, end - self.seen)
 
 
 class MultiTurnScheduler(ReplicaScheduler):
@@ -141,6 +149,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         )
         self._hosts = hosts
         self._chat = chat
+        self._stops = StopTexts(lambda: chat.tokenizer)
         self._parse = parse
 
         # Conversations in the order of `admitted`, and by the number of their episode.
@@ -164,7 +173,7 @@ class MultiTurnScheduler(ReplicaScheduler):
                 # None: only the room of the response bounds the request.
                 limits = [bound for bound in bounds if bound is not None]
                 limit = min(limits, default=None)
-                requests.append(self.request(conversation.number, limit))
+                requests.append(self.request(conversation.number, limit, conversation.seen))
                 conversation.in_engine = True
 
         # After the requests: a new environment works first, and its sequence gets a request later.
@@ -190,6 +199,7 @@ class MultiTurnScheduler(ReplicaScheduler):
                 number,
                 self._hosts.reserve(1),
                 self.engine.max_model_len,
+                self._stops,
                 round_tokens_left=self._token_round,
             )
             self._conversations.append(conversation)
@@ -267,14 +277,16 @@ class MultiTurnScheduler(ReplicaScheduler):
         sequence = conversation.sequence
         start = conversation.seen
         turn = sequence.tokens[start:end].tolist()
-        is_cut = not turn or turn[-1] not in sequence.sampling.stop_token_ids
+        is_cut = not conversation.is_stopped(end)
         context = len(sequence.prompt) + start
         text = self._chat.prompts.text(turn)
 
         calls: list[dict[str, Any]] = []
         if self._parse is not None and conversation.tools:
             # Parsers find calls by special tokens. The stop token is not part of the turn's text.
-            parsed_tokens = turn if is_cut else turn[:-1]
+            parsed_tokens = turn
+            if turn and turn[-1] in sequence.sampling.stop_token_ids:
+                parsed_tokens = turn[:-1]
             with_special = self._chat.prompts.text(parsed_tokens, special=True)
             content, parsed = self._parse(with_special, conversation.tools)
             if parsed:

@@ -101,6 +101,21 @@ def vllm_filters(sampling: SamplingParameters) -> dict[str, float]:
     return {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
 
 
+def vllm_stops(sampling: SamplingParameters) -> dict[str, Any]:
+    """Return the fields of vLLM's SamplingParams with which a server ends a response at a stop text.
+
+    The server searches the text of each request for itself, so `StopTexts` has the last word.
+    """
+    if not sampling.stop_texts:
+        return {}
+    return {
+        "stop": list(sampling.stop_texts),
+        "include_stop_str_in_output": True,
+        "detokenize": True,
+        "skip_special_tokens": False,
+    }
+
+
 def vllm_finish(
     tokens: Sequence[int],
     log_probs: Sequence[float],

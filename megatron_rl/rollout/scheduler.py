@@ -436,8 +436,11 @@ class ReplicaScheduler:
         """Return the number of tokens by which the response may still grow."""
         return response_room(sequence, self.engine.max_model_len) - len(sequence.tokens)
 
-    def request(self, number: int, limit: int | None) -> GenerationRequest:
-        """Return the request for at most ``limit`` further tokens of the sequence ``admitted[number]``."""
+    def request(self, number: int, limit: int | None, turn_start: int = 0) -> GenerationRequest:
+        """Return the request for at most ``limit`` further tokens of the sequence ``admitted[number]``.
+
+        ``turn_start`` is the number of tokens of the response in front of its current turn.
+        """
         sequence = self.admitted[number].sequence
         max_tokens = self.room(sequence)
         if limit is not None:
@@ -450,6 +453,7 @@ class ReplicaScheduler:
             max_tokens,
             sequence.seed,
             len(sequence.tokens),
+            len(sequence.tokens) - turn_start,
         )
 
     def finished(self) -> list[tuple[int, SequenceGroup]]:

@@ -51,6 +51,10 @@ class GenerationRequest:
     """Number of tokens of the response so far. An engine skips as many draws of the seed's random stream, so
     that the continuation does not repeat them."""
 
+    turn_tokens: int = 0
+    """Number of the last tokens of ``tokens`` that belong to the turn which the request continues. Stop texts
+    are looked for in the turn alone."""
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -65,7 +69,8 @@ class Completion:
     """Identifier of the request."""
 
     tokens: abc.Sequence[int]
-    """Sampled token ids, ending with the stop token if there is one. Empty if the request failed."""
+    """Sampled token ids, ending with the stop token or the token that completes a stop text, if there is one.
+    Empty if the request failed."""
 
     log_probs: abc.Sequence[float]
     """Natural log-prob of each of ``tokens`` at the sampling temperature, after the filters."""

@@ -203,7 +203,7 @@ def test_sampling_profiles_by_task(tokenizer: Any) -> None:
         ({"top_k": 1.5}, "top_k` is out of range"),
         ({"max_response_tokens": 0}, "max_response_tokens` is out of range"),
         ({"temperature": "hot"}, "temperature` is out of range"),
-        ({"stop": ["=="]}, "not one token"),
+        ({"stop": ["=ß"]}, "never part of a response"),
         ({"stop": "="}, "a list of texts"),
     ],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.check.engine.arguments import host_arguments, sampling_arguments
+from megatron_rl.check.model.tokenizer import has_stop_texts
 from megatron_rl.config.derive import longest_row
 from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import RunConfig
@@ -83,6 +84,9 @@ def server_commands(config: RunConfig) -> list[str]:
             max_model_len=max_model_len,
         ),
     }
+    if has_stop_texts(Path(config.model.path), rollout):
+        # The server ends responses at texts of several tokens.
+        arguments["skip_tokenizer_init"] = False
     if model.shape.experts:
         # Other kernels for experts store weights in an order that a weight sync does not write.
         arguments["moe_backend"] = "triton"

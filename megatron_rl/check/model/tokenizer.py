@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_rl.check.files import Files
 from megatron_rl.config.sections.rollout import (
@@ -18,8 +18,9 @@ from megatron_rl.config.sections.rollout import (
     rule_id_error,
     rule_texts,
     rule_token_error,
-    stop_error,
+    stop_engine_error,
     stop_strings,
+    stop_text_error,
 )
 from megatron_rl.data.chat_format import NAMED_TOKENS, listed_end_ids
 from megatron_rl.data.template_renderer import DEFAULT, TemplateRenderer, can_render
@@ -87,28 +88,60 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
 
 
 def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors of stop strings and of rules' tokens that the tokenizer at ``path`` does not have.
+    """Yield the errors of stop texts that no response of the model at ``path`` ends at."""
+    for setting, text, encoded in _encoded_stops(path, rollout):
+        error = stop_text_error(setting, text, encoded.tokens, encoded.unknown, encoded.decoded)
+        if error is not None:
+            yield error
+        elif len(encoded.tokens) > 1 and not rollout.capabilities.stop_texts:
+            yield stop_engine_error(setting, text, rollout.engine)
 
-    A text must be encoded as one token.
-    """
-    # Without such texts the tokenizer need not be loaded.
+
+def has_stop_texts(path: Path, rollout: RolloutConfig) -> bool:
+    """Return whether a response of the model at ``path`` may end at a text of several tokens."""
+    return any(len(encoded.tokens) > 1 for _, _, encoded in _encoded_stops(path, rollout))
+
+
+class _EncodedText(NamedTuple):
+    """Tokens of a text, the tokenizer's token of unknown text if it has one, and the text of the tokens."""
+
+    tokens: list[str]
+    unknown: str | None
+    decoded: str
+
+
+def _encoded_stops(path: Path, rollout: RolloutConfig) -> Iterator[tuple[str, str, _EncodedText]]:
+    """Yield the setting, text and tokens of each stop text; none without a tokenizer that can be read."""
+    # Without stop texts the tokenizer need not be loaded.
     stops = stop_strings(rollout)
-    rules = rule_texts(rollout)
-    if not any(stops.values()) and not any(rules.values()):
+    if not any(stops.values()):
         return
 
     tokenizer = read_tokenizer(path)
     if tokenizer is None:
         return
 
-    # A stop string of unknown characters would become the unknown token, which also encodes other text.
-    unknown_token = getattr(tokenizer.model, "unk_token", None)
+    # Unknown characters would become the unknown token, which also encodes other text.
+    unknown = getattr(tokenizer.model, "unk_token", None)
     for setting, texts in stops.items():
         for text in texts:
-            tokens = tokenizer.encode(text, add_special_tokens=False).tokens
-            if len(tokens) != 1 or tokens[0] == unknown_token:
-                yield stop_error(setting, text, tokens)
+            encoding = tokenizer.encode(text, add_special_tokens=False)
+            decoded = tokenizer.decode(encoding.ids, skip_special_tokens=False)
+            yield setting, text, _EncodedText(encoding.tokens, unknown, decoded)
 
+
+def rule_token_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
+    """Yield the errors of tokens that rules on logits name and the tokenizer at ``path`` does not have."""
+    # Without rules the tokenizer need not be loaded.
+    rules = rule_texts(rollout)
+    if not any(rules.values()):
+        return
+
+    tokenizer = read_tokenizer(path)
+    if tokenizer is None:
+        return
+
+    unknown = getattr(tokenizer.model, "unk_token", None)
     vocabulary = tokenizer.get_vocab_size()
     for setting, texts in rules.items():
         for text in texts:
@@ -118,7 +151,7 @@ def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
                     yield rule_id_error(setting, text, vocabulary)
                 continue
             tokens = tokenizer.encode(text, add_special_tokens=False).tokens
-            if len(tokens) != 1 or tokens[0] == unknown_token:
+            if len(tokens) != 1 or tokens[0] == unknown:
                 yield rule_token_error(setting, text, tokens)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from megatron_rl.config.engines import ENGINES, EngineCapabilities, engine_capabilities
+from megatron_rl.config.engines import ENGINES, EngineCapabilities, engine_capabilities, engines_with
 from megatron_rl.config.field_types import convert_value, field_hints, type_text
 from megatron_rl.config.sections.bounds import (
     ENDLESS,
@@ -34,6 +34,7 @@ from megatron_rl.config.sections.response_limits import (
     ResponseLimit,
     largest_limit,
     prompt_limit,
+    smallest_limit,
     table_errors,
 )
 from megatron_rl.config.setting import Setting, required, setting, setting_of
@@ -252,10 +253,11 @@ class RolloutConfig:
     auto_limit: AutoLimitConfig = setting(
         AutoLimitConfig(), "Limits of responses with `max_response_tokens: auto`."
     )
-    # One token each, since the engine gets them as stop token ids together with the model's own.
+    # Those of one token are stop token ids, as the model's own; see `rollout.stopping` for the others.
     stop: tuple[str, ...] = setting(
         (),
-        "Texts, of one token each, that end a response in addition to the model's own end tokens.",
+        "Texts that end a response in addition to the model's own end tokens. A text of one token ends it at "
+        "this token, a text of several at the token that completes the text; both are part of the response.",
         per_task=True,
         also_called={
             "slime": "rollout_stop",
@@ -569,7 +571,7 @@ def _profile_name_error(path: str, name: str, names: list[str]) -> UserError:
 
 
 def stop_strings(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
-    """Return the stop strings of the rollout and of each profile that has its own, by their setting."""
+    """Return the stop texts of the rollout and of each profile that has its own, by their setting."""
     stops: dict[str, Sequence[str]] = {"rollout.stop": rollout.stop}
     for task, profile in rollout.sampling_profiles.items():
         if "stop" in profile:
@@ -590,12 +592,12 @@ def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
     yield from _penalty_errors(rollout)
     for path, settings in task_settings(rollout):
         shortest = settings["min_response_tokens"]
-        longest = settings["max_response_tokens"]
-        if shortest > longest:
+        limit = smallest_limit(settings["max_response_tokens"], rollout.auto_limit)
+        if shortest > limit:
             yield out_of_range(
                 f"{path}.min_response_tokens",
                 shortest,
-                f"at most {longest}, the max_response_tokens",
+                f"at most {limit}, the smallest limit of max_response_tokens",
                 fix="lower it, or raise max_response_tokens",
             )
 
@@ -685,14 +687,39 @@ def rule_id_error(setting: str, text: str, vocabulary: int) -> UserError:
     )
 
 
-def stop_error(setting: str, text: str, tokens: Sequence[str]) -> UserError:
-    """Return the error of a stop string that the tokenizer does not encode as one token of the vocabulary."""
+def stop_text_error(
+    setting: str,
+    text: str,
+    tokens: Sequence[str],
+    unknown: str | None,
+    decoded: str,
+) -> UserError | None:
+    """Return the error of a stop text that no response of the model can contain, None for any other.
+
+    ``tokens`` are the text's in the model's tokenizer, ``unknown`` its token of unknown text, and ``decoded``
+    the text of the tokens.
+    """
+    # A tokenizer may drop spaces at the edges of a text, but not at those of a token in a response.
+    if tokens and unknown not in tokens and text.strip() in decoded:
+        return None
     return UserError(
-        f"the stop string {text!r} is not one token of this model",
+        f"the stop text {text!r} is never part of a response of this model",
         where=setting,
-        expected="stop strings that the tokenizer turns into exactly one known token",
-        got=f"{len(tokens)} tokens: {list(tokens)}",
-        fix="choose a stop string that is one token, or add it to the tokenizer as a special token",
+        expected="texts of known tokens, which the tokenizer does not change",
+        got=f"{len(tokens)} tokens: {list(tokens)}, with the text {decoded!r}",
+        fix="choose another text, or add this one to the tokenizer as a special token",
+    )
+
+
+def stop_engine_error(setting: str, text: str, engine: str) -> UserError:
+    """Return the error of a stop text of several tokens with an engine that stops at tokens alone."""
+    choices = engines_with(stop_texts=True)
+    return UserError(
+        f"rollout.engine={engine} ends a response at tokens, not at texts of several tokens",
+        where=setting,
+        expected=f"{choices}, or stop texts of one token each",
+        got=repr(text),
+        fix=f"set {choices}, or remove the text",
     )
 
 

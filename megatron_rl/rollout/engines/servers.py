@@ -28,6 +28,7 @@ from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import ServerConfig
 from megatron_rl.errors import UserError
+from megatron_rl.rollout.stopping import StopTexts
 from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
 
 
@@ -165,7 +166,8 @@ class ServerGenerator:
     other weights, the request is sent to another one, and counted; without a remaining server it fails.
 
     At most ``most_rows`` requests are open at a time. ``client_index`` is the index of this client among all
-    sampling ranks: each begins with another server. ``on_close`` is called by `close`.
+    sampling ranks: each begins with another server. ``on_close`` is called by `close`. With ``stops``,
+    responses end at stop texts, whether the server has ended them there or not.
     """
 
     def __init__(
@@ -175,12 +177,14 @@ class ServerGenerator:
         most_rows: int,
         client_index: int = 0,
         on_close: Callable[[], None] = lambda: None,
+        stops: StopTexts | None = None,
     ) -> None:
         self.max_model_len = max_model_len
         self.most_rows = most_rows
         self._request_timeout = config.request_timeout
         self._client_index = client_index
         self._on_close = on_close
+        self._stops = stops
 
         self._servers: list[Server] = []
         self._weights = ""
@@ -296,7 +300,12 @@ class ServerGenerator:
             self._in_flight[server] += 1
 
             try:
-                return await server.generate(self._client(), request, self._weights, self._request_timeout)
+                completion = await server.generate(
+                    self._client(), request, self._weights, self._request_timeout
+                )
+                if self._stops is not None:
+                    completion = self._stops.trim(request, completion)
+                return completion
             except ServerError as error:
                 if error.refuses_request:
                     break

@@ -26,6 +26,7 @@ from megatron_rl.rollout.sampling import (
     ruled_logits,
     truncates,
 )
+from megatron_rl.rollout.stopping import StopSearch, StopTexts
 from megatron_rl.rollout.types import Completion, GenerationRequest, failed_completion
 from megatron_rl.shapes.fused_experts import expert_tensors
 from megatron_rl.shapes.pretrained import read_pretrained
@@ -109,7 +110,7 @@ class TorchEngine:
     ``model`` has the parameters of ``parameters()`` and ``boxes()``; without it there is nothing to write
     into. ``tensor_name`` maps their names to the names of checkpoints; ``interleaved`` if experts are stored
     as in gpt-oss. ``max_model_len`` bounds a sequence, prompt included. ``batch_rows`` sequences are decoded
-    together.
+    together. Requests with stop texts need ``stops``.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class TorchEngine:
         max_model_len: int | None = None,
         batch_rows: int = 256,
         rank: int = 0,
+        stops: StopTexts | None = None,
     ) -> None:
         # Members of the protocols. The decoder's model has weights from the start.
         self.weights_version = -1
@@ -135,6 +137,7 @@ class TorchEngine:
         self._tensor_name = tensor_name
         self._interleaved = interleaved
         self._rank = rank
+        self._stops = stops
         # Number of a request -> the request, in the order of submission.
         self._open: dict[int, GenerationRequest] = {}
 
@@ -173,6 +176,7 @@ class TorchEngine:
             model=model,
             tensor_name=pretrained.family.tensor_name,
             interleaved=pretrained.family.interleaved_experts,
+            stops=StopTexts.of_model(path),
             **options,
         )
         if read_here:
@@ -214,7 +218,7 @@ class TorchEngine:
 
         # Invalid requests are completed, as failed, without a batch.
         if valid:
-            completions += _decode(self._decoder(), valid)
+            completions += _decode(self._decoder(), valid, self._stops)
         return completions
 
     def abort(self, number: int) -> None:
@@ -305,7 +309,11 @@ def _checkpoint_tensors(name: str, parameter: Tensor, interleaved: bool) -> Iter
             yield f"{layer}mlp.experts.{expert}.{projection}.weight", tensor
 
 
-def _decode(decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[Completion]:
+def _decode(
+    decoder: Decoder,
+    requests: Sequence[GenerationRequest],
+    stops: StopTexts | None,
+) -> list[Completion]:
     """Decode all requests to their end; finished sequences leave the batch."""
     # Results by request.
     tokens: list[list[int]] = [[] for _ in requests]
@@ -313,6 +321,11 @@ def _decode(decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[Com
     support: list[list[list[int]]] = [[] for _ in requests]
     finish_reasons = [FINISH_LENGTH for _ in requests]
     generators = [_generator(request.seed, request.done) for request in requests]
+    searches: list[StopSearch | None] = [None for _ in requests]
+    if stops is not None:
+        searches = [
+            stops.search(request.sampling, request.tokens, request.turn_tokens) for request in requests
+        ]
 
     # Tokens of the prompt, and of the response that earlier requests have begun.
     prompts: list[Sequence[int]] = []
@@ -346,7 +359,9 @@ def _decode(decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[Com
                 support_ids = masks[index].nonzero()[:, 0]
                 support[row].append(support_ids.tolist())
 
-            if token in request.sampling.stop_token_ids:
+            search = searches[row]
+            completes_text = search is not None and search.append(token)
+            if completes_text or token in request.sampling.stop_token_ids:
                 finish_reasons[row] = FINISH_STOP
             elif len(tokens[row]) < request.limit:
                 unfinished.append(index)
