@@ -17,6 +17,7 @@ WRITTEN_BY = {
     "a run with a judge": "reward/judge/",
     "a run with filters": "filtered/ reward/saved/",
     "a run of several sources": "reward/mean/ data/",
+    "a run that skips uniform prompts": "curriculum/",
     "a run with a critic": "critic/ reward/component/",
     "a run with a teacher": "kl/teacher",
     "a run of a mixture": "router/",

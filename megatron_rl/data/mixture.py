@@ -126,6 +126,20 @@ class MixedPrompts:
         prompts = PromptBatch.concatenate(batches)
         return prompts.rows([rows[name].pop(0) for name in names])
 
+    def record_group(self, prompt_id: int, *, is_uniform: bool) -> None:
+        """See `PromptSource.record_group`."""
+        index = bisect_right(self._ends, prompt_id)
+        source = list(self.sources.values())[index]
+        source.record_group(prompt_id - self._ends[index] + source.records, is_uniform=is_uniform)
+
+    def uniform_fractions(self) -> dict[str, tuple[float, float]]:
+        """See `PromptSource.uniform_fractions`; the suffixes are ``/SOURCE``."""
+        fractions: dict[str, tuple[float, float]] = {}
+        for name, source in self.sources.items():
+            for shares in source.uniform_fractions().values():
+                fractions[f"/{name}"] = shares
+        return fractions
+
     def sources_of(self, prompt_ids: torch.Tensor) -> list[str]:
         """Return the source of each prompt."""
         names = list(self.sources)

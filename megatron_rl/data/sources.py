@@ -11,6 +11,7 @@ so that a row and its loss mask are one array.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -65,7 +66,8 @@ if TYPE_CHECKING:
 class ShuffledOrder:
     """Order of the item numbers 0 … count-1, epoch after epoch, with a permutation per epoch.
 
-    ``fingerprint`` identifies the items: a state of other items is refused.
+    ``fingerprint`` identifies the items: a state of other items is refused. An epoch skips each item of
+    `uniform` with probability 1 - ``uniform_share``, by a draw of (seed, epoch, item), but never all items.
 
     Example:
         >>> order = ShuffledOrder(3, seed=1, shuffle=False, fingerprint="a")
@@ -73,21 +75,51 @@ class ShuffledOrder:
         ([0, 1, 2, 0], 1)
     """
 
-    def __init__(self, count: int, seed: int, shuffle: bool, fingerprint: str) -> None:
+    def __init__(
+        self,
+        count: int,
+        seed: int,
+        shuffle: bool,
+        fingerprint: str,
+        uniform_share: float = 1.0,
+    ) -> None:
         if count < 1:
             raise ValueError("an order needs at least one item")
         self.count = count
         self.seed = seed
         self.shuffle = shuffle
         self.fingerprint = fingerprint
+        self.uniform_share = uniform_share
         self.epoch = 0
         self.position = 0
+        self.uniform: set[int] = set()
+        """Items whose last group of responses had equal rewards."""
+        self.skipped: set[int] = set()
+        """Items that this epoch skips."""
         self._order = self._permutation()
 
     def _permutation(self) -> list[int]:
-        if not self.shuffle:
-            return list(range(self.count))
-        return numpy.random.default_rng([self.seed, self.epoch]).permutation(self.count).tolist()
+        """Return the items of the current epoch in their order."""
+        items = list(range(self.count))
+        if self.shuffle:
+            items = numpy.random.default_rng([self.seed, self.epoch]).permutation(self.count).tolist()
+        return [item for item in items if item not in self.skipped]
+
+    def _draw_skipped(self) -> set[int]:
+        """Return the items that the current epoch skips."""
+        if self.uniform_share == 1 or not self.uniform:
+            return set()
+        # A stream of its own: the permutation is that of (seed, epoch).
+        draws = numpy.random.default_rng([self.seed, self.epoch, 1]).random(self.count)
+        skipped = {item for item in self.uniform if draws[item] >= self.uniform_share}
+        return skipped if len(skipped) < self.count else set()
+
+    def record(self, item: int, *, is_uniform: bool) -> None:
+        """Record whether an item's last group of responses had equal rewards."""
+        if is_uniform:
+            self.uniform.add(item)
+        else:
+            self.uniform.discard(item)
 
     def next(self, count: int) -> list[int]:
         """Return the next ``count`` item numbers, crossing into further epochs as needed."""
@@ -95,9 +127,10 @@ class ShuffledOrder:
         while len(numbers) < count:
             # The next epoch begins with its first item, not with the last item of this one: a source at the
             # end of its data is still in the epoch that it has finished.
-            if self.position == self.count:
+            if self.position == len(self._order):
                 self.epoch += 1
                 self.position = 0
+                self.skipped = self._draw_skipped()
                 self._order = self._permutation()
 
             remaining = count - len(numbers)
@@ -106,7 +139,7 @@ class ShuffledOrder:
             self.position += len(selected)
         return numbers
 
-    def state_dict(self) -> dict[str, int | str | bool]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the state from which an order of the same items continues."""
         return {
             "epoch": self.epoch,
@@ -114,9 +147,11 @@ class ShuffledOrder:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "fingerprint": self.fingerprint,
+            "uniform": sorted(self.uniform),
+            "skipped": sorted(self.skipped),
         }
 
-    def load_state_dict(self, state: dict[str, int | str | bool]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; raises UserError for a state of other data, seed or shuffling."""
         # Compare the fingerprint first: with other data, seed and shuffling do not matter.
         current = self.state_dict()
@@ -134,6 +169,10 @@ class ShuffledOrder:
 
         self.epoch = int(state["epoch"])
         self.position = int(state["position"])
+        # Checkpoints of older versions lack them. The skipped items are stored and not drawn again, so that
+        # an epoch keeps its order under another `data.uniform_share`.
+        self.uniform = set(state.get("uniform", ()))
+        self.skipped = set(state.get("skipped", ()))
         self._order = self._permutation()
 
 
@@ -214,7 +253,7 @@ class PromptSource:
             "data.max_prompt_tokens",
         )
         prompts = fingerprint([lengths[row] for row in self._ids], (self._tokens[row] for row in self._ids))
-        self._order = ShuffledOrder(len(self._ids), seed, data.shuffle, prompts)
+        self._order = ShuffledOrder(len(self._ids), seed, data.shuffle, prompts, data.uniform_share)
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -255,6 +294,21 @@ class PromptSource:
         """Return the next ``count`` prompts, crossing into further epochs as needed."""
         return self._batch(self._order.next(count))
 
+    def record_group(self, prompt_id: int, *, is_uniform: bool) -> None:
+        """Record whether all responses to a prompt had equal rewards, for `data.uniform_share`."""
+        # The ids are in the order of the records.
+        self._order.record(bisect_left(self._ids, prompt_id), is_uniform=is_uniform)
+
+    def uniform_fractions(self) -> dict[str, tuple[float, float]]:
+        """Return the shares of prompts with equal rewards and of those that this epoch skips, by suffix.
+
+        Empty with `data.uniform_share` of 1. The suffix of a metric's name is that of a source among several.
+        """
+        order = self._order
+        if order.uniform_share == 1:
+            return {}
+        return {"": (len(order.uniform) / order.count, len(order.skipped) / order.count)}
+
     def everything(
         self,
         limit: int | None = None,
@@ -283,11 +337,11 @@ class PromptSource:
             sampling = [parameters._replace(**changes) for parameters in batch.sampling]
         return replace(batch, sampling=tuple(sampling))
 
-    def state_dict(self) -> dict[str, int | str | bool]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, the seed, and fingerprints of prompts and records."""
         return self._order.state_dict() | {"records": self._digest, "clock": self._clock or ""}
 
-    def load_state_dict(self, state: dict[str, int | str | bool]) -> str | None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
         """Continue from ``state`` with exactly the prompts that followed it; raises UserError for other data.
 
         Return a warning if the prompts are the same and other fields of the records differ.

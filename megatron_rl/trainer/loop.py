@@ -31,6 +31,7 @@ from megatron_rl.algorithms import (
 )
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.rollout import MismatchConfig
+from megatron_rl.data.mixture import TrainingPrompts
 from megatron_rl.distributed import device
 from megatron_rl.distributed.exchange import (
     GatherStats,
@@ -47,6 +48,7 @@ from megatron_rl.trainer.rewards import (
     combine_rounds,
     compute_rewards,
     prompts_to_add,
+    record_groups,
 )
 from megatron_rl.trainer.sample import RolloutSource
 from megatron_rl.types import (
@@ -112,11 +114,13 @@ class SameStepBatches:
         roles: Roles,
         algorithm: Algorithm,
         source: RolloutSource,
+        prompts: TrainingPrompts,
     ) -> None:
         self.config = config
         self.roles = roles
         self.algorithm = algorithm
         self.source = source
+        self.prompts = prompts
 
     @contextmanager
     def next(
@@ -138,6 +142,7 @@ class SameStepBatches:
 
             with phase("reward"):
                 rounds.append(compute_rewards(self.roles, sampled, learners))
+                record_groups(rounds[-1], self.prompts)
             sync_metrics += round_metrics
 
         batch = combine_rounds(rounds, self.algorithm, self.config)

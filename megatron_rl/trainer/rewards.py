@@ -237,12 +237,33 @@ def compute_row_rewards(
     )
 
 
-def source_metrics(batch: ScoredBatch | None, prompts: TrainingPrompts) -> Metrics:
-    """Return the prompts, mean reward and epoch of each source; none for prompts of `data.train`.
+def record_groups(batch: ScoredBatch, prompts: TrainingPrompts) -> None:
+    """Record of each prompt whether the rewards of its group were equal; see `data.uniform_share`.
 
-    ``batch`` has the rows of the step of all ranks.
+    A group with a response without a reward is not counted: it may have differed. ``batch`` has the rows of
+    all ranks, so that the record is equal on all of them.
+    """
+    group = batch.rollouts.group
+    informative = informative_groups(batch.scores.rewards, group, batch.scores.valid)
+    incomplete = set(group[~batch.scores.valid].tolist())
+    rows = zip(group.tolist(), batch.prompts.prompt_ids.tolist(), informative.tolist(), strict=True)
+    for number, prompt_id, is_informative in rows:
+        if number not in incomplete:
+            prompts.record_group(prompt_id, is_uniform=not is_informative)
+
+
+def source_metrics(batch: ScoredBatch | None, prompts: TrainingPrompts) -> Metrics:
+    """Return the prompts, mean reward and epoch of each source, and the shares of `data.uniform_share`.
+
+    ``batch`` has the rows of the step of all ranks. Prompts of `data.train` have no metrics of a source.
     """
     metrics = Metrics()
+    if batch is not None:
+        for suffix, (uniform, skipped) in prompts.uniform_fractions().items():
+            metrics += Metrics.of({
+                f"curriculum/uniform{suffix}": uniform,
+                f"curriculum/skipped{suffix}": skipped,
+            })  # fmt: skip
     if batch is None or isinstance(prompts, PromptSource):
         return metrics
 

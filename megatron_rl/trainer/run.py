@@ -180,7 +180,7 @@ class Training:
             self.ahead = AheadBatches(config, self.roles, self.algorithm, self.source)
             self.batches = self.ahead
         else:
-            self.batches = SameStepBatches(config, self.roles, self.algorithm, self.source)
+            self.batches = SameStepBatches(config, self.roles, self.algorithm, self.source, self.prompts)
 
         # State and checkpoints, which share the queue with the source of batches.
         queue: list[SampledBatch] = []

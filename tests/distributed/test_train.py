@@ -116,6 +116,40 @@ def test_resumed_run_equals_uninterrupted_run(torchrun, fork, material, tmp_path
     )
 
 
+def test_a_resumed_run_skips_the_same_prompts_with_equal_rewards(fork, material, tmp_path):
+    # An epoch of twelve prompts takes a step and a half: all steps but the first two draw by rewards.
+    lines = [line for line in (material / "train.jsonl").read_text().splitlines() if len(line) < 99][:12]
+    (tmp_path / "few.jsonl").write_text("\n".join(lines))
+    passed = [json.loads(line)["prompt"] for line in lines[:7]]
+    score = f"return prompt in {passed} or float(len(response) % 3)"
+    reward = f"def score(*, prompt, response, **_):\n    {score}\n"
+    (tmp_path / "reward.py").write_text(reward)
+    changes = {
+        "data": {"train": str(tmp_path / "few.jsonl"), "uniform_share": 0.2},
+        "reward": {"function": f"{tmp_path}/reward.py:score"},
+        "steps": 6,
+        "sft": None,
+        "evaluation": None,
+    }
+    whole = _config(tmp_path / "whole", material, **changes)
+    parted = _config(tmp_path / "parted", material, **changes)
+    fork("megatron_rl", 2, "train", whole, "checkpoint.export=false", module=True)
+    fork("megatron_rl", 2, "train", parted, "steps=4", "checkpoint.export=false", module=True)
+    fork("megatron_rl", 2, "train", parted, "checkpoint.export=false", module=True)
+
+    expected = _lines(tmp_path / "whole/run")
+    assert _lines(tmp_path / "parted/run") == expected
+    assert unwritten("a run that skips uniform prompts", expected.values()) == []
+    steps = [line for step, line in expected.items() if step]
+    assert max(line["curriculum/uniform"] for line in steps) >= 7 / 12
+    assert steps[0]["curriculum/skipped"] == 0 < max(line["curriculum/skipped"] for line in steps)
+    drawn = []
+    for step in range(1, 7):
+        table = pyarrow.parquet.read_table(tmp_path / f"whole/run/rollouts/step_{step}.parquet")
+        drawn.append(sum(prompt in passed for prompt in table.column("prompt").to_pylist()) / 32)
+    assert sum(drawn[-2:]) < sum(drawn[:2]), drawn
+
+
 def test_a_resumed_run_of_two_sources_equals_an_uninterrupted_one(fork, material, tmp_path):
     # Three prompts make a window of the shares and a step takes eight: the run stops inside a window.
     lines = (material / "train.jsonl").read_text().splitlines()

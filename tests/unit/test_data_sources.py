@@ -435,3 +435,49 @@ def test_tokens_of_shards_are_made_anew_when_one_is_added(tokenizer: Any, tmp_pa
     assert longer.next(3).prompts == ("1+1=", "2+2=", "3+3=")
     with pytest.raises(UserError, match="another data set"):
         longer.load_state_dict(state)
+
+
+def test_an_epoch_skips_a_share_of_the_prompts_with_equal_rewards(tokenizer: Any) -> None:
+    def new() -> PromptSource:
+        data = DataConfig(uniform_share=0.25)
+        items = [{"prompt": f"{number}+1=", "ground_truth": 0} for number in range(400)]
+        return PromptSource(
+            encode_prompts(tokenizer, data, "data.train", records(items)),
+            tokenizer,
+            data,
+            RolloutConfig(),
+            seed=1,
+        )
+
+    prompts = new()
+    assert sorted(prompts.next(400).prompt_ids.tolist()) == list(range(400)), "nothing is known in the first"
+    for number in range(300):
+        prompts.record_group(number, is_uniform=True)
+
+    # The second epoch: every other prompt, and about a quarter of these.
+    skipped: list[set[int]] = []
+    for _ in range(2):
+        first = prompts.next(1).prompt_ids.tolist()
+        size = 400 - len(prompts._order.skipped)
+        drawn = first + prompts.next(size - 1).prompt_ids.tolist()
+        assert len(set(drawn)) == size and set(range(300, 400)) <= set(drawn)
+        assert 45 < size - 100 < 105
+        skipped.append(set(range(400)) - set(drawn))
+    assert prompts.epoch == 2 and skipped[0] != skipped[1], "each waits for a later epoch"
+    ((uniform, now_skipped),) = prompts.uniform_fractions().values()
+    assert uniform == 0.75 and now_skipped == len(skipped[1]) / 400
+
+    # Inside an epoch, with records that count for the next one only.
+    prompts.next(20)
+    prompts.record_group(350, is_uniform=True)
+    prompts.record_group(0, is_uniform=False)
+    resumed = new()
+    resumed.load_state_dict(prompts.state_dict())
+    assert resumed.next(900).prompt_ids.tolist() == prompts.next(900).prompt_ids.tolist()
+    assert resumed.state_dict() == prompts.state_dict()
+
+    # Never all of them.
+    for number in range(400):
+        prompts.record_group(number, is_uniform=True)
+    prompts._order.uniform_share = 0.0
+    assert len(set(prompts.next(1200).prompt_ids.tolist())) == 400

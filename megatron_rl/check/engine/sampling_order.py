@@ -24,6 +24,7 @@ def check_asynchrony(
         *check_engine_servers(config.rollout),
         *_open_order_errors(config),
         *_kept_cache_errors(config),
+        *_prompt_errors(config),
         *_rank_errors(config, layouts),
         *_staleness_errors(config),
         *_partial_errors(config),
@@ -93,6 +94,19 @@ def _unmet_requirements(requirements: Mapping[str, bool], error: UserError) -> I
         got = f"{error.got} without {', '.join(unmet)}"
         fix = f"set {' '.join(unmet)}, or {error.fix}"
         yield replace(error, got=got, fix=fix)
+
+
+def _prompt_errors(config: RunConfig) -> Iterator[UserError]:
+    """Yield the error of prompts that are drawn by their rewards, on ranks that have none."""
+    steps_ahead = config.asynchrony.steps_ahead
+    if config.data.uniform_share < 1 and steps_ahead > 0:
+        yield UserError(
+            "ranks that sample ahead have no rewards to draw prompts by",
+            where="data.uniform_share",
+            expected="1, or asynchrony.steps_ahead=0",
+            got=f"{config.data.uniform_share:g}, and asynchrony.steps_ahead={steps_ahead}",
+            fix="remove data.uniform_share, or set asynchrony.steps_ahead=0",
+        )
 
 
 def _rank_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Iterator[UserError]:

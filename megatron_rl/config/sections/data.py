@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
-from megatron_rl.config.sections.bounds import TOKENS
+from megatron_rl.config.sections.bounds import SHARE, TOKENS
 from megatron_rl.config.setting import required, setting
 
 
@@ -165,6 +165,13 @@ class DataConfig:
         True,
         "Take prompts in a random order, a new one in each epoch.",
         also_called={"slime": "rollout_shuffle", "TRL": "shuffle_dataset"},
+    )
+    uniform_share: float = setting(
+        1.0,
+        "Share of the prompts whose last responses had equal rewards, as all passed or all failed, that an "
+        "epoch draws. The others wait for a later epoch.",
+        **SHARE,
+        advice="0.25 draws such a prompt in every fourth epoch; 1 draws every prompt in each",
     )
 
     def setting_of(self, name: str) -> str:
