@@ -170,13 +170,14 @@ def stop_tokens_and_texts(
     Raises UserError for a text that no response can contain, and for one of several tokens with a tokenizer
     that has no decoder of the library `tokenizers`.
     """
+    unknown: Any = tokenizer.unk_token
     ids: list[int] = []
     texts: list[str] = []
     for text in stop:
         tokens = tokenizer.encode(text, add_special_tokens=False)
         names = [str(tokenizer.convert_ids_to_tokens(token)) for token in tokens]
         decoded = str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
-        error = stop_text_error(setting, text, names, tokenizer.unk_token, decoded)
+        error = stop_text_error(setting, text, names, unknown, decoded)
         if error is not None:
             raise error
 
