@@ -215,6 +215,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": RESCALING_ROPE | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
         },
     ),
+    "olmo2": ("Olmo2", {"pad_token_id": 0, "eos_token_id": 1}),
+    # Layers with a window rotate by other angles, which are not rescaled as those of YaRN are.
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+                "full_attention": {**RESCALING_ROPE, "rope_theta": 500000.0},
+            },
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     # Layer 1 is dense, the other layers have experts.
     "qwen3-moe": (

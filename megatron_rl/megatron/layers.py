@@ -2,7 +2,7 @@
 
 - Attention and rotary embedding of packed rows, and a norm for plain layers: Megatron's own local norm
   refuses sequence parallelism and its local attention packed rows.
-- Gemma's post-norms, scaled embeddings, local rotary angles and score caps.
+- Gemma's scaled embeddings, local rotary angles and score caps.
 - Multi-latent attention (DeepSeek-AI 2024) on packed rows.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import os
 import sys
 import warnings
@@ -678,30 +679,42 @@ def _tensor_parallel_rank() -> int:
     return _attention_group.rank()
 
 
-def prepare_sandwich_layers(
-    chunk: Any,
-    local: tuple[int, ...] | None,
-    cap: float | None,
-) -> None:
-    """Add Gemma's features to a GPTModel chunk of Megatron's plain layers.
-
-    A norm follows each output projection, as its ``post_layernorm``; embeddings are multiplied by the root of
-    their size; attention scores are bounded by ``cap``. ``local`` are the layers, counted over the model,
-    with the first kind of rotary angles of `both_frequencies`; None if there is one kind. Sources: Gemma
-    Team, arXiv 2408.00118 and 2503.19786.
-    """
-    config = chunk.config
+def scale_embeddings(chunk: Any) -> None:
+    """Multiply the embeddings of a GPTModel chunk by the root of their width (arXiv 2408.00118)."""
     if chunk.pre_process:
-        chunk.embedding.register_forward_hook(partial(_scale, config.hidden_size**0.5))
+        chunk.embedding.register_forward_hook(partial(_scale, chunk.config.hidden_size**0.5))
+
+
+def cap_scores(chunk: Any, cap: float) -> None:
+    """Bound the attention scores of a GPTModel chunk by ``cap`` (arXiv 2408.00118)."""
     for layer in chunk.decoder.layers:
-        for projection in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
-            projection.post_layernorm = RmsNorm(config, config.hidden_size, config.layernorm_epsilon)
-            projection.register_forward_hook(_norm_output)
         layer.self_attention.core_attention.cap = cap
-        if local is not None:
-            kind = 0 if layer.layer_number - 1 in local else 1
-            hook = partial(_select_angles, kind)
-            layer.self_attention.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def prepare_local_rotation(chunk: Any, local: tuple[int, ...], local_factor: float) -> None:
+    """Give each layer of a GPTModel chunk its own of the two kinds of rotary angles of `both_frequencies`.
+
+    ``local`` are the layers with the first kind, counted over the model; ``local_factor`` is their factor of
+    cos and sin, where that of the others is the config's. Source: Gemma Team, arXiv 2503.19786.
+    """
+    for layer in chunk.decoder.layers:
+        attention = layer.self_attention
+        is_local = layer.layer_number - 1 in local
+        hook = partial(_select_angles, 0 if is_local else 1)
+        attention.register_forward_pre_hook(hook, with_kwargs=True)
+        if is_local:
+            # Megatron-Core 0.16 reads the config in each forward pass, 0.19 this attribute.
+            attention.config = copy(attention.config)
+            set_rotary_factor(attention.config, local_factor)
+            attention._yarn_concentration_factor = local_factor
+
+
+def set_rotary_factor(config: TransformerConfig, factor: float) -> None:
+    """Make Megatron's attention multiply cos and sin by ``factor``.
+
+    It multiplies them by 0.1 ln(s) + 1 of an attribute s that is no field of the config.
+    """
+    setattr(config, "yarn_rotary_scaling_factor", math.exp(10.0 * (factor - 1.0)))
 
 
 def both_frequencies(local: Tensor, full: Tensor) -> Tensor:
@@ -717,14 +730,6 @@ def _scale(
 ) -> Tensor:
     # The factor is rounded to the weights' precision, as the models were trained.
     return output * torch.tensor(factor, dtype=output.dtype, device=output.device)
-
-
-def _norm_output(
-    module: Any,
-    inputs: Any,
-    output: tuple[Tensor, Any],
-) -> tuple[Tensor, Any]:
-    return module.post_layernorm(output[0]), output[1]
 
 
 def _select_angles(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -25,9 +24,13 @@ from megatron_rl.megatron.layers import (
     allow_without_transformer_engine,
     bind_tensor_group,
     both_frequencies,
+    cap_scores,
     prepare_latent_attention,
-    prepare_sandwich_layers,
+    prepare_local_rotation,
+    scale_embeddings,
+    set_rotary_factor,
 )
+from megatron_rl.megatron.norms import prepare_post_norms, prepare_whole_norms
 from megatron_rl.megatron.transformer_settings import transformer_settings
 from megatron_rl.shapes.family import rope_parameters, rotary_fraction
 from megatron_rl.shapes.layout import ParallelLayout, trainer_problems
@@ -92,6 +95,8 @@ class ModelSpec:
     """The model's transformers config."""
     inverse_frequencies: Tensor
     """[rotary_dim / 2] float32, of RoPE; for two kinds of attention as `both_frequencies` returns them."""
+    local_rotary_factor: float
+    """Factor of cos and sin in layers with a sliding window, where these have rotary angles of their own."""
 
     @property
     def shares_heads(self) -> bool:
@@ -103,8 +108,8 @@ class ModelSpec:
         """Add to a new GPTModel chunk the features that Megatron's settings do not express.
 
         These are the checkpoint's exact rotary frequencies, since Megatron has one fixed kind of RoPE
-        scaling; the role's own process groups, where it would use global ones; biases of experts; and Gemma's
-        additions to a layer.
+        scaling; the role's own process groups, where it would use global ones; biases of experts; and norms,
+        angles and bounds that Megatron's layers do not have.
         """
         shape = self.model.shape
         if shape.expert_bias:
@@ -115,12 +120,17 @@ class ModelSpec:
         if self.shares_heads:
             for layer in chunk.decoder.layers:
                 bind_tensor_group(layer.self_attention)
-        if shape.sandwich_norms:
-            local_layers = None
-            if "full_attention" in self.hf_config.rope_parameters:
-                local_layers = shape.sliding_layers
-            cap = self.model.config.get("attn_logit_softcapping")
-            prepare_sandwich_layers(chunk, local_layers, cap)
+        if shape.whole_qk_norm:
+            prepare_whole_norms(chunk)
+        if shape.post_norms:
+            prepare_post_norms(chunk, shape.pre_norms)
+        if self.model.family.scaled_embedding:
+            scale_embeddings(chunk)
+        cap = self.model.config.get("attn_logit_softcapping")
+        if cap is not None:
+            cap_scores(chunk, cap)
+        if "full_attention" in self.hf_config.rope_parameters:
+            prepare_local_rotation(chunk, shape.sliding_layers, self.local_rotary_factor)
         rotary = getattr(chunk, "rotary_pos_emb", None)
         if rotary is not None:
             rotary.inv_freq = self.inverse_frequencies.to(rotary.inv_freq.device)
@@ -169,8 +179,10 @@ def model_spec(
 
     frequencies, magnitude = rotation(hf_config)
     if magnitude != 1.0:
-        # Megatron's attention multiplies cos and sin by 0.1 ln(s) + 1 of this attribute, which is no field.
-        setattr(transformer_config, "yarn_rotary_scaling_factor", math.exp(10.0 * (magnitude - 1.0)))
+        set_rotary_factor(transformer_config, magnitude)
+    local_magnitude = magnitude
+    if "full_attention" in hf_config.rope_parameters:
+        _, local_magnitude = _frequencies(hf_config, model, "sliding_attention")
 
     gpt_kwargs = {
         "vocab_size": shape.padded_vocab(layout.tensor),
@@ -180,29 +192,30 @@ def model_spec(
         "rotary_percent": rotary_fraction(model.config),
         "rotary_base": rope_parameters(model.config)["rope_theta"],
     }
-    return ModelSpec(transformer_config, frozenset(settings), gpt_kwargs, model, hf_config, frequencies)
+    return ModelSpec(
+        transformer_config,
+        frozenset(settings),
+        gpt_kwargs,
+        model,
+        hf_config,
+        frequencies,
+        local_magnitude,
+    )
 
 
 def rotation(hf_config: Any) -> tuple[Tensor, float]:
     """Return RoPE's inverse frequencies, [head_dim / 2] float32, and the factor of cos and sin.
 
-    If local attention has its own frequencies both kinds are returned, local ones first, [head_dim]. Raises
-    UserError if the two kinds have different factors.
+    If local attention has its own frequencies both kinds are returned, local ones first, [head_dim], and the
+    factor of full attention.
     """
     model = pretrained(hf_config)
     if "full_attention" not in hf_config.rope_parameters:
         return _frequencies(hf_config, model, None)
 
-    local, local_factor = _frequencies(hf_config, model, "sliding_attention")
-    full, full_factor = _frequencies(hf_config, model, "full_attention")
-    if local_factor == full_factor:
-        return both_frequencies(local, full), local_factor
-    raise UserError(
-        "The two kinds of attention rescale cos and sin of their rotary angles by different factors.",
-        where="config.json: rope_parameters",
-        expected="one attention factor",
-        got=f"{local_factor:g} in local attention, {full_factor:g} in the other",
-    )
+    local, _ = _frequencies(hf_config, model, "sliding_attention")
+    full, factor = _frequencies(hf_config, model, "full_attention")
+    return both_frequencies(local, full), factor
 
 
 def _frequencies(

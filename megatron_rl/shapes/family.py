@@ -140,6 +140,8 @@ class Family:
     """Parts of a layer's tensor names that differ from the common ones: common -> this family's."""
     partial_rotary: bool = False
     """Rotary angles may apply to a part of each head only."""
+    scaled_embedding: bool = False
+    """Embeddings are multiplied by the root of their width."""
     engine_keys: Callable[[Mapping[str, Any]], Fields] = no_fields
     """Return the keys of config.json that vLLM reads and transformers does not write."""
     interleaved_experts: bool = False
@@ -412,7 +414,7 @@ def biased_router() -> Fields:
 def gemma_structure(reader: ConfigReader) -> Fields:
     """Read the structure that Gemma 2 and 3 have in common."""
     reader.allow("use_bidirectional_attention", None, False)
-    return {**attention_bias(reader), "sandwich_norms": True}
+    return {**attention_bias(reader), "post_norms": True}
 
 
 def gemma_megatron(config: Mapping[str, Any]) -> Fields:
@@ -421,6 +423,17 @@ def gemma_megatron(config: Mapping[str, Any]) -> Fields:
         "layernorm_zero_centered_gamma": True,
         "softmax_scale": config["query_pre_attn_scalar"] ** -0.5,
         "bias_activation_fusion": False,  # Megatron's fused kernels are for other activations
+    }
+
+
+def olmo_structure(reader: ConfigReader) -> Fields:
+    """Read the structure that OLMo 2 and 3 have in common: post-norms, and norms over all heads."""
+    return {
+        **attention_bias(reader),
+        "qk_norm": True,
+        "whole_qk_norm": True,
+        "pre_norms": False,
+        "post_norms": True,
     }
 
 

@@ -192,7 +192,7 @@ def _norm(shape: ModelShape, name: str, source: str, fused: str = "") -> Iterato
 
 
 def _norms(shape: ModelShape, linear: bool) -> Iterator[Weight]:
-    """Yield the norms of a layer: two before attention and MLP, or four around them (sandwich norms)."""
+    """Yield the norms of a layer: before attention and MLP, after them, or both (sandwich norms)."""
     # Transformer Engine fuses a norm into the linear layer that follows.
     projection = "linear_qkv"
     if linear:
@@ -200,15 +200,17 @@ def _norms(shape: ModelShape, linear: bool) -> Iterator[Weight]:
     fused_attention = f"self_attention.{projection}.layer_norm_weight"
     fused_mlp = "mlp.linear_fc1.layer_norm_weight"
 
-    yield from _norm(shape, "input_layernorm", "input_layernorm", fused_attention)
-    if not shape.sandwich_norms:
+    if shape.pre_norms:
+        yield from _norm(shape, "input_layernorm", "input_layernorm", fused_attention)
+    if not shape.post_norms:
         yield from _norm(shape, "pre_mlp_layernorm", "post_attention_layernorm", fused_mlp)
         return
 
-    # With sandwich norms ``post_attention_layernorm`` follows attention; otherwise it is the norm
-    # before the MLP.
+    # With post-norms ``post_attention_layernorm`` follows attention; otherwise it is the norm before the
+    # MLP.
     yield from _norm(shape, "self_attention.linear_proj.post_layernorm", "post_attention_layernorm")
-    yield from _norm(shape, "pre_mlp_layernorm", "pre_feedforward_layernorm", fused_mlp)
+    if shape.pre_norms:
+        yield from _norm(shape, "pre_mlp_layernorm", "pre_feedforward_layernorm", fused_mlp)
     yield from _norm(shape, "mlp.linear_fc2.post_layernorm", "post_feedforward_layernorm")
 
 
@@ -244,10 +246,13 @@ def _attention(shape: ModelShape) -> Iterator[Weight]:
         sinks = Source("self_attn.sinks", (shape.heads,), "rows")
         yield Weight("self_attention.core_attention.softmax_offset", "rows", (sinks,))
 
-    # Heads are normalised one by one, with the same weight: every tensor-parallel rank has all of it.
+    # Every tensor-parallel rank has the weights of all heads: heads that are normalised one by one have the
+    # same ones, and of a norm over all heads a rank uses those of its own.
     if shape.qk_norm:
-        for letter in "qk":
-            norm = Source(f"self_attn.{letter}_norm.weight", (shape.head_dim,))
+        for letter, rows in (("q", query_rows), ("k", key_rows)):
+            if not shape.whole_qk_norm:
+                rows = shape.head_dim
+            norm = Source(f"self_attn.{letter}_norm.weight", (rows,))
             yield Weight(f"self_attention.{letter}_layernorm.weight", "whole", (norm,))
 
 

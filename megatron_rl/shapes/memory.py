@@ -143,7 +143,7 @@ class _FusedLayer:
     def norms(self) -> float:
         """Count the elements of each norm's input and output, which is the next projection's input."""
         tensors = 4
-        if self.shape.sandwich_norms:
+        if self.shape.pre_norms and self.shape.post_norms:
             tensors = 6
         return tensors * self.shape.hidden / self.token_shards
 
@@ -207,16 +207,19 @@ class _OwnLayer:
     def _norm(self, width: float, output: bool = True) -> float:
         """Count a norm's elements: float32 input, normalised values, output if a later layer saves it."""
         float32 = 4 / self.dtype_bytes
-        # Norms whose weight is counted from zero multiply in float32.
+        # Norms whose weight is counted from zero multiply in float32: those of sandwich norms.
         normalised = 1.0
-        if self.shape.sandwich_norms:
+        if self.shape.pre_norms and self.shape.post_norms:
             normalised = float32
         return width * (float32 + normalised + output)
 
     def norms(self) -> float:
-        """Count the elements of the norms before attention and MLP, and of the sandwich norms after them."""
-        elements = 2 * self._norm(self.shape.hidden)
-        if self.shape.sandwich_norms:
+        """Count the elements of the norms before and after attention and MLP, and of their inputs."""
+        # Without a norm before it, a projection saves the residual stream.
+        elements = 2.0 * self.shape.hidden
+        if self.shape.pre_norms:
+            elements = 2 * self._norm(self.shape.hidden)
+        if self.shape.post_norms:
             elements += 2 * self._norm(self.shape.hidden, output=False)
         return elements / self.token_shards
 
@@ -247,6 +250,9 @@ class _OwnLayer:
         norms = 0.0
         if shape.qk_norm:
             norms = self._norm((heads + groups) * shape.head_dim, output=False)
+        if shape.whole_qk_norm:
+            # Inputs and normalised values in float32.
+            norms = 2 * (heads + groups) * shape.head_dim * 4 / self.dtype_bytes
 
         # In float32, keys are saved as a view of the complete projection, and queries too if they are
         # contiguous.

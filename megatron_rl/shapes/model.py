@@ -62,8 +62,10 @@ class ModelShape:
     """The MLP has three matrices (gate, up, down), not two."""
     layer_norm: bool = False
     """Norms are LayerNorm with a bias, not RMSNorm."""
-    sandwich_norms: bool = False
-    """Norms follow attention and MLP as well."""
+    pre_norms: bool = True
+    """Norms precede attention and MLP."""
+    post_norms: bool = False
+    """Norms follow attention and MLP, before their outputs are added to the residual stream."""
     qkv_bias: bool = False
     """The projections of queries, keys and values have biases."""
     output_bias: bool = False
@@ -71,7 +73,9 @@ class ModelShape:
     mlp_bias: bool = False
     """The matrices of a dense MLP have biases."""
     qk_norm: bool = False
-    """Queries and keys are normalised per head."""
+    """Queries and keys are normalised, per head or over all heads."""
+    whole_qk_norm: bool = False
+    """The norms of queries and keys are over all heads together."""
     learned_positions: int = 0
     """Rows of the learned position embedding; 0 for rotary positions."""
     experts: int = 0
@@ -132,8 +136,8 @@ class ModelShape:
 
     @property
     def plain_layers(self) -> bool:
-        """Return whether the model needs Megatron's own layers: Transformer Engine has no sandwich norms."""
-        return self.sandwich_norms
+        """Return whether the model needs Megatron's own layers: Transformer Engine has no post-norms."""
+        return self.post_norms
 
     @property
     def qk_dim(self) -> int:

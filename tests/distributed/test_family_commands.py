@@ -62,7 +62,9 @@ def sizes(family: str) -> dict[str, Any]:
         return LATENT
     if family == "gpt-oss":
         return {"head_dim": 32, "intermediate_size": 128}
-    return {"hidden_size": 128} if family in ("phi3", "qwen2", "smollm3") else {"head_dim": 32}
+    if family in ("phi3", "qwen2", "smollm3", "olmo2", "olmo3"):
+        return {"hidden_size": 128}
+    return {"head_dim": 32}
 
 
 def workspace(folder: Path, family: str, material: Path, **changes: Any) -> None:

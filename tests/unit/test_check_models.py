@@ -85,7 +85,7 @@ def check(model: Path, *overrides: str) -> CheckReport:
     [
         ({"model_type": "qwen2_with_code"}, "code that comes with the checkpoint"),
         ({"model_type": "llama"}, "or the architecture of llama"),
-        ({"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, "use a checkpoint of one of these"),
+        ({"architectures": ["OlmoForCausalLM"], "model_type": "olmo"}, "use a checkpoint of one of these"),
         ({"architectures": ["Qwen2ForCausalLn"]}, "if Qwen2ForCausalLM is intended"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "else the checkpoint cannot be used here"),
     ],

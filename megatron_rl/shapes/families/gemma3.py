@@ -28,4 +28,5 @@ FAMILY = Family(
         "tie_word_embeddings": True,
     },
     aliases={"_sliding_window_pattern": "sliding_window_pattern"},
+    scaled_embedding=True,
 )
