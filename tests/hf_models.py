@@ -231,6 +231,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
     # Layer 1 is dense, the other layers have experts.
     "qwen3-moe": (
         "Qwen3Moe",

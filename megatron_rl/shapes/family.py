@@ -258,6 +258,9 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str = "full_attention
 def rotary_fraction(config: Mapping[str, Any]) -> float:
     """Return the fraction of each head, its first dimensions, to which rotary angles apply."""
     fallback = config.get("partial_rotary_factor", 1.0)
+    # MiniMax-M2 is published with the number of dimensions instead.
+    if config.get("rotary_dim") and config.get("head_dim"):
+        fallback = config["rotary_dim"] / config["head_dim"]
     return float(rope_parameters(config).get("partial_rotary_factor", fallback))
 
 

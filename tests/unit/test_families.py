@@ -23,7 +23,7 @@ from megatron_rl.megatron.model_spec import pretrained, read_hf_config
 from megatron_rl.planning.reshard import actor_layout, find_config, plan_offline
 from megatron_rl.rollout.engines.torch.engine import TorchEngine
 from megatron_rl.shapes.families import FAMILIES as TABLE
-from megatron_rl.shapes.family import DEFAULTS
+from megatron_rl.shapes.family import DEFAULTS, rotary_fraction
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.pretrained import family_of, read_json, read_pretrained
 from megatron_rl.shapes.published import load_shape
@@ -125,6 +125,44 @@ def test_kimi_k2_is_read_as_deepseek_v3(workspace: Path) -> None:
     rows = torch.arange(20)[None]
     with torch.no_grad():
         torch.testing.assert_close(loaded(rows).logits, reference(rows).logits, atol=1e-5, rtol=0)
+
+
+def test_minimax_m2_is_read_as_it_is_published(workspace: Path) -> None:
+    """With a number of rotary dimensions, the older keys of RoPE, and layers that predict further tokens."""
+    saved = workspace / "saved"
+    save_model("minimax-m2", saved)
+    described = read_pretrained(saved / "config.json")
+    config = read_json(saved / "config.json")
+    theta = config.pop("rope_parameters")["rope_theta"]
+    config |= {"rope_theta": theta, "rotary_dim": 16, "use_mtp": True, "num_mtp_modules": 3}
+    config |= {"use_qk_norm": True, "qk_norm_type": "per_layer", "attn_type_list": [1, 1, 1, 1]}
+    config |= {"scoring_func": "sigmoid", "use_routing_bias": True, "shared_intermediate_size": 0}
+    (saved / "config.json").write_text(json.dumps(config))
+    assert not refusals(saved)
+    published = read_pretrained(saved / "config.json")
+    assert published.shape == described.shape
+    assert published.engine_keys == described.engine_keys
+    assert rotary_fraction(pretrained(read_hf_config(saved)).config) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("attn_type_list", [1, 0, 1, 1], "linear attention"),
+        ("scoring_func", "softmax", "scoring_func"),
+        ("use_qk_norm", False, "use_qk_norm"),
+        ("num_experts_per_tok", 1, "single expert"),
+    ],
+)
+def test_a_minimax_m2_that_would_be_computed_differently_is_refused(
+    key: str, value: object, message: str, workspace: Path
+) -> None:
+    saved = workspace / "saved"
+    save_model("minimax-m2", saved)
+    config = read_json(saved / "config.json")
+    (saved / "config.json").write_text(json.dumps({**config, key: value}))
+    (error,) = refusals(saved)
+    assert message in error and f"config.json: {key}" in error
 
 
 MADE_UP_DEFAULTS = {"qwen3_5_moe_text": {"intermediate_size"}}

