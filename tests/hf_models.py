@@ -230,6 +230,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "eos_token_id": 1,
         },
     ),
+    # Queries of positions from 8 on have factors.
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 32,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "rope_parameters": {
+                **YARN_ROPE,
+                "original_max_position_embeddings": 8,
+                "max_position_embeddings": 256,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "minimax-m2": (
         "MiniMaxM2",
@@ -281,6 +296,14 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mistral3": (
         "Mistral3",
         {"model_type": "mistral", "sliding_window": None, "head_dim": 32, "tie_word_embeddings": False},
+        {
+            "vision_config": SIGLIP_VISION | {"model_type": "pixtral", "head_dim": 16},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "ministral3-vision": (
+        "Mistral3",
+        {"model_type": "ministral3", "tie_word_embeddings": False, **FAMILIES["ministral3"][1]},
         {
             "vision_config": SIGLIP_VISION | {"model_type": "pixtral", "head_dim": 16},
             "tie_word_embeddings": False,

@@ -691,6 +691,32 @@ def cap_scores(chunk: Any, cap: float) -> None:
         layer.self_attention.core_attention.cap = cap
 
 
+def scale_queries(chunk: Any, beta: float, positions: int) -> None:
+    """Multiply the queries of a GPTModel chunk by 1 + beta ln(1 + floor(position / positions)).
+
+    Source: transformers, `get_llama_4_attn_scale` of ministral3. The order of factor and rotary angles does
+    not matter, since every element of a query has the same factor.
+    """
+    for layer in chunk.decoder.layers:
+        core: nn.Module = layer.self_attention.core_attention
+        core.register_forward_pre_hook(partial(_scale_query, beta, positions), with_kwargs=True)
+
+
+def _scale_query(
+    beta: float,
+    positions: int,
+    module: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, dict[str, Any]]:
+    query, *others = args
+    intervals = kwargs["packed_seq_params"].positions // positions
+    factors = 1 + beta * torch.log1p(intervals.float())
+    # Tokens are the first dimension, whatever the others are.
+    shape = (-1, *[1] * (query.dim() - 1))
+    return (query * factors.view(shape).to(query.dtype), *others), kwargs
+
+
 def prepare_local_rotation(chunk: Any, local: tuple[int, ...], local_factor: float) -> None:
     """Give each layer of a GPTModel chunk its own of the two kinds of rotary angles of `both_frequencies`.
 

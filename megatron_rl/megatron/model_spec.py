@@ -28,6 +28,7 @@ from megatron_rl.megatron.layers import (
     prepare_latent_attention,
     prepare_local_rotation,
     scale_embeddings,
+    scale_queries,
     set_rotary_factor,
 )
 from megatron_rl.megatron.norms import prepare_post_norms, prepare_whole_norms
@@ -126,6 +127,10 @@ class ModelSpec:
             prepare_post_norms(chunk, shape.pre_norms)
         if self.model.family.scaled_embedding:
             scale_embeddings(chunk)
+        if self.model.family.scaled_queries:
+            parameters = rope_parameters(self.model.config)
+            beta = parameters["llama_4_scaling_beta"]
+            scale_queries(chunk, beta, parameters["original_max_position_embeddings"])
         cap = self.model.config.get("attn_logit_softcapping")
         if cap is not None:
             cap_scores(chunk, cap)

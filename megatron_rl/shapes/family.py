@@ -142,6 +142,8 @@ class Family:
     """Rotary angles may apply to a part of each head only."""
     scaled_embedding: bool = False
     """Embeddings are multiplied by the root of their width."""
+    scaled_queries: bool = False
+    """Queries are multiplied by a factor of their position, by ``llama_4_scaling_beta``."""
     engine_keys: Callable[[Mapping[str, Any]], Fields] = no_fields
     """Return the keys of config.json that vLLM reads and transformers does not write."""
     interleaved_experts: bool = False

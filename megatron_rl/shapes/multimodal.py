@@ -51,10 +51,10 @@ class Multimodal:
 _KINDS = (
     Multimodal("Gemma 3", "gemma3", "Gemma3ForConditionalGeneration", {"gemma3_text": "gemma3_text"}),
     Multimodal(
-        "Mistral Small 3.1 and 3.2",
+        "Mistral Small 3.1 and 3.2, Ministral 3",
         "mistral3",
         "Mistral3ForConditionalGeneration",
-        {"mistral": "mistral", "ministral": "ministral"},
+        {"mistral": "mistral", "ministral": "ministral", "ministral3": "ministral3"},
     ),
     Multimodal(
         "Qwen2-VL",

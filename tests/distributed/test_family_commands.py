@@ -152,7 +152,12 @@ def test_checkpoints_as_they_are_published_go_through_every_command(
 
 def test_multimodal_checkpoints_go_through_every_command(fork: Any, material: Path, tmp_path: Path) -> None:
     """The language model is trained; the export has the rest as it was, and `check` takes it again."""
-    engines = {"gemma3-vision": "vllm", "qwen2-5-vl": "vllm", "qwen3-5-vision": "torch"}
+    engines = {
+        "gemma3-vision": "vllm",
+        "ministral3-vision": "vllm",
+        "qwen2-5-vl": "vllm",
+        "qwen3-5-vision": "torch",
+    }
     for name, engine in engines.items():
         workspace(tmp_path / name, name, material, rollout=ROLLOUTS[engine])
     fork(SCRIPT, 2, tmp_path, *engines, timeout=400)
