@@ -34,6 +34,7 @@ from megatron_rl.config.sections.response_limits import (
     ResponseLimit,
     largest_limit,
     prompt_limit,
+    smallest_limit,
     table_errors,
 )
 from megatron_rl.config.setting import Setting, required, setting, setting_of
@@ -590,12 +591,13 @@ def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
     yield from _penalty_errors(rollout)
     for path, settings in task_settings(rollout):
         shortest = settings["min_response_tokens"]
-        longest = settings["max_response_tokens"]
-        if shortest > longest:
+        # Limits may depend on the prompt, or follow earlier lengths: the minimum holds for each of them.
+        limit = smallest_limit(settings["max_response_tokens"], rollout.auto_limit)
+        if shortest > limit:
             yield out_of_range(
                 f"{path}.min_response_tokens",
                 shortest,
-                f"at most {longest}, the max_response_tokens",
+                f"at most {limit}, the max_response_tokens",
                 fix="lower it, or raise max_response_tokens",
             )
 
