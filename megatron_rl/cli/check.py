@@ -20,6 +20,7 @@ from megatron_rl.config.placement import process_group_counts
 from megatron_rl.config.schema import JOBS
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError, UserErrors
 from megatron_rl.launcher import current_launch, process_rank
+from megatron_rl.planning.predict.checked import predict_checked
 from megatron_rl.planning.simulation.ranks import simulate_ranks, simulation_json
 
 
@@ -35,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"command that will run it: {', '.join(JOBS)}",
     )
 
+    parser.add_argument(
+        "--verbose", "-v", action="store_true", help="print every value, the ranks, and memory by item too"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object for machines")
     parser.add_argument(
         "--without-files", action="store_true", help="missing model and data files are warnings"
@@ -96,7 +100,8 @@ def _print_report(arguments: argparse.Namespace, report: CheckReport) -> None:
         print(json.dumps(record, indent=2))
         return
 
-    print(report_text(report, arguments.config, simulated), flush=True)
+    text = report_text(report, arguments.config, simulated, verbose=arguments.verbose)
+    print(text, flush=True)
     if report.errors:
         print(f"\n{len(report.errors)} error(s)", file=sys.stderr)
 
@@ -160,8 +165,22 @@ def report_json(report: CheckReport) -> dict[str, Any]:
         "model": model,
         "memory": memory,
         "weight_sync": weight_sync,
+        "prediction": _prediction_json(report),
         "training_records": report.records,
         "data": [dataclasses.asdict(stats) for stats in report.data_stats],
+    }
+
+
+def _prediction_json(report: CheckReport) -> dict[str, Any]:
+    """Return the predicted seconds of a step, or the reason why there are none."""
+    prediction = predict_checked(report)
+    if prediction.step is None:
+        return {"reason": prediction.reason}
+    return {
+        "gpu": prediction.gpu,
+        "assumed_gpu": prediction.assumed,
+        "response_tokens": prediction.response_tokens,
+        "seconds": {**prediction.step.seconds, "total": prediction.step.total},
     }
 
 

@@ -1,4 +1,8 @@
-"""The result of a check as text: configuration, batch, roles, memory, weight sync, findings."""
+"""The result of a check as text: five lines and the findings, and on request every section.
+
+The five lines answer what a user asks before a start: whether it runs, how large it is, whether it fits, what
+a weight sync moves, and how long a step takes.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +30,16 @@ from megatron_rl.config.engines import ENGINES
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.placement import process_group_counts
 from megatron_rl.config.roles import ACTOR, ROLLOUT
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.response_limits import AUTO, table_rows
 from megatron_rl.config.sections.rollout import KEEP, OPEN, RolloutConfig
 from megatron_rl.config.source import one_line
 from megatron_rl.config.stage_plan import StagePlan, job_reads, stage_plans
 from megatron_rl.errors import numbered
+from megatron_rl.planning.predict.checked import predict_checked
 from megatron_rl.planning.simulation.ranks import SIMULATED_LAYERS, Simulated, simulation_lines
 from megatron_rl.shapes.layout import ParallelLayout
+from megatron_rl.shapes.model import ModelShape
 from megatron_rl.shapes.pretrained import read_pretrained
 from megatron_rl.shapes.traffic import byte_text, gathered_bytes
 
@@ -47,15 +53,46 @@ _MAX_BLOCKS = 8
 """Largest number of blocks of ranks for which the complete job is drawn."""
 _MEMORY_COLUMN = 12
 _MAX_OTHER_RANKS = 5
+_SECTION_NAMES = "every value and its origin, batch arithmetic, ranks, memory by item, and weight sync"
 
 
 # ---------------------------------------------------------------- the report
 
 
-def report_text(report: CheckReport, name: str, simulated: list[Simulated] | None = None) -> str:
-    """Return the complete check as text, with the ``simulated`` ranks."""
-    # Sections without results are left out: errors stop the check before later numbers are computed.
-    blocks = [f"{name} on {_count(report.world_size, 'process', 'es')}", _configuration(report)]
+def report_text(
+    report: CheckReport, name: str, simulated: list[Simulated] | None = None, *, verbose: bool = False
+) -> str:
+    """Return a check as text: five lines, the ``simulated`` ranks, and every warning and error.
+
+    ``verbose`` adds the sections: configuration, batch, roles, accelerator, memory by item, weight sync.
+    """
+    blocks = ["\n".join(first_lines(report, name))]
+    if verbose:
+        blocks += _sections(report)
+    if simulated is not None:
+        blocks.append(_section("SIMULATION", SIMULATED_LAYERS, simulation_lines(simulated)))
+
+    # The user starts the servers with this command, so it is always shown.
+    if not report.config.rollout.capabilities.in_process and report.shape is not None:
+        note = "one at each address of rollout.server.urls"
+        blocks.append(_section("SERVERS", note, _servers(report.config)))
+
+    # The findings last, since a terminal shows the end of a long text.
+    if report.warnings:
+        blocks.append("\n".join(numbered(report.warnings, "warning")))
+    if report.errors:
+        blocks.append("\n".join(numbered(report.errors, "error")))
+    # The sections move the verdict off the screen, so repeat it.
+    if verbose:
+        blocks.append(_verdict(report))
+    elif not report.errors:
+        blocks.append(f"--verbose shows {_SECTION_NAMES}")
+    return "\n\n".join(blocks)
+
+
+def _sections(report: CheckReport) -> list[str]:
+    """Return the sections; those without results are left out, since errors stop a check early."""
+    blocks = [_configuration(report)]
     if report.layouts is not None:
         blocks.append(summary(report))
     if report.data_stats:
@@ -68,26 +105,115 @@ def report_text(report: CheckReport, name: str, simulated: list[Simulated] | Non
         if report.batch is None:
             note = "estimate, while the stage learns"
         blocks.append(_section("MEMORY", note, _memory(report.memory, report.config.gpu_memory_gib)))
-    if simulated is not None:
-        blocks.append(_section("SIMULATION", SIMULATED_LAYERS, simulation_lines(simulated)))
     if report.sync is not None:
         blocks.append(_section("WEIGHT SYNC", "bytes each time the engine gets new weights", _sync(report)))
-    if not report.config.rollout.capabilities.in_process and report.shape is not None:
-        note = "one at each address of rollout.server.urls"
-        blocks.append(_section("SERVERS", note, _servers(report.config)))
     if report.layouts is not None and report.shape is None:
         unavailable = "no memory"
         if report.batch is not None:
             unavailable = "no memory, no bytes per weight sync"
         blocks.append(f"The model's config.json is not on this machine: {unavailable}.")
 
-    # Print the findings after all tables and the verdict last, since a terminal shows the end of a long text.
-    if report.warnings:
-        blocks.append("\n".join(numbered(report.warnings, "warning")))
+    return blocks
+
+
+def first_lines(report: CheckReport, name: str) -> list[str]:
+    """Return the first five lines: verdict, size, memory, weight sync and predicted seconds of a step."""
+    rows = [
+        ("run", _run_line(report)),
+        ("memory", _memory_line(report)),
+        ("weight sync", _transfer_line(report)),
+        ("step", _step_line(report)),
+    ]
+    width = max(len(subject) for subject, _ in rows)
+    lines = [f"{subject:<{width}}  {text}" for subject, text in rows]
+    return [f"{_verdict(report)} ({name} on {_count(report.world_size, 'process', 'es')})", *lines]
+
+
+def _run_line(report: CheckReport) -> str:
+    """Return the sizes of the model and of the run."""
+    config = report.config
+    model = Path(config.model.path).name
+    if report.shape is not None:
+        model += f", {_parameters(report.shape)}"
+
+    jobs = [_stage_line(plan)[0] for plan in stage_plans(config)]
+    if config.job == TRAIN:
+        batch = config.batch
+        jobs.append(
+            f"{config.algorithm.name} for {_count(config.steps, 'step')} of "
+            f"{_count(batch.prompts_per_step, 'prompt')} x {_count(batch.samples_per_prompt, 'sample')}"
+        )
+    return f"{model}; {', then '.join(jobs)}"
+
+
+def _parameters(shape: ModelShape) -> str:
+    """Return the parameters of a model, and the active ones of a mixture of experts."""
+    text = f"{_short(shape.parameters)} parameters"
+    if shape.active_parameters != shape.parameters:
+        text += f" ({_short(shape.active_parameters)} active)"
+    return text
+
+
+def _short(number: float) -> str:
+    """Return a number with the largest unit that is not larger than it."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if number >= scale:
+            return f"{number / scale:.3g}{unit}"
+    return f"{number:,.0f}"
+
+
+def _memory_line(report: CheckReport) -> str:
+    """Return the memory of the fullest rank beside that of its device."""
+    if not report.memory:
+        return f"not computed: {_missing_reason(report)}"
+    fullest = report.memory[0]
+    phase = max(PHASES, key=fullest.total)
+    text = f"{_bytes(fullest.peak)} on the fullest rank (rank {fullest.rank}, {phase})"
+
+    limit = report.config.gpu_memory_gib
+    if limit is None:
+        return f"{text}; nothing names a device to compare with (--on GPU)"
+    return f"{text}, {fullest.peak / 2**30 / limit:.0%} of {limit:g} GiB"
+
+
+def _transfer_line(report: CheckReport) -> str:
+    """Return the bytes that one weight sync moves."""
+    if report.sync is None:
+        if report.config.job != TRAIN:
+            return "none: the job has no rollout"
+        if not report.config.rollout.capabilities.in_process:
+            return "not computed: the layout of the servers is theirs"
+        return f"not computed: {_missing_reason(report)}"
+
+    weights = "weights"
+    if separate_lora(report.config) is not None:
+        weights = "adapters"
+    received = byte_text(sum(report.sync.received.values()))
+    received_most = byte_text(report.sync.received_most)
+    model_bytes = byte_text(report.sync.model_bytes)
+    return f"{received} to all ranks together, {received_most} to the busiest; {model_bytes} of {weights}"
+
+
+def _step_line(report: CheckReport) -> str:
+    """Return the predicted seconds of a step by phase."""
+    prediction = predict_checked(report)
+    if prediction.step is None:
+        return f"not predicted: {prediction.reason}"
+
+    gpu = str(prediction.gpu)
+    if prediction.assumed:
+        gpu += " (assumed)"
+    seconds = prediction.step.seconds
+    phases = ", ".join(f"{phase} {seconds[phase]:.3g}" for phase in seconds if seconds[phase])
+    tokens = f"responses of {prediction.response_tokens:,.0f} tokens"
+    return f"{prediction.step.total:.3g} s predicted on {gpu}: {phases}; {tokens}"
+
+
+def _missing_reason(report: CheckReport) -> str:
+    """Return why a check has no memory and no weight sync."""
     if report.errors:
-        blocks.append("\n".join(numbered(report.errors, "error")))
-    blocks.append(_verdict(report))
-    return "\n\n".join(blocks)
+        return "the configuration has errors"
+    return "the model's config.json is not on this machine"
 
 
 def summary(report: CheckReport) -> str:

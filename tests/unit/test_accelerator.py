@@ -181,7 +181,7 @@ def test_check_shows_them_with_their_reasons() -> None:
     keys = {default.row.key: default.row.value for default in report.accelerator}
     assert keys["attention_backend"] == "fused" and keys["moe_shared_expert_overlap"] is True
     assert "apply_rope_fusion" not in keys
-    text = report_text(report, "config.yaml")
+    text = report_text(report, "config.yaml", verbose=True)
     for default in report.accelerator:
         assert default.row.key in text and default.row.reason in text
     record = json.loads(json.dumps(report_json(report)))["accelerator"]

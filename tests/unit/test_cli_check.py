@@ -43,8 +43,55 @@ def run(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProce
     )
 
 
+def test_check_begins_with_five_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    command = ["check", "configs/qwen2.5-7b-8gpu.yaml", "--without-files"]
+    assert main([*command, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    verdict, size, memory, sync, step, blank, *findings = shown.splitlines()
+
+    assert verdict.startswith("READY once the missing files are there: no errors, 2 warnings (configs/")
+    assert size.split("  ")[-1] == (
+        "Qwen2.5-7B-Instruct, 7.62B parameters; grpo for 200 steps of 128 prompts x 16 samples"
+    )
+    peaks = {rank["rank"]: max(rank["total"].values()) for rank in record["memory"]}
+    assert f"{max(peaks.values()) / 2**30:.1f} GiB" in memory and memory.endswith("of 79 GiB")
+    assert "0 B to the busiest; 15.23 GB of weights" in sync
+    seconds = record["prediction"]["seconds"]
+    assert f"{seconds['total']:.3g} s predicted on H100-80GB (assumed)" in step
+    assert all(f"{phase} {seconds[phase]:.3g}" in step for phase in ("generate", "score", "learn"))
+    assert not blank and findings[0].startswith("warning 1: ")
+    assert sum(line.startswith("warning ") for line in findings) == 2
+    assert "MEMORY" not in shown and "--verbose" in findings[-1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ((), "model.dtype is float32"),
+        (("model.dtype=bfloat16", "gpu=none-such"), "the planner has no constants of none-such"),
+        (("model.dtype=bfloat16", "steps=0"), "the configuration has errors"),
+        ((*ALONE, "rollout.engine=server", "rollout.server.urls=[http://127.0.0.1:9]"), "the servers"),
+        (("model.dtype=bfloat16", "gpu=a100"), None),
+    ],
+)
+def test_a_step_is_predicted_or_the_reason_is_given(
+    overrides: tuple[str, ...], reason: str | None, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["check", "config.yaml", *overrides])
+    step = capsys.readouterr().out.splitlines()[4]
+    if reason is None:
+        assert "s predicted on A100-80GB: " in step
+    else:
+        assert "not predicted: " in step and reason in step
+
+
 def test_check_shows_everything(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "config.yaml", "steps=3"]) == 0
+    assert main(["check", "config.yaml", "steps=3", "--verbose"]) == 0
     shown = capsys.readouterr().out
     for title in (
         "CONFIGURATION",
@@ -71,7 +118,7 @@ def test_check_fails_with_every_error(workspace: Path, capsys: pytest.CaptureFix
 def test_the_arithmetic_is_shown_beside_missing_files(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check", "config.yaml", "data.train=gone.jsonl"]) == 2
+    assert main(["check", "config.yaml", "data.train=gone.jsonl", "-v"]) == 2
     assert "64 rows per step" in capsys.readouterr().out
 
 
@@ -79,7 +126,7 @@ def test_check_shows_what_conversations_have_at_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    words = ["check", "launch/examples/tools/run.yaml", "--world-size", "2", "--without-files"]
+    words = ["check", "launch/examples/tools/run.yaml", "--world-size", "2", "--without-files", "-v"]
     assert main([*words, "rollout.max_in_flight=20"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert (
