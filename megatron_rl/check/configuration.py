@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.algorithms.algorithm import Algorithm
+from megatron_rl.algorithms.lookup import with_pieces
 from megatron_rl.check.data import DatasetStats
 from megatron_rl.check.engine.arguments import (
     check_engine_arguments,
@@ -611,6 +612,9 @@ def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None
     resolved = resolve(check.config, world, algorithm, inputs.shape)
     config, template_reasons = _with_chat_templates(inputs, resolved.config)
     config, gpu_reasons = with_gpu_memory(config)
+    piece_reasons: dict[str, str] = {}
+    if algorithm is not None and config.job == TRAIN:
+        config, piece_reasons = with_pieces(config, algorithm)
 
     # Layouts, batch, memory and the bytes of a weight sync.
     layouts = role_layouts(config, world)
@@ -640,7 +644,7 @@ def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None
     check.warnings.extend(memory_warnings)
     return _Plans(
         config=config,
-        reasons={**resolved.reasons, **template_reasons, **gpu_reasons},
+        reasons={**resolved.reasons, **template_reasons, **gpu_reasons, **piece_reasons},
         layouts=layouts,
         batch=batch,
         shapes=shapes,

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
-from megatron_rl.algorithms.algorithm import Algorithm
-from megatron_rl.algorithms.lookup import scoring_reason
+from megatron_rl.algorithms.algorithm import KINDS, Algorithm
+from megatron_rl.algorithms.lookup import piece_text, scoring_reason
 from megatron_rl.check.configuration import CheckReport
 from megatron_rl.check.model.accelerator import AppliedDefault
 from megatron_rl.config.adapters import separate_lora
@@ -136,6 +136,9 @@ def _run_line(report: CheckReport) -> str:
     if report.shape is not None:
         model += f", {_parameters(report.shape)}"
 
+    # An invalid value may be of any size, or missing.
+    if report.layouts is None:
+        return f"{model}; not computed: {_missing_reason(report)}"
     jobs = [_stage_line(plan)[0] for plan in stage_plans(config)]
     if config.job == TRAIN:
         batch = config.batch
@@ -224,8 +227,41 @@ def summary(report: CheckReport) -> str:
     note = ""
     if report.batch is not None:
         note = "one training step, from prompts to micro-batches"
-    batch = _section("BATCH", note, batch_lines(report))
-    return batch + "\n\n" + _section("ROLES", _legend(report.layouts), _roles(report))
+    blocks = [_section("BATCH", note, batch_lines(report))]
+    if report.config.job == TRAIN and report.algorithm is not None:
+        note = report.algorithm.summary.rstrip(".")
+        blocks.insert(0, _section("ALGORITHM", note, _algorithm(report)))
+    blocks.append(_section("ROLES", _legend(report.layouts), _roles(report)))
+    return "\n\n".join(blocks)
+
+
+def _algorithm(report: CheckReport) -> list[str]:
+    """Return the resolved pieces of the algorithm: name, settings, and where the choice comes from."""
+    section = report.config.algorithm
+    rows = [("algorithm.name", section.name, _origin_text(report, "algorithm.name"))]
+    for key in KINDS:
+        value = getattr(section, key)
+        path = f"algorithm.{key}"
+        text = (
+            "not used without a critic" if value is None and key.startswith("value_") else piece_text(value)
+        )
+        rows.append((path, text, _origin_text(report, path)))
+
+    key_width = max(len(path) for path, _, _ in rows)
+    lines: list[str] = []
+    for path, text, origin in rows:
+        indent = " " * (key_width + 2)
+        wrapped = textwrap.wrap(f"{text}  ({origin})" if origin else text, WIDTH - 2 - len(indent))
+        lines += [f"{path:<{key_width}}  {wrapped[0]}", *(indent + line for line in wrapped[1:])]
+    return lines
+
+
+def _origin_text(report: CheckReport, path: str) -> str:
+    """Return the file and line, or the override, of an explicit value; empty for any other."""
+    origin = report.origins[path]
+    if origin.kind in ("file", "override"):
+        return origin.detail
+    return ""
 
 
 def _verdict(report: CheckReport) -> str:
@@ -283,6 +319,9 @@ def _configuration(report: CheckReport) -> str:
     for path, value in flatten(report.config).items():
         # A job of one stage does not read the keys of the others.
         if not job_reads(report.config.job, path):
+            continue
+        # The section ALGORITHM has the pieces in full.
+        if path.partition("algorithm.")[2] in KINDS and report.algorithm is not None:
             continue
         origin = report.origins[path]
         text = _value(to_plain(value, path.rpartition(".")[2]))

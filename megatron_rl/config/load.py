@@ -170,6 +170,9 @@ def changes(saved: str, config: RunConfig) -> list[str]:
     for name in sorted({*before, *now}):
         if before.get(name) == now.get(name) or name.startswith(_WITHOUT_NUMBERS):
             continue
+        # Configurations of earlier versions leave pieces to the algorithm's name, which is compared itself.
+        if name.startswith("algorithm.") and before.get(name) is None:
+            continue
         line = f"{name} was {one_line(to_plain(before.get(name)))} and is {one_line(to_plain(now.get(name)))}"
         if name.startswith(_PROMPT_ORDER):
             line += ": the prompts do not come as they would have"

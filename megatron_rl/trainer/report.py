@@ -13,8 +13,11 @@ from typing import Any, TextIO
 
 from markupsafe import Markup
 
+from megatron_rl.algorithms.lookup import piece_text
 from megatron_rl.config.health import LOWEST_EVALUATION, HealthRule
 from megatron_rl.config.run_folder import RunFolder
+from megatron_rl.config.schema import TRAIN
+from megatron_rl.config.source import read_tree
 from megatron_rl.contained.process import escape_unprintable
 from megatron_rl.durable import require_file
 from megatron_rl.errors import UserError, first_line
@@ -50,6 +53,9 @@ OUTSIDE_STEPS = ("evaluate", "checkpoint", "checkpoint_write")
 """Phases between steps, or concurrent with them, which have no share of the steps' time."""
 FINISH_REASONS = ("stop", "length", "failed")
 """Names of `FINISH_STOP`, `FINISH_LENGTH` and `FINISH_FAILED` of `megatron_rl.types`."""
+
+_NAMED_PIECES = ("advantage", "policy_loss", "aggregation", "kl")
+"""Pieces that the final table names; the page has all of them, with their settings."""
 
 SummaryRow = tuple[str, str, str]
 """Row of the final table: name, value, remark."""
@@ -141,6 +147,9 @@ def _page_sections(
     ]
 
     sections += _health_sections(folder, run.lines)
+    pieces = algorithm_rows(folder)
+    if pieces:
+        sections += [page.heading("Algorithm"), page.table(("", "settings"), pieces)]
     if phases:
         headings = ("phase", "total", "per step", "share")
         sections.append(page.heading("Time by phase"))
@@ -205,6 +214,32 @@ def _health_samples(folder: RunFolder, rule: HealthRule, step: int) -> list[tupl
         )
         for sample in select_samples(rule, samples, HEALTH_SAMPLES)
     ]
+
+
+def algorithm_rows(folder: RunFolder) -> list[tuple[str, str]]:
+    """Return the name of a run's algorithm and its pieces with their settings, from config.yaml.
+
+    Empty for a job without an algorithm, and for a folder without a configuration that can be read.
+    """
+    if not folder.config.is_file():
+        return []
+    text = folder.config.read_text(encoding="utf-8", errors="replace")
+    values = {key: leaf.value for key, leaf in read_tree(text, str(folder.config), []).leaves()}
+    if values.get("job", TRAIN) != TRAIN or "algorithm.name" not in values:
+        return []
+
+    # Collect the settings of each piece, which are leaves below its key.
+    pieces: dict[str, Any] = {}
+    for path, value in values.items():
+        section, _, rest = path.partition(".")
+        key, _, setting = rest.partition(".")
+        if section != "algorithm" or (value is None and not setting):
+            continue
+        if setting:
+            pieces.setdefault(key, {})[setting] = value
+        else:
+            pieces[key] = value
+    return [(key, escape_unprintable(piece_text(value))) for key, value in pieces.items()]
 
 
 def summary(lines: Lines, stages: Mapping[str, Lines]) -> list[SummaryRow]:
@@ -325,6 +360,10 @@ def _print_tables(
     for row in rows:
         table.add_row(*row)
     console.print(table)
+    pieces = algorithm_rows(folder)
+    if pieces:
+        names = [f"{key} {text.partition(': ')[0]}" for key, text in pieces if key in _NAMED_PIECES]
+        console.print(f"algorithm: {', '.join([pieces[0][1], *names])}")
 
     if phases:
         times = Table(title="time by phase", title_justify="left")

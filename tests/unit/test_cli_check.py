@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,23 @@ def test_check_shows_everything(workspace: Path, capsys: pytest.CaptureFixture[s
     assert "override steps=3" in shown and "config.yaml:6" in shown
     for path in flatten(load_config("config.yaml")):
         assert path in shown, f"{path} is not shown"
+
+
+def test_check_shows_the_pieces_that_the_algorithm_resolves_to(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["algorithm.name=dapo", "algorithm.kl.coef=0.25", "algorithm.kl.name=loss"]
+    assert main(["check", "config.yaml", "--verbose", *overrides]) == 0
+    shown = " ".join(capsys.readouterr().out.split("ALGORITHM  (")[1].split("\n\n")[0].split())
+    assert "clip_low 0.2, clip_high 0.28, dual_clip 10.0" in shown
+    assert "algorithm.dynamic_sampling refill: max_rounds 10" in shown
+    assert "algorithm.value_loss not used without a critic" in shown
+    assert re.search(r"algorithm.kl loss: .*coef 0.25.* \(override algorithm.kl", shown)
+
+    assert main(["check", "config.yaml", "--json", *overrides]) == 0
+    values = json.loads(capsys.readouterr().out)["config"]
+    assert values["algorithm.policy_loss"]["value"]["clip_high"] == 0.28
+    assert values["algorithm.policy_loss"]["detail"] == "algorithm.name=dapo"
 
 
 def test_check_fails_with_every_error(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

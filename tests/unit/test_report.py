@@ -69,6 +69,24 @@ def test_the_table_and_the_files(tmp_path: Path) -> None:
         assert picture.width > 1200 and len(picture.convert("RGB").getcolors(1 << 24) or []) > 20
 
 
+def test_the_report_names_the_pieces_of_the_algorithm(tmp_path: Path) -> None:
+    folder = run(tmp_path / "addition", steps=3)
+    folder.write_config(
+        "algorithm:\n  name: grpo\n  policy_loss: {name: ppo_clip, clip_low: 0.2, dual_clip: null}\n"
+        "  kl: none\n  value_loss: null\n"
+    )
+    console = io.StringIO()
+    page = Page(report.write(folder.path, console).read_text())
+    assert "algorithm: grpo, policy_loss ppo_clip, kl none\n" in console.getvalue()
+    assert ["policy_loss", "ppo_clip: clip_low 0.2, dual_clip null"] in page.rows and [
+        "kl",
+        "none",
+    ] in page.rows
+    # A job of one stage has no algorithm.
+    folder.write_config("job: sft\nalgorithm: {name: grpo}\n")
+    assert report.algorithm_rows(folder) == []
+
+
 @pytest.fixture(scope="module")
 def sampled(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """Return a run with samples of three steps and of an evaluation set, reported."""
