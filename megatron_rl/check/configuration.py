@@ -41,7 +41,12 @@ from megatron_rl.check.model.megatron_settings import (
     check_optimizer,
     check_routing,
 )
-from megatron_rl.check.packages import check_attention, logging_errors, missing_packages
+from megatron_rl.check.packages import (
+    check_attention,
+    logging_errors,
+    missing_packages,
+    split_unimported,
+)
 from megatron_rl.check.rehearsal import rehearse
 from megatron_rl.check.resume import resumed_build_errors
 from megatron_rl.check.sizes import (
@@ -158,6 +163,8 @@ class _Check:
         invalid: Keys whose value has an error.
         tree: The configuration as it was written.
         accelerator: Defaults that the run has because it is on accelerators.
+        elsewhere: Whether packages of this machine decide nothing, since the run will be on others.
+        derived: Reasons of values that are derived before the rules, by key.
     """
 
     config: RunConfig
@@ -168,6 +175,8 @@ class _Check:
     invalid: set[str] = field(default_factory=set)
     tree: Section = field(default_factory=Section)
     accelerator: tuple[AppliedDefault, ...] = ()
+    elsewhere: bool = False
+    derived: dict[str, str] = field(default_factory=dict)
 
     def add(self, errors: Iterable[UserError]) -> None:
         """Record errors, except about values at or below an invalid key."""
@@ -215,6 +224,7 @@ def check_file(
     *,
     training: bool = False,
     without_files: bool = False,
+    elsewhere: bool = False,
 ) -> CheckReport:
     """Load and check a configuration file, on each rank of a job; arguments as for `check_config`.
 
@@ -234,6 +244,7 @@ def check_file(
         world_size,
         training=training,
         without_files=without_files,
+        elsewhere=elsewhere,
         shipped_models=next((folder for folder in folders if folder.is_dir()), None),
         patience=patience,
     )
@@ -245,6 +256,7 @@ def check_config(
     *,
     training: bool = False,
     without_files: bool = False,
+    elsewhere: bool = False,
     shipped_models: Path | None = None,
     patience: float = PATIENCE,
 ) -> CheckReport:
@@ -256,6 +268,8 @@ def check_config(
         training: Whether this is the check at the start of a run, on each of its ranks: files that
             ``prepare`` has not made yet are then errors, and rules that the run itself applies are left out.
         without_files: Whether missing files are warnings.
+        elsewhere: Whether the run will be on other machines, so that packages which this one lacks are no
+            errors: those of the run are not reported, and those of the user's code are warnings.
         shipped_models: Folder with NAME/config.json, for models that are not on this machine.
         patience: Time limit for Megatron to validate its settings, in seconds; 0 skips the validation.
 
@@ -277,15 +291,23 @@ def check_config(
     origins |= megatron_origins
 
     # Single values first: an invalid one hides every rule that would compare it.
-    check = _Check(config, world_size, tree=loaded.tree)
+    check = _Check(config, world_size, tree=loaded.tree, elsewhere=elsewhere)
     check.errors.extend(loaded.errors)
     check.invalid.update(loaded.broken)
     for key, errors in megatron_errors.items():
         check.errors.extend(errors)
         check.invalid.add(key)
     check.refuse(check_values(config))
-    elsewhere = config.gpu is not None and not training
-    trial_keys = _check_megatron_settings(check, elsewhere)
+
+    # The layers of another machine's GPUs decide memory and defaults, and are not those of this machine.
+    on_other_gpus = elsewhere or (config.gpu is not None and not training)
+    if on_other_gpus and config.model.attention is None:
+        config = with_value(config, "model.attention", "transformer_engine")
+        check.config = config
+        check.derived["model.attention"] = (
+            f"gpu={config.gpu}: launch/setup.sh --gpu installs Transformer Engine"
+        )
+    trial_keys = _check_megatron_settings(check, on_other_gpus)
 
     # Pass-through settings, paths, and the user's code in training processes.
     if check.is_valid("rollout.vllm"):
@@ -371,11 +393,20 @@ def _check_with_inputs(
         check.add(resumed_build_errors(config, layouts, inputs.shape, algorithm))
     check.add(logging_errors(config))
     # A configuration may be checked on another machine than the run's: a missing package stops the run only.
-    package_errors = [*check_attention(config), *missing_packages(config)]
-    if training:
-        check.errors.extend(package_errors)
-    else:
-        check.warnings.extend(package_errors)
+    if not check.elsewhere:
+        package_errors = list(missing_packages(config))
+        if "model.attention" not in check.derived:
+            package_errors = [*check_attention(config), *package_errors]
+        if training:
+            check.errors.extend(package_errors)
+        else:
+            check.warnings.extend(package_errors)
+
+    # Code that imports a package which only the run's machines have.
+    if check.elsewhere:
+        for errors in (check.errors, inputs.errors):
+            untried, errors[:] = split_unimported(errors)
+            check.warnings.extend(untried)
 
     # Rules that need the shapes of the models.
     _check_against_models(check, inputs, layouts)
@@ -588,7 +619,7 @@ def _report(
         shape=inputs.shape,
         algorithm=algorithm,
         data_stats=tuple(inputs.tokens.stats) if inputs.tokens else (),
-        untried=bool(check.untried),
+        untried=bool(check.untried) and not check.elsewhere,
         accelerator=check.accelerator,
         files_missing=bool(inputs.files.missing or inputs.files.to_be_made),
     )
@@ -613,7 +644,8 @@ def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None
     config, template_reasons = _with_chat_templates(inputs, resolved.config)
     config, gpu_reasons = with_gpu_memory(config)
     piece_reasons: dict[str, str] = {}
-    if algorithm is not None and config.job == TRAIN:
+    is_constructed = not any((warning.where or "").startswith("algorithm.") for warning in check.warnings)
+    if algorithm is not None and config.job == TRAIN and (is_constructed or not check.elsewhere):
         config, piece_reasons = with_pieces(config, algorithm)
 
     # Layouts, batch, memory and the bytes of a weight sync.
@@ -644,7 +676,7 @@ def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None
     check.warnings.extend(memory_warnings)
     return _Plans(
         config=config,
-        reasons={**resolved.reasons, **template_reasons, **gpu_reasons, **piece_reasons},
+        reasons={**check.derived, **resolved.reasons, **template_reasons, **gpu_reasons, **piece_reasons},
         layouts=layouts,
         batch=batch,
         shapes=shapes,

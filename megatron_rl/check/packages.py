@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -18,6 +20,10 @@ GRADERS = {
     "megatron_rl.environments.reasoning_gym": ("reasoning_gym", "reasoning-gym"),
 }
 """Module of a reward function or an environment -> the package it imports, and our extra that installs it."""
+
+
+_UNIMPORTED = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+"""Beginning of what user code raises that imports a package which is not installed."""
 
 
 class _Requirement(NamedTuple):
@@ -75,6 +81,21 @@ def missing_packages(config: RunConfig) -> Iterator[UserError]:
                 purpose=requirement.value,
                 fix=f"pip install megatron_rl[{requirement.extra}], or choose another",
             )
+
+
+def split_unimported(errors: Iterable[UserError]) -> tuple[list[UserError], list[UserError]]:
+    """Split errors into those of packages that user code imports and this machine lacks, and the others."""
+    unimported: list[UserError] = []
+    others: list[UserError] = []
+    for error in errors:
+        match = _UNIMPORTED.match(error.got or "")
+        # A module that the configuration itself names is probably misspelled.
+        if match is None or error.message == f"cannot import {match[1]}":
+            others.append(error)
+        else:
+            fix = f"install {match[1].partition('.')[0]} on this machine too to have the code tried"
+            unimported.append(replace(error, fix=fix))
+    return unimported, others
 
 
 def _requirements(config: RunConfig) -> Iterator[_Requirement]:

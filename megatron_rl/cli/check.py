@@ -18,10 +18,12 @@ from megatron_rl.config.budget import PHASES
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.placement import process_group_counts
 from megatron_rl.config.schema import JOBS
+from megatron_rl.error_forms import unknown_choice
 from megatron_rl.errors import EXIT_BAD_INPUT, UserError, UserErrors
 from megatron_rl.launcher import current_launch, process_rank
 from megatron_rl.planning.predict.checked import predict_checked
 from megatron_rl.planning.simulation.ranks import simulate_ranks, simulation_json
+from megatron_rl.shapes.hardware import load_constants
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,9 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     parser.add_argument(
-        "--verbose", "-v", action="store_true", help="print every value, the ranks, and memory by item too"
+        "-v", "--verbose", action="store_true", help="print every value, the ranks, and memory by item too"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object for machines")
+    parser.add_argument(
+        "--on", metavar="GPU", help="check for a cluster of this GPU, as h100, and not for this machine"
+    )
     parser.add_argument(
         "--without-files", action="store_true", help="missing model and data files are warnings"
     )
@@ -61,10 +66,16 @@ def run(arguments: argparse.Namespace) -> int:
     if world_size is None and not job.alone:
         world_size = job.world_size
 
+    if arguments.on is not None:
+        _require_gpu(arguments.on)
     # A file that cannot be read as a configuration has no report: its errors are raised.
     try:
         report = load_and_check(
-            arguments, world_size, job=arguments.job, without_files=arguments.without_files
+            arguments,
+            world_size,
+            job=arguments.job,
+            without_files=arguments.without_files,
+            gpu=arguments.on,
         )
     except UserErrors as errors:
         if not arguments.json:
@@ -79,6 +90,13 @@ def run(arguments: argparse.Namespace) -> int:
     if report.errors:
         return EXIT_BAD_INPUT
     return 0
+
+
+def _require_gpu(name: str) -> None:
+    """Raise UserError for a GPU that is not in constants.json."""
+    constants = load_constants()
+    if name not in constants.gpus and name.lower() not in constants.aliases:
+        raise unknown_choice("--on", name, sorted(constants.aliases), otherwise="choose one of them")
 
 
 def _print_report(arguments: argparse.Namespace, report: CheckReport) -> None:

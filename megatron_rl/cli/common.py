@@ -67,12 +67,23 @@ def load_and_check(
     job: str | None = None,
     training: bool = False,
     without_files: bool = False,
+    gpu: str | None = None,
 ) -> CheckReport:
     """Load and check the configuration of a command; raises UserErrors where it cannot be read at all.
 
-    ``job`` None: the configuration's own.
+    ``job`` None: the configuration's own. ``gpu``: check for a cluster of this GPU, not for this machine.
     """
     overrides = list(arguments.overrides)
     if job is not None:
         overrides.append(f"job={job}")
-    return check_file(arguments.config, overrides, world_size, training=training, without_files=without_files)
+    if gpu is not None:
+        # The memory is that of the named GPU, not that of the GPU which the file was written for.
+        overrides += [f"gpu={gpu}", "gpu_memory_gib=null"]
+    return check_file(
+        arguments.config,
+        overrides,
+        world_size,
+        training=training,
+        without_files=without_files,
+        elsewhere=gpu is not None,
+    )

@@ -354,7 +354,7 @@ class RunConfig:
     gpu: str | None = setting(
         None,
         "Name of the GPU, for the memory that `check` compares with and for predictions of speed.",
-        unset="no predictions",
+        unset="this machine; `check` predicts a step on an H100",
         also_called={"common": "gpu_type, gpu_name, gpu_model"},
     )
     gpu_memory_gib: float | None = setting(

@@ -126,6 +126,49 @@ def test_check_shows_the_pieces_that_the_algorithm_resolves_to(
     assert values["algorithm.policy_loss"]["detail"] == "algorithm.name=dapo"
 
 
+ON_H100 = (
+    "check", "config.yaml", "--on", "h100", "--json", "model.dtype=bfloat16", "gpu_memory_gib=1",
+    "logging.trackers=[wandb]", "actor.megatron.fp8=hybrid", "algorithm.policy_loss=imports.py:loss",
+)  # fmt: skip
+"""Check of a run that needs a tracker, Transformer Engine's FP8, and a package that its loss imports."""
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_check_on_a_gpu_does_not_depend_on_this_machine(
+    installed: bool, workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("imports.py").write_text("import package_of_the_cluster\ndef loss(micro, log_probs): ...\n")
+    for module in ("check.packages", "check.model.accelerator", "config.derive"):
+        monkeypatch.setattr(f"megatron_rl.{module}.has_transformer_engine", lambda: installed)
+    for module in ("check.engine.arguments", "check.model.accelerator"):
+        monkeypatch.setattr(f"megatron_rl.{module}.has_host_build", lambda: not installed)
+    if not installed:
+        monkeypatch.setattr("megatron_rl.check.model.megatron_settings._is_installed", lambda _: False)
+
+    assert main([*ON_H100]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["valid"] and not record["untried"] and not record["errors"]
+    warnings = " ".join(warning["message"] for warning in record["warnings"])
+    assert "wandb" not in warnings and "is not installed" not in warnings
+    assert "cannot import imports.py" in warnings
+    assert record["config"]["model.attention"]["value"] == "transformer_engine"
+    assert record["config"]["gpu_memory_gib"]["value"] == 79.2, "that of the named GPU, not of the file"
+    assert record["prediction"] == {"reason": "a piece of the algorithm cannot be imported here"}
+    assert "gradient_accumulation_fusion" in {row["key"] for row in record["accelerator"]}
+
+    assert main([*ON_H100, "algorithm.policy_loss=gspo"]) == 0
+    prediction = json.loads(capsys.readouterr().out)["prediction"]
+    assert prediction["gpu"] == "H100-80GB" and not prediction["assumed_gpu"]
+
+    # What the user wrote wrongly is still refused.
+    assert main([*ON_H100, "algorithm.policy_loss=misspelled:loss"]) == 2
+    assert "cannot import misspelled" in capsys.readouterr().out
+    assert main(["check", "config.yaml", "--on", "h100", "steps=0"]) == 2
+    assert main(["check", "config.yaml", "--on", "h10"]) == 2
+    refused = capsys.readouterr().err
+    assert all(part in refused for part in ("where:    --on", "expected: one of", "fix: "))
+
+
 def test_check_fails_with_every_error(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "config.yaml", "rollout.n=3", "steps=0", "data.train=gone.jsonl"]) == 2
     shown = capsys.readouterr().out

@@ -141,7 +141,7 @@ def test_plan_and_check_print_the_same_words(tmp_path, capsys) -> None:
     (model / "config.json").write_text(json.dumps(_hf_config("qwen3-8b")))
     plan(str(model), "--gpus", "16", "--best", "1", "--out", str(out))
     printed = capsys.readouterr().out.splitlines()
-    assert command(["check", str(out), "--without-files"]) == 0
+    assert command(["check", str(out), "--without-files", "--verbose"]) == 0
     shown = capsys.readouterr().out.splitlines()
     most = next(line for line in shown if line.strip().startswith("most on any rank"))
     held = re.findall(r"([\d.]+) GiB", most)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_rl.algorithms.lookup import algorithm_of
 from megatron_rl.check.configuration import CheckReport
 from megatron_rl.errors import UserError
 from megatron_rl.planning.predict.step import RunStep, predict_run
@@ -52,6 +53,12 @@ def predict_checked(report: CheckReport) -> CheckedStep:
         gpu = constants.gpu(config.gpu or ASSUMED_GPU)
     except UserError:
         return CheckedStep(reason=f"the planner has no constants of {config.gpu}")
+
+    # A check for other machines accepts code that cannot be imported on this one.
+    try:
+        algorithm_of(config)
+    except UserError:
+        return CheckedStep(reason="a piece of the algorithm cannot be imported here")
 
     shapes = {role: report.shapes.get(role, report.shape) for role in report.layouts}
     step = predict_run(config, constants, gpu.name, shapes)
