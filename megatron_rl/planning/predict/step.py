@@ -261,7 +261,7 @@ def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], stats: R
     )
 
 
-def _train_choice(
+def train_choice(
     config: RunConfig,
     role: str,
     layout: ParallelLayout,
@@ -367,7 +367,7 @@ def predict_run(
         if spec.head is None:
             continue
 
-        choice = _train_choice(config, role, layout, shapes[role])
+        choice = train_choice(config, role, layout, shapes[role])
         forward_flops = choice.model.forward_flops(batch.context) * batch.tokens
 
         # The actor needs no separate forward pass if the first optimizer step computes the same log-probs.
