@@ -220,7 +220,7 @@ def _missing_reason(report: CheckReport) -> str:
 
 
 def summary(report: CheckReport) -> str:
-    """Return the batch arithmetic and the roles, for the start of a run."""
+    """Return the pieces of the algorithm, the batch arithmetic and the roles."""
     if report.layouts is None:
         return ""
     # A job of one stage has no training step.

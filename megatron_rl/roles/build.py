@@ -149,25 +149,33 @@ def build_roles(
     templated: bool = False,
     actor: ModelRole | None = None,
     say: Callable[[str], None] = print,
+    begin: Callable[[str], None] | None = None,
 ) -> Roles:
     """Build every role of a resolved configuration; the engine gets its weights at the first sync.
 
     ``templated``: whether prompts were rendered with the tokenizer's chat template.
     ``actor``: an actor to use instead of building one.
     ``say``: prints a line on the console.
+    ``begin``: shows which part is built next.
 
     Collective over the world.
     """
+    begin = begin or _show_nothing
     filters = config.rollout.filters
     reward = RewardRole(config.reward, tokenizer, filters=filters, needed=algorithm.needs_rewards)
     adapters = separate_adapters(config)
 
     # The engine comes first and is put to sleep: engine and models need not fit in device memory together.
     routing = _routing_shape(config, "rollout")
+    begin(f"engine {config.rollout.engine}")
     rollout = _build_rollout(config, tokenizer, templated, routing, adapters)
-    actor = actor or build_actor(config, updates=_update_count(config))
+    if actor is None:
+        begin(f"actor from {config.model.path}")
+        actor = build_actor(config, updates=_update_count(config))
+    begin("other roles")
     scorers = build_scorers(config, algorithm, actor)
     models = tuple(build_reward_model(config, name) for name in config.reward.models)
+    begin("plan of the weight sync")
     hybrid_engine = _build_hybrid_engine(config, actor, rollout, adapters is not None, say)
 
     needs_scoring_pass = scoring_reason(config, algorithm) is not None
@@ -185,6 +193,10 @@ def build_roles(
     for role in roles.models:
         role.residency.leave()
     return roles
+
+
+def _show_nothing(part: str) -> None:
+    """Ignore the part that is built next."""
 
 
 def build_frozen_roles(

@@ -143,7 +143,8 @@ class Training:
                 name: self._load_prompts(f"evaluation.sets.{name}.data", settings.data)
                 for name, settings in config.evaluation.sets.items()
             }
-        job.join()
+        with self._progress(f"connect {device.world_size()} ranks"):
+            job.join()
         keep_code(job)
 
         # Before the models: a damaged checkpoint or model is found in seconds, not after they are built.
@@ -152,7 +153,7 @@ class Training:
             self.stage_data = [load_stage_data(plan, self.tokenizer, job) for plan in self.pending_stages]
         with (
             self.phases("build"),
-            self._progress("build models and engine"),
+            self._progress("build models and engine") as progress,
         ):
             self.sets = evaluation_sets(config, held_out, self.tokenizer)
             templated = self.prompts.templated
@@ -162,6 +163,7 @@ class Training:
                 self.tokenizer,
                 templated=templated,
                 say=job.say,
+                begin=progress.begin,
             )
         self._warn_of_missing_containment()
 
@@ -220,7 +222,7 @@ class Training:
 
         # After the stages, whose weights the first step samples from; a run that is complete samples nothing.
         if self.state.step < self.config.steps:
-            with self.phases("check engine"):
+            with self.phases("check engine"), self._progress("sync weights, compare trainer and engine"):
                 self._first_sync = check_engine(self.config, self.roles)
 
         log = self._open_log() if self.job.main else None

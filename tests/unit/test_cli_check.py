@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from config_workspace import write_workspace
 
 from megatron_rl.cli.main import COMMANDS, main
 from megatron_rl.config.load import flatten, load_config
+from megatron_rl.launcher import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("functions_load_once")
 
@@ -309,7 +311,7 @@ def test_train_stops_before_anything_heavy(workspace: Path) -> None:
 
 
 def test_one_rank_speaks(workspace: Path) -> None:
-    """Rank 0 prints, and writes where torchrun reads the root cause; other ranks wait to be ended."""
+    """Rank 0 prints, and writes where torchrun reads the root cause; other ranks print if it does not."""
     told = workspace / "error.json"
     world = {"WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     first = run(
@@ -327,7 +329,44 @@ def test_one_rank_speaks(workspace: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert other.communicate(timeout=60)[1] == "" and other.returncode == 2
+    time.sleep(PATIENCE / 2)
+    assert other.poll() is None, "it waits for rank 0"
+    shown = other.communicate(timeout=60)[1]
+    assert shown.startswith("rank 1 on ") and "`steps` is out of range" in shown and other.returncode == 2
+
+
+ONE_RANK_FAILS = """
+import sys, time
+from megatron_rl.errors import UserError
+from megatron_rl.launcher import process_rank, report_errors
+if process_rank() == 1:
+    report_errors(UserError("the disk of one rank is full", where="run_dir", fix="free some space"))
+    sys.exit(2)
+time.sleep(120)
+"""
+
+
+def test_an_error_of_one_rank_alone_is_printed_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(ONE_RANK_FAILS)
+    launched = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "program.py",
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    before, _, behind = launched.stderr.partition("Traceback (most recent call last)")
+    assert re.search(r"rank 1 on .*:\nerror: the disk of one rank is full", before)
+    assert "the disk of one rank is full" in behind.partition("Root Cause")[2]
 
 
 def test_errors_stand_before_and_behind_the_traceback_of_torchrun(workspace: Path) -> None:

@@ -135,7 +135,7 @@ def configured_problem(report: CheckReport, constants: Constants) -> Problem:
         raise UserError(
             "this configuration cannot be planned",
             where="CONFIG",
-            expected="steps of reinforcement learning in bfloat16 or float16, an engine in the ranks, and the "
+            expected="steps of reinforcement learning in half precision, an engine in the ranks, and the "
             "model's config.json",
             got=f"job {config.job}, {dtype}, engine {config.rollout.engine}, model {config.model.path}",
             fix="plan MODEL --gpus N searches without a configuration; copy config.json into model.path",
