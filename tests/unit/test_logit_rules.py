@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_rl.config.sections.response_limits import ResponseLimit
+from megatron_rl.config.sections.rollout import RolloutConfig, rule_errors
 from megatron_rl.megatron import log_probs as module
 from megatron_rl.megatron.log_probs import VocabularyShard, support_of, vocab_parallel_log_probs
 from megatron_rl.megatron.logit_rules import build_row_rules
@@ -193,3 +195,12 @@ def test_a_continuation_has_the_rest_of_the_minimum():
     sampling = SamplingParameters(min_response_tokens=10)
     minima = [vllm_parameters(sampling, limit=8, seed=1, done=done)["min_tokens"] for done in (0, 4, 9, 12)]
     assert minima == [8, 6, 1, 0], "vLLM refuses a minimum above the limit of a request"
+
+
+@pytest.mark.parametrize(("limits", "smallest"), [("auto", 16), ({"64": 32, "more": 256}, 32), (24, 24)])
+def test_a_minimum_is_compared_with_the_smallest_limit(limits: ResponseLimit, smallest: int) -> None:
+    assert not list(rule_errors(RolloutConfig(max_response_tokens=limits, min_response_tokens=smallest)))
+    rollout = RolloutConfig(max_response_tokens=limits, min_response_tokens=smallest + 1)
+    assert [error.expected for error in rule_errors(rollout)] == [
+        f"at most {smallest}, the max_response_tokens"
+    ]

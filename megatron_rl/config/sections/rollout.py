@@ -592,6 +592,7 @@ def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
     yield from _penalty_errors(rollout)
     for path, settings in task_settings(rollout):
         shortest = settings["min_response_tokens"]
+        # Limits may depend on the prompt, or follow earlier lengths: the minimum holds for each of them.
         limit = smallest_limit(settings["max_response_tokens"], rollout.auto_limit)
         if shortest > limit:
             yield out_of_range(
