@@ -302,8 +302,9 @@ def check_config(
     # The layers of another machine's GPUs decide memory and defaults, and are not those of this machine.
     on_other_gpus = elsewhere or (config.gpu is not None and not training)
     if on_other_gpus and config.model.attention is None:
-        config = with_value(config, "model.attention", "transformer_engine")
-        check.config = config
+        with_attention: RunConfig = with_value(config, "model.attention", "transformer_engine")
+        config = with_attention
+        check.config = with_attention
         check.derived["model.attention"] = (
             f"gpu={config.gpu}: launch/setup.sh --gpu installs Transformer Engine"
         )

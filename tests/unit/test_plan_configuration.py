@@ -53,6 +53,15 @@ def test_every_layout_is_what_check_predicts_of_its_overrides(
     assert re.search(compared, shown)
 
 
+@pytest.mark.parametrize("limits", ["{512: 256, more: 1024}", "auto"])
+def test_a_configuration_with_limits_of_responses_is_planned(
+    limits: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", CONFIG, f"rollout.max_response_tokens={limits}"]) == 0
+    shown = capsys.readouterr().out
+    assert "on 8 x h100 (assumed)" in shown and "1024 at most" in shown and "1. colocated: " in shown
+
+
 def test_a_critic_is_planned_with_its_roles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plans.json"
     words = ["world_size=16", "algorithm.name=ppo", "algorithm.kl=loss", "--gpu", "h200", "--json", str(out)]

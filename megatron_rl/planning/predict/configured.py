@@ -76,6 +76,8 @@ class ConfiguredPlans:
     """Best plan of each placement that passes the check."""
     rejected: tuple[str, ...]
     """Placements whose configuration does not pass, each with its first error."""
+    assumed_gpu: bool = False
+    """Whether nothing names the GPU, so that `ASSUMED_GPU` was taken."""
 
 
 def plan_configuration(
@@ -90,7 +92,8 @@ def plan_configuration(
     if gpu is not None:
         machine_overrides += [f"gpu={gpu}", "gpu_memory_gib=null"]
     report = _check(path, machine_overrides, world_size)
-    if report.config.gpu is None:
+    assumed_gpu = report.config.gpu is None
+    if assumed_gpu:
         machine_overrides.append(f"gpu={ASSUMED_GPU}")
         report = _check(path, machine_overrides, world_size)
 
@@ -108,7 +111,7 @@ def plan_configuration(
             continue
         found.append(_configured(plan.name, changes, candidate, constants, plan.reasons))
     found.sort(key=lambda entry: entry.step.total)
-    return ConfiguredPlans(given, tuple(found), tuple(rejected))
+    return ConfiguredPlans(given, tuple(found), tuple(rejected), assumed_gpu)
 
 
 def _check(path: Path, overrides: Sequence[str], world_size: int | None) -> CheckReport:
@@ -156,7 +159,7 @@ def configured_problem(report: CheckReport, constants: Constants) -> Problem:
         )
 
     stats = run_batch(config, layouts, RunStats())
-    row_limit = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    row_limit = config.data.max_prompt_tokens + config.rollout.response_limit
     batch = StepBatch(
         prompts=stats.prompts,
         samples=stats.samples,
@@ -276,9 +279,12 @@ def configured_text(name: str, plans: ConfiguredPlans, best: Sequence[Configured
     batch = run_batch(config, given.report.layouts or {}, RunStats())
     shape = given.report.shape
     assert shape is not None
+    gpu = str(config.gpu)
+    if plans.assumed_gpu:
+        gpu += " (assumed)"
     lines = [
         f"{name}: {shape.name}, {shape.parameters / 1e9:.2f} B parameters, {config.algorithm.name} on "
-        f"{given.report.world_size} x {config.gpu}",
+        f"{given.report.world_size} x {gpu}",
         f"{batch.prompts} prompts x {batch.samples} samples, {batch.optimizer_steps} optimizer steps, "
         f"prompt {batch.prompt:.0f}, response {batch.lengths.mean:.0f} on average (assumed), "
         f"{batch.lengths.longest:.0f} at most",
