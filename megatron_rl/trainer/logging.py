@@ -51,6 +51,9 @@ PHASES = (
 )
 """Phases of a step whose seconds the console line may show."""
 
+_RULE_WIDTH = 20
+"""Columns of a health rule's name, which may be the user's, in a step's line."""
+
 _SHOWN_PHASES = 2
 """Phases of a step that the console line shows: the longest ones."""
 
@@ -58,6 +61,18 @@ _SHOWN_PHASES = 2
 def accuracies(names: Iterable[str]) -> list[str]:
     """Return the metric names among ``names`` that are accuracies of evaluation sets."""
     return [name for name in names if name.startswith("eval/") and name.endswith("/accuracy")]
+
+
+def _health_texts(values: Mapping[str, float]) -> list[str]:
+    """Return the first health rule that fires in a step, and the number of the others; empty if none does."""
+    prefix = "health/"
+    firing = [name.removeprefix(prefix) for name in values if name.startswith(prefix) and values[name]]
+    if not firing:
+        return []
+    text = f"unhealthy {firing[0][:_RULE_WIDTH]}"
+    if len(firing) > 1:
+        text += f" and {len(firing) - 1} more"
+    return [text]
 
 
 def _phases_text(values: Mapping[str, float]) -> str:
@@ -155,6 +170,7 @@ class MetricsLog:
         # Failed rewards are rare, and matter when there are any.
         if values.get("reward/invalid"):
             end.append(f"invalid {number_text(values['reward/invalid'], '.3f')}")
+        end += _health_texts(values)
         if "time/step" in values:
             end.append(f"{_seconds_text(values['time/step'])} s")
 
@@ -169,6 +185,9 @@ class MetricsLog:
         metrics = [
             f"{label} {number_text(values[name], form)}" for label, name, form in COLUMNS if name in values
         ]
+        # The first metric, as the reward, is worth more than the phases.
+        if len("  ".join([*columns, *metrics[:1], *end, phases])) > WIDTH:
+            phases = ""
         reserved = len("  ".join([*end, phases]))
         for metric in metrics:
             if len("  ".join([*columns, metric])) + 2 + reserved <= WIDTH:

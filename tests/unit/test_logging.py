@@ -90,6 +90,17 @@ def test_the_line_of_a_step_has_at_most_100_columns(folder: RunFolder) -> None:
     assert lines[3].startswith("    eval/")
 
 
+def test_the_line_of_a_step_names_a_health_rule_that_fires(folder: RunFolder) -> None:
+    with MetricsLog(folder, 1000, console=io.StringIO()) as log:
+        assert "unhealthy" not in log.line(998, {**STEP, "health/kl": 0.0})
+        line = log.line(998, {**STEP, "health/kl": 0.0, "health/entropy": 1.0})
+        assert "unhealthy entropy  561 s" in line
+        # Names of a user's own rules may be long, and the line has its width.
+        firing = {f"health/{'own_rule' * 12}": 1.0, "health/kl": 1.0, "health/entropy": 1.0}
+        line = log.line(998, {**STEP, "reward/invalid": 0.125, **firing})
+        assert len(line) <= WIDTH and " and 2 more  561 s" in line and "reward 0.512" in line
+
+
 def test_the_parts_of_a_phase_are_named() -> None:
     console = io.StringIO()
     with Progress("build", console=console) as progress:
