@@ -27,10 +27,12 @@ from megatron_rl.config.budget import (
 from megatron_rl.config.checkpoint_meta import ANY, SAME
 from megatron_rl.config.derive import BatchPlan, versions_between
 from megatron_rl.config.engines import ENGINES
+from megatron_rl.config.health import VALUE, health_rules
 from megatron_rl.config.load import flatten, to_plain
 from megatron_rl.config.placement import process_group_counts
 from megatron_rl.config.roles import ACTOR, ROLLOUT
 from megatron_rl.config.schema import TRAIN, RunConfig
+from megatron_rl.config.sections.health import STOP, WARN
 from megatron_rl.config.sections.response_limits import AUTO, table_rows
 from megatron_rl.config.sections.rollout import KEEP, OPEN, RolloutConfig
 from megatron_rl.config.source import one_line
@@ -53,7 +55,11 @@ _MAX_BLOCKS = 8
 """Largest number of blocks of ranks for which the complete job is drawn."""
 _MEMORY_COLUMN = 12
 _MAX_OTHER_RANKS = 5
-_SECTION_NAMES = "every value and its origin, batch arithmetic, ranks, memory by item, and weight sync"
+_LABEL_COLUMN = 14
+_SECTION_NAMES = (
+    "every value and its origin, the algorithm, batch arithmetic, ranks, memory by item, "
+    "weight sync and health rules"
+)
 
 
 # ---------------------------------------------------------------- the report
@@ -64,7 +70,8 @@ def report_text(
 ) -> str:
     """Return a check as text: five lines, the ``simulated`` ranks, and every warning and error.
 
-    ``verbose`` adds the sections: configuration, batch, roles, accelerator, memory by item, weight sync.
+    ``verbose`` adds the sections: configuration, algorithm, batch, roles, data, accelerator, memory by item,
+    weight sync, health rules.
     """
     blocks = ["\n".join(first_lines(report, name))]
     if verbose:
@@ -107,6 +114,8 @@ def _sections(report: CheckReport) -> list[str]:
         blocks.append(_section("MEMORY", note, _memory(report.memory, report.config.gpu_memory_gib)))
     if report.sync is not None:
         blocks.append(_section("WEIGHT SYNC", "bytes each time the engine gets new weights", _sync(report)))
+    if report.batch is not None and not report.errors:
+        blocks.append(_section("HEALTH", "rules that watch the metrics of the run", _health(report.config)))
     if report.layouts is not None and report.shape is None:
         unavailable = "no memory"
         if report.batch is not None:
@@ -194,7 +203,11 @@ def _transfer_line(report: CheckReport) -> str:
     received = byte_text(sum(report.sync.received.values()))
     received_most = byte_text(report.sync.received_most)
     model_bytes = byte_text(report.sync.model_bytes)
-    return f"{received} to all ranks together, {received_most} to the busiest; {model_bytes} of {weights}"
+    text = f"{received} to all ranks together, {received_most} to the busiest; {model_bytes} of {weights}"
+    every = report.config.hybrid_engine.every
+    if every == 1:
+        return text
+    return f"{text}; {_interval_text(every)}"
 
 
 def _step_line(report: CheckReport) -> str:
@@ -209,7 +222,14 @@ def _step_line(report: CheckReport) -> str:
     seconds = prediction.step.seconds
     phases = ", ".join(f"{phase} {seconds[phase]:.3g}" for phase in seconds if seconds[phase])
     tokens = f"responses of {prediction.response_tokens:,.0f} tokens"
-    return f"{prediction.step.total:.3g} s predicted on {gpu}: {phases}; {tokens}"
+    text = f"{prediction.step.total:.3g} s predicted on {gpu}: {phases}; {tokens}"
+
+    # The prediction is of a step that syncs weights and samples each prompt once.
+    if report.config.hybrid_engine.every != 1:
+        text += "; with a weight sync"
+    if report.config.rollout.filters.refill:
+        text += "; without refills"
+    return text
 
 
 def _missing_reason(report: CheckReport) -> str:
@@ -356,6 +376,35 @@ def _value(value: object) -> str:
     if len(text) <= _MAX_VALUE_WIDTH:
         return text
     return text[: _MAX_VALUE_WIDTH - 3] + "..."
+
+
+def _health(config: RunConfig) -> list[str]:
+    """Return the health rules that warn, those that end the run, those that are off, and the user's bands."""
+    rules = health_rules(config)
+    lines: list[str] = []
+    for label, act in (("warn", WARN), ("end the run", STOP)):
+        names = ", ".join(rule.name for rule in rules if rule.act == act)
+        lines += _labelled(label, names)
+    off = [name for name, change in config.health.rules.items() if not change.on]
+    lines += _labelled("off", ", ".join(off))
+
+    # Bands of the defaults are in docs/health.md.
+    for rule in rules:
+        if rule.name in config.health.rules:
+            metrics = ", ".join(rule.metrics)
+            if rule.measure != VALUE:
+                metrics += f" ({rule.measure})"
+            times = _count(rule.steps, "measurement")
+            lines += _labelled(rule.name, f"{metrics}: healthy {rule.band()}; fires after {times} outside")
+    return lines
+
+
+def _labelled(label: str, text: str) -> list[str]:
+    """Return a text behind its label, wrapped; no lines for an empty text."""
+    indent = " " * (_LABEL_COLUMN + 2)
+    wrapped = textwrap.wrap(text, WIDTH - 2 - len(indent), break_on_hyphens=False)
+    first = f"{label:<{_LABEL_COLUMN}}  "
+    return [f"{first if number == 0 else indent}{line}" for number, line in enumerate(wrapped)]
 
 
 def _data_section(report: CheckReport) -> str:
@@ -549,7 +598,14 @@ def _sync_line(report: CheckReport) -> list[tuple[str, str]]:
         text += f", {_correction_text(report.algorithm)}"
     text += "; evaluations have the newest weights; the actor's ranks keep a copy of the older ones in host "
     text += "memory, saved in checkpoints between two syncs"
-    return [(f"weights synced every {every} versions" if every else "weights never synced again", text)]
+    return [(f"weights {_interval_text(every)}", text)]
+
+
+def _interval_text(every: int) -> str:
+    """Return how often weights are synced, for an interval of ``every`` versions other than 1."""
+    if every:
+        return f"synced every {every} versions"
+    return "never synced again"
 
 
 def _correction_text(algorithm: Algorithm) -> str:

@@ -111,6 +111,37 @@ def test_check_shows_everything(workspace: Path, capsys: pytest.CaptureFixture[s
         assert path in shown, f"{path} is not shown"
 
 
+def test_check_shows_the_health_rules(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [
+        "health.rules.kl.above=0.3",
+        "health.rules.clipping.act=stop",
+        "health.rules.equal_groups=off",
+    ]
+    overrides += ["health.rules.length.above=5"]
+    own = ["health.rules.low.metric=reward/mean", "health.rules.low.below=0.1", "health.rules.low.steps=20"]
+    assert main(["check", "config.yaml", "--verbose", *overrides, *own]) == 0
+    section = capsys.readouterr().out.split("HEALTH  (")[1].split("\n\n")[0]
+    warned = " ".join(section.split("end the run")[0].split())
+    assert "warn kl, entropy, " in warned and warned.endswith(", low") and "equal_groups" not in warned
+    assert re.search(r"end the run +clipping\n +off +equal_groups\n", section)
+    assert "kl/ref: healthy 0.3 or less; fires after 3 measurements outside" in section
+    assert "response/length (the value divided by the median" in " ".join(section.split())
+    assert "reward/mean: healthy 0.1 or more; fires after 20 measurements outside" in section
+
+
+def test_the_five_lines_tell_when_weights_are_synced_and_what_is_not_predicted(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_gpus = ["config.yaml", "--on", "h100", "model.dtype=bfloat16"]
+    assert main(["check", *on_gpus, "hybrid_engine.every=4"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"weight sync .* of weights; synced every 4 versions\n", shown)
+    assert re.search(r"\nstep .*; with a weight sync\n", shown)
+    assert main(["check", *on_gpus]) == 0
+    shown = capsys.readouterr().out
+    assert "synced every" not in shown and "with a weight sync" not in shown
+
+
 def test_check_shows_the_pieces_that_the_algorithm_resolves_to(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
