@@ -230,7 +230,7 @@ def test_check_says_that_four_bits_are_read(workspace: Path) -> None:  # noqa: F
     )
     report = check_config(load("config.yaml", overrides), 4, patience=0)
     line = "mxfp4 weights of 4 bits with a scale per 32 entries, read as bfloat16; exports are bfloat16 too"
-    assert line in report_text(report, "config.yaml")
+    assert line in report_text(report, "config.yaml", verbose=True)
 
 
 @pytest.mark.parametrize(
