@@ -51,7 +51,7 @@ PHASES = (
 )
 """Phases of a step whose seconds the console line may show."""
 
-_RULE_WIDTH = 20
+_RULE_WIDTH = 16
 """Columns of a health rule's name, which may be the user's, in a step's line."""
 
 _SHOWN_PHASES = 2
@@ -83,12 +83,16 @@ def _phases_text(values: Mapping[str, float]) -> str:
         seconds.pop("evaluate", None)
     longest = sorted(seconds, key=lambda name: -seconds[name])[:_SHOWN_PHASES]
     text = ", ".join(f"{name} {_seconds_text(seconds[name])}" for name in seconds if name in longest)
-    return f"({text})" if text else ""
+    if not text:
+        return ""
+    return f"({text})"
 
 
 def _seconds_text(seconds: float) -> str:
     """Return seconds with three digits, and without an exponent."""
-    return number_text(seconds, ".3g" if abs(seconds) < 1000 else ".0f")
+    if abs(seconds) < 1000:
+        return number_text(seconds, ".3g")
+    return number_text(seconds, ".0f")
 
 
 def _wrapped(line: str, results: Sequence[str]) -> list[str]:
@@ -188,12 +192,14 @@ class MetricsLog:
         # The first metric, as the reward, is worth more than the phases.
         if len("  ".join([*columns, *metrics[:1], *end, phases])) > WIDTH:
             phases = ""
-        reserved = len("  ".join([*end, phases]))
+        reserved = len("  ".join(filter(None, [*end, phases])))
         for metric in metrics:
             if len("  ".join([*columns, metric])) + 2 + reserved <= WIDTH:
                 columns.append(metric)
         if phases and len("  ".join([*columns, *end, phases])) <= WIDTH:
-            end.insert(len(end) - 1 if end and end[-1].startswith("eta") else len(end), phases)
+            # The remaining time comes last.
+            is_eta_last = bool(end) and end[-1].startswith("eta")
+            end.insert(len(end) - is_eta_last, phases)
         line = "  ".join([*columns, *end])
         results = [f"{name} {values[name]:.3f}" for name in accuracies(values)]
         return "\n    ".join(_wrapped(line, results))
