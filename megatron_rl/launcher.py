@@ -211,7 +211,8 @@ def report_errors(error: UserError) -> None:
         # The first rank of a machine prints for all its ranks that have the error. The launcher ends them
         # while they wait for their turn, unless the ranks before them do not have it.
         local_rank = os.environ.get("LOCAL_RANK", "0")
-        time.sleep(_TURN_SECONDS * (int(local_rank) if local_rank.isdecimal() else 0))
+        if local_rank.isdecimal():
+            time.sleep(_TURN_SECONDS * int(local_rank))
         print(f"rank {rank} on {socket.gethostname()}:", file=sys.stderr)
 
     print("\n".join(numbered(single_errors(error), "error")), file=sys.stderr, flush=True)

@@ -101,7 +101,9 @@ def piece_text(value: Any) -> str:
 
 def _piece_name(piece: Piece, kind: Kind, explicit: Any) -> str | None:
     """Return the user's path of a piece or a name of its class; None for a piece of a user's Algorithm."""
-    explicit_name = explicit.get("name") if isinstance(explicit, Mapping) else explicit
+    explicit_name = explicit
+    if isinstance(explicit, Mapping):
+        explicit_name = explicit.get("name")
     if isinstance(explicit_name, str):
         return explicit_name
 

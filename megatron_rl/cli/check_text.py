@@ -262,16 +262,18 @@ def _algorithm(report: CheckReport) -> list[str]:
     for key in KINDS:
         value = getattr(section, key)
         path = f"algorithm.{key}"
-        text = (
-            "not used without a critic" if value is None and key.startswith("value_") else piece_text(value)
-        )
+        text = piece_text(value)
+        if value is None and key.startswith("value_"):
+            text = "not used without a critic"
         rows.append((path, text, _origin_text(report, path)))
 
     key_width = max(len(path) for path, _, _ in rows)
     lines: list[str] = []
     for path, text, origin in rows:
         indent = " " * (key_width + 2)
-        wrapped = textwrap.wrap(f"{text}  ({origin})" if origin else text, WIDTH - 2 - len(indent))
+        if origin:
+            text += f"  ({origin})"
+        wrapped = textwrap.wrap(text, WIDTH - 2 - len(indent))
         lines += [f"{path:<{key_width}}  {wrapped[0]}", *(indent + line for line in wrapped[1:])]
     return lines
 
@@ -402,9 +404,10 @@ def _health(config: RunConfig) -> list[str]:
 def _labelled(label: str, text: str) -> list[str]:
     """Return a text behind its label, wrapped; no lines for an empty text."""
     indent = " " * (_LABEL_COLUMN + 2)
-    wrapped = textwrap.wrap(text, WIDTH - 2 - len(indent), break_on_hyphens=False)
-    first = f"{label:<{_LABEL_COLUMN}}  "
-    return [f"{first if number == 0 else indent}{line}" for number, line in enumerate(wrapped)]
+    first, *others = textwrap.wrap(text, WIDTH - 2 - len(indent), break_on_hyphens=False) or [""]
+    if not first:
+        return []
+    return [f"{label:<{_LABEL_COLUMN}}  {first}", *(indent + line for line in others)]
 
 
 def _data_section(report: CheckReport) -> str:

@@ -147,7 +147,9 @@ def configured_problem(report: CheckReport, constants: Constants) -> Problem:
     # The search places one model for each of its roles.
     models = {spec_of(role).name: report.shapes.get(role, report.shape) for role in layouts}
     del models[ROLLOUT.name]
-    algorithm = "ppo" if "critic" in models else "grpo"
+    algorithm = "grpo"
+    if "critic" in models:
+        algorithm = "ppo"
     others = [role for role in models if role not in ROLES[algorithm]]
     if others or len(config.reward.models) > 1:
         raise UserError(
@@ -264,11 +266,14 @@ def difference(plan: ConfiguredPlan, given: ConfiguredPlan) -> str:
     """Return in words what a plan saves or costs beside the given layout, and in which phase most of it."""
     total = plan.step.total - given.step.total
     changes = {phase: plan.step.seconds[phase] - given.step.seconds[phase] for phase in PHASES}
-    phase = min(changes, key=lambda name: changes[name] if total < 0 else -changes[name])
     share = abs(total) / given.step.total
     if share < 0.01:
         return "as fast as the given layout"
-    verb = "faster" if total < 0 else "slower"
+    verb = "slower"
+    phase = max(changes, key=lambda name: changes[name])
+    if total < 0:
+        verb = "faster"
+        phase = min(changes, key=lambda name: changes[name])
     return f"{share:.0%} {verb} than the given layout, most of it in {phase} ({changes[phase]:+.1f} s)"
 
 
@@ -331,7 +336,8 @@ def _override_lines(overrides: Sequence[str]) -> list[str]:
         if lines[-1] and len(lines[-1]) + len(text) >= _OVERRIDE_WIDTH:
             lines.append("")
         lines[-1] += f" {text}"
-    return [f"     {'overrides' if number == 0 else '':<11}{line}" for number, line in enumerate(lines)]
+    labels = ["overrides", *[""] * (len(lines) - 1)]
+    return [f"     {label:<11}{line}" for label, line in zip(labels, lines, strict=True)]
 
 
 def configured_record(plan: ConfiguredPlan) -> dict[str, Any]:
