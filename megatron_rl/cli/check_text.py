@@ -585,7 +585,9 @@ def _limit_lines(rollout: RolloutConfig) -> list[tuple[str, str]]:
 
 
 def _prompts_text(tokens: int | None) -> str:
-    return "longer prompts" if tokens is None else f"prompts up to {tokens:,}"
+    if tokens is None:
+        return "longer prompts"
+    return f"prompts up to {tokens:,}"
 
 
 def _sync_line(report: CheckReport) -> list[tuple[str, str]]:

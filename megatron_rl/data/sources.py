@@ -112,7 +112,10 @@ class ShuffledOrder:
         # A stream of its own: the permutation is that of (seed, epoch).
         draws = numpy.random.default_rng([self.seed, self.epoch, 1]).random(self.count)
         skipped = {item for item in self.uniform if draws[item] >= self.uniform_share}
-        return skipped if len(skipped) < self.count else set()
+        # An epoch without any prompt would not end.
+        if len(skipped) == self.count:
+            return set()
+        return skipped
 
     def record(self, item: int, *, is_uniform: bool) -> None:
         """Record whether an item's last group of responses had equal rewards."""

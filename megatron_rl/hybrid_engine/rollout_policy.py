@@ -49,7 +49,9 @@ class RolloutPolicy:
         if self.version is None or self.every == 1:
             return version
         is_due = self.every > 0 and version - self.version >= self.every
-        return version if is_due else self.version
+        if is_due:
+            return version
+        return self.version
 
     def capture(self, version: int) -> None:
         """Make the model's weights, of ``version``, those that responses are sampled from."""

@@ -134,7 +134,9 @@ def expert_tensors(stored: str, shape: Shape) -> dict[str, TensorLocation]:
         matrices = ("gate_proj", "up_proj")
     if match["kind"] == SCALES:
         return {}
-    kind = "bias" if match["kind"] == "_bias" else "weight"
+    kind = "weight"
+    if match["kind"] == "_bias":
+        kind = "bias"
     blocks = match["kind"] == BLOCKS
     outputs = shape[1] if blocks else shape[-1]
     locations: dict[str, TensorLocation] = {}
