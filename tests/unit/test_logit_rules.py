@@ -202,5 +202,5 @@ def test_a_minimum_is_compared_with_the_smallest_limit(limits: ResponseLimit, sm
     assert not list(rule_errors(RolloutConfig(max_response_tokens=limits, min_response_tokens=smallest)))
     rollout = RolloutConfig(max_response_tokens=limits, min_response_tokens=smallest + 1)
     assert [error.expected for error in rule_errors(rollout)] == [
-        f"at most {smallest}, the max_response_tokens"
+        f"at most {smallest}, the smallest limit of max_response_tokens"
     ]
