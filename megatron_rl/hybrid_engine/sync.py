@@ -314,7 +314,8 @@ class HybridEngine:
             with self._resident(), self.rollout_policy.weights_of(version, self.version):
                 metrics = self.sync(version)
         if not newest and version != self.rollout_policy.version:
-            with self._resident():
+            # With a sync at every version there is no copy, so the weights need not move again.
+            with self._resident() if self.rollout_policy.every != 1 else nullcontext():
                 self.rollout_policy.capture(version)
 
         try:
