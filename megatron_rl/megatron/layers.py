@@ -68,24 +68,28 @@ def warn_of_unfused_attention() -> None:
     of 660 tokens reached 11 % of the GPU's peak: unfused attention was one cause, and stored all scores.
     """
     global _unfused
+
+    # Transformer Engine's own cache of its last choice; the module is imported if it has computed anything.
     backends = getattr(sys.modules.get(_ATTENTION), "_attention_backends", {})
     if _unfused or not backends.get("use_unfused_attention"):
         return
+
     _unfused = True
     warnings.warn(
         "Transformer Engine computes attention without a fused kernel, several times slower and with the "
-        f"scores of whole rows in memory. What it says of the others: {_refusals(backends)}. Fix: install "
-        "flash-attn, or a cuDNN that it takes",
+        f"scores of whole rows in memory. Its reasons against fused kernels: {_refusals(backends)}. Fix: "
+        "install flash-attn, or a cuDNN that it supports",
         stacklevel=2,
     )
 
 
 def decided_attention() -> dict[str, str]:
-    """Return the ``attention_backend`` that another model of this process has, empty if none has.
+    """Return the ``attention_backend`` setting of an earlier model of this process, or an empty mapping.
 
     Megatron writes its choice into environment variables of Transformer Engine, and refuses another one. A
-    training script's own model has ``auto``, unless the script says otherwise.
+    training script's own model has ``auto`` by default.
     """
+    # `auto` is the only choice that sets all three.
     if all(os.environ.get(f"NVTE_{kernel}_ATTN") == "1" for kernel in ("FLASH", "FUSED", "UNFUSED")):
         return {"attention_backend": "auto"}
     return {}
@@ -99,6 +103,7 @@ def _unfused_attention_refused() -> Iterator[None]:
     except ValueError as error:
         if "No dot product attention backend" not in str(error):
             raise
+
         backends = getattr(sys.modules.get(_ATTENTION), "_attention_backends", {})
         raise UserError(
             "Transformer Engine has no fused attention kernel for these rows",
@@ -113,8 +118,9 @@ def _unfused_attention_refused() -> Iterator[None]:
 def _refusals(backends: Mapping[str, Any]) -> str:
     """Make Transformer Engine select its attention kernel again; return the reasons that it logs.
 
-    They are logged at a level that is off by default.
+    They are logged at DEBUG, which is off by default. Nothing is raised: this explains another problem.
     """
+    # Capture the log, and keep it from the handlers of the application.
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -124,17 +130,17 @@ def _refusals(backends: Mapping[str, Any]) -> str:
     log.propagate = False
 
     try:
-        choice = importlib.import_module(f"{_ATTENTION}.utils")
-        settings = choice.AttentionLogging
+        selection = importlib.import_module(f"{_ATTENTION}.utils")
+        settings = selection.AttentionLogging
         log.addHandler(handler)
         setting_before = settings._log_level
         settings._log_level = logging.DEBUG
         try:
-            choice.get_attention_backend(backends["attention_params"])
+            selection.get_attention_backend(backends["attention_params"])
         finally:
             settings._log_level = setting_before
-    except Exception as error:  # a warning ends no run
-        messages.append(f"not to be learned ({type(error).__name__}: {error})")
+    except Exception as error:  # private functions of Transformer Engine: any version may change them
+        messages.append(f"unavailable ({type(error).__name__}: {error})")
     finally:
         log.removeHandler(handler)
         log.setLevel(level_before)
@@ -153,19 +159,32 @@ _unfused = False
 class RmsNorm(nn.Module):
     """Normalise by the root mean square (Zhang & Sennrich 2019), in float32, in any parallel layout."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-6,
+        **_: Any,
+    ) -> None:
         super().__init__()
         self.eps = eps
-        self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
-        fill = torch.zeros if self.offset else torch.ones
-        self.weight = nn.Parameter(fill(hidden_size, dtype=config.params_dtype, device=device.device()))
-        # Marked so that gradients of sequence-parallel shards are summed.
+
+        # A zero-centered weight is stored as its difference from 1.
+        self.offset = float(config.layernorm_zero_centered_gamma)
+        start = 1.0 - self.offset
+        self.weight = nn.Parameter(
+            torch.full((hidden_size,), start, dtype=config.params_dtype, device=device.device())
+        )
+        # Marked so that finalize_model_grads sums the gradients of sequence-parallel shards.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the normalised ``hidden``, in its dtype."""
         if hidden.dtype in (torch.float32, torch.float64) and not self.offset:
             return functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+        # The order of rounding is that of the models' own code: Gemma multiplies by the weight in float32,
+        # Llama after rounding to the dtype.
         normalised = functional.rms_norm(hidden.float(), self.weight.shape, None, self.eps)
         if self.offset:
             return (normalised * (self.weight.float() + self.offset)).to(hidden.dtype)
@@ -197,6 +216,8 @@ class PackedRotaryEmbedding(nn.Module):
         """Return the angles [T, 1, 1, rotary size]."""
         assert self._positions is not None
         angles = torch.outer(self._positions.to(self.inv_freq.dtype), self.inv_freq)
+
+        # Megatron rotates pairs (i, i + size / 2) by one angle, which it reads at both.
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
@@ -205,7 +226,7 @@ class RowAttention:
 
     @property
     def takes_boundaries(self) -> bool:
-        """Return whether it attends between row boundaries, and needs no rows gathered by length."""
+        """Return whether attention needs the boundaries of rows alone, not rows gathered by length."""
         return True
 
 
@@ -233,6 +254,8 @@ class PackedAttention(nn.Module, RowAttention):
         super().__init__()
         self.scale = softmax_scale
         self.half_precision = config.params_dtype in (torch.bfloat16, torch.float16)
+
+        # Latent attention has keys with a rotary part, which are wider than values.
         sizes: Any = config
         self.head_sizes: tuple[int, int] = (sizes.kv_channels, sizes.kv_channels)
         if config.multi_latent_attention:
@@ -260,19 +283,28 @@ class PackedAttention(nn.Module, RowAttention):
                 has_window = frequency[layer_number - 1]
             else:
                 has_window = layer_number % (frequency or 1e9)
-            self.window = config.window_size[0] if has_window else None
+            if has_window:
+                self.window = config.window_size[0]
 
     @property
     def takes_boundaries(self) -> bool:
-        """Return whether PyTorch's kernel for rows of any length takes these heads on this device."""
+        """Return whether PyTorch's variable-length kernel supports these heads on this device."""
+        # The limits of FlashAttention 2, which `varlen_attn` calls.
         has_kernel = max(self.head_sizes) <= 256 and not any(size % 8 for size in self.head_sizes)
         plain = self.cap is None and self.softmax_offset is None
         return device.on_accelerator() and self.half_precision and plain and has_kernel
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *,
-        attn_mask_type: Any = None, attention_bias: Any = None, packed_seq_params: PackedRows | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        *,
+        attn_mask_type: Any = None,
+        attention_bias: Any = None,
+        packed_seq_params: PackedRows | None = None,
+    ) -> Tensor:
         """Return [T, 1, heads * size] for query [T, 1, heads, size] or [T, heads, size], and grouped keys.
 
         Collective over the context-parallel group.
@@ -301,11 +333,11 @@ class PackedAttention(nn.Module, RowAttention):
         packed_seq_params: PackedRows,
     ) -> Tensor:
         """Return the attention output [T, heads, size] of complete rows, bucket by bucket."""
-        filled = zip(*map(packed_seq_params.fill, (query, key, value)), strict=True)
+        buckets = zip(*map(packed_seq_params.fill, (query, key, value)), strict=True)
         attend = self._bucket
         if self.softmax_offset is not None:
             attend = self._bucket_with_sinks
-        return packed_seq_params.join([attend(*bucket) for bucket in filled])
+        return packed_seq_params.join([attend(*bucket) for bucket in buckets])
 
     def _bucket_with_sinks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return a bucket's output as `_bucket` does, with each head's sink in the softmax.
@@ -371,26 +403,26 @@ class PackedAttention(nn.Module, RowAttention):
         length = query.shape[1]
         mask = None
         if self.window is not None and length > self.window + 1:
-            distance = torch.arange(length, device=query.device)
-            distance = distance[:, None] - distance[None, :]
+            position = torch.arange(length, device=query.device)
+            distance = position[:, None] - position[None, :]
             mask = (distance >= 0) & (distance <= self.window)
             # A sink sees itself alone, and every token sees it.
             mask[:, :sinks] |= distance[:, :sinks] >= 0
 
         if self.cap is not None:
-            out = _capped_attention(
+            output = _capped_attention(
                 rows[0],
                 rows[1],
                 rows[2],
                 mask,
-                self.scale,
+                scale,
                 self.cap,
             )
-            return out.transpose(1, 2).flatten(0, 1)
-        out = functional.scaled_dot_product_attention(
-            *rows, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-        )
-        return out.transpose(1, 2).flatten(0, 1)
+        else:
+            output = functional.scaled_dot_product_attention(
+                *rows, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+            )
+        return output.transpose(1, 2).flatten(0, 1)
 
 
 def _attend_between_boundaries(
@@ -412,6 +444,11 @@ def _attend_between_boundaries(
     padding = key.shape[-1] - size
     if padding:
         value = functional.pad(value, (0, padding))
+
+    # Tokens before and after a token that it attends to; -1 is no limit.
+    window_size = (-1, 0)
+    if window is not None:
+        window_size = (window, 0)
     output: Any = varlen_attn(
         query,
         key,
@@ -421,8 +458,7 @@ def _attend_between_boundaries(
         boundaries.max_seqlen_q,
         boundaries.max_seqlen_kv,
         scale=scale,
-        # Tokens before and after a token that it attends to; -1 is no limit.
-        window_size=(-1 if window is None else window, 0),
+        window_size=window_size,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output[..., :size]
@@ -436,9 +472,17 @@ def _capped_attention(
     scale: float | None,
     cap: float,
 ) -> Tensor:
-    """Compute attention with scores within ``cap``, [rows, heads, longest, size]; stores all scores."""
-    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    """Compute causal attention with scores bounded by ``cap``, [rows, heads, longest, size].
+
+    All scores are in memory at once: PyTorch's fused kernels have no cap. ``mask`` is True where a token
+    attends to another, by default to all tokens before it.
+    """
+    factor = query.shape[-1] ** -0.5
+    if scale is not None:
+        factor = scale
+    scores = query @ key.transpose(2, 3) * factor
     scores = cap * torch.tanh(scores.float() / cap)
+
     if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     return scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(value.dtype) @ value
@@ -452,6 +496,8 @@ def _exchange_for_rows(group: Any, heads: Tensor) -> Tensor:
     ranks = group.size()
     if ranks == 1:
         return heads
+
+    # Rank r receives the r-th shard of the heads, of every rank's tokens.
     tokens, count, size = heads.shape
     shards = heads.view(tokens, ranks, count // ranks, size).transpose(0, 1).contiguous()
     return all_to_all(group, shards).view(ranks * tokens, count // ranks, size)
@@ -465,6 +511,8 @@ def _exchange_for_heads(group: Any, rows: Tensor) -> Tensor:
     ranks = group.size()
     if ranks == 1:
         return rows
+
+    # Rank r receives the r-th shard of the tokens, of every rank's heads.
     tokens, count, size = rows.shape
     shards = all_to_all(group, rows.view(ranks, tokens // ranks, count, size))
     return shards.transpose(0, 1).reshape(tokens // ranks, ranks * count, size)
@@ -502,36 +550,58 @@ def transformer_engine_attention() -> type:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class WholeRowAttention(TEDotProductAttention, RowAttention):
-        def __init__(self, config: Any, *args: Any, pg_collection: Any, **arguments: Any) -> None:
+        """Transformer Engine's attention within complete rows, on this rank's share of the heads."""
+
+        def __init__(
+            self,
+            config: Any,
+            *args: Any,
+            pg_collection: Any,
+            **arguments: Any,
+        ) -> None:
+            # Otherwise context-parallel ranks get equal numbers of key-value heads by repeating them.
             ranks = pg_collection.cp.size()
-            self.divides = divide(config.num_query_groups, pg_collection.tp.size()) % ranks == 0
+            self.divides_key_heads = divide(config.num_query_groups, pg_collection.tp.size()) % ranks == 0
 
             # Transformer Engine sees one context-parallel rank with fewer heads.
             rank_config = copy(config)
             rank_config.context_parallel_size = 1
             rank_config.num_attention_heads = divide(config.num_attention_heads, ranks)
             rank_config.num_query_groups = rank_config.num_attention_heads
-            if self.divides:
+            if self.divides_key_heads:
                 rank_config.num_query_groups = config.num_query_groups // ranks
             super().__init__(rank_config, *args, pg_collection=pg_collection, **arguments)
             self.context = pg_collection.cp
 
         def forward(
-            self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, attn_mask_type: Any,
-            attention_bias: Any = None, packed_seq_params: Any = None, num_splits: Any = None,
-        ) -> Tensor:  # fmt: skip
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Any,
+            attn_mask_type: Any,
+            attention_bias: Any = None,
+            packed_seq_params: Any = None,
+            num_splits: Any = None,
+        ) -> Tensor:
             """Return [T, 1, heads * size] as `PackedAttention` does."""
             assert packed_seq_params is not None, "packed rows are the only input format"
             query, key, value = (heads.flatten(0, -3) for heads in (query, key, value))
-            if not self.divides:
+            if not self.divides_key_heads:
                 key, value = _ungrouped(query, key, value)
             query, key, value = (_exchange_for_rows(self.context, heads) for heads in (query, key, value))
 
             with _unfused_attention_refused():
                 output = super().forward(
-                    query, key, value, attention_mask, attn_mask_type, attention_bias=attention_bias,
-                    packed_seq_params=packed_seq_params.boundaries, num_splits=num_splits,
-                )  # fmt: skip
+                    query,
+                    key,
+                    value,
+                    attention_mask,
+                    attn_mask_type,
+                    attention_bias=attention_bias,
+                    packed_seq_params=packed_seq_params.boundaries,
+                    num_splits=num_splits,
+                )
             output = output.view(len(query), query.shape[1], -1)
             return _exchange_for_heads(self.context, output).flatten(1).unsqueeze(1)
 
@@ -568,6 +638,7 @@ def block_spec(
     Transformer Engine's have `PackedAttention` between the linear layers if ``core_attention`` is "torch", or
     if attention has sinks.
     """
+    # Transformer Engine's layers need another attention: its own takes rows in another format.
     if use_transformer_engine:
         block = _fused_block(config, vp_stage, pp_rank)
         attention: Any = PackedAttention
@@ -578,17 +649,25 @@ def block_spec(
             layer.submodules.self_attention.submodules.core_attention = attention
         return block
 
+    # Layers are counted over the whole model, since only some may have experts.
     offset = get_transformer_layer_offset(config, vp_stage, pp_rank)
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
     specs = [_local_layer(config, _is_moe(config, offset + index)) for index in range(count)]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm(RmsNorm))
 
 
-def _fused_block(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
+def _fused_block(
+    config: TransformerConfig,
+    vp_stage: int | None,
+    pp_rank: int,
+) -> TransformerBlockSubmodules:
+    """Return one pipeline stage's layers of Transformer Engine's, as Megatron specifies them."""
     if config.num_moe_experts:
         return get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, vp_stage=vp_stage, pp_rank=pp_rank
         )
+
+    # The layers of a dense model are alike.
     layer = get_gpt_layer_with_transformer_engine_spec(
         qk_layernorm=config.qk_layernorm, use_te_activation_func=config.use_te_activation_func
     )
@@ -604,22 +683,30 @@ def _norm(module: Any) -> Any:
 
 
 def _is_moe(config: TransformerConfig, layer: int) -> bool:
+    """Return whether a layer, counted from 0 over the whole model, has experts."""
     if not config.num_moe_experts:
         return False
+
+    # A frequency is a flag per layer, or N for experts in every N-th layer.
     frequency = config.moe_layer_freq
-    return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
+    if isinstance(frequency, list):
+        return bool(frequency[layer])
+    return layer % frequency == 0
 
 
 def _local_layer(config: TransformerConfig, moe: bool) -> Any:
+    """Return the spec of Megatron's plain layer with modules that take packed rows in any layout."""
+    num_experts = None
+    if moe:
+        num_experts = config.num_moe_experts
     layer: Any = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts if moe else None,
+        num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
 
-    # Norms and attention that take packed rows in any layout.
     modules = layer.submodules
     modules.input_layernorm = RmsNorm
     modules.pre_mlp_layernorm = RmsNorm
@@ -646,7 +733,13 @@ def bind_tensor_group(attention: Any) -> None:
     attention.get_query_key_value_tensors = partial(_in_group, original, attention.pg_collection.tp)
 
 
-def _in_group(function: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
+def _in_group(
+    function: Callable[..., Any],
+    group: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call a function with `_attention_group` set to ``group``; calls may nest."""
     global _attention_group
     outer_group = _attention_group
     _attention_group = group
@@ -738,7 +831,7 @@ def prepare_local_rotation(chunk: Any, local: tuple[int, ...], local_factor: flo
 def set_rotary_factor(config: TransformerConfig, factor: float) -> None:
     """Make Megatron's attention multiply cos and sin by ``factor``.
 
-    It multiplies them by 0.1 ln(s) + 1 of an attribute s that is no field of the config.
+    It multiplies them by 0.1 ln(s) + 1, with an attribute that `TransformerConfig` does not declare as s.
     """
     setattr(config, "yarn_rotary_scaling_factor", math.exp(10.0 * (factor - 1.0)))
 
@@ -806,7 +899,12 @@ def _bound_projection(linear: type, group: Any) -> type:
     Megatron passes no group for a query that is not compressed, and would use the process-global one.
     """
 
-    def __init__(self: Any, *args: Any, tp_group: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self: Any,
+        *args: Any,
+        tp_group: Any = None,
+        **kwargs: Any,
+    ) -> None:
         linear.__init__(self, *args, tp_group=tp_group or group, **kwargs)
 
     return type(linear.__name__, (linear,), {"__init__": __init__})
@@ -858,11 +956,14 @@ def _gather_latent(
     it only the gradient of each rank's own heads.
     """
     projected, bias = output
+
+    # The weight is sharded over its outputs, unless Transformer Engine replicates it.
     if projected.shape[-1] != latent_size + key_size:
-        # The weight is sharded by columns.
         projected = mappings.gather_from_tensor_model_parallel_region(projected, group)
         if sequence_parallel:
             return mappings.scatter_to_sequence_parallel_region(projected, group), bias
+
+    # Sum the key's gradient over ranks. Under sequence parallelism the gather of its tokens sums it.
     if key_size and not sequence_parallel:
         compressed, key = projected.split((latent_size, key_size), dim=-1)
         key = mappings.copy_to_tensor_model_parallel_region(key, group)
@@ -871,13 +972,18 @@ def _gather_latent(
 
 
 class _LatentRotaryEmbedding(PackedRotaryEmbedding):
-    """Return angles [T, 1, rotary size]: Megatron drops the batch dimension of packed latent attention."""
+    """Rotary angles [T, 1, rotary size]: Megatron drops the batch dimension of packed latent attention.
+
+    ``scaled`` if Megatron expects a scaled embedding, which also returns the factor of cos and sin.
+    """
 
     def __init__(self, inverse_frequencies: Tensor, scaled: bool) -> None:
         super().__init__(inverse_frequencies)
         self._scaled = scaled
 
     def forward(self, length: int, **kwargs: Any) -> Any:
+        """Return the angles, and the factor 1 with a scaled embedding."""
         angles = super().forward(length, **kwargs).squeeze(1)
-        # A scaled embedding also returns the factor of cos and sin, which is 1 here.
-        return (angles, 1.0) if self._scaled else angles
+        if self._scaled:
+            return angles, 1.0
+        return angles

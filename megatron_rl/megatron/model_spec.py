@@ -47,11 +47,13 @@ def pretrained(hf_config: Any) -> PretrainedModel:
 def read_hf_config(path: str | Path) -> Any:
     """Return the transformers config of a checkpoint, without the quantisation of its files.
 
-    That of a multimodal checkpoint is its language model's, and that of a ``model_type`` that transformers
-    has no class for is the family's. Models are built, and written, in the dtype that their weights are read
-    as. Raises UserError if transformers rejects the config.
+    A multimodal checkpoint has the config of its language model; a ``model_type`` without a class in
+    transformers has its family's. Models are built, and written, in the dtype that their weights are read as.
+    Raises UserError if transformers rejects the config.
     """
     values = read_json(Path(path) / "config.json")
+
+    # transformers reads the directory of a plain language model itself.
     language_model = transformers_config(values)
     try:
         if language_model is values:
@@ -64,9 +66,10 @@ def read_hf_config(path: str | Path) -> Any:
             where=str(Path(path) / "config.json"),
             expected="a config.json that AutoConfig.from_pretrained reads",
             got=f"{type(error).__name__}: {error}".strip(),
-            fix="correct what it names, or copy config.json again from the checkpoint",
+            fix="correct the field that it names, or copy config.json again from the checkpoint",
         ) from error
 
+    # Weights are dequantised when they are loaded.
     for key in quantization_keys(vars(config)):
         delattr(config, key)
     return config
@@ -118,9 +121,11 @@ class ModelSpec:
         if shape.mla:
             prepare_latent_attention(chunk, self.inverse_frequencies)
             return
+
         if self.shares_heads:
             for layer in chunk.decoder.layers:
                 bind_tensor_group(layer.self_attention)
+
         if shape.whole_qk_norm:
             prepare_whole_norms(chunk)
         if shape.post_norms:
@@ -134,8 +139,10 @@ class ModelSpec:
         cap = self.model.config.get("attn_logit_softcapping")
         if cap is not None:
             cap_scores(chunk, cap)
+        # Gemma 3 has frequencies for each kind of attention, Gemma 2 one for both.
         if "full_attention" in self.hf_config.rope_parameters:
             prepare_local_rotation(chunk, shape.sliding_layers, self.local_rotary_factor)
+
         rotary = getattr(chunk, "rotary_pos_emb", None)
         if rotary is not None:
             rotary.inv_freq = self.inverse_frequencies.to(rotary.inv_freq.device)
@@ -169,7 +176,9 @@ def model_spec(
 
     settings = transformer_settings(model, layout, dtype, fused and not shape.plain_layers)
     settings.update(_checked_overrides(overrides or {}))
-    config_class = MLATransformerConfig if shape.mla else TransformerConfig
+    config_class: type[TransformerConfig] = TransformerConfig
+    if shape.mla:
+        config_class = MLATransformerConfig
     with warnings.catch_warnings():
         # Megatron warns about defaults that are set on purpose here.
         warnings.simplefilter("ignore")
@@ -228,6 +237,7 @@ def _frequencies(
     model: PretrainedModel,
     layer_type: str | None,
 ) -> tuple[Tensor, float]:
+    """Return the inverse frequencies and the factor of cos and sin for one kind of attention."""
     parameters = rope_parameters(model.config, layer_type or "full_attention")
     kind = parameters.get("rope_type", "default")
     if kind == "default":
@@ -235,12 +245,15 @@ def _frequencies(
         exponents = torch.arange(0, size, 2, dtype=torch.float) / size
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
 
-    # transformers computes the scaled kinds.
-    layer = {} if layer_type is None else {"layer_type": layer_type}
+    # transformers computes the scaled kinds, for a kind of attention if the config has several.
+    layer = {}
+    if layer_type is not None:
+        layer = {"layer_type": layer_type}
     return ROPE_INIT_FUNCTIONS[kind](hf_config, device.host(), **layer)
 
 
 def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the user's TransformerConfig fields; raise UserError for an unknown or a derived field."""
     available = {field.name for field in fields(MLATransformerConfig)}
     for name in overrides:
         if name in DERIVED_FIELDS:
@@ -249,11 +262,15 @@ def _checked_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
                 where=f"megatron.{name}",
                 fix="remove it, or set it in the role's layout",
             )
+
         if name not in available:
             suggestion = nearest(name, available)
+            fix = None
+            if suggestion:
+                fix = f"did you mean {suggestion!r}?"
             raise UserError(
                 f"Megatron's TransformerConfig has no field {name!r}.",
                 where=f"megatron.{name}",
-                fix=f"did you mean {suggestion!r}?" if suggestion else None,
+                fix=fix,
             )
     return dict(overrides)

@@ -96,9 +96,9 @@ def build_microbatches(
     """Split this rank's data-parallel share of ``batch`` into packed micro-batches on the device.
 
     ``batch`` has ``tokens`` [N], ``lengths`` [B] and ``temperature`` [B]; ``support_sizes`` and ``support``
-    where sampling was truncated; ``experts`` where routers replay recorded choices. ``select`` [N] bool
-    marks the tokens to compute outputs for: with ``before`` from the hidden state of the preceding token,
-    which predicts it, otherwise from the token's own. ``unit`` consecutive rows stay in one micro-batch,
+    if sampling was truncated; ``experts`` if routers replay recorded choices. ``select`` [N] bool marks the
+    tokens with outputs: with ``before`` from the hidden state of the preceding token, which predicts it,
+    otherwise from the token's own. ``unit`` consecutive rows stay in one micro-batch,
     such as the two answers of a preference pair. ``has_loss`` adds the rows of the batch on the last stage.
 
     Returns the micro-batches and two metrics of this data-parallel share: ``padding/fraction``, the share of
@@ -122,9 +122,12 @@ def build_microbatches(
     )
     micros = []
     for units in shares[data_rank]:
-        rows = [row for first in units for row in range(first * unit, (first + 1) * unit)]
+        rows: list[int] = []
+        for number in units:
+            rows += range(number * unit, (number + 1) * unit)
         micros.append(_pack(model, batch, rows, select, before, has_loss))
 
+    # Padding of micro-batches to the layout's multiple, and of rows to buckets.
     padded_tokens = sum(micro.inputs.shape[1] for micro in micros) * layout.context
     tokens = sum(micro.tokens for micro in micros)
     padding = Metrics.mean("padding/fraction", padded_tokens - tokens, padded_tokens)
@@ -236,9 +239,9 @@ def _routed(
     positions: Tensor,
     padding: int,
 ) -> RoutedTokens | None:
-    """Return the experts to replay for this rank's share of the tokens at ``positions`` and the padding.
+    """Return the expert routing of this rank's tokens of a micro-batch, None for a model without a `Routing`.
 
-    ``rows`` are those of the tokens.
+    ``positions`` are the tokens of ``rows`` in the batch; ``padding`` tokens follow them.
     """
     if model.routing is None:
         return None
@@ -435,7 +438,9 @@ def _run(
     layout = model.groups.layout
     config = model.transformer_config
     interleaved = layout.virtual_pipeline > 1
-    config.finalize_model_grads_func = None if forward_only else _finalize_gradients
+    config.finalize_model_grads_func = None
+    if not forward_only:
+        config.finalize_model_grads_func = _finalize_gradients
 
     # Each virtual stage consumes a separate iterator over the micro-batches.
     iterators = [iter(micros) for _ in model.wrapped]
@@ -447,16 +452,22 @@ def _run(
 
     communicator = None
     if layout.pipeline > 1:
-        shards = layout.tensor if config.sequence_parallel else 1
+        # Sequence parallelism divides the activations between stages, too.
+        shards = 1
+        if config.sequence_parallel:
+            shards = layout.tensor
         tokens = [micro.inputs.shape[1] // shards for micro in micros]
         communicator = PipelineExchange(model.groups.pipeline, config, tokens, layout.virtual_pipeline)
 
     if model.routing is not None:
         model.routing.begin(trains=not forward_only)
 
-    run = get_forward_backward_func(layout.pipeline, layout.virtual_pipeline if interleaved else None)
+    virtual_pipeline = None
+    if interleaved:
+        virtual_pipeline = layout.virtual_pipeline
+    run_schedule = get_forward_backward_func(layout.pipeline, virtual_pipeline)
     with model.scope():
-        results = run(
+        results = run_schedule(
             forward_step_func=partial(_forward_step, model, loss_function),
             data_iterator=data_iterator,
             model=chunks,
@@ -501,15 +512,21 @@ class PipelineExchange(P2PCommunicator):
         # the last stage's last chunk, which the first stage would receive, and the gradients of the first
         # stage's first chunk. The backward pass numbers chunks from the last, so the test is the same.
         table = get_schedule_table(len(tokens), chunks, config.microbatch_group_size_per_vp_stage)
-        self._forward_tokens = [
-            tokens[micro] for micro, chunk in table if not (is_first and chunk == chunks - 1)
-        ]
-        self._backward_tokens = [
-            tokens[micro] for micro, chunk in table if not (is_last and chunk == chunks - 1)
-        ]
+        self._forward_tokens: list[int] = []
+        self._backward_tokens: list[int] = []
+        for micro, chunk in table:
+            is_end = chunk == chunks - 1
+            if not (is_first and is_end):
+                self._forward_tokens.append(tokens[micro])
+            if not (is_last and is_end):
+                self._backward_tokens.append(tokens[micro])
 
     def _communicate_shapes(
-        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+        self,
+        tensor_send_next: Any,
+        tensor_send_prev: Any,
+        recv_prev: bool,
+        recv_next: bool,
     ) -> tuple[Any, Any]:
         """Return the shapes [tokens, 1, hidden size] of the next activations and gradients to receive."""
         activations = None
