@@ -54,9 +54,12 @@ from megatron_rl.weights.boxes import (
 from megatron_rl.weights.transfer import Exchange, connect, gather_layout
 
 FILE_BYTES = 5 * 2**30
+"""Largest size of a file of the checkpoint, a usual one among published checkpoints."""
 PIECE_BYTES = 64 * 2**20
+"""Largest size of a piece, of which a rank has only a few in memory at a time."""
 FURTHER_FILE = "further-tensors.safetensors"
-"""File of what is copied and not trained: layers for multi-token prediction, parts of a multimodal model."""
+"""File of tensors that are copied, not trained: layers for multi-token prediction, other parts of a
+multimodal model."""
 FLOAT32_NAMES = ("e_score_correction_bias",)
 """Endings of the names of tensors that stay float32: the biases that balance the load of experts."""
 
@@ -95,8 +98,8 @@ def export(
     """Write a `ParallelModel` as safetensors, config.json, index and tokenizer files, with adapters merged.
 
     ``source`` is the checkpoint that the model was made from: its tokenizer files, and its layers for
-    multi-token prediction, are copied; quantised tensors of these layers are written in ``dtype``. If it is
-    multimodal, so is the export: the other parts are copied with their dtypes, and config.json is its own. A
+    multi-token prediction, are copied; quantised tensors of these layers are written in ``dtype``. If
+    ``source`` is multimodal, so is the export, with its config.json and the dtypes of its other parts. A
     model with a scalar head, or without ``source``, is written as a language model alone. None as
     ``dtype`` keeps the parameters'; biases that balance experts stay float32. Different ranks write files in
     parallel, in pieces of at most ``piece_bytes`` (or one row), so no rank ever holds more than a few pieces.
@@ -107,8 +110,12 @@ def export(
     hf_model = pretrained(model.hf_config)
     dtype = dtype or next(iter(parameters.values())).dtype
     shapes = hf_model.stored_shapes()
-    dtypes = {name: torch.float32 if name.endswith(FLOAT32_NAMES) else dtype for name in shapes}
+    dtypes = dict.fromkeys(shapes, dtype)
+    for name in shapes:
+        if name.endswith(FLOAT32_NAMES):
+            dtypes[name] = torch.float32
 
+    # Tensors that are copied from the source rather than sent by ranks.
     files = shard_files(shapes, dtypes, file_bytes)
     multimodal = _multimodal_source(hf_model, source)
     extra_tensors = _mtp_tensors(hf_model, source)
@@ -138,10 +145,14 @@ def export_adapters(
     model's ranks.
     """
     parameters = adapter_parameters(model)
-    shapes = {PEFT_PREFIX + name: shape for name, shape in model.adapters.tensor_shapes().items()}
+    shapes: dict[str, Shape] = {}
+    for name, shape in model.adapters.tensor_shapes().items():
+        shapes[PEFT_PREFIX + name] = shape
     dtypes = dict.fromkeys(shapes, next(iter(parameters.values())).dtype)
-    content = _Content({PEFT_WEIGHTS: list(shapes)}, shapes, dtypes, parameters, peft_boxes(model))
-    config = model.adapters.peft_config() | {"base_model_name_or_path": str(source), "lora_dropout": dropout}
+    files = {PEFT_WEIGHTS: list(shapes)}
+    content = _Content(files, shapes, dtypes, parameters, peft_boxes(model))
+    config = model.adapters.peft_config()
+    config = config | {"base_model_name_or_path": str(source), "lora_dropout": dropout}
 
     def finish(target: Path) -> None:
         (target / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -151,7 +162,7 @@ def export_adapters(
 
 @dataclass(frozen=True)
 class _Content:
-    """Content of a checkpoint to write, and this rank's part of it."""
+    """Tensors of a checkpoint to write, and this rank's part of them."""
 
     files: Mapping[str, Sequence[str]]
     """File -> names of its tensors."""
@@ -182,9 +193,16 @@ def _write(
     group = model.groups.all
     ranks = model.groups.layout.ranks
     steps = _schedule_pieces(content.files, content.shapes, ranks, content.dtypes, piece_bytes)
+
+    # The first rank alone creates and renames the folder; the others wait and raise its errors.
     target = path.with_name(path.name + ".incomplete")
     is_first = device.rank() == ranks[0]
-    _run_or_raise(lambda: _prepare(path, target) if is_first else None, path, group)
+
+    def prepare() -> None:
+        if is_first:
+            _prepare(path, target)
+
+    _run_or_raise(prepare, path, group)
 
     # Send every piece to its writer. A rank without messages in the first step must connect, too.
     parameter_dtypes = {name: value.dtype for name, value in content.parameters.items()}
@@ -194,22 +212,30 @@ def _write(
     _collect(steps, sources, BoxIndex(content.boxes), content.parameters, writer, group)
 
     # The folder gets its name only when the files of all ranks are on the disk.
-    digests_by_rank = _run_or_raise(writer.close, path, group)
-    digests = {name: digest for by_name in digests_by_rank for name, digest in by_name.items()}
-    _run_or_raise(lambda: _publish(target, path, finish, digests) if is_first else None, path, group)
+    digests: dict[str, str] = {}
+    for digests_of_rank in _run_or_raise(writer.close, path, group):
+        digests |= digests_of_rank
+
+    def publish() -> None:
+        if is_first:
+            _publish(target, path, finish, digests)
+
+    _run_or_raise(publish, path, group)
 
 
 def _mtp_tensors(hf_model: PretrainedModel, source: str | Path | None) -> list[str]:
     """Return the names of the tensors of ``source`` in multi-token prediction (MTP) layers."""
     if source is None or not hf_model.config.get("num_nextn_predict_layers"):
         return []
-    return sorted(name for name in open_checkpoint(source).names() if hf_model.is_mtp(name))
+    names = open_checkpoint(source).names()
+    return sorted(name for name in names if hf_model.is_mtp(name))
 
 
 def _multimodal_source(hf_model: PretrainedModel, source: str | Path | None) -> CheckpointFiles | None:
-    """Return the multimodal checkpoint that the export completes, None where a language model is exported."""
+    """Open ``source`` if it is multimodal and its other parts belong in the export, otherwise return None."""
     if source is None or hf_model.shape.scalar_head:
         return None
+
     files = open_checkpoint(source)
     if isinstance(files, CheckpointFiles) and files.is_multimodal:
         return files
@@ -253,17 +279,22 @@ def _split_tensor(
 
     for begin in range(0, shape[0], rows):
         count = min(rows, shape[0] - begin)
+        start = (begin,) + (0,) * len(shape[1:])
         yield _Piece(
             file,
             name,
-            (begin, *(0 for _ in shape[1:])),
+            start,
             (count, *shape[1:]),
             dtype,
         )
 
 
 class _Writer:
-    """Writer of this rank's files. `close` raises any error, since other ranks still send their pieces."""
+    """Writer of this rank's files.
+
+    An error of a write is raised by `close`: until then other ranks send pieces, and would wait forever for
+    a receiver that has left the loop.
+    """
 
     def __init__(self, content: _Content, target: Path) -> None:
         self._content = content
@@ -275,6 +306,8 @@ class _Writer:
         """Append a piece to its file."""
         if self._error is not None:
             return
+
+        # A file is opened with its first piece, and has all its shapes in its header.
         try:
             if piece.file not in self._open:
                 content = self._content
@@ -298,15 +331,17 @@ class _Writer:
 def _collect(
     steps: Sequence[Mapping[int, _Piece]],
     sources: Sequence[BoxGroup],
-    held_boxes: BoxIndex,
+    local_boxes: BoxIndex,
     parameters: Mapping[str, Tensor],
     writer: _Writer,
     group: Any,
 ) -> None:
-    """Send the regions of each piece from their holders to its writer, step by step.
+    """Send the regions of each piece to its writer, step by step, and write this rank's pieces.
 
-    Collective over the group.
+    ``sources`` are the boxes of all ranks, ``local_boxes`` those in this rank's ``parameters``. Collective
+    over the group.
     """
+    # All ranks use slots of one size, so that a receiver needs no message about it.
     rank = device.rank()
     max_piece_bytes = 0
     for step in steps:
@@ -320,12 +355,14 @@ def _collect(
         if target is not None:
             target_boxes = BoxIndex(target.boxes(rank))
             values = torch.empty(target.size, dtype=target.dtype, device=device.device())
+
+        # Views to send and to receive into, by the other rank. A region of one's own is copied.
         sends: dict[int, list[Any]] = {}
         receives: dict[int, list[Any]] = {}
         for region, receiver, sender in flow:
             source_view = None
             if sender == rank:
-                box = held_boxes.containing(region)[0]
+                box = local_boxes.containing(region)[0]
                 source_view = view_of(parameters[box.storage], box)
 
             if receiver == rank:
@@ -346,7 +383,8 @@ def _collect(
 
 
 def _flows(
-    steps: Sequence[Mapping[int, _Piece]], sources: Sequence[BoxGroup]
+    steps: Sequence[Mapping[int, _Piece]],
+    sources: Sequence[BoxGroup],
 ) -> list[list[tuple[Region, int, int]]]:
     """Return for each step (region, receiver, sender) of every transfer; holders take turns as senders."""
     # The pieces are the boxes that their writers need, with the step of each by first row.
@@ -360,7 +398,10 @@ def _flows(
                 boxes.setdefault(writer, []).append(box)
                 steps_by_row.setdefault(box.name, []).append((box.start[0], number))
 
-    destinations = [BoxGroup((writer,), tuple(pieces), dtypes) for writer, pieces in boxes.items()]
+    destinations = []
+    for writer, writer_boxes in boxes.items():
+        destinations.append(BoxGroup((writer,), tuple(writer_boxes), dtypes))
+
     flows: list[list[tuple[Region, int, int]]] = [[] for _ in steps]
     for number, region in enumerate(regions(sources, destinations)):
         # The piece of a region is the last one that begins at or before its first row.
@@ -368,8 +409,12 @@ def _flows(
         starts = steps_by_row[region.name]
         index = bisect_right(starts, (region.start[0], len(steps))) - 1
         step = starts[index][1]
+
+        # A writer that has the region itself sends no message.
         holders = region.holders
-        sender = writer if writer in holders else holders[number % len(holders)]
+        sender = holders[number % len(holders)]
+        if writer in holders:
+            sender = writer
         flows[step].append((region, writer, sender))
     return flows
 
@@ -378,10 +423,11 @@ def _prepare(path: Path, target: Path) -> None:
     """Create an empty temporary folder; raise FileExistsError if ``path`` is not new or empty."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError("it exists and is not an empty directory")
+
+    # Remove files of an export that was interrupted.
     target.mkdir(parents=True, exist_ok=True)
-    # Files of an export that was interrupted.
-    for leftover in target.iterdir():
-        leftover.unlink()
+    for file in target.iterdir():
+        file.unlink()
 
 
 def _publish(
@@ -393,10 +439,12 @@ def _publish(
     """Complete the temporary folder and rename it to ``path``."""
     finish(target)
     seal(target, digests)
-    # An empty folder: `_prepare` allows no other.
+
+    # An empty folder: `_prepare` refuses any other.
     if path.is_dir():
         path.rmdir()
     os.replace(target, path)
+    # The new name survives a power failure only when the parent folder is on the disk, too.
     sync_folder(path.parent)
 
 
@@ -409,7 +457,9 @@ def _finish(
     target: Path,
 ) -> None:
     """Write config.json, index and tokenizer files of a checkpoint, and its ``extra_tensors``."""
-    files = {file: [content.stored(name) for name in names] for file, names in content.files.items()}
+    files: dict[str, Sequence[str]] = {}
+    for file, names in content.files.items():
+        files[file] = [content.stored(name) for name in names]
 
     if content.stored_names:
         assert source is not None
@@ -417,7 +467,9 @@ def _finish(
     else:
         _write_config(hf_config, dtype, target)
 
-    total_bytes = sum(tensor_bytes(shape, content.dtypes[name]) for name, shape in content.shapes.items())
+    total_bytes = 0
+    for name, shape in content.shapes.items():
+        total_bytes += tensor_bytes(shape, content.dtypes[name])
     if source is not None and extra_tensors:
         total_bytes += copy_tensors(source, target / FURTHER_FILE, extra_tensors, dtype)
         files = {**files, FURTHER_FILE: extra_tensors}
@@ -429,27 +481,39 @@ def _finish(
         copy_tokenizer(source, target)
 
 
-def _write_config(hf_config: Any, dtype: torch.dtype, target: Path) -> None:
+def _write_config(
+    hf_config: Any,
+    dtype: torch.dtype,
+    target: Path,
+) -> None:
     """Write config.json as transformers and engines read it."""
     config = copy.deepcopy(hf_config)
     config.dtype = dtype
-    described = pretrained(config)
+    model = pretrained(config)
     if not config.architectures:
-        config.architectures = [described.family.architecture]
-    for key, value in described.engine_keys.items():
+        config.architectures = [model.family.architecture]
+
+    # Keys without which an engine would read the weights as another model's.
+    for key, value in model.engine_keys.items():
         setattr(config, key, value)
     config.save_pretrained(target)
 
 
-def _write_multimodal_config(source: Path, dtype: torch.dtype, target: Path) -> None:
-    """Write the config.json of a multimodal checkpoint as it is, but for the dtype of the language model."""
+def _write_multimodal_config(
+    source: Path,
+    dtype: torch.dtype,
+    target: Path,
+) -> None:
+    """Write the config.json of a multimodal checkpoint without quantisation and with the export's dtype."""
     config = without_quantization(read_json(source / "config.json"))
+
+    # transformers 5 writes dtype; earlier versions wrote torch_dtype, which must not contradict it.
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
-    inner = config.get("text_config")
-    if isinstance(inner, dict):
-        inner.pop("torch_dtype", None)
-        inner["dtype"] = config["dtype"]
+    text_config = config.get("text_config")
+    if isinstance(text_config, dict):
+        text_config.pop("torch_dtype", None)
+        text_config["dtype"] = config["dtype"]
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -43,9 +43,14 @@ from megatron_rl.shapes.quantized import (
 Shape = tuple[int, ...]
 
 _DTYPE_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""Names of dtypes in the header of a safetensors file."""
 
 
 def tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -54,12 +59,12 @@ def tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 class CheckpointFiles:
-    """Tensors of a checkpoint directory, of which slices can be read.
+    """Tensors of a checkpoint directory, readable a slice at a time.
 
     ``file`` is the one file of the directory to read; None reads the model's files as `weight_files` lists
-    them. Of a multimodal checkpoint the tensors are those of its language model, under the names that they
-    have in a checkpoint of its own (see `shapes.multimodal`). Quantised weights are read as float32, and
-    their scales are not listed (see `shapes.quantized`).
+    them. A multimodal checkpoint has the tensors of its language model, under the names of a checkpoint with
+    the language model alone (see `shapes.multimodal`). Quantised weights are read as float32, and their
+    scales are not listed (see `shapes.quantized`).
 
     Raises UserError if the directory has no safetensors, its index names missing files, or its config.json
     has a quantisation that cannot be read.
@@ -68,16 +73,25 @@ class CheckpointFiles:
     def __init__(self, path: str | Path, file: str | None = None) -> None:
         self.path = Path(path)
         self._open: dict[Path, Any] = {}
-        files = weight_files(self.path) if file is None else [self.path / file]
-        self._file_of = {name: self.path / stored for name, stored in self._index(files).items()}
+        files: list[Path] | None
+        if file is None:
+            files = weight_files(self.path)
+        else:
+            files = [self.path / file]
 
+        # Stored name -> file.
+        self._file_of: dict[str, Path] = {}
+        for name, file_name in self._index(files).items():
+            self._file_of[name] = self.path / file_name
+
+        # A single file, such as that of adapters, has no config.json of its own.
         config: Mapping[str, Any] = {}
         config_file = self.path / "config.json"
         if file is None and config_file.is_file():
             config = read_json(config_file)
         language_model = language_config(config)
 
-        # Name -> where it is stored.
+        # Name -> location among the stored tensors.
         self._locations: dict[str, TensorLocation] = {name: TensorLocation(name) for name in self._file_of}
         self.is_multimodal = language_model is not config
         if self.is_multimodal:
@@ -95,7 +109,7 @@ class CheckpointFiles:
             self._scales = scales_by_weight(self._locations)
 
     def _index(self, files: list[Path] | None) -> Mapping[str, str]:
-        """Return the file name of each tensor, without ``files`` from the directory's index."""
+        """Return the file name of each tensor, from the directory's index if ``files`` is None."""
         index = self.path / INDEX
         if files is None:
             try:
@@ -116,14 +130,22 @@ class CheckpointFiles:
             return weight_map
 
         if not files:
+            got = "no *.safetensors file"
+            if not self.path.is_dir():
+                got = "no such directory"
             raise UserError(
                 "The checkpoint has no safetensors.",
                 where=str(self.path),
                 expected=f"{SINGLE} or {INDEX}",
-                got="no such directory" if not self.path.is_dir() else "no *.safetensors file",
+                got=got,
                 fix="give the path of a directory that `save_pretrained` wrote",
             )
-        return {name: file.name for file in files for name in self._handle(file).keys()}  # noqa: SIM118
+
+        # Without an index the files' own headers list the tensors.
+        names: dict[str, str] = {}
+        for file in files:
+            names |= dict.fromkeys(self._handle(file).keys(), file.name)
+        return names
 
     def _handle(self, file: Path) -> Any:
         """Return the open safetensors file; raise UserError if it cannot be read."""
@@ -148,7 +170,8 @@ class CheckpointFiles:
         names = set(self._locations)
         if self._quantization is None:
             return names
-        return {name for name in names - set(self._scales.values()) if not is_activation_scale(name)}
+        names -= set(self._scales.values())
+        return {name for name in names if not is_activation_scale(name)}
 
     def carried(self) -> list[str]:
         """Return the stored names of a multimodal checkpoint's tensors outside its language model."""
@@ -156,16 +179,20 @@ class CheckpointFiles:
         return sorted(set(self._file_of) - language_model)
 
     def stored_name(self, name: str) -> str:
-        """Return the name under which a tensor is stored; that of an expert in a fused tensor is its own.
+        """Return the name of a tensor in the files of an export.
 
-        An export writes experts one by one.
+        It is the stored name, but for an expert in a tensor of all experts: an export writes experts one by
+        one, each under a name of its own.
         """
         location = self._locations.get(name)
         if location is None:
             return name
         if location.expert is None:
             return location.name
-        return location.name.rpartition("experts.")[0] + "experts." + name.rpartition("experts.")[2]
+
+        # The prefix of the multimodal checkpoint, and the rest of the expert's own name.
+        prefix = location.name.rpartition("experts.")[0]
+        return prefix + "experts." + name.rpartition("experts.")[2]
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes of the model's tensors by name."""
@@ -178,11 +205,11 @@ class CheckpointFiles:
         return location.shape(self._stored_shape(location.name))
 
     def _location(self, name: str) -> TensorLocation:
-        """Return where a tensor is stored; one that is carried has its stored name."""
+        """Return the location of a tensor; one outside the language model is found by its stored name."""
         return self._locations.get(name) or TensorLocation(name)
 
     def _stored_shape(self, stored: str) -> Shape:
-        """Return the shape of a stored tensor."""
+        """Return the shape of a tensor by its stored name."""
         return tuple(self._slice_of(stored).get_shape())
 
     def read(
@@ -198,6 +225,7 @@ class CheckpointFiles:
         location = self._location(name)
         if location.blocks:
             return self._read_blocks(location, start, size)
+
         values = self._slice_of(location.name)[_stored_box(location, start, size)]
         if location.transposed:
             values = values.transpose(0, 1)
@@ -207,7 +235,12 @@ class CheckpointFiles:
             return values
         return self._dequantize(name, values, start)
 
-    def _read_blocks(self, location: TensorLocation, start: Sequence[int], size: Sequence[int]) -> Tensor:
+    def _read_blocks(
+        self,
+        location: TensorLocation,
+        start: Sequence[int],
+        size: Sequence[int],
+    ) -> Tensor:
         """Return a box of a matrix in mxfp4 as float32."""
         scales_name = location.name.removesuffix(BLOCKS) + SCALES
         shape = self._stored_shape(location.name)
@@ -225,9 +258,14 @@ class CheckpointFiles:
         scales = self._slice_of(scales_name)[box][:: location.step]
         return dequantize_blocks(blocks, scales, start[1] - first * MXFP4_BLOCK, size[1])
 
-    def _dequantize(self, name: str, values: Tensor, start: Sequence[int]) -> Tensor:
+    def _dequantize(
+        self,
+        name: str,
+        values: Tensor,
+        start: Sequence[int],
+    ) -> Tensor:
         """Return a box of a quantised tensor as float32; ``values`` are its stored numbers."""
-        # Scales are read whole: they are a fraction of the box, and one of a tensor may have no dimensions.
+        # All scales are read: they are small beside the box, and a scale per tensor has no dimension to cut.
         stored = self._location(self._scales[name]).name
         scales = self._handle(self._file_of[stored]).get_tensor(stored)
 
@@ -266,7 +304,7 @@ def _stored_box(
 
 
 class SafetensorsWriter:
-    """Writer of one safetensors file from front to back, so that no tensor need be complete in memory.
+    """Writer of one safetensors file from front to back; no tensor has to be complete in memory.
 
     The digest of the file is computed while it is written, since reading a large file again takes long.
     """
@@ -293,6 +331,7 @@ class SafetensorsWriter:
         encoded = json.dumps(header).encode()
         encoded += b" " * (-len(encoded) % 8)
 
+        # Bytes that are still to be written.
         self._remaining = position
         self._digest = RunningDigest()
         self._file: BinaryIO = path.open("wb")
@@ -306,6 +345,7 @@ class SafetensorsWriter:
         self._append(data.data)
 
     def _append(self, content: bytes | memoryview) -> None:
+        """Write bytes and add them to the digest."""
         self._file.write(content)
         self._digest.update(content)
 
@@ -346,6 +386,8 @@ def shard_files(
 
     if len(groups) == 1:
         return {SINGLE: groups[0]}
+
+    # The names of transformers' save_pretrained.
     count = len(groups)
     return {f"model-{index:05d}-of-{count:05d}.safetensors": names for index, names in enumerate(groups, 1)}
 
@@ -356,8 +398,10 @@ def write_index(
     total_bytes: int,
 ) -> None:
     """Write the index of a checkpoint directory of several files (file name to tensor names)."""
-    # The same format as transformers writes: tensor -> file.
-    weight_map = {name: file for file, names in files.items() for name in names}
+    # The format of transformers: tensor -> file.
+    weight_map: dict[str, str] = {}
+    for file, names in files.items():
+        weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
@@ -396,7 +440,9 @@ def copy_tensors(
     # One tensor in memory at a time.
     writer = SafetensorsWriter(path, shapes, dtypes)
     for name, shape in shapes.items():
-        writer.write(files.read(name, (0,) * len(shape), shape).to(dtypes[name]))
+        origin = (0,) * len(shape)
+        values = files.read(name, origin, shape)
+        writer.write(values.to(dtypes[name]))
     writer.close()
     return sum(tensor_bytes(shape, dtypes[name]) for name, shape in shapes.items())
 

@@ -1,4 +1,4 @@
-"""Read a Megatron checkpoint as Hugging Face tensors, a slice at a time: weights and optimizer states.
+"""Megatron checkpoints read as Hugging Face tensors, a slice at a time: weights and optimizer states.
 
 The locations of the tensors come from `megatron_rl.interop.megatron_lm`. Here torch reads their values, with
 ``weights_only``, so that a damaged or forged piece cannot run code.
@@ -33,7 +33,7 @@ from megatron_rl.types import TensorBox
 from megatron_rl.weights.boxes import Span, intersect
 
 _CACHED_CHUNKS = 16
-"""Chunks of the checkpoint in memory: the next slice is mostly in one of them."""
+"""Chunks of the checkpoint that stay in memory: consecutive reads are mostly of slices of the same chunk."""
 
 
 def read_pointed(path: str | Path) -> MegatronCheckpoint:
@@ -44,7 +44,7 @@ def read_pointed(path: str | Path) -> MegatronCheckpoint:
 
 
 class ChunkReader:
-    """Chunks of a checkpoint's tensors, of which the last ones stay in memory."""
+    """Reader of a checkpoint's chunks, with a cache of the last ones."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,15 +66,21 @@ class ChunkReader:
 
 
 class BucketReader(ChunkReader):
-    """Ranges of the flat buffers of a distributed optimizer; ``buffers`` are state -> bucket -> tensor."""
+    """Reader of ranges in a distributed optimizer's flat buffers.
 
-    def __init__(self, path: Path, buffers: Mapping[str, Mapping[Bucket, StoredTensor]]) -> None:
+    ``buffers`` maps each state to its tensors by bucket.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        buffers: Mapping[str, Mapping[Bucket, StoredTensor]],
+    ) -> None:
         super().__init__(path)
-        self._chunks = {
-            (state, bucket): sorted(tensor.chunks, key=lambda chunk: chunk.start)
-            for state, buckets in buffers.items()
-            for bucket, tensor in buckets.items()
-        }
+        self._chunks: dict[tuple[str, Bucket], list[Chunk]] = {}
+        for state, buckets in buffers.items():
+            for bucket, tensor in buckets.items():
+                self._chunks[state, bucket] = sorted(tensor.chunks, key=lambda chunk: chunk.start)
 
     def read(
         self,
@@ -84,6 +90,7 @@ class BucketReader(ChunkReader):
         count: int,
     ) -> Tensor:
         """Return ``count`` elements of a bucket from element ``begin``, joined from the saved chunks."""
+        # The first chunk is the last one that starts at or before ``begin``.
         chunks = self._chunks[state, bucket]
         index = bisect_right(chunks, begin, key=lambda chunk: chunk.start[0]) - 1
         position = begin
@@ -105,9 +112,9 @@ class MegatronFiles:
     """Hugging Face tensors of a model whose folder points to a Megatron checkpoint, read a slice at a time.
 
     Stored tensors are unsharded, as on a layout of one rank: tracing the import on one rank gives the boxes
-    of the Hugging Face tensors in them. ``checkpoint`` is the metadata from `read_pointed`, which is called
-    without one, or the metadata of an optimizer state, such as a moment of each weight. Raises UserErrors if
-    the tensors are not the model's, or files are missing.
+    of the Hugging Face tensors in them. ``checkpoint`` is the metadata of the weights, by default from
+    `read_pointed`, or of an optimizer state, such as a moment of each weight. Raises UserErrors if the
+    tensors are not the model's, or files are missing.
     """
 
     def __init__(
@@ -116,7 +123,9 @@ class MegatronFiles:
         checkpoint: MegatronCheckpoint | None = None,
     ) -> None:
         model = read_pretrained(Path(path) / "config.json")
-        self.checkpoint = read_pointed(path) if checkpoint is None else checkpoint
+        if checkpoint is None:
+            checkpoint = read_pointed(path)
+        self.checkpoint = checkpoint
         self.path = self.checkpoint.path
         self._locations, errors = self.checkpoint.parameters(model.shape)
         errors += self.checkpoint.file_errors()
@@ -125,13 +134,10 @@ class MegatronFiles:
 
         # Boxes of Hugging Face tensors in the stored tensors.
         self._shapes = model.tensor_shapes()
-        shapes = {name: self._shape(location) for name, location in self._locations.items()}
-        boxes = trace_import(
-            {name: torch.empty(shape, device="meta") for name, shape in shapes.items()},
-            model,
-            Shard(),
-            0,
-        )
+        meta_tensors: dict[str, Tensor] = {}
+        for name, location in self._locations.items():
+            meta_tensors[name] = torch.empty(self._shape(location), device="meta")
+        boxes = trace_import(meta_tensors, model, Shard(), 0)
         self._boxes: dict[str, list[TensorBox]] = {}
         for box in boxes:
             self._boxes.setdefault(box.name, []).append(box)
@@ -141,11 +147,14 @@ class MegatronFiles:
         stacked = {location.key for location in self._locations.values() if location.index}
         for key, tensor in self.checkpoint.tensors.items():
             for chunk in tensor.chunks:
-                entry = chunk.start[0] if key in stacked and chunk.size[0] == 1 else None
+                entry = None
+                if key in stacked and chunk.size[0] == 1:
+                    entry = chunk.start[0]
                 self._chunks.setdefault((key, entry), []).append(chunk)
         self._reader = ChunkReader(self.path)
 
     def _shape(self, location: Location) -> tuple[int, ...]:
+        """Return the shape of a parameter, without the dimensions in which it is an entry of a stack."""
         return self.checkpoint.tensors[location.key].shape[len(location.index) :]
 
     def names(self) -> set[str]:
@@ -163,9 +172,10 @@ class MegatronFiles:
         size: Sequence[int],
     ) -> Tensor:
         """Return the box of a tensor that begins at ``start`` and has ``size``, in its stored dtype."""
+        requested = (tuple(start), tuple(size))
         values: Tensor | None = None
         for box in self._boxes[name]:
-            overlap = intersect((tuple(start), tuple(size)), (box.start, box.size))
+            overlap = intersect(requested, (box.start, box.size))
             if overlap is None:
                 continue
 
@@ -173,6 +183,7 @@ class MegatronFiles:
             corners = zip(overlap[0], box.start, strict=True)
             box_start = [low - first for low, first in corners]
             stored = self._stored(box, box_start, overlap[1])
+
             # The stored dtype is known from the first piece.
             if values is None:
                 values = torch.empty(tuple(size), dtype=stored.dtype)
@@ -222,11 +233,11 @@ class MegatronFiles:
 
 
 class BufferFiles(MegatronFiles):
-    """Tensors of one optimizer state, such as the master weights or a moment, read a slice at a time.
+    """Hugging Face tensors of one optimizer state, read a slice at a time from flat buffers.
 
-    The state is the master weights in float32; `with_state` gives the others. ``parameters`` are the ranges
-    of the parameters in the flat buffers. Tensors that the optimizer does not update, as the biases that
-    balance the load of experts, are read from the model's weights.
+    The state is the float32 master weights; `with_state` returns the sources of the moments. ``parameters``
+    are the ranges of the parameters in the flat buffers. Tensors that the optimizer does not update, such as
+    the biases that balance the load of experts, are read from the model's weights.
     """
 
     def __init__(
@@ -268,7 +279,7 @@ class BufferFiles(MegatronFiles):
             self._boxes[box.name].append(box)
 
     def with_state(self, state: str) -> BufferFiles:
-        """Return a source of another optimizer state, whose buffers have the same layout."""
+        """Return the source of another optimizer state, whose buffers have the same layout."""
         source = copy(self)
         source._state = state
         return source
@@ -279,6 +290,7 @@ class BufferFiles(MegatronFiles):
         start: Sequence[int],
         size: Sequence[int],
     ) -> Tensor:
+        """Read a part of a box from the flat buffers, or from the weights of a tensor without a state."""
         parameter = self._flat.get(box.storage)
         if parameter is None:
             return super()._stored(box, start, size)
@@ -301,7 +313,11 @@ class BufferFiles(MegatronFiles):
         return values
 
 
-def _within(values: Tensor, start: Sequence[int], box: Span) -> Tensor:
+def _within(
+    values: Tensor,
+    start: Sequence[int],
+    box: Span,
+) -> Tensor:
     """Return the view of a ``box`` in values that begin at the coordinates ``start``."""
     box_start, box_size = box
     for dim, count in enumerate(box_size):
@@ -309,8 +325,12 @@ def _within(values: Tensor, start: Sequence[int], box: Span) -> Tensor:
     return values
 
 
-def _load_tensor(content: bytes, chunk: Chunk, path: Path) -> Tensor:
-    """Return a chunk as it was saved; raise UserError for anything but a tensor of its size."""
+def _load_tensor(
+    content: bytes,
+    chunk: Chunk,
+    path: Path,
+) -> Tensor:
+    """Deserialize a chunk; raise UserError for anything but a tensor of its size."""
     problem = None
     try:
         # weights_only: the bytes may be anything.

@@ -21,13 +21,14 @@ def dequantize(
     start: Sequence[int],
     block: Sequence[int],
 ) -> Tensor:
-    """Return a box of a quantised weight as float32: each stored number times the scale of its block.
+    """Dequantise a box of a weight to float32: multiply each stored number by the scale of its block.
 
-    ``values`` is the box that begins at ``start`` in the weight, at any place in a block. ``scales`` are
-    those of the complete weight, with one entry for each block of size ``block``; they may lack the last
-    dimensions. Source: DeepSeek-V3, inference/kernel.py, ``weight_dequant_kernel``.
+    ``values`` is the box that begins at ``start`` in the weight; it need not begin where a block does.
+    ``scales`` belong to the complete weight, with one entry for each block of size ``block``; they may lack
+    the last dimensions. Source: DeepSeek-V3, inference/kernel.py, ``weight_dequant_kernel``.
     """
-    scales = scales.float().reshape(scales.shape + (1,) * (values.dim() - scales.dim()))
+    trailing = (1,) * (values.dim() - scales.dim())
+    scales = scales.float().reshape(scales.shape + trailing)
 
     for dim, (begin, count) in enumerate(zip(start, values.shape, strict=True)):
         # A dimension with one block is broadcast.
