@@ -49,6 +49,7 @@ class ConfigReader:
 
     def size(self, key: str, default: int | None = None) -> int:
         """Return a positive integer; record an error and return 1 for anything else."""
+        # JSON's true and false are integers in Python.
         value = self.get(key, default)
         if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST:
             return value
@@ -209,8 +210,9 @@ class Family:
                 "attention_bias",
                 f"the same as of the MLP, {_as_json(mlp_bias)}",
             )
+
         if rotary_fraction(config) != 1 and not self.partial_rotary:
-            reader.refuse("the model turns whole heads", "partial_rotary_factor", "1")
+            reader.refuse("this family rotates complete heads", "partial_rotary_factor", "1")
         return result
 
 
@@ -249,11 +251,16 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str = "full_attention
     if parameters is None:
         scaling = dict(config.get("rope_scaling") or {})
         theta = config.get("rope_theta", 10000.0)
+
         # Layers with a sliding window have a base of their own, and no scaling.
         if layer_type == "sliding_attention" and config.get("rope_local_base_freq") is not None:
             scaling = {}
             theta = config["rope_local_base_freq"]
+
+        # The key was `type` before it was `rope_type`.
         parameters = {"rope_type": scaling.pop("type", "default"), "rope_theta": theta, **scaling}
+
+    # By layer type, or the same for all layers.
     return parameters.get(layer_type, parameters)
 
 
@@ -274,6 +281,7 @@ def rope_types(config: Mapping[str, Any]) -> list[str]:
 
 def sliding_window_fields(reader: ConfigReader, layers: int) -> Fields:
     """Read the layers that attend to a sliding window, and the window's size in tokens."""
+    # A config.json may have a size for a window that is switched off.
     window = reader.config.get("sliding_window")
     if not window or reader.config.get("use_sliding_window") is False:
         return {}
@@ -349,12 +357,16 @@ def delta_net_fields(reader: ConfigReader, layers: int, interval: int = 0) -> Fi
     linear_layers: tuple[int, ...] = ()
     if reader.flag("full_attention_interval"):
         interval = reader.size("full_attention_interval")
+
+    # The types have precedence.
     if types is not None:
         linear_layers = tuple(layer for layer, name in enumerate(types) if name == "linear_attention")
     elif interval:
         linear_layers = tuple(layer for layer in range(layers) if (layer + 1) % interval)
     if not linear_layers:
         return {}
+
+    # Keys have as many heads as queries; several value heads share one of them.
 
     key_heads = reader.size("linear_num_key_heads")
     value_heads = reader.size("linear_num_value_heads")
@@ -375,6 +387,8 @@ def delta_net_structure(reader: ConfigReader) -> Fields:
     reader.allow("attention_bias", False, None)
     reader.allow("attn_output_gate", True, None)
     reader.allow("hidden_act", "silu", None)
+
+    # The published models have full attention in every fourth layer.
     fields = delta_net_fields(reader, reader.size("num_hidden_layers"), interval=4)
     if fields and fields["linear_v_heads"] % fields["linear_k_heads"]:
         reader.refuse(
@@ -460,6 +474,7 @@ def deepseek_structure(reader: ConfigReader) -> Fields:
 
 def deepseek_megatron(config: Mapping[str, Any]) -> Fields:
     """Return Megatron's settings for DeepSeek's router and rotary angles."""
+    # Megatron's latent attention has rotary angles of its own, with or without YaRN.
     rope = rope_parameters(config)
     rope_type = "rope"
     scaling_factor = 1.0
@@ -475,6 +490,8 @@ def deepseek_megatron(config: Mapping[str, Any]) -> Fields:
         "rotary_base": rope["rope_theta"],
         "rotary_scaling_factor": scaling_factor,
     }
+
+    # A key that config.json leaves out keeps Megatron's default.
     if yarn:
         names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
         settings |= {name: rope[name] for name in names if rope.get(name) is not None}

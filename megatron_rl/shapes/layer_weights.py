@@ -1,4 +1,4 @@
-"""The parameters of a decoder layer, under Megatron's names and under those of Hugging Face checkpoints.
+"""The parameters of a decoder layer, with their names in Megatron and in Hugging Face checkpoints.
 
 One `Weight` per Megatron parameter lists the checkpoint tensors that fill it, and how both sides shard them:
 import, export, weight sync and the counts of parameters all read this list.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 SCALAR = "score.weight"
-"""The head of a model that gives one number per token instead of a distribution."""
+"""Scalar head, which returns one number per token instead of a distribution."""
 
 Cut = Literal["whole", "rows", "columns", "sections", "query_key_value", "latent", "vocabulary", "stacked"]
 """How Megatron shards a parameter over tensor-parallel ranks.
@@ -87,6 +87,7 @@ class Source:
         >>> list(gate.pieces(1, 3)), gate.end
         ([(3, 1), (6, 2)], 16)
         """
+        # Only the first and the last piece may be a part of a run.
         end = begin + count
         while begin < end:
             run, row = divmod(begin, self.run_rows)
@@ -160,6 +161,7 @@ def outer_weights(shape: ModelShape, first: bool, last: bool) -> tuple[Weight, .
     Names are complete, not relative to a layer. A tied output layer has a parameter only on a last stage that
     is not the first: a copy of the embedding.
     """
+    # A tied output layer reads the same tensor.
     vocabulary_shape = (shape.vocab, shape.hidden)
     embedding = Source(EMBEDDING, vocabulary_shape, "vocabulary")
     weights: list[Weight] = []
@@ -216,6 +218,7 @@ def _norms(shape: ModelShape, linear: bool) -> Iterator[Weight]:
 
 def _attention(shape: ModelShape) -> Iterator[Weight]:
     """Yield the parameters of grouped-query attention: projections, biases, norms of queries and keys."""
+    # The rows of the three projections, without the columns: biases have the same.
     query_rows = shape.heads * shape.head_dim
     key_rows = shape.kv_heads * shape.head_dim
     projections = [
@@ -224,7 +227,7 @@ def _attention(shape: ModelShape) -> Iterator[Weight]:
         Source("self_attn.v_proj", (key_rows,), "heads"),
     ]
     if shape.output_gate:
-        # The tensor of queries has the rows of each head's query, and then those of its gate.
+        # The checkpoint's tensor has for each head the rows of its query, and then the rows of its gate.
         queries = replace(projections[0], runs=shape.heads, pitch=2 * shape.head_dim)
         projections[:1] = [queries, queries]
 
@@ -307,8 +310,8 @@ def _delta_net(shape: ModelShape) -> Iterator[Weight]:
 
     def weight(name: str, cut: Cut, *sources: Source) -> Weight:
         """Return a parameter of the module; the sources are named below ``linear_attn``."""
-        named = tuple(replace(source, name=f"linear_attn.{source.name}") for source in sources)
-        return Weight(f"self_attention.{name}", cut, named)
+        renamed = tuple(replace(source, name=f"linear_attn.{source.name}") for source in sources)
+        return Weight(f"self_attention.{name}", cut, renamed)
 
     # Queries, keys, values and the gate of the output; learning rate and decay of each value head.
     projections = [
@@ -320,10 +323,12 @@ def _delta_net(shape: ModelShape) -> Iterator[Weight]:
         ("a", numbers),
     ]
     if shape.linear_interleaved:
-        projections = [("qkvz" if name in ("qkv", "z") else "ba", rows) for name, rows in projections]
+        # Qwen3-Next stores them as two tensors, Qwen3.5 as four.
+        fused_names = {"qkv": "qkvz", "z": "qkvz", "b": "ba", "a": "ba"}
+        projections = [(fused_names[name], rows) for name, rows in projections]
     sources = [Source(f"in_proj_{name}.weight", (rows, shape.hidden), "rows") for name, rows in projections]
     if shape.linear_interleaved:
-        # Each key head has its own rows of all of them.
+        # The rows of one key head, of all projections, are together.
         heads = shape.linear_k_heads
         pitches = {"qkvz": 2 * (keys + values) // heads, "ba": 2 * numbers // heads}
         sources = [
@@ -332,6 +337,7 @@ def _delta_net(shape: ModelShape) -> Iterator[Weight]:
         ]
     yield weight("in_proj.weight", "sections", *sources)
 
+    # One filter per channel of queries, keys and values, sharded as the channels are.
     convolved = [
         Source("conv1d.weight", (rows, 1, shape.linear_conv), "rows") for rows in (keys, keys, values)
     ]
@@ -364,6 +370,7 @@ def _mlp_matrices(
     ``name`` and ``source`` are the prefixes of Megatron's and of the checkpoint's names, ``fused`` is
     Transformer Engine's name with ``{linear}`` for the layer.
     """
+    # The inner matrix is sharded by rows, the outer by columns, so that one sum per MLP suffices.
     projections, inner_cut = _inner_projections(shape)
     inner = tuple(
         Source(f"{source}{projection}.weight", (width, shape.hidden), "rows") for projection in projections

@@ -3,8 +3,8 @@
 Parameters, gradients and optimizer states follow Megatron's distributed optimizer (float32 main
 gradients; float32 master weights and two moments in addition to bfloat16 weights; Rajbhandari et al. 2020).
 Activations are counted tensor by tensor, as autograd saves them (the accounting of Korthikanti et al. 2022).
-The counts of this package's own layers are compared with the tensors that a real forward pass saves; those of
-Transformer Engine's fused layers are Korthikanti's, with flash attention.
+Tests compare the counts of this package's own layers with the tensors that a real forward pass saves. The
+counts of Transformer Engine's fused layers are Korthikanti's, with flash attention.
 """
 
 from __future__ import annotations
@@ -403,6 +403,7 @@ def forward_bytes(
     For fused layers the activations of two layers are an upper bound; this package's own are counted exactly.
     """
     counts = shape.kinds_of(layers)
+
     # Without gradients nothing is saved: tensors exist only until the next layer has read them.
     if implementation.fused:
         live = 2 * max(

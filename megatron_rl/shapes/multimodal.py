@@ -19,9 +19,9 @@ _INHERITED = (
     "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "compression_config",
     "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
-"""Keys that a multimodal config.json may state outside ``text_config``, for the language model too."""
+"""Keys outside ``text_config`` in a multimodal config.json that apply to the language model as well."""
 _PREFIXES = {"model.language_model.": "model.", "language_model.": ""}
-"""Beginnings of names of the language model: in a multimodal checkpoint -> in one of its own."""
+"""Prefixes of the language model's tensor names: in a multimodal checkpoint -> in a checkpoint of its own."""
 _CARRIED = (
     "visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "embed_audio.",
     "embed_vision.", "mtp.",
@@ -36,7 +36,7 @@ _FUSED_EXPERTS = re.compile(r"(?P<experts>.*\.mlp\.experts\.)(?P<matrix>gate_up_
 
 @dataclass(frozen=True)
 class Multimodal:
-    """Kind of multimodal model of which the language model can be trained."""
+    """Kind of multimodal model whose language model can be trained."""
 
     title: str
     """Display name in the list of models."""
@@ -80,7 +80,7 @@ _KINDS = (
     ),
 )
 MULTIMODAL: dict[str, Multimodal] = {kind.architecture: kind for kind in _KINDS}
-"""Every multimodal model of which the language model can be trained, by architecture."""
+"""Every multimodal model whose language model can be trained, by architecture."""
 
 
 def multimodal_of(config: Mapping[str, Any]) -> Multimodal | None:
@@ -90,6 +90,7 @@ def multimodal_of(config: Mapping[str, Any]) -> Multimodal | None:
     """
     architectures = config.get("architectures")
     for kind in _KINDS:
+        # The architecture decides; the model type only for a config.json without architectures.
         matches = config.get("model_type") == kind.model_type
         if isinstance(architectures, list) and architectures:
             matches = architectures[0] == kind.architecture
@@ -127,13 +128,18 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = config.get("text_config")
     if inner is None:
         inner = {key: value for key, value in config.items() if key != "vision_config"}
+
+    # A value of the language model itself wins over an inherited one, but null does not.
     inherited = {key: config[key] for key in _INHERITED if config.get(key) is not None}
-    stated = {key: value for key, value in inner.items() if value is not None or key not in inherited}
+    explicit: dict[str, Any] = {}
+    for key, value in inner.items():
+        if value is not None or key not in inherited:
+            explicit[key] = value
 
     family = FAMILIES[kind.language_models[_language_type(config, kind)]]
     result = {
         **inherited,
-        **stated,
+        **explicit,
         "model_type": family.model_type,
         "architectures": [family.architecture],
     }
@@ -156,11 +162,11 @@ def _for_text(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tensor_locations(stored: Iterable[str], shape_of: Callable[[str], Shape]) -> dict[str, TensorLocation]:
-    """Return where each tensor of the language model lies among the tensors of a multimodal checkpoint.
+    """Return the location of each tensor of the language model in a multimodal checkpoint.
 
-    ``stored`` are their names, and ``shape_of`` returns the shape of one. Keys are the names that the tensors
-    have in a checkpoint of the language model alone; tensors of other parts are left out. Experts that are
-    stored in one tensor, [experts, rows, hidden], become one tensor per expert.
+    ``stored`` are the names of the checkpoint's tensors, and ``shape_of`` returns the shape of one. Keys are
+    the names in a checkpoint of the language model alone; tensors of other parts are omitted. Experts in
+    one stored tensor, [experts, rows, hidden], become one tensor per expert.
 
     >>> list(tensor_locations(["model.language_model.norm.weight", "model.visual.norm.weight"], len))
     ['model.norm.weight']
@@ -169,6 +175,7 @@ def tensor_locations(stored: Iterable[str], shape_of: Callable[[str], Shape]) ->
     for stored_name in stored:
         if is_carried(stored_name):
             continue
+
         name = language_name(stored_name)
         fused = _FUSED_EXPERTS.match(name)
         if fused is None:
@@ -189,7 +196,7 @@ def tensor_locations(stored: Iterable[str], shape_of: Callable[[str], Shape]) ->
 
 
 def language_name(stored: str) -> str:
-    """Return the name that a stored tensor of the language model has in a checkpoint of its own.
+    """Return the name of a stored tensor in a checkpoint of the language model alone.
 
     >>> language_name("model.language_model.norm.weight"), language_name("language_model.lm_head.weight")
     ('model.norm.weight', 'lm_head.weight')

@@ -21,6 +21,7 @@ from megatron_rl.shapes.multimodal import MULTIMODAL, language_config
 from megatron_rl.shapes.quantized import Quantization, read_quantization
 
 LAYER = "model.layers.{layer}."
+"""Prefix of the tensor names of a layer."""
 SINGLE = "model.safetensors"
 """The weights file of a Hugging Face checkpoint with one file."""
 INDEX = "model.safetensors.index.json"
@@ -173,6 +174,7 @@ class PretrainedModel:
         match = re.match(r"model\.layers\.(\d+)\.", name)
         if match is None:
             return False
+
         # MTP layers are numbered after the model's own.
         mtp_layers = self.config.get("num_nextn_predict_layers") or 0
         return 0 <= int(match.group(1)) - self.shape.layers < mtp_layers
@@ -199,8 +201,8 @@ class PretrainedModel:
 def weight_files(path: Path) -> list[Path] | None:
     """Return the weight files of a checkpoint's folder; None if its index lists them.
 
-    A folder may contain further tensors that are not the model's: adapters that were merged into it,
-    Mistral's `consolidated.safetensors`, the index of shards that were joined. The precedence is that of
+    A folder may contain files that are not the model's: adapters that were merged into it, Mistral's
+    `consolidated.safetensors`, the index of shards that were joined. The precedence is that of
     transformers: `model.safetensors` alone if it exists, otherwise the shards of the index.
     """
     single = path / SINGLE
@@ -209,16 +211,23 @@ def weight_files(path: Path) -> list[Path] | None:
         return [single]
     if (path / INDEX).is_file():
         return None
+
+    # Without an index the numbered shards are complete, and any other file is a last resort.
     numbered = sorted(path.glob("model-*.safetensors"))
     return numbered or sorted(path.glob("*.safetensors"))
 
 
-def separate_head_error(path: Path, shapes: Mapping[str, Sequence[int]], what: str) -> UserError:
+def separate_head_error(
+    path: Path,
+    shapes: Mapping[str, Sequence[int]],
+    difference: str,
+) -> UserError:
     """Return the error of a checkpoint whose output layer differs from the embedding it is tied to.
 
     transformers and vLLM do not tie the two in this case, and train or sample with the output layer.
-    ``shapes`` are the stored shapes by tensor name; ``what`` describes the difference.
+    ``shapes`` are the stored shapes by tensor name; ``difference`` describes it, as in "other values".
     """
+    # The output layer can be trained separately only if it fits the vocabulary.
     head = tuple(shapes[OUTPUT])
     embedding = tuple(shapes[EMBEDDING])
     if head == embedding:
@@ -230,7 +239,7 @@ def separate_head_error(path: Path, shapes: Mapping[str, Sequence[int]], what: s
         f"the checkpoint has an output layer of its own, and config.json ties it to {EMBEDDING}",
         where=str(path),
         expected=f"{OUTPUT} equal to {EMBEDDING}, or tie_word_embeddings: false in config.json",
-        got=f"tie_word_embeddings: true with {OUTPUT} {list(head)} with {what}",
+        got=f"tie_word_embeddings: true with {OUTPUT} {list(head)} with {difference}",
         fix=fix,
     )
 
@@ -238,7 +247,7 @@ def separate_head_error(path: Path, shapes: Mapping[str, Sequence[int]], what: s
 def describe(config: Mapping[str, Any], file: str = "config.json") -> PretrainedModel:
     """Return the model of a config.json, as a checkpoint or ``PretrainedConfig.to_dict()`` has it.
 
-    The model of a multimodal one is its language model. ``file`` is the path that errors name. Raises
+    A multimodal config.json describes its language model. ``file`` is the path that errors name. Raises
     UserError for a family that is not in the table, and UserErrors for values that are missing or not
     supported.
     """
@@ -254,7 +263,7 @@ def describe(config: Mapping[str, Any], file: str = "config.json") -> Pretrained
 def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
     """Return the family of a config.json, by its ``architectures`` or else by its ``model_type``.
 
-    That of a multimodal model is its language model's. ``file`` is the path that errors name. Raises
+    A multimodal model has the family of its language model. ``file`` is the path that errors name. Raises
     UserError for any family that cannot be trained.
     """
     config = language_config(config)
@@ -274,13 +283,13 @@ def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
 
     # A multimodal model of another kind has the config.json of its language model under text_config, too.
     name = str(architecture or model_type or "")
-    inner = config.get("text_config")
-    inner_family = None
-    if isinstance(inner, Mapping):
-        inner_family = nearest(str(inner.get("model_type")), FAMILIES)
+    text_config = config.get("text_config")
+    text_family = None
+    if isinstance(text_config, Mapping):
+        text_family = nearest(str(text_config.get("model_type")), FAMILIES)
     close = nearest(name, [*supported, *FAMILIES])
-    if inner_family:
-        fix = f"save the language model alone: {FAMILIES[inner_family].architecture}.from_pretrained(PATH)"
+    if text_family:
+        fix = f"save the language model alone: {FAMILIES[text_family].architecture}.from_pretrained(PATH)"
     elif close:
         fix = f"correct the name, if {close} is intended"
     else:
@@ -298,8 +307,8 @@ def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
 def transformers_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config.json with a ``model_type`` that transformers has a class for.
 
-    That of a multimodal model is its language model's (`language_config`). Any other config.json is returned
-    as it is.
+    A multimodal config.json is replaced by the one of its language model (`language_config`). Any other one
+    is returned unchanged.
 
     >>> transformers_config({"model_type": "kimi_k2", "hidden_size": 7168})
     {'model_type': 'deepseek_v3', 'hidden_size': 7168}
