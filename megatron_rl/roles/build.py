@@ -109,7 +109,7 @@ class Roles:
 
     @property
     def has_single_scorer(self) -> bool:
-        """Return whether a row's reward is the reward of one scorer, not a weighted sum."""
+        """Return whether a row's reward comes from one scorer, not from a weighted sum of several."""
         return not self.reward_models and self.reward.scorer_count == 1
 
     @property
@@ -162,7 +162,9 @@ def build_roles(
     """
     begin = begin or _show_nothing
     filters = config.rollout.filters
-    reward = RewardRole(config.reward, tokenizer, filters=filters, needed=algorithm.needs_rewards)
+    reward = RewardRole(
+        config.reward, tokenizer, filters=filters, learns_from_rewards=algorithm.needs_rewards
+    )
     adapters = separate_adapters(config)
 
     # The engine comes first and is put to sleep: engine and models need not fit in device memory together.
@@ -212,8 +214,10 @@ def build_frozen_roles(
     """
     reward = RewardRole(config.reward, tokenizer)
 
-    # A Hugging Face model has no adapters of its own that the engine could have separately.
-    adapters = separate_adapters(config) if path is None else None
+    # The adapters of a Hugging Face model are merged: the engine gets none separately.
+    adapters = None
+    if path is None:
+        adapters = separate_adapters(config)
     rollout = _build_rollout(config, tokenizer, templated, adapters=adapters)
 
     layout = role_layout(config.actor.layout, "actor.layout")
@@ -308,12 +312,15 @@ def build_model_role(
     if initial_of is not None:
         model = initial_of.model
     else:
+        head = "lm"
+        if spec.head == NUMBER:
+            head = "value"
         model = build_pretrained(
             config,
             layout,
             path=model_path,
             recompute=getattr(section, "recompute", "none"),
-            head="value" if spec.head == NUMBER else "lm",
+            head=head,
             trainable=trainable,
         )
         if model is not None and trainable:
@@ -339,12 +346,17 @@ def build_model_role(
     routing = None
     if spec is ACTOR and updates is not None:
         routing = _routing_shape(config, "update")
+
+    # A scorer without columns of its own in the table, such as a teacher, has one under its name.
+    outputs = spec.outputs
+    if not outputs:
+        outputs = (path.removeprefix(f"{spec.section}."),)
     return ModelRole(
         path,
         layout,
         model,
         tokens_per_microbatch=_tokens_per_microbatch(config),
-        outputs=spec.outputs or (path.removeprefix(f"{spec.section}."),),
+        outputs=outputs,
         optimizer=optimizer,
         prefix=spec.metric_prefix,
         offload=section.offload,
@@ -485,10 +497,13 @@ def _provider(config: RunConfig, path: str) -> Provider | None:
         return None
 
     # Name, head and tied embeddings may differ: the code builds any of them.
-    shapes = [read_pretrained(Path(folder) / "config.json").shape for folder in (config.model.path, path)]
+    shapes = []
+    for folder in (config.model.path, path):
+        shapes.append(read_pretrained(Path(folder) / "config.json").shape)
     comparable = {replace(shape, name="", scalar_head=False, tied=False) for shape in shapes}
     if len(comparable) > 1:
         return None
+
     arguments, _ = checkpoint_arguments(config.model.path)
     return load_provider(config.model.provider, config.model.weights, arguments)
 
@@ -549,6 +564,7 @@ def _build_rollout(
     create_communicators([layout.ranks])
     create_communicators(layout.groups("tensor"))
 
+    # Conversations need the chat format of the model, and the format of its tool calls.
     environment = config.rollout.environment
     chat = None
     parse_tool_calls = None
@@ -594,6 +610,7 @@ def _update_count(config: RunConfig) -> int:
 
 
 def _tokens_per_microbatch(config: RunConfig) -> int:
+    """Return the largest number of tokens of a micro-batch, which a resolved configuration has."""
     budget = config.batch.tokens_per_microbatch
     assert budget is not None
     return budget

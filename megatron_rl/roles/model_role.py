@@ -136,8 +136,9 @@ class ModelRole:
         if micro_outputs:
             # From a tuple of outputs per micro-batch to a column per output.
             by_output = zip(*(micro.outputs for micro in micro_outputs), strict=True)
+            columns = torch.stack([torch.cat(values) for values in by_output])
             # One copy from the device for all outputs.
-            outputs = list(torch.stack([torch.cat(values) for values in by_output]).float().cpu())
+            outputs = list(columns.float().cpu())
         return RowShard(
             rows,
             batch.lengths[rows],
@@ -168,7 +169,11 @@ class ModelRole:
                 select,
                 **options,
             )
-        return micro_outputs if self.is_output_rank else []
+
+        # All ranks of the last stage have the outputs; one of each replica returns them.
+        if not self.is_output_rank:
+            return []
+        return micro_outputs
 
     def update(self, minibatch: TrainBatch, objective: Objective, **options: Any) -> Metrics:
         """Run one optimizer step on a mini-batch whose loss weights have global denominators.
@@ -185,9 +190,9 @@ class ModelRole:
     ) -> tuple[RowShard, Metrics]:
         """Compute the gradients of a mini-batch without an optimizer step; return its outputs and metrics.
 
-        With ``reads_outputs``, for which the host waits for the device, the outputs are those of `infer`,
-        otherwise there are no rows. The metrics stay on the device. The caller keeps the role `resident`
-        until `step`. Collective over the role's ranks.
+        With ``reads_outputs`` the outputs are the same as from `infer`, and the host waits for the device to
+        copy them; without it the shard has no rows. The metrics stay on the device. The caller keeps the role
+        `resident` until `step`. Collective over the role's ranks.
         """
         if self.model is None:
             return self._shard(minibatch, []), Metrics()
@@ -203,10 +208,13 @@ class ModelRole:
             objective,
             **options,
         )
+
         # Every rank of a replica has the same outputs and metrics: one of them returns them.
         if not self.is_output_rank:
             return self._shard(minibatch, []), Metrics()
-        return self._shard(minibatch, micro_outputs if reads_outputs else []), metrics
+        if not reads_outputs:
+            micro_outputs = []
+        return self._shard(minibatch, micro_outputs), metrics
 
     def step(self, has_next: bool = False) -> Metrics:
         """Run the optimizer step whose gradient `accumulate` has computed.
@@ -230,6 +238,7 @@ class ModelRole:
         """
         if self.model is None:
             return Metrics()
+
         with self.resident(Use.READ):
             metrics = forward_loss(
                 self.model,
@@ -239,7 +248,11 @@ class ModelRole:
                 objective,
                 **options,
             )
-        return metrics if self.is_output_rank else Metrics()
+
+        # The other ranks of a replica would count the same rows again.
+        if not self.is_output_rank:
+            return Metrics()
+        return metrics
 
     def freeze(self) -> None:
         """End the role's training and remove its adapters, which must be merged into the weights before."""

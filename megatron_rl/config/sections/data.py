@@ -19,12 +19,13 @@ def own_field(name: str, meaning: str, **attributes: Any) -> Any:
     return setting(None, meaning, unset=f"data.{name}", **attributes)
 
 
+# Meanings of two keys that training data and evaluation sets have.
 SYSTEM_PROMPT = "System message before the messages of each prompt; the prompts go through the chat template."
 TEMPLATE_KWARGS = "Arguments of the chat template, such as enable_thinking: false."
 
 
 class PromptTemplate(NamedTuple):
-    """What a data set adds to each prompt that goes through the chat template."""
+    """Additions of a data set to each prompt that goes through the chat template."""
 
     system_prompt: str | None = None
     """Content of a system message before the prompt's messages; None for none."""
@@ -185,7 +186,7 @@ class DataConfig:
 
     @property
     def prompt_template(self) -> PromptTemplate:
-        """Return what each prompt gets in addition to its messages: nothing."""
+        """Return the additions to each prompt: none, since only sets have them."""
         return PromptTemplate()
 
     @property
@@ -214,7 +215,7 @@ class SetFields(DataConfig):
 
     @property
     def prompt_template(self) -> PromptTemplate:
-        """Return what the set adds to each prompt in addition to its messages."""
+        """Return the set's additions to each prompt."""
         return self.own_template
 
     def setting_of(self, name: str) -> str:
@@ -229,7 +230,7 @@ FIELDS = ("prompt_field", "ground_truth_field", "task_field", "tools_field", "ch
 def fields_of(data: DataConfig, section: Any, path: str) -> SetFields:
     """Return the fields of the data set that ``section`` at ``path`` describes.
 
-    Each of `FIELDS` that the section has and that is not None replaces that of ``data``.
+    Each of `FIELDS` in the section that is not None replaces the value in ``data``.
     """
     values = {item.name: getattr(data, item.name) for item in fields(DataConfig)}
     for name in FIELDS:
@@ -241,7 +242,8 @@ def fields_of(data: DataConfig, section: Any, path: str) -> SetFields:
     template = PromptTemplate(
         getattr(section, "system_prompt", None), getattr(section, "chat_template_kwargs", {})
     )
-    # Both are of the chat template: text becomes a message of the user.
+
+    # Both belong to the chat template, so they imply it: text becomes a message of the user.
     if values["chat_template"] is None and (template.system_prompt is not None or template.kwargs):
         values["chat_template"] = True
     return SetFields(**values, section_path=path, own_template=template)

@@ -104,8 +104,10 @@ class EvaluationSetConfig:
         if self.samples == 1:
             return ()
 
+        # Powers of two, and all samples.
         powers = [2**power for power in range(1, self.samples.bit_length())]
-        return (*(power for power in powers if power < self.samples), self.samples)
+        smaller = [power for power in powers if power < self.samples]
+        return (*smaller, self.samples)
 
     def estimates(self) -> tuple[str, ...]:
         """Return the metrics that have an interval."""
@@ -123,7 +125,9 @@ class EvaluationSetConfig:
 
     def functions(self) -> dict[str, str]:
         """Return the functions that this set alone calls, by the setting that names each."""
-        functions = {} if self.reward is None else {"reward": self.reward}
+        functions: dict[str, str] = {}
+        if self.reward is not None:
+            functions["reward"] = self.reward
         for name, function in self.evaluators.items():
             functions[f"evaluators.{name}"] = function
 

@@ -10,6 +10,8 @@ from megatron_rl.config.setting import setting
 
 FILTER_KEY = "rollout.filters.function"
 """Key of the user's filter."""
+
+# Values of `on_filtered`.
 DROP = "drop"
 REWARD = "reward"
 
@@ -68,6 +70,7 @@ class FiltersConfig:
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of the filters that are set, in the order in which they are applied."""
+        # The cheap ones first: a function runs only on responses that these keep.
         is_set: dict[str, Any] = {
             "empty": self.empty,
             "min_tokens": self.min_tokens > 0,
@@ -82,4 +85,5 @@ class FiltersConfig:
         """Return the reward of a removed response, None if it is dropped."""
         if self.on_filtered == DROP:
             return None
+
         return self.filtered_reward

@@ -22,6 +22,7 @@ DDP_MEANING = (
 )
 RECOMPUTED = "Activations that the backward pass computes again: none, attention (selective), or all (full)."
 RECOMPUTES = ("none", "selective", "full")
+# Conversions of other projects' keys.
 RANKS_LISTED = "ours lists the ranks"
 _DATA_PARALLEL = "it is what remains of the ranks after tensor x pipeline x context; set those or world_size"
 

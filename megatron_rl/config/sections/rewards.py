@@ -339,6 +339,14 @@ class RewardConfig:
     @property
     def scorers(self) -> dict[str, float]:
         """Return the weight of each reward except reward models, by the name of its setting."""
+        weights: dict[str, float] = {}
+
+        # The function first: the first scorer's rewards count for accuracies.
+        if self.function is not None:
+            weights[FUNCTION] = self.weight
+
         sections = {"code": self.code, "http": self.http, "judge": self.judge}
-        weights = {name: section.weight for name, section in sections.items() if section is not None}
-        return weights if self.function is None else {FUNCTION: self.weight, **weights}
+        for name, section in sections.items():
+            if section is not None:
+                weights[name] = section.weight
+        return weights

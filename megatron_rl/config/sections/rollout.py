@@ -472,6 +472,7 @@ class RolloutConfig:
     @property
     def most_in_flight(self) -> int | None:
         """Return the largest number of episodes that a replica samples at once; None without a bound."""
+        # The engine schedules no more sequences than its own limit.
         bounds = [self.max_in_flight, self.vllm.get("max_num_seqs")]
         return min((bound for bound in bounds if isinstance(bound, int)), default=None)
 
@@ -480,6 +481,7 @@ class RolloutConfig:
         """Return whether any task is sampled with a filter, see `filters_tokens`."""
         common = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
 
+        # Tasks without a profile have the common values.
         settings = [common | profile for profile in ({}, *self.sampling_profiles.values())]
         return any(filters_tokens(s["top_p"], s["top_k"], s["min_p"]) for s in settings)
 
@@ -492,6 +494,7 @@ def filters_tokens(top_p: float, top_k: int, min_p: float) -> bool:
 def profile_fields() -> dict[str, Setting]:
     """Return the keys that a sampling profile can set, with their descriptions."""
     descriptions = {item.name: setting_of(item) for item in fields(RolloutConfig)}
+
     return {name: description for name, description in descriptions.items() if description.per_task}
 
 
@@ -510,6 +513,7 @@ def profile_errors(rollout: RolloutConfig) -> list[UserError]:
                 errors.append(_profile_name_error(path, name, list(descriptions)))
                 continue
 
+            # The type and the bounds of the rollout's own key.
             hint = field_hints(RolloutConfig)[name]
             accepted, typed = convert_value(hint, value)
             if not accepted or descriptions[name].error(path, typed) is not None:
@@ -559,6 +563,7 @@ def limit_errors(rollout: RolloutConfig, longest_prompt: int) -> Iterator[UserEr
 
 
 def _profile_name_error(path: str, name: str, names: list[str]) -> UserError:
+    """Return the error of a key that a sampling profile does not have; ``names`` are its keys."""
     message = f"`{path}` is not a sampling setting"
     fix = "remove it"
 
