@@ -51,11 +51,15 @@ def require_directory(path: Path, argument: str) -> None:
     fix = "correct the path"
     if siblings:
         fix = f"other directories there: {', '.join(siblings[:8])}"
+
+    got = "no such path"
+    if path.exists():
+        got = "a file"
     raise UserError(
         f"there is no directory {path}",
         where=argument,
         expected="an existing directory",
-        got="a file" if path.exists() else "nothing there",
+        got=got,
         fix=fix,
     )
 
@@ -69,10 +73,12 @@ def load_and_check(
     without_files: bool = False,
     gpu: str | None = None,
 ) -> CheckReport:
-    """Load and check the configuration of a command; raises UserErrors where it cannot be read at all.
+    """Load and check the configuration of a command; raises UserErrors if it cannot be read at all.
 
-    ``job`` None: the configuration's own. ``gpu``: check for a cluster of this GPU, not for this machine.
+    ``job`` replaces the configuration's own; None keeps it. ``gpu`` names the GPU of a cluster to check for
+    in place of this machine.
     """
+    # After the user's overrides, so that it wins.
     overrides = list(arguments.overrides)
     if job is not None:
         overrides.append(f"job={job}")

@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments = sys.argv[1:]
     try:
         options = parse(list(arguments))
+
         # This process and its children connect to servers on this machine without a proxy.
         os.environ.update(without_proxy(os.environ))
         return int(import_module(COMMANDS[options.command][0]).run(options))
@@ -119,6 +120,7 @@ def _add_overrides(
     """Add ``key=value`` arguments that follow an option to the overrides, which argparse does not parse."""
     overrides = [text for text in unparsed if "=" in text and not text.startswith("-")]
     unrecognized = [text for text in unparsed if text not in overrides]
+
     # Commands without a configuration have no overrides.
     if unrecognized or (overrides and not hasattr(arguments, "overrides")):
         parser.error(f"unrecognized arguments: {' '.join(unrecognized or overrides)}")

@@ -93,8 +93,9 @@ def _sections(section: type, path: str) -> Iterator[tuple[str, type]]:
 
 
 def _table_lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return a Markdown table."""
-    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+    """Return the lines of a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def _section_table(section: type, paths: list[str]) -> str:
@@ -125,6 +126,7 @@ def _setting_cells(piece: Piece, item: dataclasses.Field) -> list[str]:
     """Return the name, default, bounds and meaning of a piece's setting."""
     setting = setting_of(item)
     value = getattr(piece, item.name)
+
     # None means that a setting is off, or that its default is described in words.
     default = f"`{one_line(to_plain(value))}`"
     if value is None:
@@ -161,12 +163,13 @@ def _key_row(item: dataclasses.Field, hint: Any) -> list[str]:
 
 def _default(item: dataclasses.Field, setting: Setting) -> str:
     """Return the default of a key as a cell."""
-    # The keys of a section have their own rows, so only list the values that differ from its class.
+    # The keys of a section have rows of their own: list only the values that differ from its class.
     if item.default_factory is not dataclasses.MISSING:
         value = item.default_factory()
         if dataclasses.is_dataclass(value):
             return _differences(value)
         return f"`{one_line(to_plain(value))}`"
+
     if item.default is dataclasses.MISSING:
         return "required"
     if item.default is None:
@@ -305,15 +308,17 @@ def python() -> str:
         else:
             declaration = f"def {name}{_signature(value)}"
             members = ()
+
         # Each entry has the signature as Python, the docstring, and a table of the members.
         blocks.append(f"## {name}\n\n`{module}`\n\n```python\n{declaration}: ...\n```\n\n{_doc(value)}\n")
 
-        rows = [
-            f"| `{member}{_cell(_signature(item))}` | {_cell(_doc(item).partition(chr(10))[0])} |"
-            for member, item in members
-            if not member.startswith("_")
-            and (inspect.isfunction(item) or isinstance(item, property | classmethod))
-        ]
+        rows = []
+        for member, item in members:
+            is_method = inspect.isfunction(item) or isinstance(item, property | classmethod)
+            if member.startswith("_") or not is_method:
+                continue
+            summary = _doc(item).partition("\n")[0]
+            rows.append(f"| `{member}{_cell(_signature(item))}` | {_cell(summary)} |")
         if rows:
             blocks += ["| Member | Meaning |", "|---|---|", *rows, ""]
     return "\n".join(blocks)
@@ -325,6 +330,7 @@ def _signature(item: Any) -> str:
         return ""
     if isinstance(item, classmethod):
         item = item.__func__
+
     text = str(inspect.signature(item))
     # Annotations are strings, which inspect prints in quotes.
     return re.sub(r"\((self|cls)(, )?", "(", text).replace("'", "")
@@ -342,7 +348,9 @@ def other_names() -> str:
 
     lines = [_NAMES_HEAD]
     for project in sorted(rows_by_project, key=str.lower):
-        title = "Short names" if project == "common" else project
+        title = project
+        if project == "common":
+            title = "Short names"
         lines += [
             f"## {title}\n",
             "| There | Here | How the value differs |",
@@ -383,4 +391,7 @@ PAGES = {
 """Page below docs/ -> function that makes it."""
 
 if __name__ == "__main__":
-    print(PAGES[sys.argv[1] if len(sys.argv) > 1 else "configuration"](), end="")
+    page = "configuration"
+    if len(sys.argv) > 1:
+        page = sys.argv[1]
+    print(PAGES[page](), end="")

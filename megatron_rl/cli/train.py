@@ -21,14 +21,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check the configuration, then train.
 
-    Every rank checks the same input before the first collective, so all exit with the same errors and none is
-    left waiting.
+    Every rank checks the same input before the first collective, so all ranks exit with the same errors, and
+    none waits for another.
     """
     leave_with_launcher()
     world_size = current_launch(joins=True).world_size
     report = load_and_check(arguments, world_size, job=arguments.command, training=True)
     if report.warnings and process_rank() == 0:
         print("\n".join(numbered(report.warnings, "warning")), file=sys.stderr, flush=True)
+
+    # Raises the errors, after the warnings that may explain them.
     config = report.valid()
     if process_rank() == 0:
         lines = [*first_lines(report, arguments.config), "import torch, Megatron-Core and the engine …"]

@@ -434,7 +434,7 @@ def test_errors_stand_before_and_behind_the_traceback_of_torchrun(workspace: Pat
         (("export", "gone", "--out", "x"), "no directory gone"),
         (("export", "model", "--out", "x"), "is a Hugging Face model, not a training checkpoint"),
         (("export", "runs", "--out", "x"), "runs is not a checkpoint"),
-        (("export", "folder", "--out", "model"), "would overwrite something"),
+        (("export", "folder", "--out", "model"), "would overwrite existing files"),
         (("report", "gone"), "no directory gone"),
         (("report", LONG), "choose a shorter name"),
         (("report", "runs"), "it is not a regular file"),
