@@ -534,16 +534,23 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
 
 
 def _source_template_errors(inputs: Inputs) -> Iterator[UserError]:
-    """Yield the error of sources of which some go through the chat template and others do not."""
-    uses = {
-        name: inputs.uses_template[key]
-        for name in inputs.config.data.sources
-        if (key := f"data.sources.{name}.path") in inputs.uses_template
-    }
-    for name in uses:
-        first = next(iter(uses))
-        if uses[name] is not uses[first]:
-            yield mixed_templates_error(first, uses[first], name)
+    """Yield the error of sources that differ in whether their prompts go through the chat template.
+
+    Only the first source that differs from the first one of all is reported. Sources that cannot be read have
+    errors of their own.
+    """
+    first_source: str | None = None
+    first_uses_template = False
+    for source in inputs.config.data.sources:
+        uses_template = inputs.uses_template.get(f"data.sources.{source}.path")
+        if uses_template is None:
+            continue
+
+        if first_source is None:
+            first_source = source
+            first_uses_template = uses_template
+        elif uses_template is not first_uses_template:
+            yield mixed_templates_error(first_source, first_uses_template, source)
             return
 
 

@@ -230,6 +230,7 @@ def algorithms() -> str:
     for key, kind in KINDS.items():
         for piece in kind.named.values():
             first_kind.setdefault(type(piece), key)
+
     for key, kind in KINDS.items():
         # A link for pieces that are described under another kind, a section for each other piece.
         blocks.append(f"## Pieces of `{key}`\n")

@@ -90,11 +90,13 @@ class RolloutRole:
         if self.engine is None:
             return collect_new_tokens([], [], [], {}, self._routing)
 
-        # Every round has a queue of its own in the job's store, whose name all ranks of the role must know.
+        # Every round has a queue of its own in the job's store, under a number that all ranks must agree on.
         number = 0
         if self.rank == self.layout.ranks[0]:
             number = store_increment("rounds")
-        queue = broadcast_object(number, self.layout.ranks)
+        round_number = broadcast_object(number, self.layout.ranks)
+
+        # The ranks without an engine count, too: the open order ends when all of them wait.
         rendezvous = None
         if generation_round.rendezvous is not None:
             rendezvous = Rendezvous(
@@ -108,7 +110,7 @@ class RolloutRole:
             if rendezvous is not None:
                 rendezvous.count_finished(index)
 
-        # Without a listener no group is collated when it finishes.
+        # None if neither the caller nor the open order needs finished groups.
         finish_callback: OnFinished | None = None
         if on_finished is not None or rendezvous is not None:
             finish_callback = report
@@ -122,7 +124,7 @@ class RolloutRole:
             generation_round,
             next_queue_index=partial(
                 draw_queue_index,
-                f"of round {queue}",
+                f"of round {round_number}",
                 self.layout,
                 self.rank,
                 is_led,
