@@ -311,10 +311,14 @@ class _Writer:
         try:
             if piece.file not in self._open:
                 content = self._content
-                names = content.files[piece.file]
-                shapes = {content.stored(name): content.shapes[name] for name in names}
-                dtypes = {content.stored(name): content.dtypes[name] for name in names}
-                self._open[piece.file] = SafetensorsWriter(self._target / piece.file, shapes, dtypes)
+                shapes: dict[str, Shape] = {}
+                dtypes: dict[str, torch.dtype] = {}
+                for name in content.files[piece.file]:
+                    stored_name = content.stored(name)
+                    shapes[stored_name] = content.shapes[name]
+                    dtypes[stored_name] = content.dtypes[name]
+                path = self._target / piece.file
+                self._open[piece.file] = SafetensorsWriter(path, shapes, dtypes)
             self._open[piece.file].write(values)
         except OSError as error:
             self._error = error
@@ -322,7 +326,9 @@ class _Writer:
     def close(self) -> dict[str, str]:
         """Close the files and return the digest of each by name; raise the first error of any write."""
         complete = self._error is None
-        digests = {name: file.close(complete) for name, file in self._open.items()}
+        digests: dict[str, str] = {}
+        for name, file in self._open.items():
+            digests[name] = file.close(complete)
         if self._error is not None:
             raise self._error
         return digests
@@ -354,7 +360,11 @@ def _collect(
         target_boxes = BoxIndex(())
         if target is not None:
             target_boxes = BoxIndex(target.boxes(rank))
-            values = torch.empty(target.size, dtype=target.dtype, device=device.device())
+            values = torch.empty(
+                target.size,
+                dtype=target.dtype,
+                device=device.device(),
+            )
 
         # Views to send and to receive into, by the other rank. A region of one's own is copied.
         sends: dict[int, list[Any]] = {}

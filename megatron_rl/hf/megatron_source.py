@@ -263,12 +263,18 @@ class BufferFiles(MegatronFiles):
         boxes: list[TensorBox] = []
         for ranks, shard_parameters in by_shard.items():
             tensor, expert, expert_tensor = ranks
-            shard = Shard(tensor, layout.tensor, expert, layout.expert, expert_tensor, layout.expert_tensor)
+            shard = Shard(
+                tensor=tensor,
+                tensor_size=layout.tensor,
+                expert=expert,
+                expert_size=layout.expert,
+                expert_tensor=expert_tensor,
+                expert_tensor_size=layout.expert_tensor,
+            )
             storages = {name: f"{ranks}{name}" for name in shard_parameters}
-            meta_tensors = {
-                name: torch.empty(parameter.shape, device="meta")
-                for name, parameter in shard_parameters.items()
-            }
+            meta_tensors: dict[str, Tensor] = {}
+            for name, parameter in shard_parameters.items():
+                meta_tensors[name] = torch.empty(parameter.shape, device="meta")
             boxes += trace_import(meta_tensors, model, shard, 0, storages, self._shapes)
             self._flat |= {storages[name]: parameter for name, parameter in shard_parameters.items()}
 
@@ -306,7 +312,12 @@ class BufferFiles(MegatronFiles):
         # Rows are contiguous in the buffer: read them, then narrow the other dimensions.
         row_elements = parameter_strides[0]
         first_element = parameter.start + begin[0] * row_elements
-        rows = self._buckets.read(self._state, parameter.bucket, first_element, size[0] * row_elements)
+        rows = self._buckets.read(
+            self._state,
+            parameter.bucket,
+            first_element,
+            size[0] * row_elements,
+        )
         values = rows.view(size[0], *parameter.shape[1:])
         for dim in range(1, len(size)):
             values = values.narrow(dim, begin[dim], size[dim])
@@ -321,7 +332,8 @@ def _within(
     """Return the view of a ``box`` in values that begin at the coordinates ``start``."""
     box_start, box_size = box
     for dim, count in enumerate(box_size):
-        values = values.narrow(dim, box_start[dim] - start[dim], count)
+        offset = box_start[dim] - start[dim]
+        values = values.narrow(dim, offset, count)
     return values
 
 

@@ -69,12 +69,13 @@ def source_boxes(model: Chunked) -> list[TensorBox]:
             )
 
     # Trace the import on meta tensors: it only records which slice fills which part of a parameter.
-    meta_tensors = {storage: torch.empty_like(value, device="meta") for storage, value in parameters.items()}
-    shard = shard_of(model)
+    meta_tensors: dict[str, Tensor] = {}
+    for name, storage in storage_by_name.items():
+        meta_tensors[name] = torch.empty_like(parameters[storage], device="meta")
     return trace_import(
-        {name: meta_tensors[storage] for name, storage in storage_by_name.items()},
+        meta_tensors,
         pretrained(model.hf_config),
-        shard,
+        shard_of(model),
         device.rank(),
         storage_by_name,
     )

@@ -171,10 +171,13 @@ class RmsNorm(nn.Module):
 
         # A zero-centered weight is stored as its difference from 1.
         self.offset = float(config.layernorm_zero_centered_gamma)
-        start = 1.0 - self.offset
-        self.weight = nn.Parameter(
-            torch.full((hidden_size,), start, dtype=config.params_dtype, device=device.device())
+        initial_weight = torch.full(
+            (hidden_size,),
+            1.0 - self.offset,
+            dtype=config.params_dtype,
+            device=device.device(),
         )
+        self.weight = nn.Parameter(initial_weight)
         # Marked so that finalize_model_grads sums the gradients of sequence-parallel shards.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)
 
@@ -314,7 +317,7 @@ class PackedAttention(nn.Module, RowAttention):
 
         # Context-parallel ranks take equal numbers of key-value heads: repeat those that do not divide.
         if key.shape[1] % self.context.size():
-            key, value = _ungrouped(query, key, value)
+            key, value = _repeat_grouped_heads(query, key, value)
         query, key, value = (_exchange_for_rows(self.context, heads) for heads in (query, key, value))
 
         if self.takes_boundaries and packed_seq_params.boundaries is not None:
@@ -396,7 +399,7 @@ class PackedAttention(nn.Module, RowAttention):
             scale = self.scale
         grouped = self.cap is None and _takes_grouped_keys(query)
         if not grouped:
-            key, value = _ungrouped(query, key, value)
+            key, value = _repeat_grouped_heads(query, key, value)
         rows = [tensor.transpose(1, 2) for tensor in (query, key, value)]
 
         # Without a window the kernel's own causal mask is enough.
@@ -527,7 +530,7 @@ def _takes_grouped_keys(query: Tensor) -> bool:
     return device.on_host() and query.dtype in (torch.float32, torch.float64)
 
 
-def _ungrouped(
+def _repeat_grouped_heads(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -588,7 +591,7 @@ def transformer_engine_attention() -> type:
             assert packed_seq_params is not None, "packed rows are the only input format"
             query, key, value = (heads.flatten(0, -3) for heads in (query, key, value))
             if not self.divides_key_heads:
-                key, value = _ungrouped(query, key, value)
+                key, value = _repeat_grouped_heads(query, key, value)
             query, key, value = (_exchange_for_rows(self.context, heads) for heads in (query, key, value))
 
             with _unfused_attention_refused():

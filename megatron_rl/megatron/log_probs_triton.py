@@ -36,7 +36,7 @@ def _statistics(
     token = tl.program_id(0)
     target = tl.load(targets + token)
     divisor = tl.load(temperature + token)
-    line = logits + token.to(tl.int64) * logits_stride
+    token_logits = logits + token.to(tl.int64) * logits_stride
 
     # An online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) that carries the entropy's sum along.
     peak = tl.full((), float("-inf"), tl.float32)
@@ -44,7 +44,7 @@ def _statistics(
     weighted = tl.zeros((), tl.float32)
     for first in range(0, rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
-        values = tl.load(line + row, mask=row < rows, other=MASKED) / divisor
+        values = tl.load(token_logits + row, mask=row < rows, other=MASKED) / divisor
         new_peak = tl.maximum(peak, tl.max(values, axis=0))
         shifted = values - new_peak
         exponents = tl.where(row < rows, tl.exp(shifted), 0.0)
@@ -57,7 +57,7 @@ def _statistics(
         peak = new_peak
 
     in_tile = (target >= 0) & (target < rows)
-    target_logit = tl.load(line + target, mask=in_tile, other=0.0) / divisor
+    target_logit = tl.load(token_logits + target, mask=in_tile, other=0.0) / divisor
     target_logit = tl.where(in_tile, target_logit, MASKED)
 
     output = stats + token

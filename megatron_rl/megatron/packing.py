@@ -134,9 +134,9 @@ def bin_packing(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """
     order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
     bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (room, bin), sorted
+    room: list[tuple[int, int]] = []  # (free tokens, index of the bin), sorted
 
-    # Each item goes into the fullest bin that it fits into.
+    # Each item goes into the fullest bin that has room for it.
     for item in order:
         position = bisect.bisect_left(room, (lengths[item], 0))
         if position == len(room):
@@ -147,7 +147,7 @@ def bin_packing(lengths: Sequence[int], budget: int) -> list[list[int]]:
             bins[index].append(item)
             bisect.insort(room, (free - lengths[item], index))
 
-    # Search for one bin less, until the lower bound is met or none is found.
+    # Search for a packing with one bin less, until the lower bound is reached or the search fails.
     if len(order) <= SEARCHED:
         lower_bound = fewest_bins(lengths, budget)
         items = [(item, min(lengths[item], budget)) for item in order]
