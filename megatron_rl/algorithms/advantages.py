@@ -244,7 +244,7 @@ class Grpo(GroupAdvantage):
     )
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield the error of a scale that nothing is divided by."""
+        """Yield the error for a scale that nothing is divided by."""
         if self.scale_over != "group" and not self.scale_by_std:
             yield requires(
                 f"{path}.scale_over",

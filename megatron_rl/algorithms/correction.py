@@ -80,7 +80,7 @@ class Correction(Piece):
         return self.active and not self.bypass
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield errors of the band, of the rejection measures, and of settings that exclude each other."""
+        """Yield errors for the band, for the rejection measures, and for settings that exclude each other."""
         band = self.band
         if band is not None and not (len(band) == 2 and 0 <= band[0] < band[1]):
             yield UserError(
@@ -326,7 +326,7 @@ def _reduce_rows(
 
 
 def _measure_errors(measure: str, limit: object, path: str) -> Iterator[UserError]:
-    """Yield the error of an unknown rejection measure, or of its threshold."""
+    """Yield the error for an unknown rejection measure, or for its threshold."""
     if measure not in REJECTION_MEASURES:
         suggestion = nearest(measure, REJECTION_MEASURES)
         fix = "name one of them"

@@ -115,7 +115,7 @@ class KlPenalty(Kl):
         return self.controller == "adaptive"
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield errors of ``coef_max``: set for a fixed coefficient, or below the first coefficient."""
+        """Yield errors for ``coef_max``: set for a fixed coefficient, or below the first coefficient."""
         if self.coef_max is None:
             return
 

@@ -306,7 +306,7 @@ def _unknown_name(
     table: Mapping[str, Any],
     key: str,
 ) -> UserError:
-    """Return the error of a name that is not in a table, with the nearest name as the fix."""
+    """Return the error for a name that is not in a table, with the nearest name as the fix."""
     suggestion = nearest(str(name), table)
     fix = "choose one of these"
     if suggestion:

@@ -80,7 +80,7 @@ class RewardShaping(Piece):
     )
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield the error of a lower bound above the upper one."""
+        """Yield the error for a lower bound above the upper one."""
         low = self.clip_low
         high = self.clip_high
         if low is not None and high is not None and low > high:
@@ -172,7 +172,7 @@ class Overlong(Piece):
         return self.filter
 
     def contradictions(self, path: str) -> Iterator[UserError]:
-        """Yield the error of a buffer longer than the piece's own limit."""
+        """Yield the error for a buffer longer than the piece's own limit."""
         if self.limit is not None:
             yield from self.buffer_errors(path, {f"{path}.limit": self.limit})
 

@@ -106,7 +106,7 @@ class DataSet:
     Attributes:
         source: File, folder, pattern or list of these, as in the configuration.
         reader: Reader of its records; it has the key that names the data set, and its fields.
-        limit: Most tokens of a prompt with its response, if there is one; None where that is not available.
+        limit: Most tokens of a prompt with its response, if there is one; None if that is not available.
         limited_by: The key that sets ``limit``.
     """
 
@@ -138,7 +138,7 @@ class DataPreview:
     Attributes:
         first: Values of the first valid record in the one form; of the first record as written if none is
             valid, None for tables that cannot be read here.
-        count: Number of records of the whole data set, None where they were not counted.
+        count: Number of records of the whole data set, None if they were not counted.
         records: The valid records that were read, in the one form.
     """
 
@@ -154,11 +154,11 @@ class DatasetStats:
     Attributes:
         where: The key that names the data set.
         records: Number of records that were read.
-        total: Number of records of the complete data set, None where they were not counted.
+        total: Number of records of the complete data set, None if they were not counted.
         tokenised: Number of records that were tokenised.
         longest: Tokens of the longest tokenised record.
         over: Number of tokenised records with more tokens than ``limit``.
-        limit: Largest valid number of tokens of a record, None where that is not available.
+        limit: Largest valid number of tokens of a record, None if that is not available.
 
     Example:
         >>> DatasetStats("data.train", 200, None, 64, 512, 1, 256).line()
@@ -261,7 +261,7 @@ def _source_paths(source: DataPath) -> list[Path]:
 
 
 def _first_missing(source: DataPath) -> Path | None:
-    """Return the first path of a source that does not exist, None where all do."""
+    """Return the first path of a source that does not exist, None if all do."""
     for path in _source_paths(source):
         matches = glob.has_magic(str(path)) and glob.glob(str(path), recursive=True)
         if not path.exists() and not matches:
@@ -363,7 +363,7 @@ def _read_lines(
 
 
 def _uninstructive(data_set: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
-    """Yield the warning of records whose responses have nothing to learn from."""
+    """Yield the warning about records whose responses have nothing to learn from."""
     fields = data_set.responses
     if not fields:
         return
@@ -400,7 +400,7 @@ def _require_parquet(path: Path, setting: str) -> None:
 
 
 def _count_records(paths: Sequence[Path]) -> int | None:
-    """Return the number of lines of all files, None where one is a table or too large to count."""
+    """Return the number of lines of all files, None if one is a table or too large to count."""
     total = 0
     for path in paths:
         if path.suffix != ".jsonl" or path.stat().st_size > COUNTED_BYTES:
@@ -439,7 +439,7 @@ class TokenCounter:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Return the tokenizer, None where it cannot be read."""
+        """Return the tokenizer, None if it cannot be read."""
         return read_tokenizer(self.model) if self.model.is_dir() else None
 
     @cached_property
@@ -454,7 +454,7 @@ class TokenCounter:
 
     @cached_property
     def turn_end(self) -> TurnEnd | None:
-        """Return the tokens with which the template ends turns, None where it cannot be rendered."""
+        """Return the tokens with which the template ends turns, None if it cannot be rendered."""
         if self.renderer is None or self.tokenizer is None:
             return None
 
@@ -467,7 +467,7 @@ class TokenCounter:
 
     @cached_property
     def chat(self) -> ConversationText | None:
-        """Return the texts that the template renders of conversations, None where it cannot be rendered."""
+        """Return the texts that the template renders of conversations, None if it cannot be rendered."""
         if self.renderer is None or self.tokenizer is None:
             return None
         end_texts = [*self.end_tokens.values()]
@@ -486,7 +486,7 @@ class TokenCounter:
 
     @cached_property
     def thoughts_end(self) -> str | None:
-        """Return the tag that closes the thoughts which rendered prompts open; None where they open none."""
+        """Return the tag that closes the thoughts which rendered prompts open; None if they open none."""
         if self.chat is None:
             return None
         with suppress(UserError):
@@ -538,7 +538,7 @@ class TokenCounter:
             files.warnings.extend(self._text_warnings(data_set, records[:EXAMINED_RECORDS]))
 
     def _text_warnings(self, data_set: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
-        """Yield the warnings of the first records' rendered texts, and of the template that renders them."""
+        """Yield warnings about the first records' rendered texts, and about the template that renders them."""
         if self.tokenizer is None or not records:
             return
 
@@ -623,7 +623,7 @@ class TokenCounter:
             raise no_tokens_error(prompt, f"{record.where} ({data_set.path})")
 
     def _rows(self, record: Record, data_set: DataSet) -> list[list[str]]:
-        """Return the texts of a record's rows; raises UserError where the template cannot render it.
+        """Return the texts of a record's rows; raises UserError if the template cannot render it.
 
         Each row is the prompt followed by one response; without responses it is the prompt alone. Without a
         template, the texts are the contents of the messages.
@@ -684,7 +684,7 @@ def _sampled_indices(sizes: Sequence[int]) -> Iterator[int]:
 def _too_long_error(
     data_set: DataSet, stats: DatasetStats, location: str, tokens: int, over_long: str
 ) -> UserError:
-    """Return the error of records above the limit; ``location`` and ``tokens`` are of the first of them."""
+    """Return the error for records above the limit; ``location`` and ``tokens`` are of the first of them."""
     fix = f"raise {data_set.limited_by}"
     if over_long == "error":
         fix += ", or set data.over_long=drop"

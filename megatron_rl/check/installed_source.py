@@ -97,7 +97,7 @@ def table_names(module: str, table: str) -> list[str] | None:
 def field_error(
     section: str, name: str, value: Any, installed: Mapping[str, InstalledField], owner: str
 ) -> UserError | None:
-    """Return the error of a pass-through setting whose name or type the class ``owner`` does not have."""
+    """Return the error for a pass-through setting whose name or type the class ``owner`` does not have."""
     path = f"{section}.{name}"
     got = f"`{name}: {value}`"
 

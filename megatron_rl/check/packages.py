@@ -36,7 +36,7 @@ class _Requirement(NamedTuple):
 
 
 def logging_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of unknown trackers and of a malformed Prometheus address."""
+    """Yield the errors for unknown trackers and for a malformed Prometheus address."""
     logging = config.logging
 
     for name in logging.trackers:
@@ -59,7 +59,7 @@ def logging_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def check_attention(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of ``model.attention: transformer_engine`` without an installed Transformer Engine."""
+    """Yield the error for ``model.attention: transformer_engine`` without an installed Transformer Engine."""
     if config.model.attention == "transformer_engine" and not has_transformer_engine():
         yield UserError(
             "Transformer Engine is not installed on this machine, or not its extension of PyTorch",

@@ -28,7 +28,7 @@ _GIB = 2**30
 
 
 def check_world(config: RunConfig, launched: int | None) -> Iterator[UserError]:
-    """Yield the error of a number of processes that is out of range or differs from ``world_size``."""
+    """Yield the error for a number of processes that is out of range or differs from ``world_size``."""
     if launched is not None and not 1 <= launched <= MAX_WORLD:
         fix = "start a number of processes that the layouts divide"
         yield out_of_range("world size", launched, f"1 to {MAX_WORLD} processes", fix=fix)
@@ -58,7 +58,7 @@ def smallest_valid_world(config: RunConfig) -> int | None:
 def check_layout(
     role: str, layout: ParallelLayout, world_size: int, config: RunConfig
 ) -> Iterator[UserError]:
-    """Yield the errors of a role's layout: its sizes, its ranks, and tensor parallelism of the engine."""
+    """Yield the errors for a role's layout: its sizes, its ranks, and tensor parallelism of the engine."""
     yield from problems(layout, world_size, smallest_valid_world(config))
 
     engine = config.rollout.engine
@@ -77,7 +77,7 @@ def check_layout(
 
 
 def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
-    """Yield the error of rows (prompt and response) with more tokens than the model has positions."""
+    """Yield the error for rows (prompt and response) with more tokens than the model has positions."""
     row_tokens = longest_row(config)
     excess = row_tokens - shape.max_positions
     if config.job == TRAIN and excess > 0:
@@ -93,7 +93,7 @@ def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
 
 
 def check_budget(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of a micro-batch budget (tokens) below the longest row."""
+    """Yield the error for a micro-batch budget (tokens) below the longest row."""
     budget = config.batch.tokens_per_microbatch
     row_tokens = longest_row(config)
     if config.job == TRAIN and budget is not None and budget < row_tokens:
@@ -163,7 +163,7 @@ def check_memory(
 def check_checkpoint(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], ranks: Sequence[RankMemory]
 ) -> Iterator[UserError]:
-    """Yield the error of a checkpoint that a node's host has no memory for."""
+    """Yield the error for a checkpoint that a node's host has no memory for."""
     memory = checkpoint_memory(config, layouts, ranks)
     layout = config.checkpoint.optimizer_layout
     limit = config.host_memory_gib

@@ -27,7 +27,7 @@ from megatron_rl.errors import UserError, nearest, single_errors
 
 
 def check_values(config: RunConfig) -> list[UserError]:
-    """Return the errors of single values and of pairs of values."""
+    """Return the errors for single values and for pairs of values."""
     # Rules read the profiles' values, whose types must be right.
     sampling_errors = profile_errors(config.rollout) or list(rule_errors(config.rollout))
     return [
@@ -62,7 +62,7 @@ def check_algorithm(config: RunConfig) -> tuple[Algorithm | None, list[UserError
 
 
 def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
-    """Yield the error of a distillation without a teacher's checkpoint."""
+    """Yield the error for a distillation without a teacher's checkpoint."""
     if config.job != TRAIN or not algorithm.needs_teacher:
         return
     if config.teacher is None or config.teacher.path is None:
@@ -77,7 +77,7 @@ def _teacher_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserErr
 
 
 def _overlong_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]:
-    """Return the errors of an overlong buffer that exceeds a response limit."""
+    """Return the errors for an overlong buffer that exceeds a response limit."""
     if algorithm.overlong.limit is not None:
         return []
 
@@ -93,7 +93,7 @@ def _overlong_errors(config: RunConfig, algorithm: Algorithm) -> list[UserError]
 def name_errors(
     path: str, name: str, reserved: Sequence[str] = (), *, identifier: bool = False
 ) -> Iterator[UserError]:
-    """Yield the error of a name that metrics and files cannot contain, or that is ``reserved``."""
+    """Yield the error for a name that metrics and files cannot contain, or that is ``reserved``."""
     form = r"[\w.-]{1,64}"
     expected = "1 to 64 letters, digits, underscores, dots and hyphens"
     if identifier:
@@ -109,7 +109,7 @@ def name_errors(
 
 
 def _reward_model_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of reward models: an invalid name, or neither weights nor training."""
+    """Yield the errors for reward models: an invalid name, or neither weights nor training."""
     # Scorers report rewards under their own names, and an environment under FUNCTION: these are reserved.
     reserved = list(dict.fromkeys([FUNCTION, *config.reward.scorers]))
     for name, model in config.reward.models.items():
@@ -126,7 +126,7 @@ def _reward_model_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _no_reward_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
-    """Yield the error of reinforcement learning without any reward, by an algorithm that learns from them."""
+    """Yield the error for a run without any reward whose algorithm learns from rewards."""
     # An environment can return rewards without any scorer.
     has_reward = bool(config.reward.scorers or config.reward.models or config.rollout.environment)
     if config.job == TRAIN and algorithm.needs_rewards and not has_reward:
@@ -141,7 +141,7 @@ def _no_reward_errors(config: RunConfig, algorithm: Algorithm) -> Iterator[UserE
 
 
 def _learning_rate_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of schedules whose last learning rate is above the first."""
+    """Yield the errors for schedules whose last learning rate is above the first."""
     for path, optimizer in sections_of(config, OptimizerConfig):
         minimum = optimizer.minimum_learning_rate
         if minimum is not None and minimum > optimizer.learning_rate:
@@ -155,7 +155,7 @@ def _learning_rate_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _pair_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of values that contradict each other."""
+    """Yield the errors for values that contradict each other."""
     warn = config.mismatch.warn
     stop = config.mismatch.stop
     if warn is not None and stop is not None and stop < warn:
@@ -182,7 +182,7 @@ def _pair_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _field_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of data sets that read prompt and ground truth from one field."""
+    """Yield the errors for data sets that read prompt and ground truth from one field."""
     sections = [config.data]
     for name, evaluation_set in config.evaluation.sets.items():
         # A set without explicit fields inherits those of `data`, whose error is reported once.
@@ -205,7 +205,7 @@ def _field_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _health_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of changed health rules, and of the user's own."""
+    """Yield the errors for changed health rules, and for the user's own."""
     for name, rule in config.health.rules.items():
         path = f"health.rules.{name}"
         if name in RULE_OF:
@@ -234,7 +234,7 @@ def _health_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _own_rule_errors(path: str, name: str, rule: HealthRuleConfig) -> Iterator[UserError]:
-    """Yield the errors of a health rule of the user's own: its name, its metric and its band."""
+    """Yield the errors for a health rule of the user's own: its name, its metric and its band."""
     if rule.metric is None:
         close = nearest(name, tuple(RULE_OF))
         fix = f"write health.rules.{close}" if close else f"set {path}.metric for a rule of your own"
@@ -259,7 +259,7 @@ def _own_rule_errors(path: str, name: str, rule: HealthRuleConfig) -> Iterator[U
 
 
 def _source_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of sources of prompts: beside `data.train`, and in weights and template arguments."""
+    """Yield the errors for sources of prompts: beside `data.train`, and in weights and template arguments."""
     data = config.data
     if data.sources and data.train is not None:
         yield UserError(
@@ -283,7 +283,7 @@ def _source_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _weight_errors(steps: str, weights: Mapping[str, float], sources: Sequence[str]) -> Iterator[UserError]:
-    """Yield the errors of the weights of sources after a number of steps."""
+    """Yield the errors for the weights of sources after a number of steps."""
     path = f"data.weights.{steps}"
     if not steps.isdecimal():
         yield UserError(
@@ -325,7 +325,7 @@ def _weight_errors(steps: str, weights: Mapping[str, float], sources: Sequence[s
 def _template_argument_errors(
     config: RunConfig, path: str, section: SourceConfig | EvaluationSetConfig
 ) -> Iterator[UserError]:
-    """Yield the errors of a system prompt or of template arguments that prompts cannot have."""
+    """Yield the errors for a system prompt or template arguments that prompts cannot have."""
     for name in ("system_prompt", "chat_template_kwargs"):
         value = getattr(section, name)
         if value in (None, {}):

@@ -107,7 +107,7 @@ def load_test(
 
 
 def _failed_test(url: str, message: str, got: str) -> UserError:
-    """Return the error of a load test without a result, or with requests that failed."""
+    """Return the error for a load test without a result, or with requests that failed."""
     return UserError(
         message,
         where=url,

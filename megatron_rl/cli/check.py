@@ -203,7 +203,7 @@ def _prediction_json(report: CheckReport) -> dict[str, Any]:
 
 
 def _write_picture(path: Path, svg: str) -> None:
-    """Write the picture; raises UserError where its folder does not exist or cannot be written to."""
+    """Write the picture; raises UserError if its folder does not exist or cannot be written to."""
     try:
         path.write_text(svg, encoding="utf-8")
     except OSError as error:

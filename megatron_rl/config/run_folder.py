@@ -110,7 +110,7 @@ class RunFolder:
         publish(incomplete, self.model)
 
     def read_first_start(self) -> datetime | None:
-        """Return the time of the run's first start; None where the folder has no valid one."""
+        """Return the time of the run's first start; None if the folder has no valid one."""
         with suppress(OSError, ValueError):
             return datetime.fromisoformat(self.first_start.read_text(encoding="utf-8").strip())
         return None

@@ -400,7 +400,7 @@ def refuse_base(tree: Section, errors: list[UserError]) -> None:
 
 
 def _base_file(node: Leaf | Section, files: list[Path], errors: list[UserError]) -> Path | None:
-    """Return the file that ``base`` names; append an error and return None where it names no further file."""
+    """Return the file that ``base`` names; append an error and return None if it names no further file."""
     folder = files[-1].parent
     origin = str(node.origin)
     value = node.plain()

@@ -418,7 +418,7 @@ def find_turn_end(
 def turn_end_mismatch(
     end: TurnEnd | None, ends: Sequence[int], end_texts: str, path: str
 ) -> UserError | None:
-    """Return the warning of a template that ends turns with a token unnamed in the model's files.
+    """Return the warning about a template that ends turns with a token unnamed in the model's files.
 
     ``ends`` are the tokens that the files name as ends of responses, and ``end_texts`` their texts.
     """

@@ -248,7 +248,7 @@ class RecordReader:
             )
 
     def remark_lines(self) -> tuple[str, ...]:
-        """Return the warnings of `remarks`, a sentence each, for the console."""
+        """Return the warnings about `remarks`, a sentence each, for the console."""
         return tuple(f"warning: {remark.message} ({remark.got}); {remark.fix}" for remark in self.remarks())
 
     def _warning_of(
@@ -259,7 +259,7 @@ class RecordReader:
         expected: str,
         fix: str,
     ) -> UserError:
-        """Return the warning of names that are listed with the first record of each."""
+        """Return the warning about names that are listed with the first record of each."""
         return UserError(
             f"{message}: {', '.join(f'`{name}`' for name in first_records)}",
             where=self.setting,
@@ -505,7 +505,7 @@ class RecordReader:
                 self._unread_fields[name] = location
 
     def _unread_fields_warning(self) -> UserError:
-        """Return the warning of fields that nothing reads, with the settings that could read them."""
+        """Return the warning about fields that nothing reads, with the settings that could read them."""
         # Fields for which a setting, or another form of the record, exists.
         names = set(self._unread_fields)
         hints = []

@@ -261,7 +261,7 @@ def require_template_for(record: Record, responses: Collection[str], data: DataC
 
 
 def no_tokens_error(prompt: str, location: str) -> UserError:
-    """Return the error of a prompt for which the tokenizer returns no token."""
+    """Return the error for a prompt for which the tokenizer returns no token."""
     return UserError(
         "a prompt has no tokens",
         where=location,
@@ -471,7 +471,7 @@ def unclosed_thoughts_warning(
     end: str,
     setting: str,
 ) -> UserError | None:
-    """Return the warning of responses without the closing tag ``end`` of the thoughts their prompts open."""
+    """Return a warning about responses without the closing tag ``end`` of the thoughts their prompts open."""
     candidates = [record for record in records if uses_chat_template(record, data)]
     unended = [
         record.where
@@ -499,7 +499,7 @@ def _ends_thoughts(response: Any, end: str) -> bool:
 
 
 def mixed_templates_error(first: str, templated: bool, other: str) -> UserError:
-    """Return the error of two sources of which one goes through the chat template."""
+    """Return the error for two sources of which one goes through the chat template."""
     forms = {True: "prompts that go through the chat template", False: "prompts of plain text"}
     return UserError(
         "the sources of prompts have two forms, and their responses would end in two ways",

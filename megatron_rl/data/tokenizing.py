@@ -138,7 +138,7 @@ def template_turn_end(tokenizer: Any) -> TurnEnd | None:
 
 
 def turn_end_warning(tokenizer: Any, model_path: str | Path) -> UserError | None:
-    """Return the warning of a chat template that ends turns with a token unnamed in the model's files."""
+    """Return the warning about a chat template that ends turns with a token unnamed in the model's files."""
     ends = named_end_ids(tokenizer, model_path)
     texts = ", ".join(tokenizer.convert_ids_to_tokens(list(ends)))
     return turn_end_mismatch(template_turn_end(tokenizer), ends, texts, str(model_path))

@@ -135,7 +135,7 @@ class _CapabilityRule(NamedTuple):
 
 
 def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors of server URLs, and of settings that the rollout engine has no capability for.
+    """Yield errors for server URLs, and for settings that need a capability the rollout engine lacks.
 
     No request is sent.
     """
@@ -179,7 +179,7 @@ def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
 
 
 def language_model_errors(rollout: RolloutConfig, model: PretrainedModel, path: str) -> Iterator[UserError]:
-    """Yield the error of servers for the language model of a multimodal checkpoint, at ``path``.
+    """Yield the error for servers for the language model of a multimodal checkpoint, at ``path``.
 
     A server would have the whole model, whose tensors have other names.
     """
@@ -197,7 +197,7 @@ def language_model_errors(rollout: RolloutConfig, model: PretrainedModel, path: 
 
 
 def _server_url_errors(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors of `rollout.server.urls`: a server engine needs them, and no other takes them."""
+    """Yield the errors for `rollout.server.urls`: a server engine needs them, and no other takes them."""
     urls = rollout.server.urls
     if rollout.capabilities.in_process:
         if urls:

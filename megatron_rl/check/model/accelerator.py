@@ -143,7 +143,7 @@ def _role_defaults(config: RunConfig, name: str, role: AcceleratedRole) -> Itera
 
 
 def plain_experts(roles: Mapping[str, AcceleratedRole]) -> Iterator[UserError]:
-    """Yield the error of a mixture of experts whose layers on an accelerator are not Transformer Engine's."""
+    """Yield the error for a mixture of experts without Transformer Engine's layers on an accelerator."""
     for role in roles.values():
         if role.shape.experts and not role.fused:
             # All roles have the same setting, model.attention: one error suffices.

@@ -88,7 +88,7 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
 
 
 def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors of stop texts that no response of the model at ``path`` ends at."""
+    """Yield the errors for stop texts that no response of the model at ``path`` ends at."""
     for setting, text, encoded in _encoded_stops(path, rollout):
         error = stop_text_error(setting, text, encoded.tokens, encoded.unknown, encoded.decoded)
         if error is not None:
@@ -131,7 +131,7 @@ def _encoded_stops(path: Path, rollout: RolloutConfig) -> Iterator[tuple[str, st
 
 
 def rule_token_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors of tokens that rules on logits name and the tokenizer at ``path`` does not have."""
+    """Yield the errors for tokens that rules on logits name and the tokenizer at ``path`` does not have."""
     # Without rules the tokenizer need not be loaded.
     rules = rule_texts(rollout)
     if not any(rules.values()):
@@ -263,7 +263,7 @@ def _vocabulary_errors(
     special: set[str],
     vocabulary: int,
 ) -> Iterator[UserError]:
-    """Yield the error of text tokens without a row in the embedding.
+    """Yield the error for text tokens without a row in the embedding.
 
     Special tokens beyond it are common in published checkpoints, and no text contains them.
     """
@@ -290,7 +290,7 @@ def _end_token_errors(
     ids: Mapping[str, int],
     vocabulary: int,
 ) -> Iterator[UserError]:
-    """Yield the error of an ``eos_token`` that the tokenizer or the embedding lacks."""
+    """Yield the error for an ``eos_token`` that the tokenizer or the embedding lacks."""
     text = _token_text(settings.get("eos_token"))
     if text is None:
         return
@@ -318,7 +318,7 @@ def _generation_end_errors(
     generation: Mapping[str, Any],
     vocabulary: int | None,
 ) -> Iterator[UserError]:
-    """Yield the error of an ``eos_token_id`` in generation_config.json that is not a token id."""
+    """Yield the error for an ``eos_token_id`` in generation_config.json that is not a token id."""
     eos = generation.get("eos_token_id")
     if eos is None:
         return
@@ -437,7 +437,7 @@ def end_token_texts(path: Path, tokenizer: Any) -> dict[int, str]:
 
 
 def _text_or_empty(file: Path) -> str:
-    """Return the text of a file, empty where it cannot be read."""
+    """Return the text of a file, empty if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError):

@@ -104,7 +104,7 @@ def prompt_limit(value: ResponseLimit, prompt_tokens: int, auto: AutoLimitConfig
 
 
 def table_errors(path: str, table: Mapping[str, Any], longest_prompt: int) -> Iterator[UserError]:
-    """Yield the errors of a table of limits at ``path``, for prompts of up to ``longest_prompt`` tokens."""
+    """Yield the errors for a table of limits at ``path``, for prompts of up to ``longest_prompt`` tokens."""
     example = f"write {path.rpartition('.')[2]}: {{64: 64, 512: 256, more: 1024}}"
     for key, limit in table.items():
         if key != MORE and not (key.isdecimal() and int(key) > 0):

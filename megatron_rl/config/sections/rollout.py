@@ -499,7 +499,7 @@ def profile_fields() -> dict[str, Setting]:
 
 
 def profile_errors(rollout: RolloutConfig) -> list[UserError]:
-    """Return the errors of the sampling profiles, whose keys have the types and bounds of the rollout's own.
+    """Return the errors for the sampling profiles, whose keys have the types and bounds of the rollout's own.
 
     A profile is a free mapping and not a section, since a key that it leaves out has the rollout's value and
     not a default.
@@ -526,7 +526,7 @@ def profile_errors(rollout: RolloutConfig) -> list[UserError]:
 
 
 def limit_errors(rollout: RolloutConfig, longest_prompt: int) -> Iterator[UserError]:
-    """Yield the errors of limits that are tables, and of `auto` limits whose lengths cannot be observed."""
+    """Yield the errors for limits that are tables, and for `auto` limits whose lengths cannot be observed."""
     is_auto = False
     for path, value in rollout.limit_settings.items():
         is_auto = is_auto or value == AUTO
@@ -563,7 +563,7 @@ def limit_errors(rollout: RolloutConfig, longest_prompt: int) -> Iterator[UserEr
 
 
 def _profile_name_error(path: str, name: str, names: list[str]) -> UserError:
-    """Return the error of a key that a sampling profile does not have; ``names`` are its keys."""
+    """Return the error for a key that a sampling profile does not have; ``names`` are its keys."""
     message = f"`{path}` is not a sampling setting"
     fix = "remove it"
 
@@ -593,7 +593,7 @@ def task_settings(rollout: RolloutConfig) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors of rules on logits whose values have the right types."""
+    """Yield the errors for rules on logits whose values have the right types."""
     yield from _penalty_errors(rollout)
     for path, settings in task_settings(rollout):
         shortest = settings["min_response_tokens"]
@@ -625,7 +625,7 @@ def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
 
 
 def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors of penalties that count the response, where a request is not a complete response.
+    """Yield the errors for penalties that count the response, where a request is not a complete response.
 
     vLLM counts from the start of a request, and takes the tokens before it for a prompt.
     """
@@ -672,7 +672,7 @@ def explicit_token_id(text: str) -> int | None:
 
 
 def rule_token_error(setting: str, text: str, tokens: Sequence[str]) -> UserError:
-    """Return the error of a text that is not one token, of a setting that names tokens."""
+    """Return the error for a text that must be, and is not, a single token."""
     return UserError(
         f"the text {text!r} is not one token of this model",
         where=setting,
@@ -683,7 +683,7 @@ def rule_token_error(setting: str, text: str, tokens: Sequence[str]) -> UserErro
 
 
 def rule_id_error(setting: str, text: str, vocabulary: int) -> UserError:
-    """Return the error of an explicit token id that a tokenizer of ``vocabulary`` tokens does not have."""
+    """Return the error for an explicit token id that a tokenizer of ``vocabulary`` tokens does not have."""
     return UserError(
         f"{text} is not a token of this model",
         where=setting,
@@ -700,7 +700,7 @@ def stop_text_error(
     unknown: str | None,
     decoded: str,
 ) -> UserError | None:
-    """Return the error of a stop text that no response of the model can contain, None for any other.
+    """Return the error for a stop text that no response of the model can contain, None for any other.
 
     ``tokens`` are the text's in the model's tokenizer, ``unknown`` its token of unknown text, and ``decoded``
     the text of the tokens.
@@ -718,7 +718,7 @@ def stop_text_error(
 
 
 def stop_engine_error(setting: str, text: str, engine: str) -> UserError:
-    """Return the error of a stop text of several tokens with an engine that stops at tokens alone."""
+    """Return the error for a stop text of several tokens with an engine that stops at tokens alone."""
     choices = engines_with(stop_texts=True)
     return UserError(
         f"rollout.engine={engine} ends a response at tokens, not at texts of several tokens",

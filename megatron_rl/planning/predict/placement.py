@@ -226,7 +226,7 @@ class PlacementPlan:
         return [group.gpus for group in self.groups]
 
     def plan_of(self, role: str) -> TrainPlan | None:
-        """Return a role's training plan; None where the placement does not have the role."""
+        """Return a role's training plan; None if the placement does not have the role."""
         for group in self.groups:
             if role in group.plans:
                 return group.plans[role]
@@ -278,7 +278,7 @@ class Planner:
         generates: bool,
         alone: bool = True,
     ) -> GroupPlan | None:
-        """Return the fastest plan of a group of roles on ``gpus`` GPUs; None where it does not fit.
+        """Return the fastest plan of a group of roles on ``gpus`` GPUs; None if it does not fit.
 
         A role's limit is the memory that the other roles' states leave free. If that is too little and the
         problem allows it, idle roles are moved to host memory, and every step includes the transfers.
@@ -314,7 +314,7 @@ class Planner:
         """Return the plan of a group with a given plan of its first role, the lead.
 
         Each other role gets its fastest layout whose states are at most ``spread`` times its smallest states,
-        so that the set of combinations does not depend on the memory limit. None where the group does not
+        so that the set of combinations does not depend on the memory limit. None if the group does not
         fit, or takes ``bound`` seconds without generation.
         """
         problem = self.problem
@@ -392,7 +392,7 @@ class Planner:
         """Return the faster of two plans with generation: with and without states on the GPUs meanwhile.
 
         ``state_bytes`` are the group's states on a GPU. Frozen models remain on the GPU in both plans unless
-        roles swap. None where neither plan fits.
+        roles swap. None if neither plan fits.
         """
         problem = self.problem
         machine = problem.machine
@@ -519,7 +519,7 @@ def place_split(
     rollout_gpus: int,
     split: str,
 ) -> PlacementPlan | None:
-    """Return the placement of training and generation on disjoint GPUs; None where it does not fit.
+    """Return the placement of training and generation on disjoint GPUs; None if it does not fit.
 
     ``rollout_planner`` plans the generation. Unless ``split`` (of `SPLITS`) is `SYNCHRONOUS`, the next step's
     generation runs during training, so the longer of both counts.
@@ -795,7 +795,7 @@ def _cost(chosen: PlacementPlan, simpler: Sequence[PlacementPlan], subject: str)
 
 
 def _does_not_fit(problem: Problem) -> UserError:
-    """Return the error of a job that fits in no placement, with the number of GPUs on which it would."""
+    """Return the error for a job that fits in no placement, with the number of GPUs on which it would."""
     machine = problem.machine
     fix = "use more or larger GPUs"
     smallest = _smallest_job(problem)
