@@ -59,14 +59,14 @@ def requires(path: str, value: Any, condition: str, *, got: str, fix: str) -> Us
     return UserError(message, where=path, expected=condition, got=got, fix=fix)
 
 
-def exclusive(path: str, other: str, reason: str, *, fix: str | None = None) -> UserError:
+def exclusive(path: str, second_path: str, reason: str, *, fix: str | None = None) -> UserError:
     """Return the error for two keys that are both set where at most one of them can take effect."""
     return UserError(
-        f"`{path}` and `{other}` exclude each other: {reason}",
+        f"`{path}` and `{second_path}` exclude each other: {reason}",
         where=path,
-        expected=f"`{path}` or `{other}`",
+        expected=f"`{path}` or `{second_path}`",
         got="both",
-        fix=fix or f"remove one of `{path}` and `{other}`",
+        fix=fix or f"remove one of `{path}` and `{second_path}`",
     )
 
 

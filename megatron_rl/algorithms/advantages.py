@@ -262,6 +262,7 @@ class Grpo(GroupAdvantage):
         advantages = inputs.rewards - torch.where(count > 1, mean, 0)
         if self.scale_by_std:
             if self.scale_over == "batch":
+                # All rows as one group: its deviation is that of the step.
                 one_group = torch.zeros_like(inputs.group)
                 count, _, std = ragged.group_statistics(inputs.rewards, one_group, inputs.valid)
             scale = torch.where(count > 1, std, 1) + self.epsilon

@@ -334,6 +334,7 @@ def adapt_kl_coef(
             fix="raise horizon, the number of rows over which the coefficient may change by a fifth",
         )
 
+    # Clipped, so that the noise of one step's KL cannot move the coefficient far.
     relative_error = kl / target - 1
     proportional = min(max(relative_error, -MAX_ADAPTATION), MAX_ADAPTATION)
     coef = coef * (1 + proportional * rows / horizon)

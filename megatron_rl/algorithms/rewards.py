@@ -246,6 +246,7 @@ class Imitation(Piece):
 
     def weights(self, marks: Tensor, mask: Tensor) -> Tensor:
         """Compute the weight of every token [N] of a mini-batch: ``coef`` over the number of marks."""
+        # Without a good response the weights are 0: the clamp only keeps 0 / 0 from being NaN.
         good = (marks > 0) & mask
         return good.float() * self.coef / good.sum().clamp(min=1)
 

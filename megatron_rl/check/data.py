@@ -209,6 +209,7 @@ class ReadBudget:
 
     def reserve(self, files: Sequence[Path]) -> int | None:
         """Reserve a data set's bytes in the budget; return the bytes to read, None for all of them."""
+        # Tables are compressed and decode slowly: weigh their bytes by the ratio of the two budgets.
         size = 0
         for path in files:
             bytes_on_disk = _bytes_on_disk(path)
@@ -363,10 +364,12 @@ def _read_lines(
 
 
 def _uninstructive(data_set: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
-    """Yield the warning about records whose responses have nothing to learn from."""
+    """Yield a warning about records whose responses give no training signal."""
     fields = data_set.responses
     if not fields:
         return
+
+    # Empty responses, or pairs of equal ones: their loss is 0 or cancels.
     locations = [
         record.where for record in records if is_uninformative(*(record.values[name] for name in fields))
     ]
@@ -538,7 +541,7 @@ class TokenCounter:
             files.warnings.extend(self._text_warnings(data_set, records[:EXAMINED_RECORDS]))
 
     def _text_warnings(self, data_set: DataSet, records: Sequence[Record]) -> Iterator[UserError]:
-        """Yield warnings about the first records' rendered texts, and about the template that renders them."""
+        """Yield warnings about the first records' rendered texts, and about their chat template."""
         if self.tokenizer is None or not records:
             return
 

@@ -319,6 +319,7 @@ def _check_stage_data(inputs: Inputs, plan: StagePlan) -> None:
         key = f"{plan.where}.{name}"
         if path is None or not inputs.is_valid("data.prompt_field", key, *response_keys):
             continue
+
         data = fields_of(inputs.config.data, settings, plan.where)
         reader = RecordReader(data, key, responses, settings.every_turn, template=inputs.template)
         limit = settings.max_row_tokens or longest_row(inputs.config)
@@ -469,6 +470,8 @@ def _check_role_model(inputs: Inputs, path: str | None, section: str) -> None:
 
 def _teacher_token_errors(inputs: Inputs, path: Path) -> Iterator[UserError]:
     """Yield the error for a teacher whose tokenizer gives other ids to texts than the actor's."""
+    # Distillation compares log-probs of the actor's token ids, so each id must mean the same text. The
+    # teacher may have further tokens.
     actor_ids = token_ids(Path(inputs.config.model.path))
     teacher_ids = token_ids(path)
     different = [text for text, number in actor_ids.items() if teacher_ids.get(text) != number]
@@ -559,6 +562,7 @@ def _mixed_template_errors(inputs: Inputs) -> Iterator[UserError]:
 
     An environment continues all conversations either with the chat template or as plain text.
     """
+    # Sources among themselves are compared by `_source_template_errors`, so the first one suffices here.
     training = next((key for key in inputs.uses_template if key.startswith("data.")), None)
     if training is None:
         return

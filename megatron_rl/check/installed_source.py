@@ -87,7 +87,7 @@ def class_fields(*classes: tuple[str, str]) -> dict[str, InstalledField] | None:
 
 
 def table_names(module: str, table: str) -> list[str] | None:
-    """Return the keys of a dict that is a literal in a module's source, None for any other table."""
+    """Return the keys of a dict literal in a module's source; None if the table is anything else."""
     definition, _ = _definition(table, module)
     if not isinstance(definition, ast.Dict):
         return None

@@ -104,16 +104,17 @@ def check_reward(reward: RewardConfig) -> list[UserError]:
 
 
 def filter_errors(config: RunConfig) -> list[UserError]:
-    """Return the errors for filters of responses: a user's, by its source, and one that keeps nothing."""
+    """Return the errors for response filters: a user's function, a minimum above all limits, and refill."""
     filters = config.rollout.filters
     errors: list[UserError] = []
     if filters.function is not None:
         errors += check_function(FunctionRef(filters.function, FILTER_KEY, accepts_group=False))
 
-    longest = longest_response(config)
-    if filters.min_tokens > longest:
+    # A minimum above every limit would remove all responses.
+    max_response = longest_response(config)
+    if filters.min_tokens > max_response:
         fix = "lower it, or raise rollout.max_response_tokens"
-        expected = f"at most {longest}, the longest response"
+        expected = f"at most {max_response}, the longest response"
         errors.append(out_of_range("rollout.filters.min_tokens", filters.min_tokens, expected, fix=fix))
     if filters.refill:
         errors += _refill_errors(config)
@@ -121,7 +122,7 @@ def filter_errors(config: RunConfig) -> list[UserError]:
 
 
 def _refill_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error for a refill whose step has no filters, or filters after the engine has sampled."""
+    """Yield the error for a ``refill`` without filters, or with steps that cannot sample a prompt again."""
     # Ahead and over-sampled batches are complete before any rank filters them.
     requirements = {
         "a filter in rollout.filters": bool(config.rollout.filters.names),
@@ -277,6 +278,7 @@ def _source_errors(path: Path, name: str, function: FunctionRef) -> list[UserErr
 
 def _binds(tree: ast.Module, name: str) -> bool:
     """Return whether a module may bind a name by an import, an assignment, a class or inside a branch."""
+    # Too generous on purpose: a name that is bound somewhere is left to the import of the module.
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
@@ -590,6 +592,7 @@ def silent_servers(
     requests: list[tuple[str, str | None]] = [(url, None) for url in reward_urls.values()]
     requests += [(url, health_path) for url in samplers]
 
+    # All at once: one after the other, unreachable servers would each cost the complete patience.
     problems = _request_all(requests)
 
     reward_problems = problems[: len(reward_urls)]

@@ -33,6 +33,8 @@ def check_world(config: RunConfig, launched: int | None) -> Iterator[UserError]:
         fix = "start a number of processes that the layouts divide"
         yield out_of_range("world size", launched, f"1 to {MAX_WORLD} processes", fix=fix)
         return
+
+    # Without an explicit world size any number of processes is the user's intention.
     if launched is None or config.world_size is None or launched == config.world_size:
         return
     processes = "1 process" if launched == 1 else f"{launched} processes"
@@ -163,16 +165,17 @@ def check_memory(
 def check_checkpoint(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], ranks: Sequence[RankMemory]
 ) -> Iterator[UserError]:
-    """Yield the error for a checkpoint that a node's host has no memory for."""
+    """Yield the error for a checkpoint that needs more host memory than a node has."""
     memory = checkpoint_memory(config, layouts, ranks)
     layout = config.checkpoint.optimizer_layout
     limit = config.host_memory_gib
     if memory is None or layout is None or limit is None:
         return
-    needed = memory.on_host(layout) / _GIB
-    if needed <= limit:
+    required_gib = memory.on_host(layout) / _GIB
+    if required_gib <= limit:
         return
 
+    # Suggest the sharded layout only where it would fit.
     sharded = memory.on_host(SAME) / _GIB
     fix = "use more nodes"
     if layout == ANY and sharded <= limit:
@@ -181,7 +184,7 @@ def check_checkpoint(
         "a checkpoint is estimated to need more memory than the host of a node has",
         where="checkpoint.optimizer_layout",
         expected=f"at most host_memory_gib={limit:g}",
-        got=f"{needed:.1f} GiB for the {memory.ranks} ranks of a node, with the layout {layout}",
+        got=f"{required_gib:.1f} GiB for the {memory.ranks} ranks of a node, with the layout {layout}",
         fix=fix,
     )
 

@@ -238,7 +238,7 @@ def _nested_error(entry: _UnknownEntry) -> UserError | None:
 
 
 def _renamed_error(entry: _UnknownEntry, counterpart: OtherName, our_key: str) -> UserError:
-    """Return the error for a name of another project, or for a former name of ours; ``our_key`` is the name here."""
+    """Return the error for a name of another project, or our former name; ``our_key`` is the current key."""
     message = f"`{entry.path}` is called `{our_key}` here"
     expected = f"`{our_key}`"
     value = _mapped_value(counterpart, entry.value)

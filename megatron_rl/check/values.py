@@ -220,6 +220,7 @@ def _health_errors(config: RunConfig) -> Iterator[UserError]:
         else:
             yield from _own_rule_errors(path, name, rule)
 
+        # Compare the band as it will be in effect: an unset side has the default's value.
         default = RULE_OF.get(name)
         above = rule.above if rule.above is not None or default is None else default.above
         below = rule.below if rule.below is not None or default is None else default.below
@@ -275,6 +276,7 @@ def _source_errors(config: RunConfig) -> Iterator[UserError]:
     for steps, weights in data.weights.items():
         yield from _weight_errors(steps, weights, list(data.sources))
 
+    # Both kinds of section can add a system prompt and template arguments to their prompts.
     sections: dict[str, SourceConfig | EvaluationSetConfig] = {}
     sections |= {f"data.sources.{name}": source for name, source in data.sources.items()}
     sections |= {f"evaluation.sets.{name}": item for name, item in config.evaluation.sets.items()}
@@ -339,11 +341,11 @@ def _template_argument_errors(
             got = "rollout.environment"
             yield requires(f"{path}.{name}", value, "conversations of one turn", got=got, fix=fix)
 
-    # These names are of the renderer's own values, which would replace the arguments without a word.
-    taken = sorted(
+    # The renderer passes values of these names itself; they would silently replace the user's arguments.
+    reserved = sorted(
         {"messages", "tools", "documents", "add_generation_prompt"} & set(section.chat_template_kwargs)
     )
-    if taken:
+    if reserved:
         yield UserError(
             "arguments of the chat template that the prompts themselves set",
             where=f"{path}.chat_template_kwargs",

@@ -204,7 +204,7 @@ def _schedule_warnings(config: RunConfig) -> Iterator[UserError]:
 
 
 def _replay_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
-    """Yield the warning about a routing replay of a forward pass that the step does not have."""
+    """Yield a warning if routing replay is set for a forward pass that the step does not run."""
     if config.actor.routing_replay == "update" and scoring_reason(config, algorithm) is None:
         yield UserError(
             "`actor.routing_replay: update` has no effect: the only update has the old policy's weights",
@@ -216,7 +216,7 @@ def _replay_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserEr
 
 
 def _older_policy_warnings(config: RunConfig, algorithm: Algorithm) -> Iterator[UserError]:
-    """Yield the warning about responses of older weights that the loss takes for those of the newest."""
+    """Yield a warning if the loss treats responses of older weights as samples of the newest."""
     correction = algorithm.correction
     is_corrected = correction.active or correction.bypass or algorithm.policy_loss.follows_rollout
     if config.hybrid_engine.every == 1 or is_corrected:

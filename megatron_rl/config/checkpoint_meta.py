@@ -211,7 +211,7 @@ def _is_resharded(role: Mapping[str, Any]) -> bool:
 
 
 def fits_shards(role: Mapping[str, Any], layout: Mapping[str, Any]) -> bool:
-    """Return whether Megatron loads a role's optimizer on a layout of these sizes as it is stored."""
+    """Return whether Megatron can load a role's saved optimizer on a layout of these sizes unchanged."""
     return optimizer_layout(role) == ANY or all(role["layout"][size] == layout[size] for size in _SHARD_SIZES)
 
 

@@ -253,7 +253,7 @@ def foreign_keys() -> Iterator[tuple[str, ForeignName]]:
 
 
 def _names_below(cls: type, prefix: str) -> Iterator[tuple[str, ForeignName]]:
-    """Yield the names on the fields of ``cls``, whose keys begin with ``prefix``, and of its sections."""
+    """Yield (key, other name) for the fields of ``cls`` and of its sections; keys begin with ``prefix``."""
     for item in dataclasses.fields(cls):
         path = prefix + item.name
         setting = setting_of(item)
@@ -300,7 +300,7 @@ class Notes(Protocol):
         ...
 
     def located(self, path: str, node: Leaf | Section | None) -> str:
-        """Return a path with the file or override that wrote it."""
+        """Return the path followed by the file or override that set it."""
         ...
 
     errors: list[UserError]

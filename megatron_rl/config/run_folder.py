@@ -116,7 +116,7 @@ class RunFolder:
         return None
 
     def keep_first_start(self, proposed: datetime) -> datetime:
-        """Store ``proposed`` as the time of the first start unless there is one, and return the stored one.
+        """Store ``proposed`` as the time of the first start if none is stored, and return the stored time.
 
         All processes that see the folder get the same time.
         """

@@ -318,7 +318,7 @@ def _foreign_names(
     values: Mapping[str, Mapping[Any, Any]],
     piece: str = "",
 ) -> Iterator[ForeignName]:
-    """Yield the names of each project, whose names are separated by commas."""
+    """Yield an entry for each name; ``projects`` maps a project to its names, separated by commas."""
     for project, names in projects.items():
         for name in names.split(", "):
             difference = conversion if isinstance(conversion, str) else conversion.get(name, "")

@@ -114,7 +114,7 @@ def for_job(config: RunConfig) -> RunConfig:
 
 
 def _with_defaults(section: Any, job: str, prefix: str) -> Any:
-    """Return a section with the defaults of the keys that a job ignores; ``prefix`` begins its keys."""
+    """Reset the keys of a section that a job ignores to their defaults; its keys begin with ``prefix``."""
     values = {}
     for item in fields(section):
         path = f"{prefix}{item.name}"

@@ -236,7 +236,7 @@ class ConversationText:
         return ""
 
     def response(self, text: str) -> str:
-        """Return a response that is given as text in the form that it has after a prompt of the template.
+        """Return a response of text as the template would write it after its prompt.
 
         A repeated opening of the turn and a repeated BOS are removed, leading whitespace is the template's,
         and the response has exactly one end.

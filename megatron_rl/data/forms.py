@@ -259,7 +259,7 @@ class RecordReader:
         expected: str,
         fix: str,
     ) -> UserError:
-        """Return the warning about names that are listed with the first record of each."""
+        """Return a warning that lists names, each with the first record that has it."""
         return UserError(
             f"{message}: {', '.join(f'`{name}`' for name in first_records)}",
             where=self.setting,

@@ -498,13 +498,13 @@ def _ends_thoughts(response: Any, end: str) -> bool:
     return all(turn.get("reasoning_content") or end in (turn.get("content") or "") for turn in turns)
 
 
-def mixed_templates_error(first: str, templated: bool, other: str) -> UserError:
-    """Return the error for two sources of which one goes through the chat template."""
+def mixed_templates_error(first: str, templated: bool, second: str) -> UserError:
+    """Return the error for two sources that differ in whether they use the chat template."""
     forms = {True: "prompts that go through the chat template", False: "prompts of plain text"}
     return UserError(
         "the sources of prompts have two forms, and their responses would end in two ways",
-        where=f"data.sources.{other}",
+        where=f"data.sources.{second}",
         expected=f"{forms[templated]}, as data.sources.{first}",
         got=forms[not templated],
-        fix=f"set data.sources.{other}.chat_template={str(templated).lower()}, or convert the source",
+        fix=f"set data.sources.{second}.chat_template={str(templated).lower()}, or convert the source",
     )

@@ -113,7 +113,7 @@ def _demonstration(pair: tuple[int, int], careless: bool) -> dict[str, str]:
 
 
 def _preference(pair: tuple[int, int], generator: random.Random) -> dict[str, str]:
-    """Return a preference of the sum over a mistake that a careless model makes."""
+    """Return a preference record: the correct sum is chosen, a plausible mistake is rejected."""
     total = sum(pair)
     if _carries(pair) and generator.random() < 0.5:
         mistake = -10

@@ -169,7 +169,7 @@ def partial_warning(source: DataPath, files: Sequence[Path], setting: str) -> Us
 
 
 def source_error(path: Path, setting: str) -> UserError | None:
-    """Return the error for a path that holds no records by its kind, suffix or first bytes.
+    """Return the error for a path whose kind, suffix or first bytes show that it has no records.
 
     Raises OSError if the file cannot be opened.
     """

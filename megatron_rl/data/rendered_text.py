@@ -171,7 +171,7 @@ def response_warnings(
     chat: ConversationText | None,
     ends: Sequence[str],
 ) -> Iterator[UserError]:
-    """Yield warnings about responses with text after their end, and about turns that the template rewrites."""
+    """Yield warnings about responses with text after their end, and turns that the template rewrites."""
     # Text after the end of a response, such as a rendered conversation of several turns.
     first_records = records[:EXAMINED_RECORDS]
     continued = [

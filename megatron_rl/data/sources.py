@@ -303,7 +303,7 @@ class PromptSource:
         self._order.record(bisect_left(self._ids, prompt_id), is_uniform=is_uniform)
 
     def uniform_fractions(self) -> dict[str, tuple[float, float]]:
-        """Return the shares of prompts with equal rewards and of those that this epoch skips, by suffix.
+        """Return the fraction of prompts with equal rewards and the fraction this epoch skips, by suffix.
 
         Empty with `data.uniform_share` of 1. The suffix of a metric's name is that of a source among several.
         """

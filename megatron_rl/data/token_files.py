@@ -130,7 +130,7 @@ class TokenFiles:
         inputs: Sequence[Any],
         encode: Callable[[Sequence[Record]], Encoded],
     ) -> Encoded:
-        """Return the data set at ``path`` as ``encode`` returns it, from its file if there is one.
+        """Return the tokenised data set at ``path``: from its file of tokens, or else from ``encode``.
 
         ``inputs`` are those of ``encode`` other than records and tokenizer; ``setting`` names the path in
         errors. Waits for another process that is making the file. Raises what ``encode`` raises.

@@ -90,7 +90,7 @@ def check_tokenizer(path: Path, key: str, files: Files, vocabulary: int | None) 
 def stop_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield the errors for stop texts that no response of the model at ``path`` ends at."""
     for setting, text, encoded in _encoded_stops(path, rollout):
-        error = stop_text_error(setting, text, encoded.tokens, encoded.unknown, encoded.decoded)
+        error = stop_text_error(setting, text, encoded.tokens, encoded.unknown_token, encoded.decoded)
         if error is not None:
             yield error
         elif len(encoded.tokens) > 1 and not rollout.capabilities.stop_texts:
@@ -103,11 +103,13 @@ def has_stop_texts(path: Path, rollout: RolloutConfig) -> bool:
 
 
 class _EncodedText(NamedTuple):
-    """Tokens of a text, the tokenizer's token of unknown text if it has one, and the text of the tokens."""
+    """Tokens of a text, with the data to decide whether they stand for exactly this text."""
 
     tokens: list[str]
-    unknown: str | None
+    unknown_token: str | None
+    """The tokenizer's token for unknown text, None if it has none."""
     decoded: str
+    """Text that the tokens decode to."""
 
 
 def _encoded_stops(path: Path, rollout: RolloutConfig) -> Iterator[tuple[str, str, _EncodedText]]:
@@ -122,12 +124,12 @@ def _encoded_stops(path: Path, rollout: RolloutConfig) -> Iterator[tuple[str, st
         return
 
     # Unknown characters would become the unknown token, which also encodes other text.
-    unknown = getattr(tokenizer.model, "unk_token", None)
+    unknown_token = getattr(tokenizer.model, "unk_token", None)
     for setting, texts in stops.items():
         for text in texts:
             encoding = tokenizer.encode(text, add_special_tokens=False)
             decoded = tokenizer.decode(encoding.ids, skip_special_tokens=False)
-            yield setting, text, _EncodedText(encoding.tokens, unknown, decoded)
+            yield setting, text, _EncodedText(encoding.tokens, unknown_token, decoded)
 
 
 def rule_token_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]:
@@ -141,17 +143,18 @@ def rule_token_errors(path: Path, rollout: RolloutConfig) -> Iterator[UserError]
     if tokenizer is None:
         return
 
-    unknown = getattr(tokenizer.model, "unk_token", None)
+    unknown_token = getattr(tokenizer.model, "unk_token", None)
     vocabulary = tokenizer.get_vocab_size()
     for setting, texts in rules.items():
         for text in texts:
+            # A text such as ``token_id:17`` names the id itself.
             token = explicit_token_id(text)
             if token is not None:
                 if token >= vocabulary:
                     yield rule_id_error(setting, text, vocabulary)
                 continue
             tokens = tokenizer.encode(text, add_special_tokens=False).tokens
-            if len(tokens) != 1 or tokens[0] == unknown:
+            if len(tokens) != 1 or tokens[0] == unknown_token:
                 yield rule_token_error(setting, text, tokens)
 
 

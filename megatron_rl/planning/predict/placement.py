@@ -178,6 +178,7 @@ class GroupPlan:
             learn = plan.learn
             if role == lead:
                 learn += self.swap
+
             seconds = RoleSeconds(
                 role,
                 (rank,),
@@ -695,7 +696,7 @@ def _roles(problem: Problem) -> tuple[str, ...]:
 def search(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
     """Return the best plan of every placement: colocated, split, and mixed; raises UserError if none fits.
 
-    ``split``, of `SPLITS`, determines when GPUs for generation alone sample.
+    ``split``, one of `SPLITS`, is the sampling schedule of generation-only GPUs.
     """
     result = _search(problem, split)
     if not result.plans:
@@ -728,7 +729,7 @@ _Restricted = tuple[bool, int, Mapping[str, PlacementPlan]]
 
 
 def search_simple(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
-    """Return the best plan of every placement, of nearly equal ones the simplest; raises UserError.
+    """Return a plan of every placement: the simplest of the nearly fastest ones; raises UserError.
 
     Simpler is, first, a placement whose groups have whole nodes, and then one with fewer pipeline stages. A
     plan that is not the simplest has its reasons: by how much simpler ones are slower, or that none fits.
@@ -764,34 +765,39 @@ def search_simple(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
         if len(simplest) == len(fastest.plans):
             break
 
-    chosen = [simplest.get(plan.name) or _with_reasons(plan, False, searches) for plan in fastest.plans]
-    chosen.sort(key=lambda plan: plan.step.total)
-    return SearchResult(tuple(chosen), layouts, evaluated)
+    # A placement without a simpler plan keeps its fastest one.
+    selected = [simplest.get(plan.name) or _with_reasons(plan, False, searches) for plan in fastest.plans]
+    selected.sort(key=lambda plan: plan.step.total)
+    return SearchResult(tuple(selected), layouts, evaluated)
 
 
-def _with_reasons(chosen: PlacementPlan, whole_nodes: bool, searches: Sequence[_Restricted]) -> PlacementPlan:
-    """Return a plan with the reasons why it is no simpler, from the simpler searches before it."""
-    name = chosen.name
+def _with_reasons(plan: PlacementPlan, whole_nodes: bool, searches: Sequence[_Restricted]) -> PlacementPlan:
+    """Add the reasons for which a plan is no simpler, from the results of the simpler searches before it."""
+    name = plan.name
     reasons: list[str] = []
-    if chosen.stages > 1:
+
+    # Plans of the same placement with fewer pipeline stages.
+    if plan.stages > 1:
         shallower = [
             plans[name]
             for nodes, cap, plans in searches
-            if nodes == whole_nodes and cap < chosen.stages and name in plans
+            if nodes == whole_nodes and cap < plan.stages and name in plans
         ]
-        reasons.append(f"{chosen.stages} pipeline stages: {_cost(chosen, shallower, 'fewer')}")
+        reasons.append(f"{plan.stages} pipeline stages: {_cost(plan, shallower, 'fewer')}")
+
+    # Plans of the same placement whose groups have whole nodes.
     if not whole_nodes and any(nodes for nodes, _, _ in searches):
         aligned = [plans[name] for nodes, _, plans in searches if nodes and name in plans]
-        reasons.append(f"groups that share nodes: {_cost(chosen, aligned, 'whole nodes')}")
-    return replace(chosen, reasons=tuple(reasons))
+        reasons.append(f"groups that share nodes: {_cost(plan, aligned, 'whole nodes')}")
+    return replace(plan, reasons=tuple(reasons))
 
 
-def _cost(chosen: PlacementPlan, simpler: Sequence[PlacementPlan], subject: str) -> str:
-    """Return by how much the best of some simpler plans is slower than the chosen one, as text."""
+def _cost(plan: PlacementPlan, simpler: Sequence[PlacementPlan], subject: str) -> str:
+    """Describe by how much the best of the ``simpler`` plans is slower than a plan."""
     if not simpler:
         return f"{subject} do not fit"
-    best = min(simpler, key=lambda plan: plan.step.total)
-    return f"{subject} take {best.step.total / chosen.step.total - 1.0:.0%} longer"
+    best = min(simpler, key=lambda candidate: candidate.step.total)
+    return f"{subject} take {best.step.total / plan.step.total - 1.0:.0%} longer"
 
 
 def _does_not_fit(problem: Problem) -> UserError:

@@ -13,6 +13,8 @@ def _structure(reader: ConfigReader) -> Fields:
 
 
 def _megatron(config: Mapping[str, Any]) -> Fields:
+    # Scores are a softmax over all experts and are not renormalised over the selected ones; Megatron-Core
+    # 0.19 by default takes the softmax over the selected ones alone.
     return {**deepseek_megatron(config), "moe_router_pre_softmax": True}
 
 
