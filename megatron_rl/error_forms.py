@@ -19,7 +19,7 @@ def unknown_choice(
 ) -> UserError:
     """Return the error for a key whose value is not one of its choices, with the nearest one suggested.
 
-    ``otherwise`` is the fix where none of them is near.
+    ``otherwise`` is the fix if no choice is close.
 
     Example:
         >>> print(unknown_choice("rollout.engine", "vlm", ["vllm", "torch"]))

@@ -594,7 +594,7 @@ def _trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[
 def _report(
     check: _Check, inputs: Inputs, origins: Mapping[str, Origin], world: int, algorithm: Algorithm | None
 ) -> CheckReport:
-    """Return the report, with derived values and plans where the configuration has no errors."""
+    """Return the report; a configuration without errors has derived values and plans."""
     plans = None
     config = check.config
     if not check.errors:

@@ -302,7 +302,7 @@ def _check_records(
         files.errors.append(empty_error(data_set.source, data_set.path))
         return None
 
-    # Prefer a converted record; the raw first record only where none is valid.
+    # Prefer a converted record to the raw first one, which is for data without a valid record.
     if records:
         first = records[0].values
 
@@ -383,7 +383,7 @@ def _uninstructive(data_set: DataSet, records: Sequence[Record]) -> Iterator[Use
 
 
 def _require_parquet(path: Path, setting: str) -> None:
-    """Raise UserError unless a file starts and ends as Parquet does; OSError where it cannot be read."""
+    """Raise UserError unless a file starts and ends as Parquet does; OSError if it cannot be read."""
     with path.open("rb") as stream:
         head = stream.read(4)
         size = path.stat().st_size
@@ -562,11 +562,11 @@ class TokenCounter:
 
         # Reasoning models: a prompt that opens thoughts needs responses that close them.
         if data_set.responses and through_template and self.thoughts_end is not None:
-            unended = unclosed_thoughts_warning(
+            warning = unclosed_thoughts_warning(
                 records, data_set.responses, data, self.thoughts_end, data_set.path
             )
-            if unended is not None:
-                yield unended
+            if warning is not None:
+                yield warning
 
         with suppress(UserError):  # a record that the template refuses is an error of `_token_counts`
             texts = rendered_prompts(records, data, data_set.path, self.renderer)

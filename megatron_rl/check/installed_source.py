@@ -126,7 +126,7 @@ def field_error(
 
 @functools.cache
 def _parse_module(module: str) -> ast.Module:
-    """Return the syntax tree of an installed module; an empty one where it cannot be read."""
+    """Return the syntax tree of an installed module; an empty tree if the module cannot be read."""
     file, missing_module = find_module(module)
     if missing_module is not None or file is None or file.suffix != ".py":
         return ast.Module([], [])

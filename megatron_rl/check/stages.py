@@ -80,7 +80,7 @@ def _length_error(plan: StagePlan, got: str, fix: str) -> UserError:
 
 
 def _stage_job_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for a job that is one stage alone: no such stage, or a checkpoint to resume from."""
+    """Yield the errors for a single-stage job: a stage that is not configured, or a checkpoint to resume."""
     if not stage_plans(config):
         section = SECTIONS[config.job]
         data = "pairs"

@@ -235,7 +235,7 @@ def _health_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _own_rule_errors(path: str, name: str, rule: HealthRuleConfig) -> Iterator[UserError]:
-    """Yield the errors for a health rule of the user's own: its name, its metric and its band."""
+    """Yield the errors for a user-defined health rule: its name, its metric and its band."""
     if rule.metric is None:
         close = nearest(name, tuple(RULE_OF))
         fix = f"write health.rules.{close}" if close else f"set {path}.metric for a rule of your own"
@@ -260,7 +260,7 @@ def _own_rule_errors(path: str, name: str, rule: HealthRuleConfig) -> Iterator[U
 
 
 def _source_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for sources of prompts: beside `data.train`, and in weights and template arguments."""
+    """Yield the errors for sources of prompts: together with `data.train`, in weights and in templates."""
     data = config.data
     if data.sources and data.train is not None:
         yield UserError(
@@ -350,6 +350,6 @@ def _template_argument_errors(
             "arguments of the chat template that the prompts themselves set",
             where=f"{path}.chat_template_kwargs",
             expected="arguments of the template's own, such as enable_thinking",
-            got=", ".join(taken),
-            fix=f"remove {taken[0]}",
+            got=", ".join(reserved),
+            fix=f"remove {reserved[0]}",
         )

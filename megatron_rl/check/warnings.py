@@ -58,7 +58,7 @@ def check_warnings(
 ) -> list[UserError]:
     """Return the warnings about a configuration without errors.
 
-    ``batch`` is for reinforcement learning alone. ``records`` is the number of training records, ``shape``
+    ``batch`` is None without reinforcement learning. ``records`` is the number of training records, ``shape``
     the shape of the actor's model; warnings that need one are skipped for None.
     """
     warnings: list[UserError] = []

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the check, and return 2 for a configuration with errors."""
+    """Check the configuration and print the report; return exit code 2 if it has errors."""
     # The option wins over torchrun's world size; without either, that of the configuration is used.
     job = current_launch()
     world_size = arguments.world_size

@@ -101,7 +101,7 @@ def _sections(report: CheckReport) -> list[str]:
     """Return the sections; those without results are left out, since errors stop a check early."""
     blocks = [_configuration(report)]
 
-    # In the order of the questions: what the run does, on what data and ranks, and whether it fits.
+    # In the order of a user's questions: the algorithm and its ranks, the data, the memory.
     if report.layouts is not None:
         blocks.append(summary(report))
     if report.data_stats:
@@ -179,7 +179,7 @@ def _short(number: float) -> str:
 
 
 def _memory_line(report: CheckReport) -> str:
-    """Return the memory of the fullest rank beside that of its device."""
+    """Return the memory of the fullest rank, and the memory of its device."""
     if not report.memory:
         return f"not computed: {_missing_reason(report)}"
     fullest = report.memory[0]

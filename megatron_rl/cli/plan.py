@@ -276,7 +276,7 @@ def _search(args: argparse.Namespace) -> int:
 
 
 def _plan_configuration(args: argparse.Namespace) -> int:
-    """Print the predicted step of a configuration's layout beside the best layouts that the search finds."""
+    """Print the predicted step of a configuration's layout, and the best layouts that the search finds."""
     # An option with its default value cannot be told from an absent one, and changes nothing.
     explicit_options = [name for name in _MODEL_OPTIONS if getattr(args, name) != _MODEL_OPTIONS[name]]
     if explicit_options:

@@ -79,7 +79,7 @@ def configuration() -> str:
 
 
 def _sections(section: type, path: str) -> Iterator[tuple[str, type]]:
-    """Yield the path and the class of a section and of all below it; an entry of a mapping is NAME."""
+    """Yield (path, class) of a section and its subsections; NAME stands for any entry of a mapping."""
     yield path, section
     for name, hint in field_hints(section).items():
         # The top level has an empty path, so remove the leading dot.

@@ -131,7 +131,7 @@ def prune(saved: Path, keep: int, best: Collection[int] = ()) -> list[Path]:
 
 
 def model_identity(model: PretrainedModel) -> dict[str, Any]:
-    """Return the properties that identify a model, as JSON has them: its family and every size.
+    """Return the properties that identify a model, as plain JSON values: its family and every size.
 
     The maximum number of positions is not one of them, since the same weights work with another value.
     """

@@ -87,7 +87,7 @@ class HealthRule:
 
 
 RULES: tuple[HealthRule, ...] = (
-    # What the policy learns from.
+    # The training signal: divergence, entropy, rewards.
     HealthRule(
         "kl",
         "the policy moves far away from the reference",

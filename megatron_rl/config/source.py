@@ -384,7 +384,7 @@ def read_with_base(path: Path, errors: list[UserError]) -> tuple[Section | None,
 
 
 def refuse_base(tree: Section, errors: list[UserError]) -> None:
-    """Remove ``base`` from a tree that did not come from a file alone, and append an error."""
+    """Remove ``base`` from a tree of overrides or text, and append an error: only files can have a base."""
     node = tree.children.pop(BASE_KEY, None)
     if node is None:
         return
@@ -525,7 +525,7 @@ def named_section(node: Leaf | Section | None, path: Sequence[str]) -> Section |
 
 
 def _add_repeated(loader: _Loader, origin_of: OriginOf, errors: list[UserError]) -> None:
-    """Append the errors of names that one mapping has twice."""
+    """Append an error for each name that is written twice in one mapping."""
     for key, first in loader.repeated:
         errors.append(
             UserError(

@@ -86,7 +86,7 @@ SECTIONS = {"sft": "sft", "prefer": "preference", "reward-model": "reward.models
 
 
 def job_reads(job: str, path: str) -> bool:
-    """Return whether a job reads the setting at a path; the job of one stage ignores many."""
+    """Return whether a job reads the setting at a path; a single-stage job ignores most settings."""
     return job not in SECTIONS or not _below(path, *_REINFORCEMENT) or _below(path, *_stage_keys(job))
 
 

@@ -151,7 +151,7 @@ def _read_by_judge(judge: JudgeConfig) -> Iterator[tuple[str, str]]:
 
 
 def _read_by_code(spec: str, key: str) -> Iterator[tuple[str, str]]:
-    """Yield the fields that a function or class of the user's may read; all unless its file rules it out."""
+    """Yield the fields that the user's function or class may read; its file is searched, not imported."""
     yield _METADATA, key
 
     module, _, name = spec.rpartition(":")
@@ -387,7 +387,7 @@ class RecordReader:
         is_sharegpt = role is None
         result = self._role_and_calls(role or sharegpt_role, content, message, record.where, is_sharegpt)
 
-        # Weights have a meaning in the assistant's turns of given responses alone.
+        # Weights only have a meaning in the assistant's turns of given responses.
         _require_content(original, result)
         if self.responses and result["role"] == "assistant":
             _normalise_weight(result)

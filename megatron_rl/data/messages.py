@@ -358,7 +358,7 @@ def is_trained_turn(message: Mapping[str, Any]) -> bool:
 def _response_start(messages: Sequence[Mapping[str, Any]], every_turn: bool) -> int:
     """Return the index of the first message of the response in a complete conversation.
 
-    A conversation whose turns all have the weight 0 is split all the same; `_up_to_last_trained` names it.
+    A conversation whose turns all have the weight 0 is split too; `_up_to_last_trained` reports it.
     """
     # The first message is never a response: there would be no prompt.
     turns = [index for index in range(1, len(messages)) if _ends_with_turn(messages[index : index + 1])]

@@ -304,7 +304,7 @@ def _expand(path: Path, setting: str) -> tuple[Path, ...]:
     else:
         files = [path]
 
-    # Each of them, whatever the pattern or the folder matched.
+    # Validate every file that the pattern or the folder matched.
     for file in files:
         error = source_error(file, setting)
         if error is not None:

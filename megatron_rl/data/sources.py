@@ -661,7 +661,8 @@ class _ResponseEncoder:
         texts = [[prompt, *row] for prompt, row in zip(prompts, pieces, strict=True)]
         rows = encode_pieces(tokenizer, texts, limit)
 
-        # Rows whose tokens span pieces, or whose prompt has other tokens alone: piece by piece.
+        # Tokenise the prompt and response separately if a token spans both, or if the prompt's tokens change
+        # with the response behind it: the policy samples after the tokens of the prompt.
         separate_rows = [
             index
             for index, (row, prompt) in enumerate(zip(rows, prompt_tokens, strict=True))
@@ -767,9 +768,9 @@ def _text_warnings(
         problem = turn_end_warning(tokenizer, config.model.path)
         if problem is not None:
             yield problem
-        unended = _unended_thoughts(chat, records, fields, data, setting)
-        if unended is not None:
-            yield unended
+        warning = _unended_thoughts(chat, records, fields, data, setting)
+        if warning is not None:
+            yield warning
 
     # The texts.
     yield from prompt_warnings(records, encoded.texts, data, setting, end_texts, template_marks(tokenizer))

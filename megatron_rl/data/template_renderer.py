@@ -213,7 +213,7 @@ def _end_process(process: subprocess.Popen[str]) -> None:
 
 
 def _exit_reason(status: int) -> str:
-    """Return the reason of a template's process for ending with ``status``, as Popen has it."""
+    """Describe why a template's process ended; ``status`` is the return code of Popen."""
     if -status == signal.SIGXCPU:
         return f"it takes more than {CPU_SECONDS} s of processor time"
     if status < 0:

@@ -437,9 +437,9 @@ class LengthReport:
 
 
 def counting_limit(limit: int) -> int:
-    """Return the number of tokens up to which a text with a limit of ``limit`` is counted.
+    """Return the number of tokens at which counting stops for a text with a limit of ``limit``.
 
-    Lengths up to it are exact in messages, so that a user sees how far to raise the limit.
+    Shorter texts have their exact length in messages, so that a user sees how far to raise the limit.
     """
     return 2 * limit + 1024
 

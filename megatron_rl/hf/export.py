@@ -108,7 +108,7 @@ def export(
     ``source`` is the checkpoint that the model was made from: its tokenizer files, and its layers for
     multi-token prediction, are copied; quantised tensors of these layers are written in ``dtype``. If
     ``source`` is multimodal, so is the export, with its config.json and the dtypes of its other parts. A
-    model with a scalar head, or without ``source``, is written as a language model alone. None as
+    model with a scalar head, or without ``source``, is written as a text-only model. None as
     ``dtype`` keeps the parameters'; biases that balance experts stay float32. Different ranks write files in
     parallel, in pieces of at most ``piece_bytes`` (or one row), so no rank ever holds more than a few pieces.
     ``path`` must be new or empty, on a file system that all ranks share. Raises UserError on all ranks if it
@@ -220,7 +220,7 @@ def _write(
     ranks = model.groups.layout.ranks
     steps = _schedule_pieces(content.files, content.shapes, ranks, content.dtypes, piece_bytes)
 
-    # The first rank alone creates and renames the folder; the others wait and raise its errors.
+    # Only the first rank creates and renames the folder; the others wait and raise its errors.
     target = path.with_name(path.name + ".incomplete")
     is_first = device.rank() == ranks[0]
 
@@ -401,7 +401,7 @@ def _collect(
                 device=device.device(),
             )
 
-        # Views to send and to receive into, by the other rank. A region of one's own is copied.
+        # Views to send from and to receive into, by peer. A region that this rank has itself is copied.
         sends: dict[int, list[Any]] = {}
         receives: dict[int, list[Any]] = {}
         for region, receiver, sender in flow:
@@ -434,7 +434,7 @@ def _flows(
     sources: Sequence[BoxGroup],
 ) -> list[list[tuple[Region, int, int]]]:
     """Return for each step (region, receiver, sender) of every transfer; holders take turns as senders."""
-    # The pieces are the boxes that their writers need, with the step of each by first row.
+    # Boxes that each writer needs, and (first row, step) of every piece by tensor name.
     boxes: dict[int, list[TensorBox]] = {}
     dtypes: dict[str, torch.dtype] = {}
     steps_by_row: dict[str, list[tuple[int, int]]] = {}

@@ -288,7 +288,7 @@ class CheckpointFiles:
         start: Sequence[int],
     ) -> Tensor:
         """Return a box of a quantised tensor as float32; ``values`` are its stored numbers."""
-        # All scales are read: they are small beside the box, and a scale per tensor has no dimension to cut.
+        # Read all scales: they are small compared with the box, and a per-tensor scale cannot be sliced.
         stored = self._location(self._scales[name]).name
         scales = self._handle(self._file_of[stored]).get_tensor(stored)
 

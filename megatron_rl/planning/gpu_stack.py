@@ -1,7 +1,7 @@
 """GPU stack: the packages for training on GPUs, and their compatibility with a machine's packages and driver.
 
 Compiled packages (vLLM, Transformer Engine, flash-attn, Apex) load with the torch release that they were
-built for. A container brings torch with its own builds: it stays, and only packages that fit beside it are
+built for. A container's own torch is never replaced, and only packages that are compatible with it are
 installed. So everything here compares *releases* (2.13), never strings: a container's
 ``2.13.0a0+9186a08b2c.nv26.07`` and the index's ``2.13.0+cu130`` are the same release.
 """
@@ -96,7 +96,7 @@ def unfit_packages(versions: Mapping[str, str], pinned: Mapping[str, str]) -> li
             )
         )
 
-    # vLLM's wheel would be installed beside this torch.
+    # vLLM's wheel will be installed next to this torch.
     if torch is not None and vllm is None:
         findings += _torch_without_vllm(torch, extensions, pinned)
 
@@ -142,7 +142,7 @@ def _fix_of_another_torch(torch: str, pinned: Mapping[str, str]) -> str:
 
 
 def missing_requirements(lock: str, versions: Mapping[str, str], toolkit: int = TOOLKIT) -> list[str]:
-    """Return the lines of a lock file that have to be installed beside a machine's own packages.
+    """Return the lines of a lock file that have to be installed in addition to a machine's own packages.
 
     ``lock`` is the file's text, a ``name==version`` a line; ``versions`` maps the names of the machine's own
     packages to their versions. A torch of the machine's own comes with the CUDA libraries it was built with,
@@ -150,7 +150,7 @@ def missing_requirements(lock: str, versions: Mapping[str, str], toolkit: int = 
     """
     system_names = {distribution_name(name) for name in versions}
     excluded = system_names | {COMPILED_HERE}
-    # Its parts are of one version: a part of the lock beside a container's own one does not load.
+    # Its parts must have one version: a part from the lock does not load with the container's own parts.
     if "transformer-engine" in system_names:
         excluded |= {"transformer-engine-cu12", "transformer-engine-cu13"}
     if toolkit != TOOLKIT:

@@ -57,7 +57,7 @@ def _open_order_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _kept_cache_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error for ``on_update: keep`` where no request stays in the engine during a weight sync."""
+    """Yield the error for ``on_update: keep`` if no request stays in the engine during a weight sync."""
     rollout = config.rollout
     if rollout.on_update != KEEP:
         return
@@ -166,7 +166,7 @@ def _staleness_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _partial_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error for partial responses in the closed order where no response remains unfinished."""
+    """Yield the error for partial responses in the closed order if every response is finished in its step."""
     rollout = config.rollout
     if rollout.order == CLOSED and rollout.partial and rollout.oversample == 0:
         yield UserError(

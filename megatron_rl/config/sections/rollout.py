@@ -386,7 +386,7 @@ class RolloutConfig:
             "leave it out to have the engine's own",
         },
     )
-    # What no reward is computed for.
+    # Responses that are removed before any reward is computed.
     filters: FiltersConfig = setting(
         FiltersConfig(), "Filters that remove finished responses before any reward is computed."
     )

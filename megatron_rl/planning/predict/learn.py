@@ -472,7 +472,7 @@ def _pipeline_seconds(
     layer: float,
     head: float,
 ) -> float:
-    """Return seconds of all micro-batches where a layer and the output layer take these seconds each."""
+    """Return the seconds of all micro-batches, from the seconds of a layer and of the output layer."""
     model = choice.model
     layout = choice.layout
     slowest, mean = _stage_seconds(model, layout, layer, head)

@@ -634,7 +634,7 @@ def _colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | None:
 
 
 def _split(planner: Planner, roles: Sequence[str], split: str) -> PlacementPlan | None:
-    """Return the fastest placement with GPUs for generation alone."""
+    """Return the fastest placement with generation-only GPUs."""
     problem = planner.problem
     gpus = problem.gpus
     rollout_planner = planner

@@ -210,7 +210,7 @@ class _ConfigWriter:
         }
 
     def reward(self) -> dict[str, Any]:
-        """Return the reward section: a model where one is planned, else a function."""
+        """Return the reward section: a reward model if the plan has one, else a function."""
         if self.plan.plan_of(REWARD_MODELS.name) is None:
             return {"function": self.paths.reward or _REWARD_FUNCTION}
 

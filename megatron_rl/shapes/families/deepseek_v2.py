@@ -19,7 +19,7 @@ def _megatron(config: Mapping[str, Any]) -> Fields:
 
 
 def _engine_keys(config: Mapping[str, Any]) -> Fields:
-    # Greedy routing has one group of experts; vLLM reads the keys all the same.
+    # Greedy routing has no groups of experts, but vLLM reads both keys.
     return {"n_group": 1, "topk_group": 1}
 
 

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: latent attention as DeepSeek V3 has it, experts as GLM-4.5 has them."""
+"""GLM-4.7-Flash: the latent attention of DeepSeek V3 and the experts of GLM-4.5."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -14,7 +14,7 @@ from megatron_rl.shapes.family import (
 
 
 def _structure(reader: ConfigReader) -> Fields:
-    # What the published config.json can switch off, transformers computes in any case.
+    # config.json has switches for these, and transformers ignores them: accept only its fixed choices.
     reader.allow("use_qk_norm", True, None)
     reader.allow("qk_norm_type", "per_layer", None)
     reader.allow("use_routing_bias", True, None)
