@@ -243,7 +243,7 @@ def rejection_mask(
         "k3": torch.expm1(log_rho) - log_rho,
     }
 
-    # Every measure reads all masked-in tokens, not those that earlier ones accept, so the order is free.
+    # Each measure is computed over all masked-in tokens, so the order of the measures does not matter.
     accepted = mask.clone()
     for measure, limit in measures.items():
         if measure not in REJECTION_MEASURES:

@@ -131,7 +131,7 @@ def old_policy_log_probs(
     scores: Scores,
     algorithm: Algorithm,
 ) -> Tensor | None:
-    """Return the old policy's log-probs [N], as ratios, KL penalty, its metric and its controller use them.
+    """Return the old policy's log-probs [N], for ratios and for the KL penalty, its metric and controller.
 
     With `Correction.bypass` these are the engine's; otherwise the trainer's, None until a pass computes them.
     """

@@ -136,7 +136,7 @@ class Inputs:
 
 
 def check_paths(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors for paths that are too long, such as a text in place of the file that holds it.
+    """Yield the errors for paths that are too long, such as a text in place of the path of its file.
 
     Later rules that read files need no guard against such values.
     """

@@ -124,7 +124,7 @@ def with_gpu_memory(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
 def check_memory(
     config: RunConfig, ranks: Sequence[RankMemory], key: str
 ) -> tuple[list[UserError], list[UserError]]:
-    """Return the errors and the warnings of phases in which a rank is estimated not to fit in a GPU.
+    """Return the errors and the warnings for phases in which a rank's estimated memory exceeds its GPU's.
 
     An estimate above the limit by more than `TRUST` is an error, else a warning. ``key`` is the setting that
     determines the memory of a GPU.

@@ -338,7 +338,7 @@ def _signature(item: Any) -> str:
 
 
 def other_names() -> str:
-    """Return other projects' names of the keys, a table per project."""
+    """Return the page of other projects' names for our keys, with a table per project."""
     rows_by_project: dict[str, list[str]] = {}
     for path, name in foreign_keys():
         row = f"| `{name.name}` | `{path}` | {_cell(name.difference())} |"

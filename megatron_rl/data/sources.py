@@ -686,7 +686,7 @@ class _ResponseEncoder:
         response: list[numpy.ndarray] = []
         last_token = None
         for index, tokens in enumerate(pieces):
-            # Text between turns: the end token of the turn may be its first token, too.
+            # Odd pieces are the text between turns, which may begin with the end token of the turn before it.
             if index % 2:
                 repeats_end = len(tokens) > 0 and tokens[0] == last_token
                 response.append(~tokens[1 if repeats_end else 0 :])

@@ -198,7 +198,7 @@ def _read(
 
 
 def fingerprint(path: str | Path, dtype: torch.dtype) -> str:
-    """Return a checksum of a model's weights in ``dtype``, of one row of each of up to `SAMPLED` tensors.
+    """Return a checksum over one row of each of up to `SAMPLED` tensors of a model, converted to ``dtype``.
 
     It does not depend on the format of the checkpoint or on its division into files.
     """

@@ -499,10 +499,10 @@ def profile_fields() -> dict[str, Setting]:
 
 
 def profile_errors(rollout: RolloutConfig) -> list[UserError]:
-    """Return the errors for the sampling profiles, whose keys have the types and bounds of the rollout's own.
+    """Validate the sampling profiles against the types and bounds of the rollout section; return the errors.
 
-    A profile is a free mapping and not a section, since a key that it leaves out has the rollout's value and
-    not a default.
+    A profile is a mapping rather than a section, so that an omitted key has the rollout's value and not a
+    default.
     """
     descriptions = profile_fields()
     errors = []
