@@ -189,7 +189,8 @@ class ConversationText:
 
             # The template may write the content differently, such as escaped. It leaves the content out if
             # another content makes no difference.
-            changed = [*new[:index], {**message, "content": "?"}, *new[index + 1 :]]
+            changed = list(new)
+            changed[index] = {**message, "content": "?"}
             if self._after_sentinel([*history, _SENTINEL_TURN, *changed]) == tail:
                 raise _template_error(
                     f"it omits the content of a message of the role {message.get('role')}", [tail]

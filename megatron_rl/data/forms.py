@@ -658,9 +658,12 @@ def schema_without_nulls(value: Any, of_arrow: bool) -> Any:
             continue
         result[name] = schema_without_nulls(inner, of_arrow)
         if name == "properties" and isinstance(inner, Mapping):
-            # A schema that its author left empty ({}) had no keys before, either: it is retained.
-            empty = {key for key, schema in result[name].items() if schema == {} and inner[key] != {}}
-            result[name] = {key: schema for key, schema in result[name].items() if key not in empty}
+            # Drop properties that consisted of nulls. A schema that its author left empty ({}) stays.
+            properties = {}
+            for key, schema in result[name].items():
+                if schema != {} or inner[key] == {}:
+                    properties[key] = schema
+            result[name] = properties
     return result
 
 
@@ -680,11 +683,16 @@ def _messages_of_columns(value: Mapping[str, Any]) -> list[Any] | None:
     # Columns of one length, among them the roles.
     columns = {name: column for name, column in value.items() if column is not None}
     roles = columns.get("role", columns.get("from"))
-    if not isinstance(roles, list) or not all(isinstance(column, list) for column in columns.values()):
+    if not isinstance(roles, list):
         return None
-    if any(len(column) != len(roles) for column in columns.values()):
-        return None
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    for column in columns.values():
+        if not isinstance(column, list) or len(column) != len(roles):
+            return None
+
+    messages: list[Any] = []
+    for row in zip(*columns.values(), strict=True):
+        messages.append(dict(zip(columns, row, strict=True)))
+    return messages
 
 
 def _messages_in(text: str) -> list[Any] | None:

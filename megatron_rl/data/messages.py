@@ -406,7 +406,10 @@ def _shared_length(conversations: Sequence[Sequence[Any]]) -> int:
 
 def _ends_with_turn(messages: Sequence[Any]) -> bool:
     """Return whether the last of ``messages`` is the assistant's."""
-    return bool(messages) and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"
+    if not messages:
+        return False
+    last = messages[-1]
+    return isinstance(last, dict) and last.get("role") == "assistant"
 
 
 def _is_text_turn(messages: Sequence[Any]) -> bool:
@@ -494,8 +497,12 @@ def _ends_thoughts(response: Any, end: str) -> bool:
     """Return whether each assistant turn has ``end`` after its thoughts, or thoughts in their own field."""
     if isinstance(response, str):
         return end in response
-    turns = [message for message in response if message["role"] == "assistant"]
-    return all(turn.get("reasoning_content") or end in (turn.get("content") or "") for turn in turns)
+    for message in response:
+        if message["role"] != "assistant" or message.get("reasoning_content"):
+            continue
+        if end not in (message.get("content") or ""):
+            return False
+    return True
 
 
 def mixed_templates_error(first: str, templated: bool, second: str) -> UserError:

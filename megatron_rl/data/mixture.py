@@ -193,9 +193,9 @@ def load_training_prompts(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, files: TokenFiles
 ) -> tuple[TrainingPrompts, dict[str, PromptSource]]:
     """Return the training prompts, and the data sets that they are made of by key."""
-    loaded = {
-        key: load_prompts(config, key, path, tokenizer, files) for key, path in prompt_sets(config).items()
-    }
+    loaded: dict[str, PromptSource] = {}
+    for key, path in prompt_sets(config).items():
+        loaded[key] = load_prompts(config, key, path, tokenizer, files)
     if not config.data.sources:
         return loaded["data.train"], loaded
 

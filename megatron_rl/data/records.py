@@ -655,8 +655,11 @@ def _from_json(value: Any, kind: Any) -> Any:
 
     # A struct has as many fields as the value has keys; a map's two fields are key and value.
     if isinstance(value, dict) and kind.num_fields == len(value):
-        fields = {kind.field(index).name: kind.field(index).type for index in range(kind.num_fields)}
-        return {name: _from_json(inner, fields[name]) for name, inner in value.items()}
+        field_types: dict[str, Any] = {}
+        for index in range(kind.num_fields):
+            field = kind.field(index)
+            field_types[field.name] = field.type
+        return {name: _from_json(inner, field_types[name]) for name, inner in value.items()}
     if isinstance(value, list) and kind.num_fields == 1:
         return [_from_json(inner, kind.field(0).type) for inner in value]
     return value

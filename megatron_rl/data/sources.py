@@ -102,16 +102,20 @@ class ShuffledOrder:
         """Return the items of the current epoch in their order."""
         items = list(range(self.count))
         if self.shuffle:
-            items = numpy.random.default_rng([self.seed, self.epoch]).permutation(self.count).tolist()
+            generator = numpy.random.default_rng([self.seed, self.epoch])
+            items = generator.permutation(self.count).tolist()
         return [item for item in items if item not in self.skipped]
 
     def _draw_skipped(self) -> set[int]:
         """Return the items that the current epoch skips."""
         if self.uniform_share == 1 or not self.uniform:
             return set()
-        # A stream of its own: the permutation is that of (seed, epoch).
-        draws = numpy.random.default_rng([self.seed, self.epoch, 1]).random(self.count)
+
+        # Another random stream than the permutation's, which is seeded with (seed, epoch).
+        generator = numpy.random.default_rng([self.seed, self.epoch, 1])
+        draws = generator.random(self.count)
         skipped = {item for item in self.uniform if draws[item] >= self.uniform_share}
+
         # An epoch without any prompt would not end.
         if len(skipped) == self.count:
             return set()
@@ -255,8 +259,17 @@ class PromptSource:
             setting,
             "data.max_prompt_tokens",
         )
-        prompts = fingerprint([lengths[row] for row in self._ids], (self._tokens[row] for row in self._ids))
-        self._order = ShuffledOrder(len(self._ids), seed, data.shuffle, prompts, data.uniform_share)
+
+        # The order is of the prompts within the limit: other prompts are another data set for a resumed run.
+        row_lengths = [lengths[row] for row in self._ids]
+        row_tokens = (self._tokens[row] for row in self._ids)
+        self._order = ShuffledOrder(
+            len(self._ids),
+            seed,
+            data.shuffle,
+            fingerprint(row_lengths, row_tokens),
+            data.uniform_share,
+        )
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -310,7 +323,9 @@ class PromptSource:
         order = self._order
         if order.uniform_share == 1:
             return {}
-        return {"": (len(order.uniform) / order.count, len(order.skipped) / order.count)}
+        uniform_fraction = len(order.uniform) / order.count
+        skipped_fraction = len(order.skipped) / order.count
+        return {"": (uniform_fraction, skipped_fraction)}
 
     def everything(
         self,
@@ -389,6 +404,10 @@ class PromptSource:
         # A record without a task has the default one, and with it the default sampling.
         data = self._data
         tasks = tuple(str(record.values.get(data.task_field) or self._default_task) for record in records)
+        sampling: list[SamplingParameters] = []
+        for task, row in zip(tasks, tokens, strict=True):
+            sampling.append(self._sampling(task, len(row)))
+
         return PromptBatch(
             tokens=ragged(tokens),
             lengths=torch.tensor([len(row) for row in tokens], dtype=torch.long),
@@ -397,7 +416,7 @@ class PromptSource:
             prompts=tuple(self._texts[row] for row in ids),
             ground_truths=tuple(record.values.get(data.ground_truth_field) for record in records),
             metadata=tuple(self._metadata(record) for record in records),
-            sampling=tuple(self._sampling(task, len(row)) for task, row in zip(tasks, tokens, strict=True)),
+            sampling=tuple(sampling),
         )
 
     def _sampling(self, task: str, prompt_tokens: int) -> SamplingParameters:
@@ -701,7 +720,8 @@ class _ResponseEncoder:
 
 def _ends_with(tokens: numpy.ndarray, end: numpy.ndarray) -> bool:
     """Return whether tokens end with others: a prompt's tokens may have the tokenizer's prefix in front."""
-    return len(tokens) >= len(end) and numpy.array_equal(tokens[len(tokens) - len(end) :], end)
+    start = len(tokens) - len(end)
+    return start >= 0 and numpy.array_equal(tokens[start:], end)
 
 
 def _trained_turns(response: str | Sequence[Mapping[str, Any]]) -> list[bool]:

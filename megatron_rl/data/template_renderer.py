@@ -312,10 +312,16 @@ def _render(compiled: Callable[[str], Any], setup: Mapping[str, Any], request: S
     """Return ``[text, null]`` of one rendering, or ``[null, reason]``."""
     # transformers refuses such tools, too; a template would fail on them in ways of its own.
     messages, tools, opens, kwargs = request
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+    are_schemas = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    if tools is not None and not are_schemas:
         return [None, f"tools are a list of JSON schemas, not {json.dumps(tools)[:80]}"]
 
-    values = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": opens}
+    values = {
+        "messages": messages,
+        "tools": tools,
+        "documents": None,
+        "add_generation_prompt": opens,
+    }
     try:
         template = compiled(_choose_template(setup["templates"], tools))
         text = template.render(**{**setup["special"], **kwargs, **values})

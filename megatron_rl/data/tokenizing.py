@@ -314,7 +314,8 @@ class PromptEncoder:
         for row, record in enumerate(records):
             # A template writes its own BOS.
             if not uses_chat_template(record, self.data):
-                tokens[row] = numpy.asarray(with_prefix(prefix, tokens[row].tolist()), numpy.int32)
+                prefixed = with_prefix(prefix, tokens[row].tolist())
+                tokens[row] = numpy.asarray(prefixed, numpy.int32)
 
             if not len(tokens[row]):
                 raise no_tokens_error(texts[row], f"{record.where} ({self.setting})")
