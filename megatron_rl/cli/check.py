@@ -100,7 +100,7 @@ def _require_gpu(name: str) -> None:
 
 
 def _print_report(arguments: argparse.Namespace, report: CheckReport) -> None:
-    """Print a report in the form that the arguments ask for, after the picture and the simulation."""
+    """Write the picture and simulate if requested, then print the report as text or as JSON."""
     # The picture needs layouts, which a configuration with errors may not have.
     if arguments.picture is not None and report.layouts is not None:
         _write_picture(arguments.picture, picture(report, arguments.config))

@@ -526,7 +526,7 @@ def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str
     environment = report.config.rollout.environment
     if environment is None:
         return []
-    # Rows of the replica that has most of them.
+    # The replica with the most rows determines the concurrency.
     rows = batch.rows_per_replica[1]
     in_flight = episodes_in_flight(report.config, batch)
     queued = max(0, batch.prompts_in_flight - in_flight // batch.samples * batch.replicas)

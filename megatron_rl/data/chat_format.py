@@ -344,7 +344,8 @@ class ConversationText:
             if turn.endswith(close):
                 return turn[: len(turn) - len(close)]
 
-        # The opening has a mark of thoughts that the template writes of no message: the content follows it.
+        # The opening has a mark of thoughts that the template leaves out of a rendered turn: the turn is then
+        # the content of the message.
         elif not further_fields:
             return cut_at_end(content, self.ends) or content
         raise _template_error("a turn is not enclosed by the texts that open and end a turn", [conversation])

@@ -730,7 +730,7 @@ class Trial:
         dtype: str,
         training: bool,
     ) -> tuple[list[UserError], list[UserError]]:
-        """Return the errors for settings that Megatron refuses, and the warning of a trial without result.
+        """Return the errors for settings that Megatron refuses, and a warning if the trial has no result.
 
         At the start of a run (``training``) fields are tried even if this machine lacks their requirements.
         """
