@@ -244,7 +244,7 @@ class _Rows:
 
     @classmethod
     def concatenate(cls, batches: Sequence[Any]):
-        """Concatenate batches; a tensor field that is None in one of them must be None in all."""
+        """Concatenate batches; a tensor field must be set in all of them or in none."""
         changes: dict[str, Any] = {}
         for name in (*cls.TOKEN_FIELDS, *cls.ITEM_FIELDS, *cls.ROW_FIELDS):
             values = [getattr(batch, name) for batch in batches]

@@ -150,7 +150,7 @@ def find_module(name: str) -> tuple[Path | None, str | None]:
 
 
 def missing_file(location: str, key: str, noun: str = "file") -> UserError:
-    """Return the error of a Python file that does not exist."""
+    """Return the error for a Python file that does not exist."""
     return UserError(
         f"the {noun} {location} does not exist",
         where=key,

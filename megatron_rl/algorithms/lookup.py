@@ -72,6 +72,7 @@ def _plain_piece(piece: Piece, kind: Kind, explicit: Any) -> str | dict[str, Any
         if is_setting(item):
             settings[item.name] = to_plain(getattr(piece, item.name))
 
+    # The shortest form that constructs the same piece again.
     if not settings:
         return name
     if name is None:
@@ -188,6 +189,8 @@ def _load_algorithm(name: str) -> Algorithm:
     key = "algorithm.name"
     if name in ALGORITHMS:
         return ALGORITHMS[name]
+
+    # A path separates its file or module from the name in it by a colon.
     if ":" not in name:
         raise _unknown_name("algorithm", name, ALGORITHMS, key)
 
@@ -279,6 +282,7 @@ def _setting_of_other_pieces(error: UserError, piece: str, kind: Kind) -> UserEr
     if not isinstance(error, UnknownName):
         return error
 
+    # Most likely the user took the setting from the documentation of another piece.
     pieces_with_setting = [
         name
         for name, candidate in kind.named.items()
@@ -306,7 +310,7 @@ def _unknown_name(
     table: Mapping[str, Any],
     key: str,
 ) -> UserError:
-    """Return the error of a name that is not in a table, with the nearest name as the fix."""
+    """Return the error for a name that is not in a table, with the nearest name as the fix."""
     suggestion = nearest(str(name), table)
     fix = "choose one of these"
     if suggestion:
@@ -325,12 +329,14 @@ def user_piece(value: Any, kind: Kind, path: str, key: str) -> Piece | type[Piec
 
     ``path`` names the object in errors; ``key`` is the configuration's key that it was written at.
     """
+    # A piece has its settings already; a class gets them from the configuration.
     if isinstance(value, kind.base):
         return value
     if isinstance(value, type):
         _check_class(value, kind, path, key)
         return value
 
+    # A function has no settings and no requirements, so only some kinds accept one.
     arguments = ", ".join(kind.arguments)
     if not callable(value) or kind.of_function is None:
         or_function = "" if kind.of_function is None else f" or a function({arguments})"

@@ -115,7 +115,7 @@ class CheckReport:
         models: Role -> config.json of its model.
         memory: Memory of each rank in each phase.
         sync: Bytes that one weight sync moves; None for engines outside the ranks.
-        records: Number of training records, None where they were not counted.
+        records: Number of training records, None if they were not counted.
         data_stats: Statistics of the data sets that were read.
         algorithm: The constructed algorithm, None for an unknown one.
         files_missing: Whether some files do not exist yet but are not errors: a preparation command makes
@@ -534,7 +534,7 @@ def _check_against_models(check: _Check, inputs: Inputs, layouts: Mapping[str, P
 
 
 def _fit_errors(check: _Check, inputs: Inputs, role: str, layout: ParallelLayout) -> list[UserError]:
-    """Return the errors of a layout that does not fit the shape of its role's model."""
+    """Return the errors for a layout that does not fit the shape of its role's model."""
     if not check.is_valid(*megatron_sections(check.config)):
         return []
     has_section = role == "rollout" or layout_sections(check.config)[layout_path_of(role)] is not None
@@ -594,7 +594,7 @@ def _trial_roles(inputs: Inputs, layouts: Mapping[str, ParallelLayout]) -> list[
 def _report(
     check: _Check, inputs: Inputs, origins: Mapping[str, Origin], world: int, algorithm: Algorithm | None
 ) -> CheckReport:
-    """Return the report, with derived values and plans where the configuration has no errors."""
+    """Return the report; a configuration without errors has derived values and plans."""
     plans = None
     config = check.config
     if not check.errors:

@@ -136,7 +136,7 @@ class Inputs:
 
 
 def check_paths(config: RunConfig) -> Iterator[UserError]:
-    """Yield the errors of paths that are too long, such as a text in place of the file that holds it.
+    """Yield the errors for paths that are too long, such as a text in place of the path of its file.
 
     Later rules that read files need no guard against such values.
     """
@@ -319,6 +319,7 @@ def _check_stage_data(inputs: Inputs, plan: StagePlan) -> None:
         key = f"{plan.where}.{name}"
         if path is None or not inputs.is_valid("data.prompt_field", key, *response_keys):
             continue
+
         data = fields_of(inputs.config.data, settings, plan.where)
         reader = RecordReader(data, key, responses, settings.every_turn, template=inputs.template)
         limit = settings.max_row_tokens or longest_row(inputs.config)
@@ -399,7 +400,7 @@ def _only_scores(config: RunConfig, section: str) -> bool:
 
 
 def _output_errors(model: PretrainedModel, key: str, config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of a policy with a scalar head, or of a reward model without one."""
+    """Yield the error for a policy with a scalar head, or for a reward model without one."""
     section = key.removesuffix(".path")
     family = model.family
     if key == _ACTOR_PATH or spec_at(section).head == VOCABULARY:
@@ -468,7 +469,9 @@ def _check_role_model(inputs: Inputs, path: str | None, section: str) -> None:
 
 
 def _teacher_token_errors(inputs: Inputs, path: Path) -> Iterator[UserError]:
-    """Yield the error of a teacher whose tokenizer gives other ids to texts than the actor's."""
+    """Yield the error for a teacher whose tokenizer gives other ids to texts than the actor's."""
+    # Distillation compares log-probs of the actor's token ids, so each id must mean the same text. The
+    # teacher may have further tokens.
     actor_ids = token_ids(Path(inputs.config.model.path))
     teacher_ids = token_ids(path)
     different = [text for text, number in actor_ids.items() if teacher_ids.get(text) != number]
@@ -534,7 +537,7 @@ def _check_data_set(inputs: Inputs, data_set: DataSet) -> DataPreview | None:
 
 
 def _source_template_errors(inputs: Inputs) -> Iterator[UserError]:
-    """Yield the error of sources that differ in whether their prompts go through the chat template.
+    """Yield the error for sources that differ in whether their prompts go through the chat template.
 
     Only the first source that differs from the first one of all is reported. Sources that cannot be read have
     errors of their own.
@@ -555,10 +558,11 @@ def _source_template_errors(inputs: Inputs) -> Iterator[UserError]:
 
 
 def _mixed_template_errors(inputs: Inputs) -> Iterator[UserError]:
-    """Yield the errors of evaluation sets that differ from the training data in using the chat template.
+    """Yield the errors for evaluation sets that differ from the training data in using the chat template.
 
     An environment continues all conversations either with the chat template or as plain text.
     """
+    # Sources among themselves are compared by `_source_template_errors`, so the first one suffices here.
     training = next((key for key in inputs.uses_template if key.startswith("data.")), None)
     if training is None:
         return
@@ -577,7 +581,7 @@ def _mixed_template_errors(inputs: Inputs) -> Iterator[UserError]:
 
 
 def _run_dir_errors(path: Path) -> Iterator[UserError]:
-    """Yield the error of a run folder that cannot be made or written, tried with a temporary folder."""
+    """Yield the error for a run folder that cannot be made or written, tried with a temporary folder."""
     problem = _run_dir_problem(path)
     if problem is not None:
         yield UserError(
@@ -590,7 +594,7 @@ def _run_dir_errors(path: Path) -> Iterator[UserError]:
 
 
 def _run_dir_problem(path: Path) -> str | None:
-    """Return why a run folder cannot be made at ``path``, None where it can."""
+    """Return why a run folder cannot be made at ``path``, None if it can."""
     existing = path
 
     # Find the nearest existing parent, in which the missing folders would be made.

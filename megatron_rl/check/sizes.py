@@ -28,11 +28,13 @@ _GIB = 2**30
 
 
 def check_world(config: RunConfig, launched: int | None) -> Iterator[UserError]:
-    """Yield the error of a number of processes that is out of range or differs from ``world_size``."""
+    """Yield the error for a number of processes that is out of range or differs from ``world_size``."""
     if launched is not None and not 1 <= launched <= MAX_WORLD:
         fix = "start a number of processes that the layouts divide"
         yield out_of_range("world size", launched, f"1 to {MAX_WORLD} processes", fix=fix)
         return
+
+    # Without an explicit world size any number of processes is the user's intention.
     if launched is None or config.world_size is None or launched == config.world_size:
         return
     processes = "1 process" if launched == 1 else f"{launched} processes"
@@ -58,7 +60,7 @@ def smallest_valid_world(config: RunConfig) -> int | None:
 def check_layout(
     role: str, layout: ParallelLayout, world_size: int, config: RunConfig
 ) -> Iterator[UserError]:
-    """Yield the errors of a role's layout: its sizes, its ranks, and tensor parallelism of the engine."""
+    """Yield the errors for a role's layout: its sizes, its ranks, and tensor parallelism of the engine."""
     yield from problems(layout, world_size, smallest_valid_world(config))
 
     engine = config.rollout.engine
@@ -77,7 +79,7 @@ def check_layout(
 
 
 def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
-    """Yield the error of rows (prompt and response) with more tokens than the model has positions."""
+    """Yield the error for rows (prompt and response) with more tokens than the model has positions."""
     row_tokens = longest_row(config)
     excess = row_tokens - shape.max_positions
     if config.job == TRAIN and excess > 0:
@@ -93,7 +95,7 @@ def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
 
 
 def check_budget(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of a micro-batch budget (tokens) below the longest row."""
+    """Yield the error for a micro-batch budget (tokens) below the longest row."""
     budget = config.batch.tokens_per_microbatch
     row_tokens = longest_row(config)
     if config.job == TRAIN and budget is not None and budget < row_tokens:
@@ -122,7 +124,7 @@ def with_gpu_memory(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
 def check_memory(
     config: RunConfig, ranks: Sequence[RankMemory], key: str
 ) -> tuple[list[UserError], list[UserError]]:
-    """Return the errors and the warnings of phases in which a rank is estimated not to fit in a GPU.
+    """Return the errors and the warnings for phases in which a rank's estimated memory exceeds its GPU's.
 
     An estimate above the limit by more than `TRUST` is an error, else a warning. ``key`` is the setting that
     determines the memory of a GPU.
@@ -163,16 +165,17 @@ def check_memory(
 def check_checkpoint(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], ranks: Sequence[RankMemory]
 ) -> Iterator[UserError]:
-    """Yield the error of a checkpoint that a node's host has no memory for."""
+    """Yield the error for a checkpoint that needs more host memory than a node has."""
     memory = checkpoint_memory(config, layouts, ranks)
     layout = config.checkpoint.optimizer_layout
     limit = config.host_memory_gib
     if memory is None or layout is None or limit is None:
         return
-    needed = memory.on_host(layout) / _GIB
-    if needed <= limit:
+    required_gib = memory.on_host(layout) / _GIB
+    if required_gib <= limit:
         return
 
+    # Suggest the sharded layout only where it would fit.
     sharded = memory.on_host(SAME) / _GIB
     fix = "use more nodes"
     if layout == ANY and sharded <= limit:
@@ -181,7 +184,7 @@ def check_checkpoint(
         "a checkpoint is estimated to need more memory than the host of a node has",
         where="checkpoint.optimizer_layout",
         expected=f"at most host_memory_gib={limit:g}",
-        got=f"{needed:.1f} GiB for the {memory.ranks} ranks of a node, with the layout {layout}",
+        got=f"{required_gib:.1f} GiB for the {memory.ranks} ranks of a node, with the layout {layout}",
         fix=fix,
     )
 

@@ -107,7 +107,7 @@ def load_test(
 
 
 def _failed_test(url: str, message: str, got: str) -> UserError:
-    """Return the error of a load test without a result, or with requests that failed."""
+    """Return the error for a load test without a result, or with requests that failed."""
     return UserError(
         message,
         where=url,
@@ -143,6 +143,7 @@ def tables(results: Mapping[int, Mapping[str, Any]]) -> str:
         )
         measurements.append("| " + " | ".join(map(str, cells)) + " |")
 
+        # A server at its measured limit has no room for a burst of requests.
         planned = rate * (1 - HEADROOM)
         capacities.append(f"| {users} | {planned:.2f} | {planned * 86_400:,.0f} |")
 
@@ -166,6 +167,7 @@ def _users(text: str) -> Sequence[int]:
         users = [int(number) for number in text.split(",")]
     except ValueError:
         users = []
+
     if not users or min(users) < 1:
         raise UserError(
             "the numbers of users cannot be read",

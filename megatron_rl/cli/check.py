@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the check, and return 2 for a configuration with errors."""
+    """Check the configuration and print the report; return exit code 2 if it has errors."""
     # The option wins over torchrun's world size; without either, that of the configuration is used.
     job = current_launch()
     world_size = arguments.world_size
@@ -100,7 +100,7 @@ def _require_gpu(name: str) -> None:
 
 
 def _print_report(arguments: argparse.Namespace, report: CheckReport) -> None:
-    """Print a report in the form that the arguments ask for, after the picture and the simulation."""
+    """Write the picture and simulate if requested, then print the report as text or as JSON."""
     # The picture needs layouts, which a configuration with errors may not have.
     if arguments.picture is not None and report.layouts is not None:
         _write_picture(arguments.picture, picture(report, arguments.config))
@@ -203,7 +203,7 @@ def _prediction_json(report: CheckReport) -> dict[str, Any]:
 
 
 def _write_picture(path: Path, svg: str) -> None:
-    """Write the picture; raises UserError where its folder does not exist or cannot be written to."""
+    """Write the picture; raises UserError if its folder does not exist or cannot be written to."""
     try:
         path.write_text(svg, encoding="utf-8")
     except OSError as error:

@@ -100,6 +100,8 @@ def report_text(
 def _sections(report: CheckReport) -> list[str]:
     """Return the sections; those without results are left out, since errors stop a check early."""
     blocks = [_configuration(report)]
+
+    # In the order of a user's questions: the algorithm and its ranks, the data, the memory.
     if report.layouts is not None:
         blocks.append(summary(report))
     if report.data_stats:
@@ -116,6 +118,8 @@ def _sections(report: CheckReport) -> list[str]:
         blocks.append(_section("WEIGHT SYNC", "bytes each time the engine gets new weights", _sync(report)))
     if report.batch is not None and not report.errors:
         blocks.append(_section("HEALTH", "rules that watch the metrics of the run", _health(report.config)))
+
+    # Say why the sections on memory and weight sync are absent.
     if report.layouts is not None and report.shape is None:
         unavailable = "no memory"
         if report.batch is not None:
@@ -175,7 +179,7 @@ def _short(number: float) -> str:
 
 
 def _memory_line(report: CheckReport) -> str:
-    """Return the memory of the fullest rank beside that of its device."""
+    """Return the memory of the fullest rank, and the memory of its device."""
     if not report.memory:
         return f"not computed: {_missing_reason(report)}"
     fullest = report.memory[0]
@@ -193,6 +197,7 @@ def _transfer_line(report: CheckReport) -> str:
     if report.sync is None:
         if report.config.job != TRAIN:
             return "none: the job has no rollout"
+        # Servers shard the model by their own command lines, which the run does not see.
         if not report.config.rollout.capabilities.in_process:
             return "not computed: the layout of the servers is theirs"
         return f"not computed: {_missing_reason(report)}"
@@ -263,6 +268,7 @@ def _algorithm(report: CheckReport) -> list[str]:
         value = getattr(section, key)
         path = f"algorithm.{key}"
         text = piece_text(value)
+        # `with_pieces` leaves the pieces of the value function out of an algorithm without a critic.
         if value is None and key.startswith("value_"):
             text = "not used without a critic"
         rows.append((path, text, _origin_text(report, path)))
@@ -381,7 +387,7 @@ def _value(value: object) -> str:
 
 
 def _health(config: RunConfig) -> list[str]:
-    """Return the health rules that warn, those that end the run, those that are off, and the user's bands."""
+    """Return the health rules by effect (warn, end the run, off), and the bands that the user set."""
     rules = health_rules(config)
     lines: list[str] = []
     for label, act in (("warn", WARN), ("end the run", STOP)):
@@ -403,11 +409,12 @@ def _health(config: RunConfig) -> list[str]:
 
 def _labelled(label: str, text: str) -> list[str]:
     """Return a text behind its label, wrapped; no lines for an empty text."""
+    # A name that is broken at a hyphen can no longer be searched for.
     indent = " " * (_LABEL_COLUMN + 2)
-    first, *others = textwrap.wrap(text, WIDTH - 2 - len(indent), break_on_hyphens=False) or [""]
-    if not first:
+    first_line, *further_lines = textwrap.wrap(text, WIDTH - 2 - len(indent), break_on_hyphens=False) or [""]
+    if not first_line:
         return []
-    return [f"{label:<{_LABEL_COLUMN}}  {first}", *(indent + line for line in others)]
+    return [f"{label:<{_LABEL_COLUMN}}  {first_line}", *(indent + line for line in further_lines)]
 
 
 def _data_section(report: CheckReport) -> str:
@@ -497,11 +504,11 @@ def _checkpoint_line(report: CheckReport) -> list[tuple[str, str]]:
         text = f"optimizers gathered for any layout, {_bytes(memory.gathered)} on a rank"
     # An asynchronous checkpoint is written from a host copy while the next steps run.
     blocking = "the copy to the host" if settings.asynchronous else "it"
-    other = SAME
+    other_layout = SAME
     if layout == SAME:
-        other = ANY
+        other_layout = ANY
     per_node = f"{_bytes(memory.on_host(layout))} of host memory a node"
-    per_node += f" ({_bytes(memory.on_host(other))} with {other})"
+    per_node += f" ({_bytes(memory.on_host(other_layout))} with {other_layout})"
 
     seconds = memory.write_seconds
     stop = f"{CHECKPOINT_BANDWIDTH / 1e9:g} GB/s a node; a stop has {settings.stop_seconds or 0:g} s for it"
@@ -519,7 +526,7 @@ def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str
     environment = report.config.rollout.environment
     if environment is None:
         return []
-    # Rows of the replica that has most of them.
+    # The replica with the most rows determines the concurrency.
     rows = batch.rows_per_replica[1]
     in_flight = episodes_in_flight(report.config, batch)
     queued = max(0, batch.prompts_in_flight - in_flight // batch.samples * batch.replicas)
@@ -549,7 +556,7 @@ def _episode_lines(report: CheckReport, batch: BatchPlan) -> list[tuple[str, str
 
 
 def _order_text(config: RunConfig) -> str:
-    """Return the rows that a step learns from, by the order of the rollout."""
+    """Describe which rows a step trains on, depending on the order of the rollout."""
     rollout = config.rollout
     # Start with the text for the closed order without over-sampling; other settings replace or extend it.
     text = "a step learns from exactly its prompts"
@@ -571,6 +578,8 @@ def _limit_lines(rollout: RolloutConfig) -> list[tuple[str, str]]:
     for path, value in rollout.limit_settings.items():
         task = path.removeprefix("rollout.sampling_profiles.").rpartition(".")[0]
         name = "limit of responses" if task == "rollout" else f"limit of {task}"
+
+        # A plain number is in the row of the batch already.
         if value == AUTO:
             text = (
                 f"{auto.margin:g} x the {auto.quantile:.0%} quantile of the last {auto.window} lengths of a "
@@ -597,6 +606,7 @@ def _sync_line(report: CheckReport) -> list[tuple[str, str]]:
     if every == 1:
         return []
 
+    # Off-policy data: its age, what the loss does about it, and the memory that it costs.
     age = _count(versions_between(config), "version")
     text = f"responses are of weights up to {age} older than the actor's"
     if report.algorithm is not None:
@@ -614,7 +624,7 @@ def _interval_text(every: int) -> str:
 
 
 def _correction_text(algorithm: Algorithm) -> str:
-    """Return how the loss accounts for responses of older weights."""
+    """Describe how the loss corrects for responses of older weights, as the end of a sentence."""
     correction = algorithm.correction
     if correction.bypass or algorithm.policy_loss.follows_rollout:
         return "whose log-probs are those of the loss's ratio"
@@ -813,6 +823,7 @@ def _memory(ranks: tuple[RankMemory, ...], gib: float | None) -> list[str]:
 
 def _unusual_checkpoints(report: CheckReport) -> list[str]:
     """Return a line for each checkpoint that is read in part, or in another form than it is stored in."""
+    # A dict keeps the order and drops the repeated lines of roles with one checkpoint.
     lines: dict[str, None] = {}
     for file in report.models.values():
         model = read_pretrained(file)

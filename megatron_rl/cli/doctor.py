@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="do not import torch, Megatron-Core, transformers and vLLM"
     )
+    # For launch/setup.sh, which installs only the packages that this command lists.
     parser.add_argument(
         "--before-install",
         metavar="FILE",
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=TOOLKIT,
         help="with --before-install: CUDA of torch and vLLM (%(default)s)",
     )
+
     parser.add_argument(
         "--gpu",
         action="store_true",

@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _not_installed(package: str) -> UserError:
-    """Return the error of a package that a command imports and this Python does not have."""
+    """Return the error for a package that a command imports and this Python does not have."""
     return UserError(
         "a package that this command needs is not installed for this Python",
         where=sys.executable,

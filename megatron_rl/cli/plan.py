@@ -97,6 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of what is predicted; a run, and so a plan with --out, has bf16 (default)",
     )
 
+    # Two names for values of one setting, since the flags read better than the value.
     sampling = job.add_mutually_exclusive_group()
     sampling.add_argument(
         "--one-step-off",
@@ -275,10 +276,11 @@ def _search(args: argparse.Namespace) -> int:
 
 
 def _plan_configuration(args: argparse.Namespace) -> int:
-    """Print the predicted step of a configuration's layout beside the best layouts that the search finds."""
-    given_options = [name for name in _MODEL_OPTIONS if getattr(args, name) != _MODEL_OPTIONS[name]]
-    if given_options:
-        option = "--" + given_options[0].replace("_", "-")
+    """Print the predicted step of a configuration's layout, and the best layouts that the search finds."""
+    # An option with its default value cannot be told from an absent one, and changes nothing.
+    explicit_options = [name for name in _MODEL_OPTIONS if getattr(args, name) != _MODEL_OPTIONS[name]]
+    if explicit_options:
+        option = "--" + explicit_options[0].replace("_", "-")
         raise UserError(
             f"{option} describes a model's job, and the configuration describes its own",
             where=option,

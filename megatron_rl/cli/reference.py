@@ -79,7 +79,7 @@ def configuration() -> str:
 
 
 def _sections(section: type, path: str) -> Iterator[tuple[str, type]]:
-    """Yield the path and the class of a section and of all below it; an entry of a mapping is NAME."""
+    """Yield (path, class) of a section and its subsections; NAME stands for any entry of a mapping."""
     yield path, section
     for name, hint in field_hints(section).items():
         # The top level has an empty path, so remove the leading dot.
@@ -338,7 +338,7 @@ def _signature(item: Any) -> str:
 
 
 def other_names() -> str:
-    """Return other projects' names of the keys, a table per project."""
+    """Return the page of other projects' names for our keys, with a table per project."""
     rows_by_project: dict[str, list[str]] = {}
     for path, name in foreign_keys():
         row = f"| `{name.name}` | `{path}` | {_cell(name.difference())} |"

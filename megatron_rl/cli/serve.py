@@ -117,7 +117,7 @@ def sampling_defaults(folder: RunFolder) -> dict[str, Any]:
 def server_command(model: Path, name: str, host: str, port: int, defaults: dict[str, Any]) -> list[str]:
     """Return the command line of vLLM's server (0.32 and 0.33).
 
-    The module, since the script ``vllm`` of the package for hosts does not start.
+    It runs the module: the ``vllm`` script of the CPU package (0.32) does not start.
     """
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),

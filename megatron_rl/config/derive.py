@@ -260,7 +260,7 @@ def batch_plan(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Batc
 
 
 def with_needed_roles(config: RunConfig, algorithm: Any, reasons: dict[str, str]) -> RunConfig:
-    """Return ``config`` with default sections of the roles that ``algorithm`` needs and that it lacks."""
+    """Add a default section for each role that ``algorithm`` needs and ``config`` does not have."""
     for spec in MODEL_ROLES:
         if spec.need is None or not spec.needed(algorithm) or spec.sections(config):
             continue
@@ -525,7 +525,7 @@ def _rollout(rollout: RolloutConfig, reasons: dict[str, str]) -> RolloutConfig:
 
 
 def versions_between(config: RunConfig) -> int:
-    """Return by how many versions the actor is newer than the rollout just before a sync; see ``every``."""
+    """Return how many versions the rollout lags behind the actor just before a sync; see ``every``."""
     every = config.hybrid_engine.every
     # Without any further sync, by all versions before that of the last step.
     last = max(0, config.steps - 1)

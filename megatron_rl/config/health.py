@@ -71,8 +71,10 @@ class HealthRule:
 
     def is_outside(self, value: float) -> bool:
         """Return whether a measurement is outside the band, as NaN always is."""
-        inside = (self.above is None or value <= self.above) and (self.below is None or value >= self.below)
-        return not inside
+        # Test for inside: every comparison with NaN is false, so NaN counts as outside.
+        is_low_enough = self.above is None or value <= self.above
+        is_high_enough = self.below is None or value >= self.below
+        return not (is_low_enough and is_high_enough)
 
     def band(self) -> str:
         """Return the band of healthy values as text, such as ``0.5 or more and 2 or less``."""
@@ -85,7 +87,7 @@ class HealthRule:
 
 
 RULES: tuple[HealthRule, ...] = (
-    # What the policy learns from.
+    # The training signal: divergence, entropy, rewards.
     HealthRule(
         "kl",
         "the policy moves far away from the reference",
@@ -248,7 +250,7 @@ RULE_OF: Mapping[str, HealthRule] = {rule.name: rule for rule in RULES}
 
 
 def health_rules(config: RunConfig) -> tuple[HealthRule, ...]:
-    """Return the rules of a run: those of `RULES` as the configuration changes them, and the user's own."""
+    """Return the health rules of a run: `RULES` with the configuration's changes, then the user's rules."""
     changes = config.health.rules
     rules: list[HealthRule] = []
     for name in dict.fromkeys([*RULE_OF, *changes]):

@@ -213,7 +213,7 @@ def foreign_names() -> Mapping[str, OtherName]:
 
 
 def find_counterpart(path: str) -> OtherName | None:
-    """Return the counterpart of a dotted name that is not a key; None where no project has the name."""
+    """Return the counterpart of a dotted name that is not a key; None if no project has the name."""
     # Command-line options of other projects have hyphens.
     path = path.replace("-", "_")
     for former, key in RENAMED.items():
@@ -232,7 +232,7 @@ def find_counterpart(path: str) -> OtherName | None:
 def name_in_section(path: str, section: str, below: Iterable[str]) -> OtherName | None:
     """Return the counterpart of a dotted name inside the section that it was written in.
 
-    ``below`` are the paths of the section's own values, relative to it. None where the section does not have
+    ``below`` are the paths of the section's own values, relative to it. None if the section does not have
     the counterpart: ``eval_temperature`` in ``evaluation.sets.NAME`` is its ``temperature``.
     """
     counterpart = find_counterpart(path)
@@ -253,7 +253,7 @@ def foreign_keys() -> Iterator[tuple[str, ForeignName]]:
 
 
 def _names_below(cls: type, prefix: str) -> Iterator[tuple[str, ForeignName]]:
-    """Yield the names on the fields of ``cls``, whose keys begin with ``prefix``, and of its sections."""
+    """Yield (key, other name) for the fields of ``cls`` and of its sections; keys begin with ``prefix``."""
     for item in dataclasses.fields(cls):
         path = prefix + item.name
         setting = setting_of(item)
@@ -300,7 +300,7 @@ class Notes(Protocol):
         ...
 
     def located(self, path: str, node: Leaf | Section | None) -> str:
-        """Return a path with the file or override that wrote it."""
+        """Return the path followed by the file or override that set it."""
         ...
 
     errors: list[UserError]

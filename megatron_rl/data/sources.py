@@ -102,16 +102,20 @@ class ShuffledOrder:
         """Return the items of the current epoch in their order."""
         items = list(range(self.count))
         if self.shuffle:
-            items = numpy.random.default_rng([self.seed, self.epoch]).permutation(self.count).tolist()
+            generator = numpy.random.default_rng([self.seed, self.epoch])
+            items = generator.permutation(self.count).tolist()
         return [item for item in items if item not in self.skipped]
 
     def _draw_skipped(self) -> set[int]:
         """Return the items that the current epoch skips."""
         if self.uniform_share == 1 or not self.uniform:
             return set()
-        # A stream of its own: the permutation is that of (seed, epoch).
-        draws = numpy.random.default_rng([self.seed, self.epoch, 1]).random(self.count)
+
+        # Another random stream than the permutation's, which is seeded with (seed, epoch).
+        generator = numpy.random.default_rng([self.seed, self.epoch, 1])
+        draws = generator.random(self.count)
         skipped = {item for item in self.uniform if draws[item] >= self.uniform_share}
+
         # An epoch without any prompt would not end.
         if len(skipped) == self.count:
             return set()
@@ -255,8 +259,17 @@ class PromptSource:
             setting,
             "data.max_prompt_tokens",
         )
-        prompts = fingerprint([lengths[row] for row in self._ids], (self._tokens[row] for row in self._ids))
-        self._order = ShuffledOrder(len(self._ids), seed, data.shuffle, prompts, data.uniform_share)
+
+        # The order is of the prompts within the limit: other prompts are another data set for a resumed run.
+        row_lengths = [lengths[row] for row in self._ids]
+        row_tokens = (self._tokens[row] for row in self._ids)
+        self._order = ShuffledOrder(
+            len(self._ids),
+            seed,
+            data.shuffle,
+            fingerprint(row_lengths, row_tokens),
+            data.uniform_share,
+        )
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -303,14 +316,16 @@ class PromptSource:
         self._order.record(bisect_left(self._ids, prompt_id), is_uniform=is_uniform)
 
     def uniform_fractions(self) -> dict[str, tuple[float, float]]:
-        """Return the shares of prompts with equal rewards and of those that this epoch skips, by suffix.
+        """Return the fraction of prompts with equal rewards and the fraction this epoch skips, by suffix.
 
         Empty with `data.uniform_share` of 1. The suffix of a metric's name is that of a source among several.
         """
         order = self._order
         if order.uniform_share == 1:
             return {}
-        return {"": (len(order.uniform) / order.count, len(order.skipped) / order.count)}
+        uniform_fraction = len(order.uniform) / order.count
+        skipped_fraction = len(order.skipped) / order.count
+        return {"": (uniform_fraction, skipped_fraction)}
 
     def everything(
         self,
@@ -389,6 +404,10 @@ class PromptSource:
         # A record without a task has the default one, and with it the default sampling.
         data = self._data
         tasks = tuple(str(record.values.get(data.task_field) or self._default_task) for record in records)
+        sampling: list[SamplingParameters] = []
+        for task, row in zip(tasks, tokens, strict=True):
+            sampling.append(self._sampling(task, len(row)))
+
         return PromptBatch(
             tokens=ragged(tokens),
             lengths=torch.tensor([len(row) for row in tokens], dtype=torch.long),
@@ -397,7 +416,7 @@ class PromptSource:
             prompts=tuple(self._texts[row] for row in ids),
             ground_truths=tuple(record.values.get(data.ground_truth_field) for record in records),
             metadata=tuple(self._metadata(record) for record in records),
-            sampling=tuple(self._sampling(task, len(row)) for task, row in zip(tasks, tokens, strict=True)),
+            sampling=tuple(sampling),
         )
 
     def _sampling(self, task: str, prompt_tokens: int) -> SamplingParameters:
@@ -661,7 +680,8 @@ class _ResponseEncoder:
         texts = [[prompt, *row] for prompt, row in zip(prompts, pieces, strict=True)]
         rows = encode_pieces(tokenizer, texts, limit)
 
-        # Rows whose tokens span pieces, or whose prompt has other tokens alone: piece by piece.
+        # Tokenise the prompt and response separately if a token spans both, or if the prompt's tokens change
+        # with the response behind it: the policy samples after the tokens of the prompt.
         separate_rows = [
             index
             for index, (row, prompt) in enumerate(zip(rows, prompt_tokens, strict=True))
@@ -685,7 +705,7 @@ class _ResponseEncoder:
         response: list[numpy.ndarray] = []
         last_token = None
         for index, tokens in enumerate(pieces):
-            # Text between turns: the end token of the turn may be its first token, too.
+            # Odd pieces are the text between turns, which may begin with the end token of the turn before it.
             if index % 2:
                 repeats_end = len(tokens) > 0 and tokens[0] == last_token
                 response.append(~tokens[1 if repeats_end else 0 :])
@@ -700,7 +720,8 @@ class _ResponseEncoder:
 
 def _ends_with(tokens: numpy.ndarray, end: numpy.ndarray) -> bool:
     """Return whether tokens end with others: a prompt's tokens may have the tokenizer's prefix in front."""
-    return len(tokens) >= len(end) and numpy.array_equal(tokens[len(tokens) - len(end) :], end)
+    start = len(tokens) - len(end)
+    return start >= 0 and numpy.array_equal(tokens[start:], end)
 
 
 def _trained_turns(response: str | Sequence[Mapping[str, Any]]) -> list[bool]:
@@ -767,9 +788,9 @@ def _text_warnings(
         problem = turn_end_warning(tokenizer, config.model.path)
         if problem is not None:
             yield problem
-        unended = _unended_thoughts(chat, records, fields, data, setting)
-        if unended is not None:
-            yield unended
+        warning = _unended_thoughts(chat, records, fields, data, setting)
+        if warning is not None:
+            yield warning
 
     # The texts.
     yield from prompt_warnings(records, encoded.texts, data, setting, end_texts, template_marks(tokenizer))

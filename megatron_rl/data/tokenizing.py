@@ -138,7 +138,7 @@ def template_turn_end(tokenizer: Any) -> TurnEnd | None:
 
 
 def turn_end_warning(tokenizer: Any, model_path: str | Path) -> UserError | None:
-    """Return the warning of a chat template that ends turns with a token unnamed in the model's files."""
+    """Return the warning about a chat template that ends turns with a token unnamed in the model's files."""
     ends = named_end_ids(tokenizer, model_path)
     texts = ", ".join(tokenizer.convert_ids_to_tokens(list(ends)))
     return turn_end_mismatch(template_turn_end(tokenizer), ends, texts, str(model_path))
@@ -165,19 +165,19 @@ def stop_tokens_and_texts(
     stop: Sequence[str],
     setting: str,
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the ids of the stop texts of one token, and the stop texts of several.
+    """Split stop texts into token ids, for texts of one token, and texts of several tokens.
 
     Raises UserError for a text that no response can contain, and for one of several tokens with a tokenizer
     that has no decoder of the library `tokenizers`.
     """
-    unknown: Any = tokenizer.unk_token
+    unknown_token: Any = tokenizer.unk_token
     ids: list[int] = []
     texts: list[str] = []
     for text in stop:
         tokens = tokenizer.encode(text, add_special_tokens=False)
         names = [str(tokenizer.convert_ids_to_tokens(token)) for token in tokens]
         decoded = str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
-        error = stop_text_error(setting, text, names, unknown, decoded)
+        error = stop_text_error(setting, text, names, unknown_token, decoded)
         if error is not None:
             raise error
 
@@ -258,20 +258,24 @@ def _sampling_parameters(
     setting: str,
     auto: AutoLimitConfig,
 ) -> SamplingParameters:
+    """Return the sampling parameters of the settings ``values``, which ``setting`` names in errors."""
     stop_ids, stop_texts = stop_tokens_and_texts(tokenizer, values["stop"], f"{setting}.stop")
+
+    # An end token may be a stop text too: dict.fromkeys drops the repetition and keeps the order.
+    stop_token_ids = tuple(dict.fromkeys((*ends, *stop_ids)))
     return SamplingParameters(
-        float(values["temperature"]),
-        float(values["top_p"]),
-        int(values["top_k"]),
-        largest_limit(values["max_response_tokens"], auto),
-        tuple(dict.fromkeys((*ends, *stop_ids))),
-        float(values["min_p"]),
-        logit_biases(tokenizer, values, setting),
-        int(values["min_response_tokens"]),
-        float(values["repetition_penalty"]),
-        float(values["presence_penalty"]),
-        float(values["frequency_penalty"]),
-        stop_texts,
+        temperature=float(values["temperature"]),
+        top_p=float(values["top_p"]),
+        top_k=int(values["top_k"]),
+        max_response_tokens=largest_limit(values["max_response_tokens"], auto),
+        stop_token_ids=stop_token_ids,
+        min_p=float(values["min_p"]),
+        logit_bias=logit_biases(tokenizer, values, setting),
+        min_response_tokens=int(values["min_response_tokens"]),
+        repetition_penalty=float(values["repetition_penalty"]),
+        presence_penalty=float(values["presence_penalty"]),
+        frequency_penalty=float(values["frequency_penalty"]),
+        stop_texts=stop_texts,
     )
 
 
@@ -310,7 +314,8 @@ class PromptEncoder:
         for row, record in enumerate(records):
             # A template writes its own BOS.
             if not uses_chat_template(record, self.data):
-                tokens[row] = numpy.asarray(with_prefix(prefix, tokens[row].tolist()), numpy.int32)
+                prefixed = with_prefix(prefix, tokens[row].tolist())
+                tokens[row] = numpy.asarray(prefixed, numpy.int32)
 
             if not len(tokens[row]):
                 raise no_tokens_error(texts[row], f"{record.where} ({self.setting})")
@@ -433,9 +438,9 @@ class LengthReport:
 
 
 def counting_limit(limit: int) -> int:
-    """Return the number of tokens up to which a text with a limit of ``limit`` is counted.
+    """Return the number of tokens at which counting stops for a text with a limit of ``limit``.
 
-    Lengths up to it are exact in messages, so that a user sees how far to raise the limit.
+    Shorter texts have their exact length in messages, so that a user sees how far to raise the limit.
     """
     return 2 * limit + 1024
 

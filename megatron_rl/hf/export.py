@@ -82,7 +82,15 @@ class _Piece:
     def boxes(self, writer: int) -> list[TensorBox]:
         """Return the boxes of the model's tensors in the piece; ``writer`` is its rank."""
         strides = tuple(math.prod(self.size[dim + 1 :]) for dim in range(len(self.size)))
-        box = TensorBox(self.name, self.start, self.size, writer, self.name, 0, strides)
+        box = TensorBox(
+            self.name,
+            self.start,
+            self.size,
+            rank=writer,
+            storage=self.name,
+            offset=0,
+            stride=strides,
+        )
         return boxes_of_experts([box])
 
 
@@ -100,7 +108,7 @@ def export(
     ``source`` is the checkpoint that the model was made from: its tokenizer files, and its layers for
     multi-token prediction, are copied; quantised tensors of these layers are written in ``dtype``. If
     ``source`` is multimodal, so is the export, with its config.json and the dtypes of its other parts. A
-    model with a scalar head, or without ``source``, is written as a language model alone. None as
+    model with a scalar head, or without ``source``, is written as a text-only model. None as
     ``dtype`` keeps the parameters'; biases that balance experts stay float32. Different ranks write files in
     parallel, in pieces of at most ``piece_bytes`` (or one row), so no rank ever holds more than a few pieces.
     ``path`` must be new or empty, on a file system that all ranks share. Raises UserError on all ranks if it
@@ -108,7 +116,11 @@ def export(
     """
     parameters = policy_weights(model)
     hf_model = pretrained(model.hf_config)
-    dtype = dtype or next(iter(parameters.values())).dtype
+    if dtype is None:
+        first_parameter = next(iter(parameters.values()))
+        dtype = first_parameter.dtype
+
+    # Dtype of each tensor in the files.
     shapes = hf_model.stored_shapes()
     dtypes = dict.fromkeys(shapes, dtype)
     for name in shapes:
@@ -127,7 +139,14 @@ def export(
         # Readers that find `model.safetensors` ignore the index, and with it the file of further tensors.
         files = {"model-00001-of-00001.safetensors": files[SINGLE]}
 
-    content = _Content(files, shapes, dtypes, parameters, source_boxes(model), stored_names)
+    content = _Content(
+        files,
+        shapes,
+        dtypes,
+        parameters,
+        boxes=source_boxes(model),
+        stored_names=stored_names,
+    )
     finish = partial(_finish, model.hf_config, content, dtype, source, extra_tensors)
     _write(model, Path(path), content, piece_bytes, finish)
 
@@ -148,11 +167,18 @@ def export_adapters(
     shapes: dict[str, Shape] = {}
     for name, shape in model.adapters.tensor_shapes().items():
         shapes[PEFT_PREFIX + name] = shape
-    dtypes = dict.fromkeys(shapes, next(iter(parameters.values())).dtype)
+
+    # All adapters have the dtype of the first one, and are small enough for one file.
+    first_parameter = next(iter(parameters.values()))
+    dtypes = dict.fromkeys(shapes, first_parameter.dtype)
     files = {PEFT_WEIGHTS: list(shapes)}
-    content = _Content(files, shapes, dtypes, parameters, peft_boxes(model))
-    config = model.adapters.peft_config()
-    config = config | {"base_model_name_or_path": str(source), "lora_dropout": dropout}
+    content = _Content(files, shapes, dtypes, parameters, boxes=peft_boxes(model))
+
+    config = {
+        **model.adapters.peft_config(),
+        "base_model_name_or_path": str(source),
+        "lora_dropout": dropout,
+    }
 
     def finish(target: Path) -> None:
         (target / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -194,7 +220,7 @@ def _write(
     ranks = model.groups.layout.ranks
     steps = _schedule_pieces(content.files, content.shapes, ranks, content.dtypes, piece_bytes)
 
-    # The first rank alone creates and renames the folder; the others wait and raise its errors.
+    # Only the first rank creates and renames the folder; the others wait and raise its errors.
     target = path.with_name(path.name + ".incomplete")
     is_first = device.rank() == ranks[0]
 
@@ -209,7 +235,14 @@ def _write(
     sources = gather_layout(content.boxes, parameter_dtypes, group)
     writer = _Writer(content, target)
     connect(group)
-    _collect(steps, sources, BoxIndex(content.boxes), content.parameters, writer, group)
+    _collect(
+        steps,
+        sources,
+        BoxIndex(content.boxes),
+        content.parameters,
+        writer,
+        group,
+    )
 
     # The folder gets its name only when the files of all ranks are on the disk.
     digests: dict[str, str] = {}
@@ -277,15 +310,16 @@ def _split_tensor(
     row_bytes = tensor_bytes(shape[1:], dtype)
     rows = max(1, piece_bytes // max(row_bytes, 1))
 
+    row_shape = shape[1:]
     for begin in range(0, shape[0], rows):
         count = min(rows, shape[0] - begin)
-        start = (begin,) + (0,) * len(shape[1:])
+        row_start = (0,) * len(row_shape)
         yield _Piece(
             file,
             name,
-            start,
-            (count, *shape[1:]),
-            dtype,
+            start=(begin, *row_start),
+            size=(count, *row_shape),
+            dtype=dtype,
         )
 
 
@@ -352,7 +386,8 @@ def _collect(
     max_piece_bytes = 0
     for step in steps:
         for piece in step.values():
-            max_piece_bytes = max(max_piece_bytes, tensor_bytes(piece.size, piece.dtype))
+            piece_bytes = tensor_bytes(piece.size, piece.dtype)
+            max_piece_bytes = max(max_piece_bytes, piece_bytes)
 
     for step, flow in zip(steps, _flows(steps, sources), strict=True):
         target = step.get(rank)
@@ -366,7 +401,7 @@ def _collect(
                 device=device.device(),
             )
 
-        # Views to send and to receive into, by the other rank. A region of one's own is copied.
+        # Views to send from and to receive into, by peer. A region that this rank has itself is copied.
         sends: dict[int, list[Any]] = {}
         receives: dict[int, list[Any]] = {}
         for region, receiver, sender in flow:
@@ -387,7 +422,9 @@ def _collect(
                 sends.setdefault(receiver, []).append((source_view, region.dtype))
 
         # A slot for a piece in one message, with room for the alignment of its regions.
-        Exchange(sends, receives, 2 * max_piece_bytes + 4096, group).run()
+        slot_bytes = 2 * max_piece_bytes + 4096
+        exchange = Exchange(sends, receives, slot_bytes, group)
+        exchange.run()
         if target is not None and values is not None:
             writer.write(target, values)
 
@@ -397,7 +434,7 @@ def _flows(
     sources: Sequence[BoxGroup],
 ) -> list[list[tuple[Region, int, int]]]:
     """Return for each step (region, receiver, sender) of every transfer; holders take turns as senders."""
-    # The pieces are the boxes that their writers need, with the step of each by first row.
+    # Boxes that each writer needs, and (first row, step) of every piece by tensor name.
     boxes: dict[int, list[TensorBox]] = {}
     dtypes: dict[str, torch.dtype] = {}
     steps_by_row: dict[str, list[tuple[int, int]]] = {}
@@ -417,7 +454,8 @@ def _flows(
         # The piece of a region is the last one that begins at or before its first row.
         (writer,) = region.receivers
         starts = steps_by_row[region.name]
-        index = bisect_right(starts, (region.start[0], len(steps))) - 1
+        last_start = (region.start[0], len(steps))
+        index = bisect_right(starts, last_start) - 1
         step = starts[index][1]
 
         # A writer that has the region itself sends no message.
@@ -524,7 +562,9 @@ def _write_multimodal_config(
     if isinstance(text_config, dict):
         text_config.pop("torch_dtype", None)
         text_config["dtype"] = config["dtype"]
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    text = json.dumps(config, indent=2) + "\n"
+    (target / "config.json").write_text(text, encoding="utf-8")
 
 
 def _run_or_raise(

@@ -91,12 +91,18 @@ class CheckpointFiles:
             config = read_json(config_file)
         language_model = language_config(config)
 
-        # Name -> location among the stored tensors.
-        self._locations: dict[str, TensorLocation] = {name: TensorLocation(name) for name in self._file_of}
+        # Name -> location among the stored tensors, by default the tensor of the same name.
+        self._locations: dict[str, TensorLocation] = {}
+        for name in self._file_of:
+            self._locations[name] = TensorLocation(name)
+
         self.is_multimodal = language_model is not config
         if self.is_multimodal:
             self._locations = tensor_locations(self._file_of, self._stored_shape)
-        family = BY_MODEL_TYPE.get(str(language_model.get("model_type")))
+
+        # Families that stack all experts of a layer in one tensor.
+        model_type = str(language_model.get("model_type"))
+        family = BY_MODEL_TYPE.get(model_type)
         if family is not None and family.interleaved_experts:
             self._locations = {}
             for name in self._file_of:
@@ -118,8 +124,10 @@ class CheckpointFiles:
                 expected = "JSON with a weight_map"
                 raise unreadable_file("the checkpoint's index", index, error, expected=expected) from error
 
-            indexed_files = sorted(set(weight_map.values()))
-            absent_files = [file for file in indexed_files if not (self.path / file).is_file()]
+            absent_files: list[str] = []
+            for file in sorted(set(weight_map.values())):
+                if not (self.path / file).is_file():
+                    absent_files.append(file)
             if absent_files:
                 raise UserError(
                     "The checkpoint's index names files that do not exist.",
@@ -143,8 +151,9 @@ class CheckpointFiles:
 
         # Without an index the files' own headers list the tensors.
         names: dict[str, str] = {}
-        for file in files:
-            names |= dict.fromkeys(self._handle(file).keys(), file.name)
+        for shard in files:
+            tensor_names = self._handle(shard).keys()
+            names |= dict.fromkeys(tensor_names, shard.name)
         return names
 
     def _handle(self, file: Path) -> Any:
@@ -226,7 +235,8 @@ class CheckpointFiles:
         if location.blocks:
             return self._read_blocks(location, start, size)
 
-        values = self._slice_of(location.name)[_stored_box(location, start, size)]
+        box = _stored_box(location, start, size)
+        values = self._slice_of(location.name)[box]
         if location.transposed:
             values = values.transpose(0, 1)
         # safetensors has no slices with a step.
@@ -250,13 +260,26 @@ class CheckpointFiles:
         if not has_mxfp4_scales(shape, scales_shape):
             raise mxfp4_error(str(self._file_of[location.name]), location.name, shape, scales_shape)
 
-        # Whole blocks that contain the columns.
-        first = start[1] // MXFP4_BLOCK
-        last = -(-(start[1] + size[1]) // MXFP4_BLOCK)
-        box = _stored_box(location, (start[0], first), (size[0], last - first))
-        blocks = self._slice_of(location.name)[box][:: location.step]
-        scales = self._slice_of(scales_name)[box][:: location.step]
-        return dequantize_blocks(blocks, scales, start[1] - first * MXFP4_BLOCK, size[1])
+        # Read the whole blocks that contain the columns: a scale belongs to a block.
+        first_row, first_column = start
+        row_count, column_count = size
+        first_block = first_column // MXFP4_BLOCK
+        end_block = -(-(first_column + column_count) // MXFP4_BLOCK)
+        box = _stored_box(
+            location,
+            (first_row, first_block),
+            (row_count, end_block - first_block),
+        )
+        blocks = self._slice_of(location.name)[box]
+        scales = self._slice_of(scales_name)[box]
+
+        # safetensors has no slices with a step.
+        return dequantize_blocks(
+            blocks[:: location.step],
+            scales[:: location.step],
+            first_column - first_block * MXFP4_BLOCK,
+            column_count,
+        )
 
     def _dequantize(
         self,
@@ -265,15 +288,17 @@ class CheckpointFiles:
         start: Sequence[int],
     ) -> Tensor:
         """Return a box of a quantised tensor as float32; ``values`` are its stored numbers."""
-        # All scales are read: they are small beside the box, and a scale per tensor has no dimension to cut.
+        # Read all scales: they are small compared with the box, and a per-tensor scale cannot be sliced.
         stored = self._location(self._scales[name]).name
         scales = self._handle(self._file_of[stored]).get_tensor(stored)
 
         assert self._quantization is not None
         shape = self.shape(name)
-        block = self._quantization.block_of(shape, tuple(scales.shape))
+        scales_shape = tuple(scales.shape)
+        block = self._quantization.block_of(shape, scales_shape)
         if block is None:
-            raise scale_shape_error(str(self._file_of[stored]), stored, tuple(scales.shape), shape)
+            file = str(self._file_of[stored])
+            raise scale_shape_error(file, stored, scales_shape, shape)
         return dequantize(values, scales, start, block)
 
     def is_quantized(self, name: str) -> bool:
@@ -286,11 +311,14 @@ class CheckpointFiles:
 
 
 def _stored_box(
-    location: TensorLocation, start: Sequence[int], size: Sequence[int]
+    location: TensorLocation,
+    start: Sequence[int],
+    size: Sequence[int],
 ) -> tuple[int | slice, ...]:
     """Return the slices of a stored tensor that contain a box of the tensor at ``location``."""
-    dims = zip(start, size, strict=True)
-    box = [slice(begin, begin + count) for begin, count in dims]
+    box: list[slice] = []
+    for begin, count in zip(start, size, strict=True):
+        box.append(slice(begin, begin + count))
     if location.expert is None:
         return tuple(box)
 
@@ -388,8 +416,11 @@ def shard_files(
         return {SINGLE: groups[0]}
 
     # The names of transformers' save_pretrained.
-    count = len(groups)
-    return {f"model-{index:05d}-of-{count:05d}.safetensors": names for index, names in enumerate(groups, 1)}
+    files: dict[str, list[str]] = {}
+    for index, names in enumerate(groups, 1):
+        file = f"model-{index:05d}-of-{len(groups):05d}.safetensors"
+        files[file] = names
+    return files
 
 
 def write_index(
@@ -402,7 +433,10 @@ def write_index(
     weight_map: dict[str, str] = {}
     for file, names in files.items():
         weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    index = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": weight_map,
+    }
     (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 

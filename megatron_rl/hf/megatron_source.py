@@ -94,11 +94,13 @@ class BucketReader(ChunkReader):
         chunks = self._chunks[state, bucket]
         index = bisect_right(chunks, begin, key=lambda chunk: chunk.start[0]) - 1
         position = begin
+        end = begin + count
         slices = []
-        while position < begin + count:
+        while position < end:
             chunk = chunks[index]
             first = position - chunk.start[0]
-            values = self.load(chunk)[first : first + begin + count - position]
+            last = end - chunk.start[0]
+            values = self.load(chunk)[first:last]
             slices.append(values)
             position += len(values)
             index += 1
@@ -144,11 +146,16 @@ class MegatronFiles:
 
         # Index the chunks by tensor and, in tensors that stack layers, by layer.
         self._chunks: dict[tuple[str, int | None], list[Chunk]] = {}
-        stacked = {location.key for location in self._locations.values() if location.index}
+        stacked_keys: set[str] = set()
+        for location in self._locations.values():
+            if location.index:
+                stacked_keys.add(location.key)
+
         for key, tensor in self.checkpoint.tensors.items():
             for chunk in tensor.chunks:
+                # None for a chunk with several layers, which a read of any layer has to consider.
                 entry = None
-                if key in stacked and chunk.size[0] == 1:
+                if key in stacked_keys and chunk.size[0] == 1:
                     entry = chunk.start[0]
                 self._chunks.setdefault((key, entry), []).append(chunk)
         self._reader = ChunkReader(self.path)
@@ -271,12 +278,22 @@ class BufferFiles(MegatronFiles):
                 expert_tensor=expert_tensor,
                 expert_tensor_size=layout.expert_tensor,
             )
-            storages = {name: f"{ranks}{name}" for name in shard_parameters}
+
+            # A parameter has the same name in every shard: its storage is named with the shard's ranks.
+            storages: dict[str, str] = {}
             meta_tensors: dict[str, Tensor] = {}
             for name, parameter in shard_parameters.items():
+                storages[name] = f"{ranks}{name}"
+                self._flat[storages[name]] = parameter
                 meta_tensors[name] = torch.empty(parameter.shape, device="meta")
-            boxes += trace_import(meta_tensors, model, shard, 0, storages, self._shapes)
-            self._flat |= {storages[name]: parameter for name, parameter in shard_parameters.items()}
+            boxes += trace_import(
+                meta_tensors,
+                model,
+                shard,
+                0,
+                storages,
+                self._shapes,
+            )
 
         # These boxes replace the ones in the model's weights.
         for name in {box.name for box in boxes}:

@@ -51,8 +51,12 @@ def dequantize_blocks(
     first one in its lower half. ``begin`` is the first of ``count`` columns, counted from the first block.
     Source: OCP Microscaling Formats (MX) 1.0, sections 5.3.3 and 5.4.1; the order in a byte is gpt-oss's.
     """
-    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
-    halves = torch.stack((blocks & 0xF, blocks >> 4), dim=-1)
+    # The sign is the highest of the four bits, so the negative numbers follow the positive ones.
+    negative = [-value for value in _E2M1]
+    values = torch.tensor([*_E2M1, *negative])
+    low_half = blocks & 0xF
+    high_half = blocks >> 4
+    halves = torch.stack((low_half, high_half), dim=-1)
     numbers = values[halves.int()].flatten(-2)
 
     # Exact in float32. 255 is not a number, and gives one that is refused.

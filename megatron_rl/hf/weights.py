@@ -198,7 +198,7 @@ def _read(
 
 
 def fingerprint(path: str | Path, dtype: torch.dtype) -> str:
-    """Return a checksum of a model's weights in ``dtype``, of one row of each of up to `SAMPLED` tensors.
+    """Return a checksum over one row of each of up to `SAMPLED` tensors of a model, converted to ``dtype``.
 
     It does not depend on the format of the checkpoint or on its division into files.
     """
@@ -215,7 +215,8 @@ def fingerprint(path: str | Path, dtype: torch.dtype) -> str:
         # The first row: size 1 in every dimension but the last.
         origin = [0] * len(shape)
         row_size = [1] * (len(shape) - 1) + list(shape[-1:])
-        row = files.read(name, origin, row_size).to(dtype).contiguous()
+        row = files.read(name, origin, row_size)
+        row = row.to(dtype).contiguous()
         content = row.view(torch.uint8).numpy().tobytes()
         checksum = zlib.crc32(content, checksum)
     return f"{checksum:08x}"
@@ -234,11 +235,13 @@ def require_finite(
     if bool(lowest.isfinite()) and bool(highest.isfinite()):
         return
 
+    nan_count = int(values.isnan().sum())
+    infinite_count = int(values.isinf().sum())
     raise UserError(
         f"the checkpoint's tensor {name} has values that are not numbers",
         where=str(files.path),
         expected="finite weights",
-        got=f"{int(values.isnan().sum())} NaN and {int(values.isinf().sum())} infinite of {values.numel()}",
+        got=f"{nan_count} NaN and {infinite_count} infinite of {values.numel()}",
         fix="download the checkpoint again, or use one that was saved before training diverged",
     )
 
@@ -291,7 +294,10 @@ def check_tensors(files: Checkpoint, model: Chunked) -> None:
 
 def _require_equal_head(files: Checkpoint) -> None:
     """Raise UserError if a stored output layer differs from the embedding that config.json ties it to."""
-    shapes = {name: files.shape(name) for name in (OUTPUT, EMBEDDING)}
+    shapes = {
+        OUTPUT: files.shape(OUTPUT),
+        EMBEDDING: files.shape(EMBEDDING),
+    }
     equal = shapes[OUTPUT] == shapes[EMBEDDING]
 
     # Compare blocks of rows up to the first difference.

@@ -252,7 +252,7 @@ def summarise(
 ) -> Summary:
     """Summarise a plan for ``staging`` bytes of buffers per rank, with its seconds on each cluster.
 
-    Raises UserError for a cluster that is not in the constants, and where the staging is too small.
+    Raises UserError for a cluster that is not in the constants, and for staging buffers that are too small.
     """
     # The schedule divides the transfer into phases that fit the staging buffers.
     try:

@@ -19,7 +19,7 @@ from megatron_rl.shapes.layout import ParallelLayout
 def check_asynchrony(
     config: RunConfig, layouts: Mapping[str, ParallelLayout], algorithm: Algorithm | None = None
 ) -> list[UserError]:
-    """Return the errors of servers, and of the order in which a run samples and trains."""
+    """Return the errors for servers, and for the order in which a run samples and trains."""
     return [
         *check_engine_servers(config.rollout),
         *_open_order_errors(config),
@@ -33,7 +33,7 @@ def check_asynchrony(
 
 
 def _open_order_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of the open order without the settings that it requires."""
+    """Yield the error for the open order without the settings that it requires."""
     if config.rollout.order == CLOSED:
         return
 
@@ -57,7 +57,7 @@ def _open_order_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _kept_cache_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of ``on_update: keep`` where no request stays in the engine during a weight sync."""
+    """Yield the error for ``on_update: keep`` if no request stays in the engine during a weight sync."""
     rollout = config.rollout
     if rollout.on_update != KEEP:
         return
@@ -97,7 +97,7 @@ def _unmet_requirements(requirements: Mapping[str, bool], error: UserError) -> I
 
 
 def _prompt_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of prompts that are drawn by their rewards, on ranks that have none."""
+    """Yield the error for prompts that are drawn by their rewards, on ranks that have none."""
     steps_ahead = config.asynchrony.steps_ahead
     if config.data.uniform_share < 1 and steps_ahead > 0:
         yield UserError(
@@ -110,7 +110,7 @@ def _prompt_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _rank_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> Iterator[UserError]:
-    """Yield the errors of a rollout that samples ahead on the ranks of other roles, or on rank 0."""
+    """Yield the errors for a rollout that samples ahead on the ranks of other roles, or on rank 0."""
     rollout = layouts.get("rollout")
     if config.asynchrony.steps_ahead < 1 or rollout is None:
         return
@@ -141,7 +141,7 @@ def _rank_errors(config: RunConfig, layouts: Mapping[str, ParallelLayout]) -> It
 
 
 def _staleness_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of a ``max_staleness`` (policy versions) that every response would exceed."""
+    """Yield the error for a ``max_staleness`` (policy versions) that every response would exceed."""
     # A response is as many policy versions old as the steps that it was sampled ahead.
     bound = config.asynchrony.max_staleness
     minimum = config.asynchrony.steps_ahead
@@ -166,7 +166,7 @@ def _staleness_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _partial_errors(config: RunConfig) -> Iterator[UserError]:
-    """Yield the error of partial responses in the closed order where no response remains unfinished."""
+    """Yield the error for partial responses in the closed order if every response is finished in its step."""
     rollout = config.rollout
     if rollout.order == CLOSED and rollout.partial and rollout.oversample == 0:
         yield UserError(
@@ -179,7 +179,7 @@ def _partial_errors(config: RunConfig) -> Iterator[UserError]:
 
 
 def _oversample_errors(config: RunConfig, algorithm: Algorithm | None) -> Iterator[UserError]:
-    """Yield the errors of settings that over-sampling excludes."""
+    """Yield the errors for settings that over-sampling excludes."""
     rollout = config.rollout
     if rollout.oversample == 0:
         return

@@ -135,7 +135,7 @@ class _CapabilityRule(NamedTuple):
 
 
 def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors of server URLs, and of settings that the rollout engine has no capability for.
+    """Yield errors for server URLs, and for settings that need a capability the rollout engine lacks.
 
     No request is sent.
     """
@@ -179,9 +179,9 @@ def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
 
 
 def language_model_errors(rollout: RolloutConfig, model: PretrainedModel, path: str) -> Iterator[UserError]:
-    """Yield the error of servers for the language model of a multimodal checkpoint, at ``path``.
+    """Yield the error for a multimodal checkpoint at ``path`` if the rollout engine is a server.
 
-    A server would have the whole model, whose tensors have other names.
+    The run trains its language model only; a server would load the complete model, with other tensor names.
     """
     if rollout.capabilities.in_process or not model.is_multimodal:
         return
@@ -197,7 +197,7 @@ def language_model_errors(rollout: RolloutConfig, model: PretrainedModel, path: 
 
 
 def _server_url_errors(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors of `rollout.server.urls`: a server engine needs them, and no other takes them."""
+    """Yield the errors for `rollout.server.urls`: a server engine needs them, and no other takes them."""
     urls = rollout.server.urls
     if rollout.capabilities.in_process:
         if urls:
@@ -236,7 +236,7 @@ def _server_url_errors(rollout: RolloutConfig) -> Iterator[UserError]:
 
 
 def _is_server_url(url: str) -> bool:
-    """Return whether a URL is ``http://HOST:PORT`` alone."""
+    """Return whether a URL is of the form ``http://HOST:PORT``, without a path."""
     try:
         address = urllib.parse.urlsplit(url)
         has_address = address.scheme == "http" and bool(address.hostname) and bool(address.port)

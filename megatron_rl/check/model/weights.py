@@ -227,7 +227,7 @@ def _read_shard(path: Path, files: Files) -> dict[str, StoredTensor]:
 
 
 def _misplaced_error(path: Path, weight_map: Mapping[str, str], names: list[str]) -> UserError:
-    """Return the error of tensors that are not in the file that the index names for them."""
+    """Return the error for tensors that are not in the file that the index names for them."""
     return UserError(
         "the model's list of weight files names tensors that the files do not hold",
         where=str(path / INDEX),
@@ -238,7 +238,7 @@ def _misplaced_error(path: Path, weight_map: Mapping[str, str], names: list[str]
 
 
 def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: PretrainedModel) -> list[UserError]:
-    """Return the error of stored tensors that do not match the model in config.json.
+    """Return the error for stored tensors that do not match the model in config.json.
 
     At most one error is returned: quantised tensors, other names, an untied output layer, or a wrong shape.
     """
@@ -290,7 +290,7 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
 
 
 def _language_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors of a multimodal checkpoint's language model by their names in one of its own."""
+    """Return the tensors of a multimodal checkpoint's language model, named as in a text-only checkpoint."""
     locations = tensor_locations(stored, lambda stored_name: stored[stored_name].shape)
     tensors: dict[str, StoredTensor] = {}
     for name, location in locations.items():
@@ -301,7 +301,7 @@ def _language_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTen
 
 
 def _block_errors(stored: Mapping[str, StoredTensor], quantization: Quantization | None) -> list[UserError]:
-    """Return the error of the first matrix in mxfp4 that cannot be read, if there is one."""
+    """Return the error for the first matrix in mxfp4 that cannot be read, if there is one."""
     for name, tensor in stored.items():
         if not name.endswith(BLOCKS):
             continue
@@ -315,9 +315,9 @@ def _block_errors(stored: Mapping[str, StoredTensor], quantization: Quantization
 
 
 def _experts_one_by_one(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint with a layer's experts in one tensor, with one for each expert.
+    """Split tensors that hold all experts of a layer into one tensor per expert.
 
-    Those in mxfp4 are float32 in the result, as a run reads them.
+    Tensors in mxfp4 are float32 in the result, as a run reads them.
     """
     tensors: dict[str, StoredTensor] = {}
     for stored_name, tensor in stored.items():
@@ -331,9 +331,9 @@ def _read_scales(
     stored: Mapping[str, StoredTensor],
     quantization: Quantization,
 ) -> tuple[dict[str, StoredTensor], list[UserError]]:
-    """Return the tensors that a run reads from quantised ones, and the errors of their scales.
+    """Return the tensors of a quantised checkpoint as a run reads them, and the errors for their scales.
 
-    A weight of 8 bits with scales is float32 in the result; scales are not in it.
+    An 8-bit weight with scales is float32 in the result, and its scales are left out.
     """
     scales_of = scales_by_weight(stored)
     scale_names = set(scales_of.values())
@@ -376,7 +376,7 @@ def _equal_values(first: StoredTensor, second: StoredTensor) -> bool:
 
 
 def _quantised_error(path: Path, names: list[str], dtype: str) -> UserError:
-    """Return the error of tensors in ``dtype``, which are neither floats nor scaled 8-bit numbers."""
+    """Return the error for tensors in ``dtype``, which are neither floats nor scaled 8-bit numbers."""
     return UserError(
         "the weights are quantised in a way that cannot be read",
         where=str(path),
@@ -387,7 +387,8 @@ def _quantised_error(path: Path, names: list[str], dtype: str) -> UserError:
 
 
 def _other_tensors_error(path: Path, missing_tensors: list[str], unexpected: list[str]) -> UserError:
-    """Return the error of a checkpoint that lacks tensors of its model, or has tensors of another one."""
+    """Return the error for a checkpoint that lacks tensors of its model, or has tensors of another one."""
+    # One absent head has a likelier cause than another model.
     fix = "use a checkpoint saved from this architecture and number of layers"
     if missing_tensors == [OUTPUT]:
         fix = "set tie_word_embeddings to true in config.json if the output layer shares the embedding"

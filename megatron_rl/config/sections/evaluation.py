@@ -120,6 +120,8 @@ class EvaluationSetConfig:
     def metrics(self) -> tuple[str, ...]:
         """Return the names of all metrics of the set except its evaluators' own."""
         estimates = self.estimates()
+
+        # The reward and the diversity metrics have no interval.
         bounds = [f"{name}_{end}" for name in estimates for end in INTERVALS]
         return (*estimates, *bounds, "reward", "invalid", "response_length", *DIVERSITY)
 

@@ -104,7 +104,7 @@ def prompt_limit(value: ResponseLimit, prompt_tokens: int, auto: AutoLimitConfig
 
 
 def table_errors(path: str, table: Mapping[str, Any], longest_prompt: int) -> Iterator[UserError]:
-    """Yield the errors of a table of limits at ``path``, for prompts of up to ``longest_prompt`` tokens."""
+    """Yield the errors for a table of limits at ``path``, for prompts of up to ``longest_prompt`` tokens."""
     example = f"write {path.rpartition('.')[2]}: {{64: 64, 512: 256, more: 1024}}"
     for key, limit in table.items():
         if key != MORE and not (key.isdecimal() and int(key) > 0):
@@ -122,15 +122,16 @@ def table_errors(path: str, table: Mapping[str, Any], longest_prompt: int) -> It
     # A prompt that no row is for would have no limit.
     rows = table_rows(table)
     if MORE not in table and (not rows or (rows[-1][0] or 0) < longest_prompt):
-        longest = rows[-1][0] if rows else 0
+        longest_row = rows[-1][0] if rows else 0
         yield UserError(
             f"`{path}` has no limit for the longest prompts",
             where=path,
             expected=f"a row `{MORE}`, or one for data.max_prompt_tokens = {longest_prompt}",
-            got=f"rows up to {longest} tokens",
+            got=f"rows up to {longest_row} tokens",
             fix=f"add {MORE}: 1024 to it",
         )
 
 
 def _is_limit(value: Any) -> bool:
+    # YAML's true is an int in Python.
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_TOKENS

@@ -327,7 +327,7 @@ class RewardConfig:
     )
 
     def of_function(self, function: str) -> RewardConfig:
-        """Return the settings of another function, with the workers and limits of the reward function."""
+        """Return the settings to call another function with this function's workers and limits."""
         return RewardConfig(
             function,
             timeout=self.timeout,

@@ -386,7 +386,7 @@ class RolloutConfig:
             "leave it out to have the engine's own",
         },
     )
-    # What no reward is computed for.
+    # Responses that are removed before any reward is computed.
     filters: FiltersConfig = setting(
         FiltersConfig(), "Filters that remove finished responses before any reward is computed."
     )
@@ -443,20 +443,20 @@ class RolloutConfig:
 
     @property
     def response_limit(self) -> int:
-        """Return the largest number of tokens of a response, of tasks without a limit of their own."""
+        """Return the longest possible response in tokens, for tasks without a limit of their own."""
         return largest_limit(self.max_response_tokens, self.auto_limit)
 
     def limit_setting(self, task: str) -> ResponseLimit:
-        """Return the value of `max_response_tokens` that a task has."""
+        """Return a task's `max_response_tokens`: from its sampling profile, else the rollout's own."""
         return self.sampling_profiles.get(task, {}).get("max_response_tokens", self.max_response_tokens)
 
     def limit_of(self, task: str, prompt_tokens: int) -> int:
-        """Return the limit of the responses to a prompt, the largest one with `auto`."""
+        """Return the response limit for one prompt in tokens; with `auto`, the largest limit."""
         return prompt_limit(self.limit_setting(task), prompt_tokens, self.auto_limit)
 
     @property
     def limit_settings(self) -> dict[str, ResponseLimit]:
-        """Return every limit of responses by its path: the rollout's own, and those of profiles."""
+        """Return every response limit by its configuration path: the rollout's own and the profiles'."""
         limits: dict[str, ResponseLimit] = {"rollout.max_response_tokens": self.max_response_tokens}
         for task, profile in self.sampling_profiles.items():
             if "max_response_tokens" in profile:
@@ -499,10 +499,10 @@ def profile_fields() -> dict[str, Setting]:
 
 
 def profile_errors(rollout: RolloutConfig) -> list[UserError]:
-    """Return the errors of the sampling profiles, whose keys have the types and bounds of the rollout's own.
+    """Validate the sampling profiles against the types and bounds of the rollout section; return the errors.
 
-    A profile is a free mapping and not a section, since a key that it leaves out has the rollout's value and
-    not a default.
+    A profile is a mapping rather than a section, so that an omitted key has the rollout's value and not a
+    default.
     """
     descriptions = profile_fields()
     errors = []
@@ -526,7 +526,7 @@ def profile_errors(rollout: RolloutConfig) -> list[UserError]:
 
 
 def limit_errors(rollout: RolloutConfig, longest_prompt: int) -> Iterator[UserError]:
-    """Yield the errors of limits that are tables, and of `auto` limits whose lengths cannot be observed."""
+    """Yield the errors for limits that are tables, and for `auto` limits whose lengths cannot be observed."""
     is_auto = False
     for path, value in rollout.limit_settings.items():
         is_auto = is_auto or value == AUTO
@@ -535,6 +535,7 @@ def limit_errors(rollout: RolloutConfig, longest_prompt: int) -> Iterator[UserEr
     if not is_auto:
         return
 
+    # `auto` takes a quantile of the lengths in a window, within two bounds.
     auto = rollout.auto_limit
     if auto.at_least > auto.at_most:
         yield UserError(
@@ -544,6 +545,7 @@ def limit_errors(rollout: RolloutConfig, longest_prompt: int) -> Iterator[UserEr
             got=str(auto.at_least),
             fix=f"set rollout.auto_limit.at_least={auto.at_most} or less",
         )
+
     if auto.responses > auto.window:
         yield UserError(
             "a class of lengths never has as many responses as its limit waits for",
@@ -552,6 +554,8 @@ def limit_errors(rollout: RolloutConfig, longest_prompt: int) -> Iterator[UserEr
             got=str(auto.responses),
             fix=f"set rollout.auto_limit.responses={auto.window} or less",
         )
+
+    # With `partial` a long response is continued, so its length is observed in the end.
     if rollout.oversample and not rollout.partial:
         yield UserError(
             "the limits would follow short responses alone: over-sampling discards the long ones",
@@ -563,7 +567,7 @@ def limit_errors(rollout: RolloutConfig, longest_prompt: int) -> Iterator[UserEr
 
 
 def _profile_name_error(path: str, name: str, names: list[str]) -> UserError:
-    """Return the error of a key that a sampling profile does not have; ``names`` are its keys."""
+    """Return the error for a key that a sampling profile does not have; ``names`` are its keys."""
     message = f"`{path}` is not a sampling setting"
     fix = "remove it"
 
@@ -577,6 +581,7 @@ def _profile_name_error(path: str, name: str, names: list[str]) -> UserError:
 
 def stop_strings(rollout: RolloutConfig) -> dict[str, Sequence[str]]:
     """Return the stop texts of the rollout and of each profile that has its own, by their setting."""
+    # A profile's stop texts replace the rollout's and do not add to them.
     stops: dict[str, Sequence[str]] = {"rollout.stop": rollout.stop}
     for task, profile in rollout.sampling_profiles.items():
         if "stop" in profile:
@@ -588,15 +593,18 @@ def task_settings(rollout: RolloutConfig) -> Iterator[tuple[str, dict[str, Any]]
     """Yield the path of the rollout and of each profile, with their complete sampling settings."""
     common = {name: getattr(rollout, name) for name in profile_fields()}
     yield "rollout", common
+
+    # A profile has the values that differ; all others are the rollout's.
     for task, profile in rollout.sampling_profiles.items():
         yield f"rollout.sampling_profiles.{task}", common | profile
 
 
 def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors of rules on logits whose values have the right types."""
+    """Yield the errors for rules on logits whose values have the right types."""
     yield from _penalty_errors(rollout)
     for path, settings in task_settings(rollout):
         shortest = settings["min_response_tokens"]
+
         # Limits may depend on the prompt, or follow earlier lengths: the minimum holds for each of them.
         limit = smallest_limit(settings["max_response_tokens"], rollout.auto_limit)
         if shortest > limit:
@@ -607,12 +615,14 @@ def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
                 fix="lower it, or raise max_response_tokens",
             )
 
+        # vLLM's server (0.32) clamps a larger bias without an error, to the range of OpenAI's API.
         for text, bias in settings["logit_bias"].items():
             if abs(bias) > MOST_BIAS:
                 expected = f"from -{MOST_BIAS:g} to {MOST_BIAS:g}"
                 fix = "give a smaller one; rollout.banned_tokens has tokens that are never sampled"
                 yield out_of_range(f"{path}.logit_bias.{text}", bias, expected, fix=fix)
 
+        # A banned token is a very negative bias in the request, so it counts towards vLLM's limit.
         count = len({*settings["logit_bias"], *settings["banned_tokens"]})
         if count > MOST_BIASED_TOKENS:
             yield UserError(
@@ -625,10 +635,11 @@ def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
 
 
 def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors of penalties that count the response, where a request is not a complete response.
+    """Yield an error for each presence or frequency penalty if a response may span several requests.
 
-    vLLM counts from the start of a request, and takes the tokens before it for a prompt.
+    vLLM counts the tokens of the current request alone; earlier turns or rounds are its prompt.
     """
+    # Settings with which a response continues in a second request.
     splits = {
         "rollout.environment": rollout.environment is not None,
         "rollout.oversample": rollout.oversample > 0,
@@ -637,6 +648,7 @@ def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
     split = next((key for key, is_set in splits.items() if is_set), None)
     if split is None:
         return
+
     for path, settings in task_settings(rollout):
         for name in ("presence_penalty", "frequency_penalty"):
             if settings[name]:
@@ -672,7 +684,7 @@ def explicit_token_id(text: str) -> int | None:
 
 
 def rule_token_error(setting: str, text: str, tokens: Sequence[str]) -> UserError:
-    """Return the error of a text that is not one token, of a setting that names tokens."""
+    """Return the error for a text that must be, and is not, a single token."""
     return UserError(
         f"the text {text!r} is not one token of this model",
         where=setting,
@@ -683,7 +695,7 @@ def rule_token_error(setting: str, text: str, tokens: Sequence[str]) -> UserErro
 
 
 def rule_id_error(setting: str, text: str, vocabulary: int) -> UserError:
-    """Return the error of an explicit token id that a tokenizer of ``vocabulary`` tokens does not have."""
+    """Return the error for an explicit token id that a tokenizer of ``vocabulary`` tokens does not have."""
     return UserError(
         f"{text} is not a token of this model",
         where=setting,
@@ -697,17 +709,18 @@ def stop_text_error(
     setting: str,
     text: str,
     tokens: Sequence[str],
-    unknown: str | None,
+    unknown_token: str | None,
     decoded: str,
 ) -> UserError | None:
-    """Return the error of a stop text that no response of the model can contain, None for any other.
+    """Return the error for a stop text that no response of the model can contain, None for any other.
 
-    ``tokens`` are the text's in the model's tokenizer, ``unknown`` its token of unknown text, and ``decoded``
-    the text of the tokens.
+    ``tokens`` are the tokens of the text, ``unknown_token`` is the tokenizer's token for unknown text, and
+    ``decoded`` is the text that the tokens decode to.
     """
     # A tokenizer may drop spaces at the edges of a text, but not at those of a token in a response.
-    if tokens and unknown not in tokens and text.strip() in decoded:
+    if tokens and unknown_token not in tokens and text.strip() in decoded:
         return None
+
     return UserError(
         f"the stop text {text!r} is never part of a response of this model",
         where=setting,
@@ -718,7 +731,7 @@ def stop_text_error(
 
 
 def stop_engine_error(setting: str, text: str, engine: str) -> UserError:
-    """Return the error of a stop text of several tokens with an engine that stops at tokens alone."""
+    """Return the error for a multi-token stop text with an engine that only stops at token ids."""
     choices = engines_with(stop_texts=True)
     return UserError(
         f"rollout.engine={engine} ends a response at tokens, not at texts of several tokens",

@@ -1,6 +1,6 @@
-"""Predict the layout of a run's own configuration, beside the layouts that the search finds for it.
+"""Predict the layout of a run's own configuration, and compare it with the layouts that the search finds.
 
-The one idea: a found layout is a list of overrides of the configuration. So `check` judges the given layout
+The one idea: a found layout is a list of overrides of the configuration. So `check` predicts the given layout
 and the found ones alike, with everything else that the user wrote: lengths, mini-batches, optimizer, engine.
 """
 
@@ -65,7 +65,7 @@ class ConfiguredPlan:
 
 @dataclass(frozen=True)
 class ConfiguredPlans:
-    """Given layout and found ones, these fastest first.
+    """The configuration's layout and the layouts of the search, the latter fastest first.
 
     Example: ``ConfiguredPlans(given, found=(best, second, third), rejected=())``.
     """
@@ -99,9 +99,10 @@ def plan_configuration(
 
     config = report.valid()
     problem = configured_problem(report, constants)
-    given = _configured("the given layout", (), report, constants, ())
+    baseline = _configured("the given layout", (), report, constants, ())
 
-    found: list[ConfiguredPlan] = []
+    # The search estimates memory less precisely than `check`, which may refuse one of its layouts.
+    candidates: list[ConfiguredPlan] = []
     rejected: list[str] = []
     for plan in search_simple(problem, _split(config)).plans:
         changes = layout_overrides(problem, plan, report)
@@ -109,9 +110,9 @@ def plan_configuration(
         if candidate.errors:
             rejected.append(f"{plan.name}: {candidate.errors[0].message}")
             continue
-        found.append(_configured(plan.name, changes, candidate, constants, plan.reasons))
-    found.sort(key=lambda entry: entry.step.total)
-    return ConfiguredPlans(given, tuple(found), tuple(rejected), assumed_gpu)
+        candidates.append(_configured(plan.name, changes, candidate, constants, plan.reasons))
+    candidates.sort(key=lambda entry: entry.step.total)
+    return ConfiguredPlans(baseline, tuple(candidates), tuple(rejected), assumed_gpu)
 
 
 def _check(path: Path, overrides: Sequence[str], world_size: int | None) -> CheckReport:
@@ -120,7 +121,7 @@ def _check(path: Path, overrides: Sequence[str], world_size: int | None) -> Chec
 
 
 def _split(config: RunConfig) -> str:
-    """Return when GPUs for generation alone sample, by the configuration's order and asynchrony."""
+    """Return the sampling schedule of generation-only GPUs, one of `SPLITS`, from order and asynchrony."""
     if config.rollout.order == OPEN:
         return OPEN_ORDER
     if config.asynchrony.steps_ahead:
@@ -150,8 +151,8 @@ def configured_problem(report: CheckReport, constants: Constants) -> Problem:
     algorithm = "grpo"
     if "critic" in models:
         algorithm = "ppo"
-    others = [role for role in models if role not in ROLES[algorithm]]
-    if others or len(config.reward.models) > 1:
+    unplaced = [role for role in models if role not in ROLES[algorithm]]
+    if unplaced or len(config.reward.models) > 1:
         raise UserError(
             "the search does not place these roles",
             where="CONFIG",
@@ -215,11 +216,11 @@ def layout_overrides(problem: Problem, plan: PlacementPlan, report: CheckReport)
             values[f"{path}.megatron.{name}"] = value
 
     # Leave out what the configuration has already; a derived value would be derived again.
-    given = flatten(config)
+    config_values = flatten(config)
     overrides: list[str] = []
     for key, value in values.items():
         is_derived = key in report.origins and report.origins[key].kind in ("default", "derived")
-        if (key in given and given[key] == value) or (value is None and is_derived):
+        if (key in config_values and config_values[key] == value) or (value is None and is_derived):
             continue
         overrides.append(f"{key}={_text(value)}")
     return tuple(overrides)
@@ -255,20 +256,23 @@ def _configured(
         if not spec_of(role).trains:
             continue
         choice = train_choice(config, role, layout, shapes[role])
-        for cause, sent in network_bytes(choice, batch, cluster).items():
-            network[cause] = network.get(cause, 0.0) + sent
+        for cause, byte_count in network_bytes(choice, batch, cluster).items():
+            network[cause] = network.get(cause, 0.0) + byte_count
     if report.world_size > cluster.domain and report.sync.received_most:
         network["weight sync"] = float(report.sync.received_most)
     return ConfiguredPlan(name, tuple(overrides), report, step, network, tuple(reasons))
 
 
-def difference(plan: ConfiguredPlan, given: ConfiguredPlan) -> str:
-    """Return in words what a plan saves or costs beside the given layout, and in which phase most of it."""
-    total = plan.step.total - given.step.total
-    changes = {phase: plan.step.seconds[phase] - given.step.seconds[phase] for phase in PHASES}
-    share = abs(total) / given.step.total
+def difference(plan: ConfiguredPlan, baseline: ConfiguredPlan) -> str:
+    """Describe how much faster or slower a plan is than the given layout, and the phase that changes most."""
+    total = plan.step.total - baseline.step.total
+    changes = {phase: plan.step.seconds[phase] - baseline.step.seconds[phase] for phase in PHASES}
+    share = abs(total) / baseline.step.total
+
+    # Less than 1% is far below the error of the predictions.
     if share < 0.01:
         return "as fast as the given layout"
+
     verb = "slower"
     phase = max(changes, key=lambda name: changes[name])
     if total < 0:
@@ -279,26 +283,27 @@ def difference(plan: ConfiguredPlan, given: ConfiguredPlan) -> str:
 
 def configured_text(name: str, plans: ConfiguredPlans, best: Sequence[ConfiguredPlan]) -> str:
     """Return the given layout and the best found ones as text."""
-    given = plans.given
-    config = given.report.config
-    batch = run_batch(config, given.report.layouts or {}, RunStats())
-    shape = given.report.shape
+    baseline = plans.given
+    config = baseline.report.config
+    batch = run_batch(config, baseline.report.layouts or {}, RunStats())
+    shape = baseline.report.shape
     assert shape is not None
+
     gpu = str(config.gpu)
     if plans.assumed_gpu:
         gpu += " (assumed)"
     lines = [
         f"{name}: {shape.name}, {shape.parameters / 1e9:.2f} B parameters, {config.algorithm.name} on "
-        f"{given.report.world_size} x {gpu}",
+        f"{baseline.report.world_size} x {gpu}",
         f"{batch.prompts} prompts x {batch.samples} samples, {batch.optimizer_steps} optimizer steps, "
         f"prompt {batch.prompt:.0f}, response {batch.lengths.mean:.0f} on average (assumed), "
         f"{batch.lengths.longest:.0f} at most",
         "",
-        f"given: {given.step.total:.1f} s a step",
-        *_plan_lines(given),
+        f"given: {baseline.step.total:.1f} s a step",
+        *_plan_lines(baseline),
     ]
     for number, plan in enumerate(best, start=1):
-        lines += ["", f"{number}. {plan.name}: {plan.step.total:.1f} s a step, {difference(plan, given)}"]
+        lines += ["", f"{number}. {plan.name}: {plan.step.total:.1f} s a step, {difference(plan, baseline)}"]
         lines += _plan_lines(plan)
         lines += [f"     why         {reason}" for reason in plan.reasons]
         lines += _override_lines(plan.overrides)
@@ -314,7 +319,8 @@ def _plan_lines(plan: ConfiguredPlan) -> list[str]:
     """Return the phases, the memory, the network and the roles of a layout as lines."""
     seconds = "   ".join(f"{phase} {plan.step.seconds[phase]:.1f}" for phase in PHASES)
     peak = max(memory.peak for memory in plan.report.memory) / 2**30
-    network = ", ".join(f"{cause} {byte_text(sent)}" for cause, sent in plan.network.items())
+    network = ", ".join(f"{cause} {byte_text(count)}" for cause, count in plan.network.items())
+
     lines = [
         f"     seconds     {seconds}",
         f"     memory      {peak:.1f} GiB of {plan.report.config.gpu_memory_gib:g} on the fullest rank",

@@ -178,6 +178,7 @@ class GroupPlan:
             learn = plan.learn
             if role == lead:
                 learn += self.swap
+
             seconds = RoleSeconds(
                 role,
                 (rank,),
@@ -226,7 +227,7 @@ class PlacementPlan:
         return [group.gpus for group in self.groups]
 
     def plan_of(self, role: str) -> TrainPlan | None:
-        """Return a role's training plan; None where the placement does not have the role."""
+        """Return a role's training plan; None if the placement does not have the role."""
         for group in self.groups:
             if role in group.plans:
                 return group.plans[role]
@@ -278,7 +279,7 @@ class Planner:
         generates: bool,
         alone: bool = True,
     ) -> GroupPlan | None:
-        """Return the fastest plan of a group of roles on ``gpus`` GPUs; None where it does not fit.
+        """Return the fastest plan of a group of roles on ``gpus`` GPUs; None if it does not fit.
 
         A role's limit is the memory that the other roles' states leave free. If that is too little and the
         problem allows it, idle roles are moved to host memory, and every step includes the transfers.
@@ -314,7 +315,7 @@ class Planner:
         """Return the plan of a group with a given plan of its first role, the lead.
 
         Each other role gets its fastest layout whose states are at most ``spread`` times its smallest states,
-        so that the set of combinations does not depend on the memory limit. None where the group does not
+        so that the set of combinations does not depend on the memory limit. None if the group does not
         fit, or takes ``bound`` seconds without generation.
         """
         problem = self.problem
@@ -392,7 +393,7 @@ class Planner:
         """Return the faster of two plans with generation: with and without states on the GPUs meanwhile.
 
         ``state_bytes`` are the group's states on a GPU. Frozen models remain on the GPU in both plans unless
-        roles swap. None where neither plan fits.
+        roles swap. None if neither plan fits.
         """
         problem = self.problem
         machine = problem.machine
@@ -519,7 +520,7 @@ def place_split(
     rollout_gpus: int,
     split: str,
 ) -> PlacementPlan | None:
-    """Return the placement of training and generation on disjoint GPUs; None where it does not fit.
+    """Return the placement of training and generation on disjoint GPUs; None if it does not fit.
 
     ``rollout_planner`` plans the generation. Unless ``split`` (of `SPLITS`) is `SYNCHRONOUS`, the next step's
     generation runs during training, so the longer of both counts.
@@ -633,7 +634,7 @@ def _colocated(planner: Planner, roles: Sequence[str]) -> PlacementPlan | None:
 
 
 def _split(planner: Planner, roles: Sequence[str], split: str) -> PlacementPlan | None:
-    """Return the fastest placement with GPUs for generation alone."""
+    """Return the fastest placement with generation-only GPUs."""
     problem = planner.problem
     gpus = problem.gpus
     rollout_planner = planner
@@ -695,7 +696,7 @@ def _roles(problem: Problem) -> tuple[str, ...]:
 def search(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
     """Return the best plan of every placement: colocated, split, and mixed; raises UserError if none fits.
 
-    ``split``, of `SPLITS`, determines when GPUs for generation alone sample.
+    ``split``, one of `SPLITS`, is the sampling schedule of generation-only GPUs.
     """
     result = _search(problem, split)
     if not result.plans:
@@ -728,7 +729,7 @@ _Restricted = tuple[bool, int, Mapping[str, PlacementPlan]]
 
 
 def search_simple(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
-    """Return the best plan of every placement, of nearly equal ones the simplest; raises UserError.
+    """Return a plan of every placement: the simplest of the nearly fastest ones; raises UserError.
 
     Simpler is, first, a placement whose groups have whole nodes, and then one with fewer pipeline stages. A
     plan that is not the simplest has its reasons: by how much simpler ones are slower, or that none fits.
@@ -764,38 +765,43 @@ def search_simple(problem: Problem, split: str = SYNCHRONOUS) -> SearchResult:
         if len(simplest) == len(fastest.plans):
             break
 
-    chosen = [simplest.get(plan.name) or _with_reasons(plan, False, searches) for plan in fastest.plans]
-    chosen.sort(key=lambda plan: plan.step.total)
-    return SearchResult(tuple(chosen), layouts, evaluated)
+    # A placement without a simpler plan keeps its fastest one.
+    selected = [simplest.get(plan.name) or _with_reasons(plan, False, searches) for plan in fastest.plans]
+    selected.sort(key=lambda plan: plan.step.total)
+    return SearchResult(tuple(selected), layouts, evaluated)
 
 
-def _with_reasons(chosen: PlacementPlan, whole_nodes: bool, searches: Sequence[_Restricted]) -> PlacementPlan:
-    """Return a plan with the reasons why it is no simpler, from the simpler searches before it."""
-    name = chosen.name
+def _with_reasons(plan: PlacementPlan, whole_nodes: bool, searches: Sequence[_Restricted]) -> PlacementPlan:
+    """Add the reasons for which a plan is no simpler, from the results of the simpler searches before it."""
+    name = plan.name
     reasons: list[str] = []
-    if chosen.stages > 1:
+
+    # Plans of the same placement with fewer pipeline stages.
+    if plan.stages > 1:
         shallower = [
             plans[name]
             for nodes, cap, plans in searches
-            if nodes == whole_nodes and cap < chosen.stages and name in plans
+            if nodes == whole_nodes and cap < plan.stages and name in plans
         ]
-        reasons.append(f"{chosen.stages} pipeline stages: {_cost(chosen, shallower, 'fewer')}")
+        reasons.append(f"{plan.stages} pipeline stages: {_cost(plan, shallower, 'fewer')}")
+
+    # Plans of the same placement whose groups have whole nodes.
     if not whole_nodes and any(nodes for nodes, _, _ in searches):
         aligned = [plans[name] for nodes, _, plans in searches if nodes and name in plans]
-        reasons.append(f"groups that share nodes: {_cost(chosen, aligned, 'whole nodes')}")
-    return replace(chosen, reasons=tuple(reasons))
+        reasons.append(f"groups that share nodes: {_cost(plan, aligned, 'whole nodes')}")
+    return replace(plan, reasons=tuple(reasons))
 
 
-def _cost(chosen: PlacementPlan, simpler: Sequence[PlacementPlan], subject: str) -> str:
-    """Return by how much the best of some simpler plans is slower than the chosen one, as text."""
+def _cost(plan: PlacementPlan, simpler: Sequence[PlacementPlan], subject: str) -> str:
+    """Describe by how much the best of the ``simpler`` plans is slower than a plan."""
     if not simpler:
         return f"{subject} do not fit"
-    best = min(simpler, key=lambda plan: plan.step.total)
-    return f"{subject} take {best.step.total / chosen.step.total - 1.0:.0%} longer"
+    best = min(simpler, key=lambda candidate: candidate.step.total)
+    return f"{subject} take {best.step.total / plan.step.total - 1.0:.0%} longer"
 
 
 def _does_not_fit(problem: Problem) -> UserError:
-    """Return the error of a job that fits in no placement, with the number of GPUs on which it would."""
+    """Return the error for a job that fits in no placement, with the number of GPUs on which it would."""
     machine = problem.machine
     fix = "use more or larger GPUs"
     smallest = _smallest_job(problem)

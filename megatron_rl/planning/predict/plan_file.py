@@ -1,7 +1,7 @@
 """Write a plan as a run configuration, predict that configuration, and format it as text and JSON.
 
-The idea: a plan is worth what its configuration is. So the numbers that are printed are predicted from the
-written configuration, by the functions that `check` uses, and not from the search.
+The idea: a plan is only as good as the configuration written for it. So the numbers that are printed are
+predicted from the written configuration, by the functions that `check` uses, and not from the search.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class _ConfigWriter:
         }
 
     def reward(self) -> dict[str, Any]:
-        """Return the reward section: a model where one is planned, else a function."""
+        """Return the reward section: a reward model if the plan has one, else a function."""
         if self.plan.plan_of(REWARD_MODELS.name) is None:
             return {"function": self.paths.reward or _REWARD_FUNCTION}
 

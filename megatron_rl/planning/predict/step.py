@@ -233,7 +233,7 @@ class RunStep:
 
 
 def run_batch(config: RunConfig, layouts: Mapping[str, ParallelLayout], stats: RunStats) -> StepBatch:
-    """Return the rows of a step of a configuration.
+    """Return the number and the lengths of the rows in a step of a configuration.
 
     Without measured lengths, prompts are at their limit and responses at `TYPICAL_SHARE` of theirs.
     """

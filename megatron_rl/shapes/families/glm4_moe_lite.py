@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: latent attention as DeepSeek V3 has it, experts as GLM-4.5 has them."""
+"""GLM-4.7-Flash: the latent attention of DeepSeek V3 and the experts of GLM-4.5."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +16,8 @@ from megatron_rl.shapes.family import (
 def _dense_layers(config: Mapping[str, Any]) -> int:
     """Return the number of dense layers before the first one with experts."""
     types = config.get("mlp_layer_types")
+
+    # Without the list transformers makes the first layer dense.
     if types is None:
         return 1
     return types.index("sparse") if "sparse" in types else len(types)
@@ -33,6 +35,8 @@ def _structure(reader: ConfigReader) -> Fields:
             "mlp_layer_types",
             "every dense layer before the first sparse one",
         )
+
+    # From here on the model has the structure of DeepSeek V3, which counts its dense layers by this key.
     config = {**reader.config, "first_k_dense_replace": dense}
     fields = deepseek_structure(ConfigReader(config, reader.file, reader.errors))
     return {**fields, "router_bias": True}

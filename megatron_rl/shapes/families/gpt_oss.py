@@ -17,6 +17,7 @@ def _structure(reader: ConfigReader) -> Fields:
     # Megatron's biases are those of all linear layers, and the experts always have them.
     reader.allow("attention_bias", True)
     reader.allow("hidden_act", "silu", None)
+
     # quick_gelu has this factor, and vLLM these three constants, whatever config.json says.
     reader.allow("swiglu_alpha", 1.702)
     reader.allow("swiglu_limit", 7.0)
@@ -36,6 +37,7 @@ def _structure(reader: ConfigReader) -> Fields:
             "layer_types",
             "sliding_attention and full_attention in turn, and a sliding_window",
         )
+
     return {
         **windows,
         **expert_fields(reader, "num_local_experts", "intermediate_size"),
@@ -48,7 +50,9 @@ def _structure(reader: ConfigReader) -> Fields:
 
 def _megatron(config: Mapping[str, Any]) -> Fields:
     return {
+        # Attention sinks: a learned logit per head in the denominator of the softmax.
         "softmax_type": "learnable",
+        # Experts compute quick_gelu(gate) * (up + 1), with gate and up clamped at swiglu_limit.
         "activation_func": "quick_gelu",
         "glu_linear_offset": 1.0,
         "activation_func_clamp_value": config["swiglu_limit"],

@@ -14,20 +14,24 @@ from megatron_rl.shapes.family import (
 
 
 def _structure(reader: ConfigReader) -> Fields:
-    # What the published config.json can switch off, transformers computes in any case.
+    # config.json has switches for these, and transformers ignores them: accept only its fixed choices.
     reader.allow("use_qk_norm", True, None)
     reader.allow("qk_norm_type", "per_layer", None)
     reader.allow("use_routing_bias", True, None)
     reader.allow("scoring_func", "sigmoid", None)
     reader.allow("shared_intermediate_size", 0, None)
+
+    # MiniMax-M1 and Text-01 mix linear attention (0) with softmax attention (1); M2 has only the latter.
     if set(reader.get("attn_type_list", [])) - {1}:
         reader.refuse(
             "linear attention is not supported for this model", "attn_type_list", "1 for each layer"
         )
+
     if reader.size("num_experts_per_tok") == 1:
         reader.refuse(
             "Megatron does not normalise the score of a single expert", "num_experts_per_tok", "2 or more"
         )
+
     return {
         **expert_fields(reader, "num_local_experts", "intermediate_size"),
         "router_bias": True,

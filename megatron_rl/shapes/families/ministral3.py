@@ -10,10 +10,14 @@ _SCALES = ("llama_4_scaling_beta", "original_max_position_embeddings")
 
 def _structure(reader: ConfigReader) -> Fields:
     parameters = rope_parameters(reader.config)
-    missing = [name for name in _SCALES if not parameters.get(name)]
-    if missing:
+    absent_keys = [name for name in _SCALES if not parameters.get(name)]
+
+    # Both are needed for the factor of the queries, see `Family.scaled_queries`.
+    if absent_keys:
         reader.refuse(
-            "the factor of the queries is not given", "rope_parameters", f"a value of {' and '.join(missing)}"
+            "the factor of the queries is not given",
+            "rope_parameters",
+            f"a value of {' and '.join(absent_keys)}",
         )
     return {}
 

@@ -7,6 +7,7 @@ def _structure(reader: ConfigReader) -> Fields:
     # Every fourth layer has full attention unless config.json has a pattern of its own.
     every_fourth = ConfigReader({"sliding_window_pattern": 4, **reader.config}, reader.file, reader.errors)
     windows = sliding_window_fields(every_fourth, reader.size("num_hidden_layers"))
+
     return {**olmo_structure(reader), **windows}
 
 
