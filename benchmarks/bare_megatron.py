@@ -67,7 +67,7 @@ class BareMegatron:
     def __init__(self, like: ParallelModel, learning_rate: float, own_layers: bool) -> None:
         start_megatron(like.groups.layout)
 
-        # The settings without our hooks; other versions of Megatron have other ones.
+        # Our settings without our hooks; the fields differ between versions of Megatron.
         config = copy.copy(like.transformer_config)
 
         names = {field.name for field in fields(config)}

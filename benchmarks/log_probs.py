@@ -11,7 +11,7 @@ The methods take turns. Each is checked first: log-probs, entropy and gradients 
 first 256 tokens' outputs), or it is not measured. Metrics: seconds of the forward pass without gradients
 (scoring) and of forward and backward pass (training); peak_bytes, the most bytes of tensors alive at once in
 training beyond the inputs; of_matmul, the useful products (2 × tokens × hidden × vocabulary forward, three
-times that in training) per second as a share of what a large matrix product reaches here in the same dtype;
+times that in training) per second as a share of the rate of a large matrix product here in the same dtype;
 of_bandwidth, the bytes that any method has to read and write per second as a share of a large copy's.
 The peer of the ratio is unfused.
 """

@@ -45,11 +45,14 @@ def train(
     # The report is the last file that a run writes.
     if (run / "report.html").is_file():
         return run
+
     folder.mkdir(parents=True, exist_ok=True)
     if command:
         prepare(command, HERE.parent, **names)
+
     values = [f"seed={seed}", f"run_dir={run}", "prepare={}", *(text.format(**names) for text in overrides)]
     torchrun(["-m", "megatron_rl", "train", str(config), *values], ranks, 1, folder / "output.log", TIMEOUT)
+
     return run
 
 

@@ -152,7 +152,7 @@ class Bench:
         command = [str(HERE / "trl_worker.py"), str(self.folder), str(result), *options]
         torchrun(command, choice.processes, choice.threads, self.folder / "trl.log", 1800, TRL_PYTHON)
 
-        # Lists have a value per step; the versions are no list.
+        # Lists have a value per step, of which the first is dropped; the versions are a dictionary.
         metrics = json.loads(result.read_text())
         return {name: value[1:] if isinstance(value, list) else value for name, value in metrics.items()}
 

@@ -114,7 +114,7 @@ def add_rates(
         # Without a known GPU there is no peak.
         utilizations.append(step.utilization(times) if step.peak_flops else {})
 
-    # A phase that the first step does not have, no step has.
+    # All steps have the phases of the first one.
     report.add(case.name, method, "tokens/s per process, step", "tokens/s", step_rates)
     for phase in phase_rates[0]:
         values = [rates[phase] for rates in phase_rates if phase in rates]

@@ -173,6 +173,7 @@ def configuration(
         "rollout": {"temperature": 1.0, "max_response_tokens": work.max_response_tokens},
         "checkpoint": {"every": steps + 1, "export": False, "resume": "never"},
     }
+
     # JSON is YAML.
     return json.dumps(tree, indent=1)
 

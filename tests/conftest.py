@@ -95,6 +95,7 @@ def run_bounded(command: list[str], timeout: float, environment: dict[str, str] 
         text=True,
         start_new_session=True,
     )
+
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except BaseException as error:
@@ -116,8 +117,10 @@ def _end_processes(process: int, patience: float = 10.0) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         launcher = psutil.Process(process)
         processes = [launcher, *launcher.children(recursive=True)]
+
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process, signal.SIGTERM)
+
     _, alive = psutil.wait_procs(processes, timeout=patience)
     for survivor in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -134,9 +137,9 @@ STARTS_RANKS = {"fork", "fork_fused", "forked_torchrun", "rank_server", "torchru
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by ``-m``
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that start ranks: those of tests/distributed, and the users of the fixtures above.
+    """Mark the tests that start ranks: tests/distributed, and all users of the fixtures above.
 
-    Some tests of tests/distributed read what the ranks of another test of their file wrote. Without a
+    Some tests of tests/distributed read files of the ranks of another test in the same module. Without a
     browser, tests that need one are deselected; `pytest_terminal_summary` reports them.
     """
     for item in items:
@@ -200,7 +203,7 @@ def environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def trial_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """Keep one process from which trials of Megatron's settings are forked; return the command of a trial."""
+    """Start a process from which trials of Megatron's settings are forked; yield the command of a trial."""
     server, address = ROOT / "tests/trial_server.py", tmp_path_factory.mktemp("trials") / "socket"
     process = subprocess.Popen(
         [sys.executable, str(server), "serve", str(address)],
@@ -217,13 +220,13 @@ def trial_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]
 
 @pytest.fixture
 def forked_trials(trial_server: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `check` in this process have Megatron validate settings in processes that start at once."""
+    """Make `check` in this process validate Megatron's settings in forked processes, which start at once."""
     monkeypatch.setattr(megatron_settings, "TRIAL_COMMAND", trial_server)
 
 
 @pytest.fixture(scope="module")
 def functions_load_once() -> Iterator[None]:
-    """Let `check` in this process load an unchanged function once per module.
+    """Make `check` in this process load an unchanged function only once per module.
 
     Each loading is a contained process of its own: a fifth of a second, for each of hundreds of
     configurations with the same reward function.
@@ -337,14 +340,18 @@ class RankServer:
                 stdout=subprocess.PIPE,
                 bufsize=0,  # select does not see data in Python's buffer
             )
+
         server = self._process
         assert server.stdin is not None and server.stdout is not None
+
         self._launches += 1
         streams = [self._folder / f"{self._launches}_{name}" for name in ("stdout", "stderr")]
         for stream in streams:
             stream.touch()
+
         calls = self._folder / f"{self._launches}_calls"
         calls.mkdir()
+
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         order = {
             "script": script,
@@ -356,8 +363,10 @@ class RankServer:
             "stderr": str(streams[1]),
             "calls": str(calls),
         }
+
         server.stdin.write(json.dumps(order).encode() + b"\n")
         watcher = int(server.stdout.readline())
+
         late = True
         try:
             late = not select.select([server.stdout], [], [], timeout)[0]
@@ -366,9 +375,11 @@ class RankServer:
             if late:
                 _end_processes(watcher)
             code = int(server.stdout.readline())
+
         stdout, stderr = (stream.read_text() for stream in streams)
         if late:
             pytest.fail(f"no end after {timeout:.0f} s: {script}\n{_tail(stdout)}\n{_tail(stderr)}")
+
         broken = nccl_rules.violations(nccl_rules.read(calls)) if code == 0 else []
         shutil.rmtree(calls)
         if broken:

@@ -33,7 +33,7 @@ def _syntax(path: Path) -> ast.Module:
 
 
 def module_file(root: Path, module: str) -> Path | None:
-    """Return the file of a module below ``root``; None if there is none."""
+    """Return the file of a module below ``root``; None for an unknown module."""
     path = root / module.replace(".", "/")
     candidates = (path.with_name(path.name + ".py"), path / "__init__.py")
     return next((candidate for candidate in candidates if candidate.is_file()), None)
@@ -63,6 +63,7 @@ def module_names(root: Path, module: str) -> frozenset[str]:
     """Return the names that a module below ``root`` defines or imports."""
     file = module_file(root, module)
     names: set[str] = set()
+
     for statement in _statements(_syntax(file).body if file else []):
         if isinstance(statement, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
             names.add(statement.name)
@@ -78,6 +79,7 @@ def module_names(root: Path, module: str) -> frozenset[str]:
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
             for target in targets:
                 names |= {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
+
     return frozenset(names)
 
 

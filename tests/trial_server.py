@@ -65,10 +65,10 @@ def answer_one(connection: socket.socket) -> None:
 
 def received(connection: socket.socket) -> bytes:
     """Return everything until the other side has sent all."""
-    parts = []
-    while part := connection.recv(2**16):
-        parts.append(part)
-    return b"".join(parts)
+    chunks = []
+    while chunk := connection.recv(2**16):
+        chunks.append(chunk)
+    return b"".join(chunks)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ A checkpoint is a folder:
 ```
 ROLE/           Megatron's distributed checkpoint of a role's weights and optimizer; an optimizer in the
                 shards of its layout (`SAME`) has an index, with which any layout can read it, too
-rollout/        the actor's weights that responses are sampled from, where they are older than actor/
+rollout/        the actor's weights that responses are sampled from, if these are older than actor/
 rng/            the random generators of each rank
 state.pt        values that are equal on all ranks
 meta.json       step, seed, versions, and model, optimizer and layout of each role

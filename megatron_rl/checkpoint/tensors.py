@@ -215,7 +215,7 @@ def begin_tensors(
 
         if model is not None:
             if optimizer is not None:
-                # A save before the first step stores the states as they will be then.
+                # Before the first step the optimizer has no states yet: create the initial ones to save.
                 initialise_states(optimizer)
             state, _ = sharded_state(model, optimizer, is_loading=False, layout=layout)
 
@@ -538,6 +538,7 @@ def _replaced(
     for sub_optimizer in sub_optimizers:
         method = getattr(sub_optimizer, name)
         setattr(sub_optimizer, name, build(sub_optimizer, method))
+
     try:
         yield
     finally:

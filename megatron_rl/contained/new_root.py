@@ -253,6 +253,7 @@ def _attach_all(system_trees: list[_Tree], user_trees: list[_Tree]) -> None:
     for tree in [*system_trees, *sorted(user_trees, key=lambda tree: tree.path)]:
         outer_trees = [outer for outer in attached if f"{tree.path}/".startswith(f"{outer.path}/")]
         innermost = max(outer_trees, key=lambda outer: len(outer.path), default=None)
+
         if innermost is None or _is_hidden(tree.path, innermost):
             _attach(tree)
             attached.append(tree)

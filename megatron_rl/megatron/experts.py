@@ -210,8 +210,8 @@ class Routing:
     """Routers of one model on this rank: recorder and replay of the experts of tokens, and counter of loads.
 
     Fused routers choose inside their kernel: only their loads are counted. ``layers``, ``experts`` and
-    ``topk`` are those of the whole model. ``token_groups`` are the process groups over which the tokens of a
-    row are sharded.
+    ``topk`` describe the whole model. ``token_groups`` are the process groups over which the tokens of a row
+    are sharded.
     """
 
     def __init__(
@@ -357,7 +357,7 @@ class Routing:
     ) -> None:
         """Count the experts' loads, and how often the router's ``experts`` [T, k] match replayed ones.
 
-        The load counts the experts that compute: the replayed ones where there are any.
+        The load counts the experts that compute: with replay the replayed ones.
         """
         experts = experts[: tokens.real]
         routed = experts

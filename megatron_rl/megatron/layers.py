@@ -618,8 +618,9 @@ def output_layer_without_accumulation(fused: bool) -> Iterator[None]:
     Without effect unless the layers are Transformer Engine's (``fused``).
 
     Megatron's plain linear layer refuses ``gradient_accumulation_fusion`` without Apex (seen in 0.16.1 and
-    0.19.2). The only one among Transformer Engine's layers, which need no Apex, is the output layer; its own
-    product is never computed, since `ParallelModel.token_outputs` projects the hidden states.
+    0.19.2). Transformer Engine's layers need no Apex, but a model of them still has this plain layer as
+    output layer. Its own product is never computed, since `ParallelModel.token_outputs` projects the hidden
+    states.
     """
     available = megatron_layers._grad_accum_fusion_available
     setattr(megatron_layers, "_grad_accum_fusion_available", fused or available)
@@ -805,25 +806,26 @@ def _scale_query(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
-    query, *others = args
+    query, *other_args = args
     intervals = kwargs["packed_seq_params"].positions // positions
     factors = 1 + beta * torch.log1p(intervals.float())
     # Tokens are the first dimension, whatever the others are.
     shape = (-1, *[1] * (query.dim() - 1))
-    return (query * factors.view(shape).to(query.dtype), *others), kwargs
+    return (query * factors.view(shape).to(query.dtype), *other_args), kwargs
 
 
 def prepare_local_rotation(chunk: Any, local: tuple[int, ...], local_factor: float) -> None:
-    """Give each layer of a GPTModel chunk its own of the two kinds of rotary angles of `both_frequencies`.
+    """Make each layer of a GPTModel chunk use the local or the global rotary angles of `both_frequencies`.
 
-    ``local`` are the layers with the first kind, counted over the model; ``local_factor`` is their factor of
-    cos and sin, where that of the others is the config's. Source: Gemma Team, arXiv 2503.19786.
+    ``local`` are the layers with local angles, counted over the model; ``local_factor`` is their factor of
+    cos and sin, which the config sets for the other layers. Source: Gemma Team, arXiv 2503.19786.
     """
     for layer in chunk.decoder.layers:
         attention = layer.self_attention
         is_local = layer.layer_number - 1 in local
         hook = partial(_select_angles, 0 if is_local else 1)
         attention.register_forward_pre_hook(hook, with_kwargs=True)
+
         if is_local:
             # Megatron-Core 0.16 reads the config in each forward pass, 0.19 this attribute.
             attention.config = copy(attention.config)

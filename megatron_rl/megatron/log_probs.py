@@ -85,7 +85,7 @@ class Support(NamedTuple):
         )
         column = torch.where((tokens >= 0) & (tokens < columns), tokens, columns)
 
-        # All columns of a truncated position are outside, but for its tokens in this shard.
+        # At a truncated position every column is outside, except for its tokens in this shard.
         is_outside = (sizes > 0)[:, None].repeat(1, columns + 1)
         is_outside.view(-1).index_fill_(0, positions * (columns + 1) + column, False)
         return is_outside[:, :columns]
@@ -527,9 +527,9 @@ def _logits_and_slope(
     rules: Sequence[RowRules] | None,
     needs_slope: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the logits as `_logits` does, and their slope by what the weights gave.
+    """Compute the logits as `_logits` does, and their slope: the derivative by ``hidden @ weight^T``.
 
-    The slope is that of rules and cap together; None stands for 1, and is returned if there are no rules:
+    The slope covers rules and cap together; None stands for 1, and is returned without rules:
     the reductions then compute the slope of the cap from the logits themselves.
     """
     logits = _product(hidden, weight.t())

@@ -176,12 +176,14 @@ class Adapter(nn.Module):
             # and B (A x) alike. Each rank thus has a part of the gradient of the factor that is replicated
             # over them: see `partial_gradient`.
             return low_rank
+
         if self.columns and self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(low_rank, group=self.group)
         if self.columns:
             return reduce_from_tensor_model_parallel_region(low_rank, group=self.group)
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(low_rank, group=self.group)
+
         # The forward pass copies; the backward pass sums the gradients of the ranks' rows of B.
         return copy_to_tensor_model_parallel_region(low_rank, group=self.group)
 
@@ -235,7 +237,7 @@ def add_adapter_output(
         if change is not None:
             changes.append(change)
 
-    # Initial adapters that add zero return None, all or none of them.
+    # Either all adapters are initial ones, which add zero and return None, or none of them is.
     if not changes:
         return output
     return result + torch.cat(changes), bias

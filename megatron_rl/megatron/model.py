@@ -261,7 +261,7 @@ class ParallelModel:
         Returns (log-probs, entropy) of ``targets`` for a language model, (values,) for a scalar head, each
         [n]. ``hidden`` [1, T, h] is the chunk's output, a shard of T under sequence parallelism. ``index``
         [n] are the positions of the hidden states that give the outputs, ``support`` the tokens that each
-        distribution ranges over, ``rules`` those that changed the logits before sampling. Collective over the
+        distribution ranges over, ``rules`` the changes of logits before sampling. Collective over the
         tensor-parallel group.
         """
         states = hidden[0]

@@ -197,8 +197,8 @@ def build_roles(
     return roles
 
 
-def _show_nothing(part: str) -> None:
-    """Ignore the part that is built next."""
+def _show_nothing(name: str) -> None:
+    """Ignore the name of the part to be built."""
 
 
 def build_frozen_roles(

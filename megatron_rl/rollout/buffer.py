@@ -106,6 +106,7 @@ class RolloutBuffer:
                 late.append(group)
             else:
                 remaining.append(group)
+
         self.started = remaining
         self.restart(late)
 
@@ -175,11 +176,13 @@ def early_rewards(groups: abc.Sequence[SequenceGroup]) -> dict[str, dict[int, An
     rewards: dict[str, dict[int, Any]] = {}
     # Row of the group's first sequence.
     first_row = 0
+
     for group in groups:
         for scorer, by_sample in group.early_rewards.items():
             by_row = rewards.setdefault(scorer, {})
             by_row |= {first_row + sample: reward for sample, reward in by_sample.items()}
         first_row += len(group.sequences)
+
     return rewards
 
 

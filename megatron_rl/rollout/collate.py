@@ -28,6 +28,7 @@ def waiting_groups(prompts: PromptBatch) -> list[SequenceGroup]:
     """Return a waiting group for each of the prompts."""
     if not len(prompts):
         return []
+
     rows = zip(
         split_rows(prompts.tokens, prompts.lengths),
         prompts.lengths.split(1),
@@ -35,6 +36,7 @@ def waiting_groups(prompts: PromptBatch) -> list[SequenceGroup]:
         *(zip(getattr(prompts, name), strict=True) for name in PromptBatch.TUPLE_FIELDS),
         strict=True,
     )
+
     # Fields by position instead of `PromptBatch.rows`: this runs for each prompt of each step.
     return [SequenceGroup(PromptBatch(*row)) for row in rows]
 

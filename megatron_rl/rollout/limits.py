@@ -62,13 +62,15 @@ class AutoLimits:
         lengths = limited_counts(rollouts).tolist()
         prompt_tokens = prompts.lengths.tolist()
         rows = zip(rollouts.group.tolist(), rollouts.finish_reason.tolist(), lengths, strict=True)
+
         for group, reason, length in rows:
             task = prompts.tasks[group]
             if reason == FINISH_FAILED or self._rollout.limit_setting(task) != AUTO:
                 continue
+
             name = _class_name(task, prompt_tokens[group])
-            latest = [*self._lengths.get(name, []), length]
-            self._lengths[name] = latest[-self._config.window :]
+            class_lengths = [*self._lengths.get(name, []), length]
+            self._lengths[name] = class_lengths[-self._config.window :]
 
     def state_dict(self) -> dict[str, list[int]]:
         """Return the lengths that the limits follow."""
@@ -80,7 +82,7 @@ class AutoLimits:
 
 
 def _class_name(task: str, prompt_tokens: int) -> str:
-    """Return the name of the class of lengths: the task, and the power of two that is not below the prompt.
+    """Return the name of a length class: the task, and the prompt's length rounded up to a power of two.
 
     Example:
         >>> [_class_name("math", tokens) for tokens in (1, 2, 3, 4, 5)]

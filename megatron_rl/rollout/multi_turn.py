@@ -147,6 +147,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             ranks=ranks,
             is_led=True,
         )
+
         self._hosts = hosts
         self._chat = chat
         self._stops = StopTexts(lambda: chat.tokenizer)
@@ -227,6 +228,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         # While the engine has requests, the next step must not wait for environments.
         is_engine_idle = not any(conversation.in_engine for conversation in self._conversations)
         wait_seconds = IDLE_SECONDS if is_engine_idle else 0.0
+
         for event in self._hosts.poll(wait_seconds):
             conversation = self._by_episode[event.number]
             if isinstance(event, TurnRequest):
@@ -343,7 +345,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             conversation.awaits_turn = True
 
     def _append_observed(self, conversation: _Conversation, event: TurnRequest) -> bool:
-        """Append the observed messages, or compare those of a replay; return whether a turn follows."""
+        """Append the observed messages, or compare replayed ones; return whether a turn follows."""
         sequence = conversation.sequence
         start = conversation.seen
 
@@ -384,7 +386,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             self._fail(conversation, PROMPT, str(error))
             return False
 
-        # The prompt changes the room of the response.
+        # The room for the response depends on the length of the prompt.
         prompt = array("q", tokens)
         room = sequence.sampling.max_response_tokens
         if self.engine.max_model_len is not None:

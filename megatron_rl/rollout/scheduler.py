@@ -253,9 +253,11 @@ class ReplicaQueue:
         """Return the index of the replica's next group, None if no group remains for it."""
         if self._assigned:
             return self._assigned.pop(0)
+
         # An empty queue is never drawn from: a draw can be a collective.
         if not self._shared_queue:
             return None
+
         index = self._next_queue_index()
         if index >= len(self._shared_queue):
             self._shared_queue = []
@@ -407,9 +409,10 @@ class ReplicaScheduler:
                 sequence.finish_reason = completion.finish_reason
 
     def admit(self, num_in_flight: int) -> list[int]:
-        """Admit sequences up to the limit, of which ``num_in_flight`` is used; return the unfinished ones.
+        """Admit sequences up to the in-flight limit, given ``num_in_flight``; return the unfinished ones.
 
-        They are indices in ``admitted``. A sequence without room for a response is finished at once.
+        Sequences are returned as indices in ``admitted``. A sequence without room for a response is finished
+        at once.
         """
         unfinished = []
         while num_in_flight + len(unfinished) < self.queue.max_in_flight:
@@ -500,7 +503,7 @@ def sample_round(
 ) -> NewTokens:
     """Continue the unfinished sequences of a round until enough of its groups are finished.
 
-    ``next_queue_index`` and ``max_in_flight`` are those of `ReplicaQueue`; ``max_in_flight`` defaults to the
+    ``next_queue_index`` and ``max_in_flight`` as for `ReplicaQueue`; ``max_in_flight`` defaults to the
     number of requests that the engine works on at once. ``on_finished`` is called on the first rank of a
     replica, while other groups continue. Collective over the ranks of ``layout``, whose communicator must
     exist.
@@ -556,7 +559,7 @@ def _run_once(
     report_finished: Callable[[], None],
 ) -> None:
     """Sample until every sequence is finished or, in the open order, the round is over."""
-    # An open round runs until the learners wait, also if enough groups were finished before.
+    # An open round runs until the learners wait, even if enough groups are finished already.
     if generation_round.rendezvous is None and _enough(generation_round, {}):
         return
     scheduler.run_token_round(None, report_finished)

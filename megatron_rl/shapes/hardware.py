@@ -322,4 +322,5 @@ def load_constants(override: str | None = None) -> Constants:
             noun = "the constants file"
             fix = "correct the file"
             raise unreadable_file(noun, path, error, expected="a JSON object", fix=fix) from error
+
     return build(data)

@@ -289,9 +289,9 @@ class _OwnLayer:
     def forward(self, kind: LayerKind) -> float:
         """Count the elements of the largest set of tensors alive at once in a forward pass without gradients.
 
-        Attention holds its projections, and their copies with the tokens of a sequence together; an MLP gate
-        and up, the activation, up plus its offset, and their product; experts the routed tokens: sorted,
-        exchanged, sorted by expert, multiplied, and combined.
+        Attention holds its projections, and copies of them with the tokens of a sequence together. An MLP
+        holds gate and up, the activation, up plus its offset, and their product. Experts hold the routed
+        tokens: sorted, exchanged, sorted by expert, multiplied, and combined.
         """
         shape = self.shape
         heads = shape.heads / self.tensor
@@ -549,6 +549,7 @@ def scoring_memory(
     logits = 0.0
     if last:
         logits = logits_bytes(shape, layout, tokens)
+
     return TrainingMemory(
         weights=implementation.dtype_bytes * sum(parameters),
         gradients=0.0,

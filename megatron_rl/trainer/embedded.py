@@ -135,6 +135,7 @@ def _checked_config(config: str | Path, model: Sequence[Any], overrides: Iterabl
     # Layout and dtype are those of the script's model; the memory estimate and the checks need them.
     settings = [f"actor.layout.{name}={size}" for name, size in layout_of(model).items()]
     settings.append(f"model.dtype={str(model[0].config.params_dtype).removeprefix('torch.')}")
+
     report = check_config(
         load(config, [*overrides, *settings]),
         device.world_size(),

@@ -70,12 +70,12 @@ def check_engine(config: RunConfig, roles: Roles) -> Metrics:
 
 def _requests(config: RunConfig) -> list[GenerationRequest]:
     """Return the requests to each replica, the same in every run of a model."""
-    # As many as servers: a client sends each of these requests to another one.
+    # At least one per server: a client sends consecutive requests to different servers.
     count = max(_REQUESTS, len(config.rollout.server.urls))
     # Engines refuse requests that are longer than the rows of the run.
-    longest = longest_row(config)
-    prompt_tokens = min(_PROMPT_TOKENS, max(1, longest // 2))
-    limit = min(_RESPONSE_TOKENS, longest - prompt_tokens)
+    max_tokens = longest_row(config)
+    prompt_tokens = min(_PROMPT_TOKENS, max(1, max_tokens // 2))
+    limit = min(_RESPONSE_TOKENS, max_tokens - prompt_tokens)
 
     vocab = read_pretrained(Path(config.model.path) / "config.json").shape.vocab
     generator = random.Random(0)
@@ -88,7 +88,7 @@ def _requests(config: RunConfig) -> list[GenerationRequest]:
 
 
 def _sample(roles: Roles, requests: list[GenerationRequest]) -> list[Completion]:
-    """Return the completions of this rank's replica, none on ranks that are not a replica's first.
+    """Return the completions of this rank's replica; empty on all ranks but the first of each replica.
 
     Collective over the ranks of a replica.
     """
@@ -121,6 +121,7 @@ def _rollouts(
         sequence.append_sampled(completion, version)
         sequence.finish_reason = completion.finish_reason
         sequences.append(sequence)
+
     if not sequences:
         return None
     return to_rollouts([SequenceGroup(to_prompts([]), sequences)])

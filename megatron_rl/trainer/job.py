@@ -479,8 +479,10 @@ def code_of(config: RunConfig) -> Iterator[str]:
         yield reward.judge.parser
         if is_function(reward.judge.template):
             yield reward.judge.template
+
     for settings in config.evaluation.sets.values():
         yield from settings.functions().values()
+
     if config.rollout.filters.function is not None:
         yield config.rollout.filters.function
     if config.rollout.environment is not None:

@@ -453,6 +453,7 @@ def check_mismatch(difference: float | None, config: MismatchConfig) -> None:
     # A NaN is above no threshold, and must stop the run.
     if difference is None or difference <= config.stop:
         return
+
     raise MismatchError(
         f"log-probs of trainer and rollout engine differ by {difference:.2e} per response token on average "
         f"(stop above {config.stop:.0e}). Training would follow gradients of another policy. Likely causes: "

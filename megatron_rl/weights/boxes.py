@@ -329,7 +329,7 @@ def _candidate_pairs(boxes: list[Span]) -> Iterable[tuple[Span, Span]]:
             yield from ((first, second) for second in later_boxes)
             continue
 
-        # All boxes from the first one that begins past the end on do so: they are sorted by start.
+        # Boxes are sorted by start: once one begins past the end, no later one overlaps.
         end = first[0][0] + first[1][0]
         for second in later_boxes:
             if second[0][0] >= end:

@@ -179,7 +179,7 @@ class Execution:
         if mode == "off":
             return 0
 
-        # The reference checksums are there if `run` computed them.
+        # `run` may have computed the reference checksums already.
         regions = self._regions_to_verify(mode, sync_index)
         computed = self._reference_sums or self._compute_sums(regions, is_reference=True)
         computed += self._compute_sums(regions, is_reference=False)

@@ -238,7 +238,7 @@ class _Assignment:
             self._excess[sender] += max(0.0, -remaining)
 
     def _choose(self, receiver: int, demand: Demand) -> list[Share]:
-        """Return one holder with room for all bytes of a receiver, else as few as have room together."""
+        """Return one holder with room for all bytes of a receiver, else the fewest that have enough room."""
         if len(demand.holders) == 1:
             return [Share(demand.holders[0], demand.bytes)]
 
@@ -250,7 +250,7 @@ class _Assignment:
             is_other_rail = self._local_ranks.get(rank) != local_rank
             return rank not in peers, is_other_rail, -budget[rank], rank
 
-        # Slack counts for one sender of all bytes: it saves the second sender.
+        # Only a single sender of all bytes may use the slack, since it saves a second message.
         candidates: list[int] = []
         for rank in demand.holders:
             room = budget[rank] + self._slack_bytes - self._excess[rank]
