@@ -64,7 +64,12 @@ class BareMegatron:
     Megatron's local ones, which take unpacked sequences; else the layers of ``like``, for packed rows.
     """
 
-    def __init__(self, like: ParallelModel, learning_rate: float, own_layers: bool) -> None:
+    def __init__(
+        self,
+        like: ParallelModel,
+        learning_rate: float,
+        own_layers: bool,
+    ) -> None:
         start_megatron(like.groups.layout)
 
         # Our settings without our hooks; the fields differ between versions of Megatron.
@@ -81,7 +86,12 @@ class BareMegatron:
         if own_layers:
             spec = _own_layers(config, stage)
         else:
-            spec = block_spec(config, like.uses_transformer_engine, None, stage)
+            spec = block_spec(
+                config,
+                like.uses_transformer_engine,
+                None,
+                stage,
+            )
 
         with device.megatron_mode():
             model = GPTModel(
@@ -120,7 +130,11 @@ class BareMegatron:
                 params_dtype=config.params_dtype,
                 use_distributed_optimizer=True,
             )
-            self.optimizer = get_megatron_optimizer(settings, [self.model], use_gloo_process_groups=False)
+            self.optimizer = get_megatron_optimizer(
+                settings,
+                [self.model],
+                use_gloo_process_groups=False,
+            )
         self.model.train()
 
     def step(self, batches: Sequence[Batch]) -> tuple[float, float]:
@@ -195,7 +209,13 @@ def _forward_step(iterator: Any, model: Any) -> tuple[Tensor, Any]:
     options = {}
     if batch.packing is not None:
         options["packed_seq_params"] = batch.packing
-    output = model(batch.tokens, positions, None, labels=batch.labels, **options)
+    output = model(
+        batch.tokens,
+        positions,
+        None,
+        labels=batch.labels,
+        **options,
+    )
     return output, partial(_loss, batch.loss_mask)
 
 

@@ -28,16 +28,27 @@ from megatron_rl.metrics import read_metrics
 
 RECIPES = HERE.parent / "configs" / "recipes"
 QUICKSTART = HERE.parent / "configs" / "quickstart.yaml"
+# With the torch engine recipes run on any machine, also without vLLM.
 ONE_PROCESS = ("world_size=1", "actor.layout={}", "rollout.tensor=1", "rollout.engine=torch")
 ENDS = 3
 """Steps at either end of a run whose mean is its first and its last sampled reward."""
 
 
-def train(config: Path, run: Path, overrides: Sequence[str]) -> list[dict[str, float]]:
+def train(
+    config: Path,
+    run: Path,
+    overrides: Sequence[str],
+) -> list[dict[str, float]]:
     """Train in one process; return the metrics of evaluation 0 and of every step."""
     run.parent.mkdir(parents=True, exist_ok=True)
     values = [str(config), *ONE_PROCESS, f"run_dir={run}", *overrides]
-    torchrun(["-m", "megatron_rl", "train", *values], 1, 1, run.with_suffix(".log"), 3600)
+    torchrun(
+        ["-m", "megatron_rl", "train", *values],
+        1,
+        1,
+        run.with_suffix(".log"),
+        3600,
+    )
     return read_metrics(run / "metrics.jsonl")
 
 
@@ -74,6 +85,7 @@ def measure(
     }
     for seed in seeds:
         run = folder / f"{name}-{seed}"
+        # Evaluate before the first and after the last step only; the model is warmed up, so `sft` is off.
         settings = [
             f"model.path={model}", "sft=null", f"steps={steps}", f"seed={seed}", f"evaluation.every={steps}",
             f"checkpoint.every={steps}", "checkpoint.export=false", "checkpoint.keep=1",
@@ -97,14 +109,22 @@ def main() -> int:
     parser = arguments(__doc__, repeats=3)
     files = {path.stem: path.read_text() for path in RECIPES.glob("*.yaml")}
     names = sorted(name for name, text in files.items() if "\npreference:" not in text)
-    parser.add_argument("--only", default=",".join(names), help="comma-separated recipes")
+    parser.add_argument(
+        "--only",
+        default=",".join(names),
+        help="comma-separated recipes",
+    )
     parser.add_argument(
         "--steps",
         type=int,
         default=None,
         help="training steps of each (default 30)",
     )
-    parser.add_argument("--folder", type=Path, default=HERE.parent / "runs" / "recipes-benchmark")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=HERE.parent / "runs" / "recipes-benchmark",
+    )
     parser.add_argument(
         "overrides",
         metavar="KEY=VALUE",
@@ -131,14 +151,27 @@ def main() -> int:
     seeds = range(1, 1 + (options.repeats or default_repeats))
     for name in options.only.split(","):
         try:
-            results = measure(name, model, folder, steps, seeds, options.overrides)
+            results = measure(
+                name,
+                model,
+                folder,
+                steps,
+                seeds,
+                options.overrides,
+            )
         except ChildFailed as error:
             report.fail(f"{name}: {error}")
             continue
 
         for method in ("before", "after"):
             report.add(name, method, "accuracy", "share", results[method])
-        report.add(name, "first steps", "sampled_reward", "", results["first"])
+        report.add(
+            name,
+            "first steps",
+            "sampled_reward",
+            "",
+            results["first"],
+        )
         report.add(name, "last steps", "sampled_reward", "", results["last"])
         report.add(name, "all steps", "time", "s", results["seconds"])
         report.note(

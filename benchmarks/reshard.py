@@ -43,7 +43,13 @@ UNITS = {
 }
 
 
-def measure(case: str, folder: Path, quick: bool, repeats: int, report: Report) -> None:
+def measure(
+    case: str,
+    folder: Path,
+    quick: bool,
+    repeats: int,
+    report: Report,
+) -> None:
     """Run one case in its own job and record every method beside the hybrid engine."""
     say("reshard", f"{case}: 4 ranks, {repeats} repeats")
     result = folder / f"{case}.json"
@@ -68,7 +74,11 @@ def measure(case: str, folder: Path, quick: bool, repeats: int, report: Report) 
 def main() -> int:
     """Measure the cases and print the table."""
     parser = arguments(__doc__, repeats=7)
-    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated names")
+    parser.add_argument(
+        "--cases",
+        default=",".join(CASES),
+        help="comma-separated names",
+    )
     options = parser.parse_args()
 
     warn_if_busy("reshard")

@@ -51,7 +51,13 @@ def train(
         prepare(command, HERE.parent, **names)
 
     values = [f"seed={seed}", f"run_dir={run}", "prepare={}", *(text.format(**names) for text in overrides)]
-    torchrun(["-m", "megatron_rl", "train", str(config), *values], ranks, 1, folder / "output.log", TIMEOUT)
+    torchrun(
+        ["-m", "megatron_rl", "train", str(config), *values],
+        ranks,
+        1,
+        folder / "output.log",
+        TIMEOUT,
+    )
 
     return run
 
@@ -96,7 +102,11 @@ def main() -> int:
         default=None,
         help="processes (default: the configuration's)",
     )
-    parser.add_argument("--folder", type=Path, default=HERE.parent / "runs" / "seeds")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=HERE.parent / "runs" / "seeds",
+    )
     parser.add_argument(
         "--prepare",
         default="",
@@ -119,6 +129,7 @@ def main() -> int:
 
     warn_if_busy("seeds")
     report = Report("seeds")
+    # Configurations and overrides may come in any order.
     overrides = [text for text in options.words if "=" in text]
     configs = [Path(text).resolve() for text in options.words if "=" not in text]
     default_seeds = "1-3" if options.quick else "1-10"
@@ -131,7 +142,14 @@ def main() -> int:
         for seed in seeds:
             folder = options.folder.resolve() / f"{config.stem}-{seed}"
             try:
-                run = train(config, seed, folder, options.prepare, ranks, overrides)
+                run = train(
+                    config,
+                    seed,
+                    folder,
+                    options.prepare,
+                    ranks,
+                    overrides,
+                )
             except ChildFailed as error:
                 report.fail(f"{config.stem}, seed {seed}: {error}")
                 continue
@@ -149,7 +167,13 @@ def main() -> int:
         for name in names:
             values = [result[name] for result in results]
             unit = {"warm-up": "steps", "time": "s"}.get(name, "share")
-            report.add(config.stem, name, "accuracy" if unit == "share" else name, unit, values)
+            report.add(
+                config.stem,
+                name,
+                "accuracy" if unit == "share" else name,
+                unit,
+                values,
+            )
             report.note(f"{config.stem}: {name} {mean_and_spread(values)}")
     return report.finish(options.json)
 

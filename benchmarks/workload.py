@@ -53,12 +53,21 @@ class Workload:
         return 1.0 / (self.mean_share * self.max_response_tokens)
 
 
-def digit_share(prompt: str, response: str, ground_truth: Any, metadata: Any = None) -> float:
+def digit_share(
+    prompt: str,
+    response: str,
+    ground_truth: Any,
+    metadata: Any = None,
+) -> float:
     """Return the share of a response's characters that are the answer's last digit."""
     return response.count(str(ground_truth)[-1]) / max(len(response), 1)
 
 
-def make(directory: Path, work: Workload, seed: int = 1) -> None:
+def make(
+    directory: Path,
+    work: Workload,
+    seed: int = 1,
+) -> None:
     """Write ``model/`` (a Hugging Face checkpoint with tokenizer) and ``prompts.jsonl``."""
     generator = random.Random(seed)
     with (directory / "prompts.jsonl").open("w") as lines:
@@ -96,7 +105,11 @@ def build_tokenizer(vocabulary: int) -> Any:
     return tokenizer
 
 
-def build_model(work: Workload, tokenizer: Any, seed: int) -> Any:
+def build_model(
+    work: Workload,
+    tokenizer: Any,
+    seed: int,
+) -> Any:
     """Return the transformers model in float32."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -137,7 +150,11 @@ def build_model(work: Workload, tokenizer: Any, seed: int) -> Any:
     return model
 
 
-def _strength(constant: Any, other_logits: Any, probability: float) -> float:
+def _strength(
+    constant: Any,
+    other_logits: Any,
+    probability: float,
+) -> float:
     """Return the weight at which the end token has ``probability`` on average, by bisection."""
     import torch
 

@@ -33,6 +33,7 @@ from tests import browser, nccl_rules
 ROOT = Path(__file__).resolve().parent.parent
 STANDIN = ROOT / "tests/te_standin"
 """Folder with the stand-in of Transformer Engine, for PYTHONPATH."""
+# A launch on a busy machine takes minutes, but a hang must end before the test session does.
 LAUNCH_SECONDS = 300.0
 # Containers often set it; each process that a test starts would then compile all that it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -121,6 +122,7 @@ def _end_processes(process: int, patience: float = 10.0) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process, signal.SIGTERM)
 
+    # Ranks that handle SIGTERM have time to end; the others are killed.
     _, alive = psutil.wait_procs(processes, timeout=patience)
     for survivor in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -182,6 +184,7 @@ class Schedule(LoadFileScheduling):
     """
 
     def _assign_work_unit(self, node: WorkerController) -> None:
+        # The first process takes the last file of the queue, which starts ranks.
         if node is self.nodes[0]:
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         super()._assign_work_unit(node)
@@ -204,7 +207,8 @@ def environment() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def trial_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """Start a process from which trials of Megatron's settings are forked; yield the command of a trial."""
-    server, address = ROOT / "tests/trial_server.py", tmp_path_factory.mktemp("trials") / "socket"
+    server = ROOT / "tests/trial_server.py"
+    address = tmp_path_factory.mktemp("trials") / "socket"
     process = subprocess.Popen(
         [sys.executable, str(server), "serve", str(address)],
         env=launch_environment(),
@@ -212,7 +216,9 @@ def trial_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]
         stdout=subprocess.PIPE,
     )
     assert process.stdin is not None and process.stdout is not None
+    # The server prints the line when its socket accepts connections.
     assert process.stdout.readline() == b"ready\n"
+    # Without `site`: the client needs the standard library alone, and starts at once.
     yield [sys.executable, "-S", str(server), "ask", str(address)]
     process.stdin.close()
     process.wait()
@@ -235,6 +241,7 @@ def functions_load_once() -> Iterator[None]:
     results: dict[object, list[UserError]] = {}
 
     def load_once(config: RewardConfig, *arguments: object) -> list[UserError]:
+        # The key contains the sources: a test that edits its reward function gets it loaded again.
         folder = Path((config.function or "").partition(":")[0]).parent.resolve()
         sources = [(file.name, file.read_bytes()) for file in sorted(folder.glob("*.py"))]
         key = repr((config, arguments, folder, sources, contained_process.LOAD_SECONDS))
@@ -252,7 +259,12 @@ def torchrun() -> Callable[..., Launch]:
     """Launch ranks as users do: ``torchrun(script, ranks, *arguments)``; see `Launcher`."""
 
     def start(
-        script: str, ranks: int, arguments: list[str], timeout: float, module: bool, env: dict[str, str]
+        script: str,
+        ranks: int,
+        arguments: list[str],
+        timeout: float,
+        module: bool,
+        env: dict[str, str],
     ) -> Launch:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
@@ -323,12 +335,19 @@ class RankServer:
     """
 
     def __init__(self, folder: Path, *packages: Path) -> None:
-        self._folder, self._packages = folder, packages
+        self._folder = folder
+        self._packages = packages
         self._launches = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(
-        self, script: str, ranks: int, arguments: list[str], timeout: float, module: bool, env: dict[str, str]
+        self,
+        script: str,
+        ranks: int,
+        arguments: list[str],
+        timeout: float,
+        module: bool,
+        env: dict[str, str],
     ) -> Launch:
         """Run one launch and return its result."""
         if self._process is None:
@@ -344,6 +363,7 @@ class RankServer:
         server = self._process
         assert server.stdin is not None and server.stdout is not None
 
+        # Each launch has files of its own: a late rank must not write into those of the next one.
         self._launches += 1
         streams = [self._folder / f"{self._launches}_{name}" for name in ("stdout", "stderr")]
         for stream in streams:
@@ -364,6 +384,7 @@ class RankServer:
             "calls": str(calls),
         }
 
+        # The server replies with the supervisor's process id at once, and with the exit code at the end.
         server.stdin.write(json.dumps(order).encode() + b"\n")
         watcher = int(server.stdout.readline())
 
@@ -380,6 +401,7 @@ class RankServer:
         if late:
             pytest.fail(f"no end after {timeout:.0f} s: {script}\n{_tail(stdout)}\n{_tail(stderr)}")
 
+        # Ranks of a failed launch end at different calls, which breaks no rule.
         broken = nccl_rules.violations(nccl_rules.read(calls)) if code == 0 else []
         shutil.rmtree(calls)
         if broken:

@@ -183,7 +183,12 @@ class _RouterReplay:
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Return the scores and ids of the experts, both [T, k]; gradients flow through the scores."""
-        values, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        values, experts = default_compute_topk(
+            scores,
+            topk,
+            num_groups=num_groups,
+            group_topk=group_topk,
+        )
         tokens = self._routing.tokens
         trains = self._routing.trains
 

@@ -342,7 +342,12 @@ class PackedAttention(nn.Module, RowAttention):
             attend = self._bucket_with_sinks
         return packed_seq_params.join([attend(*bucket) for bucket in buckets])
 
-    def _bucket_with_sinks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _bucket_with_sinks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
         """Return a bucket's output as `_bucket` does, with each head's sink in the softmax.
 
         A sink is a key before the first token, with values of zero: its score is the head's logit for every
@@ -371,7 +376,10 @@ class PackedAttention(nn.Module, RowAttention):
         return output.unflatten(0, (-1, length))[:, 1:, :, :-1].flatten(0, 1)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+        self,
+        prefix: str = "",
+        sharded_offsets: Any = (),
+        metadata: Any = None,
     ) -> dict[str, Any]:
         """Return Megatron's sharded state: the logits of sinks, by heads."""
         return make_sharded_tensors_for_checkpoint(

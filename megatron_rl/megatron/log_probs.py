@@ -114,7 +114,16 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         support: Support | None,
         rules: Sequence[RowRules] | None,
     ) -> tuple[Tensor, Tensor]:
-        stats = statistics(hidden, weight, targets, temperature, shard, chunk, support, rules=rules)
+        stats = statistics(
+            hidden,
+            weight,
+            targets,
+            temperature,
+            shard,
+            chunk,
+            support,
+            rules=rules,
+        )
         log_normaliser, log_probs, entropy = _combine(_gather(stats, shard.group))
 
         ctx.save_for_backward(hidden, weight, targets, temperature, log_normaliser, entropy)

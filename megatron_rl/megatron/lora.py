@@ -278,7 +278,12 @@ def attach_adapters(
     zero: A is uniform as torch initialises a linear layer, B is zero, and the values depend on ``seed`` and
     the tensors' names alone, not on the layout. Call before the model is wrapped.
     """
-    model.adapters = adapted(pretrained(model.hf_config), config.rank, config.alpha, config.targets)
+    model.adapters = adapted(
+        pretrained(model.hf_config),
+        config.rank,
+        config.alpha,
+        config.targets,
+    )
     groups = model.groups
     settings = model.transformer_config
 
@@ -482,7 +487,12 @@ def _kind_mask(
 
     # The import orders and cuts the rows as it does those of B.
     row_kinds = torch.empty(rows, 1, dtype=torch.long)
-    import_parameters({f"{name.format(expert=0)}.B": row_kinds}, numbered_tensors, model.adapters, shard)
+    import_parameters(
+        {f"{name.format(expert=0)}.B": row_kinds},
+        numbered_tensors,
+        model.adapters,
+        shard,
+    )
     return functional.one_hot(row_kinds[:, 0], len(kind_names))
 
 
@@ -557,7 +567,13 @@ def adapter_boxes(model: ParallelModel) -> list[TensorBox]:
     meta_parameters = {
         name: torch.empty_like(parameters[storage], device="meta") for name, storage in storages.items()
     }
-    return trace_import(meta_parameters, model.adapters, shard_of(model), device.rank(), storages)
+    return trace_import(
+        meta_parameters,
+        model.adapters,
+        shard_of(model),
+        device.rank(),
+        storages,
+    )
 
 
 def policy_weights(model: Chunked) -> dict[str, Tensor]:

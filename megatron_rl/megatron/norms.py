@@ -27,7 +27,13 @@ class AllHeadsNorm(nn.Module):
     completes gradients that each rank computes for its own heads alone.
     """
 
-    def __init__(self, config: TransformerConfig, heads: int, head_dim: int, group: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        heads: int,
+        head_dim: int,
+        group: Any,
+    ) -> None:
         super().__init__()
         ranks = group.size()
         self.eps = config.layernorm_epsilon

@@ -402,7 +402,15 @@ def forward_loss(
 
     Collective over the model's ranks.
     """
-    micros, _ = build_microbatches(model, batch, tokens_per_microbatch, select, before, unit, has_loss=True)
+    micros, _ = build_microbatches(
+        model,
+        batch,
+        tokens_per_microbatch,
+        select,
+        before,
+        unit,
+        has_loss=True,
+    )
     for chunk in model.wrapped:
         chunk.eval()
     with torch.no_grad():
@@ -457,7 +465,12 @@ def _run(
         if config.sequence_parallel:
             shards = layout.tensor
         tokens = [micro.inputs.shape[1] // shards for micro in micros]
-        communicator = PipelineExchange(model.groups.pipeline, config, tokens, layout.virtual_pipeline)
+        communicator = PipelineExchange(
+            model.groups.pipeline,
+            config,
+            tokens,
+            layout.virtual_pipeline,
+        )
 
     if model.routing is not None:
         model.routing.begin(trains=not forward_only)
@@ -550,7 +563,12 @@ def _finalize_gradients(
     parallel_state.get_tensor_and_data_parallel_group = lambda *_, **__: pg_collection.tp_dp_cp
     try:
         # No token count: loss weights are global already, and gradients must not be divided again.
-        finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+        finalize_model_grads(
+            chunks,
+            None,
+            pg_collection=pg_collection,
+            force_all_reduce=force_all_reduce,
+        )
     finally:
         parallel_state.get_tensor_and_data_parallel_group = original
 

@@ -59,6 +59,7 @@ def start_groups(
 
     The seed of a sequence follows from ``seed`` and its position alone.
     """
+    # By position in the round, so that every rank gives a sequence the same seed.
     seeds = row_seeds(seed, range(len(groups) * samples))
     started = []
     for index, group in enumerate(groups):
@@ -82,6 +83,7 @@ def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
     for sequence in sequences:
         prompt_length = len(sequence.prompt)
         tokens += sequence.prompt + sequence.tokens
+        # Zero bytes are 0.0, and need no list of zeros.
         log_probs.frombytes(bytes(prompt_length * log_probs.itemsize))
         log_probs += sequence.log_probs
         versions += array("i", [OBSERVED]) * prompt_length + sequence.versions

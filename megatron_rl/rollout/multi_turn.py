@@ -257,7 +257,11 @@ class MultiTurnScheduler(ReplicaScheduler):
                 prompts[admitted.position] = admitted.sequence.prompt.tolist()
         return prompts
 
-    def _append(self, conversation: _Conversation, completion: Completion) -> None:
+    def _append(
+        self,
+        conversation: _Conversation,
+        completion: Completion,
+    ) -> None:
         """Append a completion to its sequence, and send the turn to the environment if it is complete."""
         conversation.in_engine = False
         if completion.finish_reason == FINISH_FAILED:
@@ -313,7 +317,11 @@ class MultiTurnScheduler(ReplicaScheduler):
             calls,
         )
 
-    def _turn_requested(self, conversation: _Conversation, event: TurnRequest) -> None:
+    def _turn_requested(
+        self,
+        conversation: _Conversation,
+        event: TurnRequest,
+    ) -> None:
         """Append the observation of an environment, which now awaits a turn.
 
         The sequence may already have tokens of this turn: of an interrupted turn, or of a turn that is
@@ -344,7 +352,11 @@ class MultiTurnScheduler(ReplicaScheduler):
         else:
             conversation.awaits_turn = True
 
-    def _append_observed(self, conversation: _Conversation, event: TurnRequest) -> bool:
+    def _append_observed(
+        self,
+        conversation: _Conversation,
+        event: TurnRequest,
+    ) -> bool:
         """Append the observed messages, or compare replayed ones; return whether a turn follows."""
         sequence = conversation.sequence
         start = conversation.seen
@@ -377,7 +389,11 @@ class MultiTurnScheduler(ReplicaScheduler):
         conversation.seen = end
         return True
 
-    def _open(self, conversation: _Conversation, opening: Opening) -> bool:
+    def _open(
+        self,
+        conversation: _Conversation,
+        opening: Opening,
+    ) -> bool:
         """Replace the prompt by an environment's own messages; return False if the episode has failed."""
         sequence = conversation.sequence
         try:
@@ -403,13 +419,22 @@ class MultiTurnScheduler(ReplicaScheduler):
             conversation.tools = opening.tools
         return conversation.has_own_prompt
 
-    def _fail(self, conversation: _Conversation, reason: str, message: str) -> None:
+    def _fail(
+        self,
+        conversation: _Conversation,
+        reason: str,
+        message: str,
+    ) -> None:
         """End an episode as failed, and its environment."""
         self._hosts.forget(conversation.episode)
         event = EpisodeEnd(conversation.episode, failure=reason, message=message)
         self._finish(conversation, event)
 
-    def _finish(self, conversation: _Conversation, event: EpisodeEnd) -> None:
+    def _finish(
+        self,
+        conversation: _Conversation,
+        event: EpisodeEnd,
+    ) -> None:
         """Finish a sequence with the outcome of its environment."""
         # The environment may end, or fail, while a turn is being sampled.
         if conversation.in_engine:

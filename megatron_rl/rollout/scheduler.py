@@ -104,7 +104,11 @@ class Rendezvous:
     but once it has come they all see it.
     """
 
-    def __init__(self, generation_round: GenerationRound, learners: int) -> None:
+    def __init__(
+        self,
+        generation_round: GenerationRound,
+        learners: int,
+    ) -> None:
         self._round = generation_round
         self._learners = learners
 
@@ -237,7 +241,11 @@ class ReplicaQueue:
             groups.append((index, self._with_copies(index, members)))
         return groups
 
-    def _with_copies(self, index: int, members: abc.Sequence[Admitted]) -> SequenceGroup:
+    def _with_copies(
+        self,
+        index: int,
+        members: abc.Sequence[Admitted],
+    ) -> SequenceGroup:
         """Return a group of the round with the replica's copies in place of the admitted sequences."""
         # By identity: sequences that finished in an earlier step were not copied.
         copies = {}
@@ -339,7 +347,11 @@ class ReplicaScheduler:
         self._pending: list[int] = []
         self._num_running = 0
 
-    def run_token_round(self, tokens: int | None, after_step: Callable[[], None] = lambda: None) -> None:
+    def run_token_round(
+        self,
+        tokens: int | None,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> None:
         """Sample up to ``tokens`` tokens of every sequence; call ``after_step`` after each engine step."""
         with self.engine.sampling():
             self.start_token_round(tokens)
@@ -371,6 +383,7 @@ class ReplicaScheduler:
         if output is None:
             return False
 
+        # The same calls in the same order on all ranks of the replica.
         for number in output.aborts:
             self.engine.abort(number)
         for request in output.requests:
@@ -439,7 +452,12 @@ class ReplicaScheduler:
         """Return the number of tokens by which the response may still grow."""
         return response_room(sequence, self.engine.max_model_len) - len(sequence.tokens)
 
-    def request(self, number: int, limit: int | None, turn_start: int = 0) -> GenerationRequest:
+    def request(
+        self,
+        number: int,
+        limit: int | None,
+        turn_start: int = 0,
+    ) -> GenerationRequest:
         """Return the request for at most ``limit`` further tokens of the sequence ``admitted[number]``.
 
         ``turn_start`` is the number of tokens of the response in front of its current turn.
@@ -538,7 +556,13 @@ def sample_round(
     if generation_round.token_round is None:
         _run_once(scheduler, generation_round, report_finished)
     else:
-        _run_token_rounds(scheduler, generation_round, all_ranks, is_output_rank, report_finished)
+        _run_token_rounds(
+            scheduler,
+            generation_round,
+            all_ranks,
+            is_output_rank,
+            report_finished,
+        )
 
     # Every sequence needs a replica that reports it, also one that no replica has begun.
     scheduler.close()
@@ -618,7 +642,12 @@ def _cached_on(
     return cached
 
 
-def draw_queue_index(name: str, layout: ParallelLayout, rank: int, is_led: bool) -> int:
+def draw_queue_index(
+    name: str,
+    layout: ParallelLayout,
+    rank: int,
+    is_led: bool,
+) -> int:
     """Return the next index of the job's queue ``name``; the first rank of a replica draws it.
 
     The other ranks receive it, unless the replica ``is_led``: then only its first rank admits sequences.

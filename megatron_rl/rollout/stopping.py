@@ -119,7 +119,11 @@ class StopTexts:
         search = self.search(sampling, tokens, turn_tokens)
         return search is not None and search.is_found()
 
-    def trim(self, request: GenerationRequest, completion: Completion) -> Completion:
+    def trim(
+        self,
+        request: GenerationRequest,
+        completion: Completion,
+    ) -> Completion:
         """Return a completion up to the token that completes a stop text, or all of it."""
         search = self.search(request.sampling, request.tokens, request.turn_tokens)
         if search is None:
@@ -131,7 +135,11 @@ class StopTexts:
         return completion
 
 
-def stopped_completion(request: GenerationRequest, completion: Completion, count: int) -> Completion:
+def stopped_completion(
+    request: GenerationRequest,
+    completion: Completion,
+    count: int,
+) -> Completion:
     """Return the first ``count`` tokens of a completion, whose last token ended the response."""
     experts = completion.experts
     if experts is not None:

@@ -181,7 +181,13 @@ class Run:
             self._step = None
         self._is_complete = True
 
-    def generate(self, prompts: PromptBatch, samples: int | None = None, *, greedy: bool = False) -> Rollouts:
+    def generate(
+        self,
+        prompts: PromptBatch,
+        samples: int | None = None,
+        *,
+        greedy: bool = False,
+    ) -> Rollouts:
         """Sample responses to P prompts from the actor's weights: [P * samples] rows.
 
         The weights are the current ones unless `hybrid_engine.every` says otherwise.
@@ -255,7 +261,12 @@ class Run:
         self._metrics += metrics
         return batch
 
-    def batch(self, rollouts: Rollouts, advantages: Tensor, scores: Scores | None = None) -> TrainBatch:
+    def batch(
+        self,
+        rollouts: Rollouts,
+        advantages: Tensor,
+        scores: Scores | None = None,
+    ) -> TrainBatch:
         """Return a training batch with ``advantages`` of the script's own, [B] or [N].
 
         Rows whose advantage is NaN are left out. ``scores`` adds the log-probs that `score` found.

@@ -83,7 +83,13 @@ class EmbeddedTrainer:
 
         # The script's ranks all sample and learn, so batches are never sampled ahead.
         source = RolloutSource(self.config, self.roles, self.algorithm, prompts.next)
-        self._batches = SameStepBatches(self.config, self.roles, self.algorithm, source, prompts)
+        self._batches = SameStepBatches(
+            self.config,
+            self.roles,
+            self.algorithm,
+            source,
+            prompts,
+        )
         self.state = TrainerState(prompts, initial_state(self.algorithm), self.config.seed, source)
         self._phases = Phases()
 

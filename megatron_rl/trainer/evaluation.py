@@ -114,7 +114,12 @@ def evaluation_sets(
     return tuple(sets)
 
 
-def _function_role(config: RunConfig, function: str, path: str, tokenizer: Any) -> RewardRole:
+def _function_role(
+    config: RunConfig,
+    function: str,
+    path: str,
+    tokenizer: Any,
+) -> RewardRole:
     """Return a role that calls one function, with the time and resource limits of the run's rewards."""
     return RewardRole(config.reward.of_function(function), tokenizer, path)
 

@@ -58,7 +58,10 @@ class HealthMonitor:
         self._has_looked = False
 
     def update(
-        self, step: int, values: Mapping[str, float], states: MutableMapping[str, RuleState]
+        self,
+        step: int,
+        values: Mapping[str, float],
+        states: MutableMapping[str, RuleState],
     ) -> dict[str, float]:
         """Update ``states`` with a step's metrics, and print the rules that begin or end.
 
@@ -84,7 +87,10 @@ class HealthMonitor:
         return metrics
 
     def _warn_of_missing_metrics(
-        self, step: int, values: Mapping[str, float], states: Mapping[str, RuleState]
+        self,
+        step: int,
+        values: Mapping[str, float],
+        states: Mapping[str, RuleState],
     ) -> None:
         """Warn of rules of the user's own whose metric the first step of a job does not have."""
         for rule in self._rules:
@@ -96,7 +102,13 @@ class HealthMonitor:
             hint = f"; did you mean {close}?" if close else ""
             self._say(f"step {step}: warning: health rule {rule.name}: no metric {metric} so far{hint}")
 
-    def _update_rule(self, step: int, rule: HealthRule, value: float, state: RuleState) -> None:
+    def _update_rule(
+        self,
+        step: int,
+        rule: HealthRule,
+        value: float,
+        state: RuleState,
+    ) -> None:
         """Count a measurement of a rule; begin or end it after `HealthRule.steps` of them."""
         if rule.is_outside(value) == state.firing:
             state.changed.clear()

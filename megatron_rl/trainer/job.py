@@ -364,7 +364,13 @@ class Stop:
     ``rank_text``: description of this rank in messages.
     """
 
-    def __init__(self, rank_text: str, phases: Phases, console: int, seconds: float) -> None:
+    def __init__(
+        self,
+        rank_text: str,
+        phases: Phases,
+        console: int,
+        seconds: float,
+    ) -> None:
         self.signal_number: int | None = None
         self.rank_text = rank_text
         self._phases = phases

@@ -20,7 +20,12 @@ from megatron_rl.trainer.sample import Pending, RolloutSource, SampledBatch, gat
 from megatron_rl.types import PromptBatch, Rollouts
 
 
-def refill(source: RolloutSource, sampled: SampledBatch, seed: int, members: ReplicaGroup) -> SampledBatch:
+def refill(
+    source: RolloutSource,
+    sampled: SampledBatch,
+    seed: int,
+    members: ReplicaGroup,
+) -> SampledBatch:
     """Sample the rows that filters remove again, up to `rollout.filters.refill` times.
 
     ``seed`` is that of the round which sampled the batch. Call it while the engine is awake. Collective over
@@ -58,7 +63,11 @@ def refill(source: RolloutSource, sampled: SampledBatch, seed: int, members: Rep
 
 
 def _sample(
-    source: RolloutSource, prompts: PromptBatch, seeds: Sequence[int], seed: int, members: ReplicaGroup
+    source: RolloutSource,
+    prompts: PromptBatch,
+    seeds: Sequence[int],
+    seed: int,
+    members: ReplicaGroup,
 ) -> Rollouts:
     """Sample a complete response to each prompt, with a seed of its own. Collective over the members."""
     rollout = source.roles.rollout

@@ -424,7 +424,12 @@ def stored_samples(
     return samples, unreadable
 
 
-def _read_samples(kind: str, step: int, path: Path, limit: int = SAMPLES_OF_A_STEP) -> list[dict[str, Any]]:
+def _read_samples(
+    kind: str,
+    step: int,
+    path: Path,
+    limit: int = SAMPLES_OF_A_STEP,
+) -> list[dict[str, Any]]:
     """Return at most ``limit`` samples of a file, in the form of `page.sample_browser`."""
     import pyarrow.parquet
 

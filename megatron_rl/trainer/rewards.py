@@ -142,7 +142,14 @@ def compute_rewards(roles: Roles, sampled: SampledBatch, learners: ReplicaGroup)
     samples_per_prompt = len(sampled.rollouts) // max(len(sampled.prompts), 1)
     prompts = sampled.prompts.repeat(samples_per_prompt)
     filtered = roles.reward.filter(prompts, sampled.rollouts, learners, sampled.early)
-    rewards = compute_row_rewards(roles, prompts, sampled.rollouts, learners, sampled.early, filtered)
+    rewards = compute_row_rewards(
+        roles,
+        prompts,
+        sampled.rollouts,
+        learners,
+        sampled.early,
+        filtered,
+    )
 
     scores = rewards.scores
     metrics = sampled.metrics + filtered.metrics + rewards.metrics
@@ -284,7 +291,10 @@ def source_metrics(batch: ScoredBatch | None, prompts: TrainingPrompts) -> Metri
 
 
 def _invalid_reasons(
-    results: Sequence[ScorerResult], rollouts: Rollouts, valid: Tensor, filtered: FilteredRows
+    results: Sequence[ScorerResult],
+    rollouts: Rollouts,
+    valid: Tensor,
+    filtered: FilteredRows,
 ) -> tuple[str | None, ...]:
     """Return for each row the reason of its missing reward: [B], None for a row with a reward."""
     # The reason of the first scorer that failed replaces the reasons of later ones.

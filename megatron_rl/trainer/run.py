@@ -182,14 +182,26 @@ class Training:
             self.ahead = AheadBatches(config, self.roles, self.algorithm, self.source)
             self.batches = self.ahead
         else:
-            self.batches = SameStepBatches(config, self.roles, self.algorithm, self.source, self.prompts)
+            self.batches = SameStepBatches(
+                config,
+                self.roles,
+                self.algorithm,
+                self.source,
+                self.prompts,
+            )
 
         # State and checkpoints, which share the queue with the source of batches.
         queue: list[SampledBatch] = []
         if self.ahead is not None:
             queue = self.ahead.queue
         algorithm_state = initial_state(self.algorithm)
-        self.state = TrainerState(self.prompts, algorithm_state, config.seed, self.source, queue)
+        self.state = TrainerState(
+            self.prompts,
+            algorithm_state,
+            config.seed,
+            self.source,
+            queue,
+        )
         self.checkpoints = Checkpoints(
             self.folder.checkpoints,
             config.checkpoint,
@@ -375,7 +387,12 @@ class Training:
         if self.ahead is not None:
             step.answers = self.ahead.answers
 
-    def _end_step(self, step: RunStep, seconds: float, log: MetricsLog | None) -> None:
+    def _end_step(
+        self,
+        step: RunStep,
+        seconds: float,
+        log: MetricsLog | None,
+    ) -> None:
         """Write the metrics and samples of a step, evaluate and save. Collective over the world."""
         # Ranks that only sample have no result, and keep the state that they do not use.
         result = step.result
@@ -421,7 +438,12 @@ class Training:
                 metrics += Metrics.of({"rollout/version": version})
         return metrics
 
-    def _evaluate_or_defer(self, log: MetricsLog | None, step: int, metrics: Metrics) -> Metrics:
+    def _evaluate_or_defer(
+        self,
+        log: MetricsLog | None,
+        step: int,
+        metrics: Metrics,
+    ) -> Metrics:
         """Run the evaluation that is due after a step, or defer it to run during the next step.
 
         Returns the step's metrics, including the evaluation's if it has run. Collective over the world.
@@ -501,7 +523,12 @@ class Training:
             return None
         return self.health.error
 
-    def _write_checkpoint(self, path: Path, layout: str, in_background: bool) -> checkpoint.PendingCheckpoint:
+    def _write_checkpoint(
+        self,
+        path: Path,
+        layout: str,
+        in_background: bool,
+    ) -> checkpoint.PendingCheckpoint:
         """Write a checkpoint of the current step, in the background if ``in_background``.
 
         Collective over the world.

@@ -154,7 +154,13 @@ class TrainerState:
                 in_background=in_background,
             )
 
-    def restore(self, path: Path, roles: Roles, *, trusted: bool = False) -> str | None:
+    def restore(
+        self,
+        path: Path,
+        roles: Roles,
+        *,
+        trusted: bool = False,
+    ) -> str | None:
         """Restore a checkpoint of any layout; return the warning of `load_state_dict`.
 
         ``trusted`` as for `checkpoint.load`. Collective over the world.

@@ -80,7 +80,11 @@ class _Stream:
         for views, dtype in sorted(pieces, key=lambda piece: self.needs_own_message(*piece)):
             self.add(views, dtype)
 
-    def add(self, views: Views, dtype: torch.dtype) -> None:
+    def add(
+        self,
+        views: Views,
+        dtype: torch.dtype,
+    ) -> None:
         """Append views of equal shape, split at the end of full messages."""
         own_message = self.needs_own_message(views, dtype)
         if own_message or self.closed:
@@ -88,7 +92,11 @@ class _Stream:
         self._append(views, dtype)
         self.closed = own_message
 
-    def needs_own_message(self, views: Views, dtype: torch.dtype) -> bool:
+    def needs_own_message(
+        self,
+        views: Views,
+        dtype: torch.dtype,
+    ) -> bool:
         """Return whether views are large enough for messages of their own."""
         num_bytes = views[0].numel() * dtype.itemsize
         return num_bytes >= min(self.own_message_bytes, self.slot)
@@ -104,7 +112,11 @@ class _Stream:
             storages.append(storage)
         return storages
 
-    def _append(self, views: Views, dtype: torch.dtype) -> None:
+    def _append(
+        self,
+        views: Views,
+        dtype: torch.dtype,
+    ) -> None:
         """Append views to the last message, and rows that do not fit to new messages."""
         shape = views[0].shape
         num_bytes = shape.numel() * dtype.itemsize
@@ -216,17 +228,37 @@ class Exchange:
         operations = []
         for peer, stream in self._receives.items():
             if number < len(stream.messages):
-                message = self._buffer(buffers, ("in", peer), stream, number)
-                operation = dist.P2POp(dist.irecv, message, peer, self._group)
+                message = self._buffer(
+                    buffers,
+                    ("in", peer),
+                    stream,
+                    number,
+                )
+                operation = dist.P2POp(
+                    dist.irecv,
+                    message,
+                    peer,
+                    self._group,
+                )
                 operations.append(operation)
 
         for peer, stream in self._sends.items():
             if number < len(stream.messages):
-                message = self._buffer(buffers, ("out", peer), stream, number)
+                message = self._buffer(
+                    buffers,
+                    ("out", peer),
+                    stream,
+                    number,
+                )
                 if self._in_place[id(stream)][number] is None:
                     for segment in stream.messages[number]:
                         segment.staged(message).copy_(segment.views[0])
-                operation = dist.P2POp(dist.isend, message, peer, self._group)
+                operation = dist.P2POp(
+                    dist.isend,
+                    message,
+                    peer,
+                    self._group,
+                )
                 operations.append(operation)
 
         # In one batch: NCCL deadlocks if two ranks each enqueue their send before their receive.
@@ -256,7 +288,11 @@ class Exchange:
             self.staging_peak += max_length
         return buffers[key][: stream.lengths[number]]
 
-    def _unpack(self, number: int, buffers: dict[Any, Tensor]) -> None:
+    def _unpack(
+        self,
+        number: int,
+        buffers: dict[Any, Tensor],
+    ) -> None:
         """Copy the received message ``number`` of every stream from staging into its views."""
         for peer, stream in self._receives.items():
             if number >= len(stream.messages):

@@ -288,7 +288,11 @@ class TorchEngine:
         self._model = None
 
 
-def _checkpoint_tensors(name: str, parameter: Tensor, interleaved: bool) -> Iterator[tuple[str, Tensor]]:
+def _checkpoint_tensors(
+    name: str,
+    parameter: Tensor,
+    interleaved: bool,
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the checkpoint tensors in a parameter: transformers stacks all experts of a layer into one.
 
     ``interleaved`` if they are transposed, with gate and up in turn, as in gpt-oss.
