@@ -130,11 +130,7 @@ class BareMegatron:
                 params_dtype=config.params_dtype,
                 use_distributed_optimizer=True,
             )
-            self.optimizer = get_megatron_optimizer(
-                settings,
-                [self.model],
-                use_gloo_process_groups=False,
-            )
+            self.optimizer = get_megatron_optimizer(settings, [self.model], use_gloo_process_groups=False)
         self.model.train()
 
     def step(self, batches: Sequence[Batch]) -> tuple[float, float]:

@@ -228,11 +228,7 @@ def say(benchmark: str, text: str) -> None:
 def arguments(description: str | None, repeats: int) -> argparse.ArgumentParser:
     """Return a parser with the options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="smaller sizes: a first impression",
-    )
+    parser.add_argument("--quick", action="store_true", help="smaller sizes: a first impression")
     parser.add_argument(
         "--repeats",
         type=int,

@@ -89,6 +89,7 @@ def packed_batches(actor: ModelRole, batch: TrainBatch) -> list[Batch]:
     )
     result = []
     for micro in micros:
+        # Labels at the positions with outputs; other tokens have no loss.
         labels = torch.zeros_like(micro.inputs)
         mask = torch.zeros(micro.inputs.shape, device=micro.inputs.device)
         labels[0, micro.index] = micro.targets
@@ -219,11 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("result", type=Path)
-    parser.add_argument(
-        "--work",
-        required=True,
-        help="fields of the Workload as JSON",
-    )
+    parser.add_argument("--work", required=True, help="fields of the Workload as JSON")
     parser.add_argument("--repeats", type=int, required=True)
 
     parser.add_argument("--overrides", nargs="*", default=[])

@@ -279,11 +279,7 @@ def measure(
 def main() -> int:
     """Measure one problem and print the table."""
     parser = arguments(__doc__, repeats=5)
-    parser.add_argument(
-        "--size",
-        default=None,
-        help="tokens,hidden,vocabulary",
-    )
+    parser.add_argument("--size", default=None, help="tokens,hidden,vocabulary")
     options = parser.parse_args()
 
     warn_if_busy("log_probs")

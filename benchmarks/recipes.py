@@ -92,6 +92,7 @@ def measure(
         ]  # fmt: skip
 
         lines = train(RECIPES / f"{name}.yaml", run, [*settings, *overrides])
+        # Only the lines of steps with an evaluation have an accuracy.
         accuracy = [line["eval/held_out/accuracy"] for line in lines if "eval/held_out/accuracy" in line]
         rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
         # The first evaluation is before step 1, the last one after all steps.
@@ -109,22 +110,14 @@ def main() -> int:
     parser = arguments(__doc__, repeats=3)
     files = {path.stem: path.read_text() for path in RECIPES.glob("*.yaml")}
     names = sorted(name for name, text in files.items() if "\npreference:" not in text)
-    parser.add_argument(
-        "--only",
-        default=",".join(names),
-        help="comma-separated recipes",
-    )
+    parser.add_argument("--only", default=",".join(names), help="comma-separated recipes")
     parser.add_argument(
         "--steps",
         type=int,
         default=None,
         help="training steps of each (default 30)",
     )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=HERE.parent / "runs" / "recipes-benchmark",
-    )
+    parser.add_argument("--folder", type=Path, default=HERE.parent / "runs" / "recipes-benchmark")
     parser.add_argument(
         "overrides",
         metavar="KEY=VALUE",
@@ -165,13 +158,7 @@ def main() -> int:
 
         for method in ("before", "after"):
             report.add(name, method, "accuracy", "share", results[method])
-        report.add(
-            name,
-            "first steps",
-            "sampled_reward",
-            "",
-            results["first"],
-        )
+        report.add(name, "first steps", "sampled_reward", "", results["first"])
         report.add(name, "last steps", "sampled_reward", "", results["last"])
         report.add(name, "all steps", "time", "s", results["seconds"])
         report.note(

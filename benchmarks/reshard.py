@@ -74,11 +74,7 @@ def measure(
 def main() -> int:
     """Measure the cases and print the table."""
     parser = arguments(__doc__, repeats=7)
-    parser.add_argument(
-        "--cases",
-        default=",".join(CASES),
-        help="comma-separated names",
-    )
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated names")
     options = parser.parse_args()
 
     warn_if_busy("reshard")

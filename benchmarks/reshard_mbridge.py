@@ -26,11 +26,7 @@ def exporter(model: Any, load: Callable[[Any], Any]) -> Callable[[], None]:
     layout = model.groups.layout
     # initialize_model_parallel makes this buffer, too, and refuses a second one.
     parallel_state.destroy_global_memory_buffer()
-    parallel_state.initialize_model_parallel(
-        layout.tensor,
-        layout.pipeline,
-        create_gloo_process_groups=False,
-    )
+    parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline, create_gloo_process_groups=False)
 
     # mbridge names the norms of Transformer Engine's layers; these are Megatron's local ones.
     norms = {

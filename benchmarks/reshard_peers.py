@@ -104,11 +104,7 @@ class Gatherer:
         if self._tensor_size == 1:
             return [value]
         gathered = torch.empty(self._tensor_size * value.numel(), dtype=value.dtype)
-        dist.all_gather_into_tensor(
-            gathered,
-            value.flatten(),
-            group=self._tensor,
-        )
+        dist.all_gather_into_tensor(gathered, value.flatten(), group=self._tensor)
         self.received += gathered.nbytes - value.nbytes
         return [shard.view(value.shape) for shard in gathered.chunk(self._tensor_size)]
 

@@ -70,12 +70,7 @@ class MegatronTarget:
 
 def hybrid_methods(model: ParallelModel, receiver: Any) -> tuple[dict[str, Callable[[], None]], HybridEngine]:
     """Return the hybrid engine's two methods, and the engine without checksums."""
-    plain = HybridEngine(
-        model,
-        receiver,
-        staging_bytes=STAGING,
-        verify="off",
-    )
+    plain = HybridEngine(model, receiver, staging_bytes=STAGING, verify="off")
     verified = HybridEngine(
         model,
         receiver,
@@ -143,6 +138,7 @@ def build(case: str, config: Any) -> tuple[dict[str, Callable[[], None]], Any, H
 
     methods, hybrid = hybrid_methods(model, engine)
     gatherer = Gatherer(model)
+    # The peers load complete tensors, by vLLM's own loader.
     load = engine._model.load_weights
     for method in (gather_all, per_tensor, bucketed):
         methods[method.__name__] = lambda method=method: method(gatherer, load)

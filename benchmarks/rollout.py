@@ -201,13 +201,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     for replicas in SIMULATED_REPLICAS:
         if not costs:
             break
-        record_simulation(
-            report,
-            replicas,
-            interpolated(costs),
-            median,
-            limit,
-        )
+        record_simulation(report, replicas, interpolated(costs), median, limit)
     report.note("ratio of a measured order: over the continuous one; of a simulated one: over its bound")
     report.note("aim: within 1.05 of the bound")
     return report.finish(options.json)

@@ -102,11 +102,7 @@ def main() -> int:
         default=None,
         help="processes (default: the configuration's)",
     )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=HERE.parent / "runs" / "seeds",
-    )
+    parser.add_argument("--folder", type=Path, default=HERE.parent / "runs" / "seeds")
     parser.add_argument(
         "--prepare",
         default="",
@@ -131,6 +127,7 @@ def main() -> int:
     report = Report("seeds")
     # Configurations and overrides may come in any order.
     overrides = [text for text in options.words if "=" in text]
+    # Absolute paths: a run may start in another folder.
     configs = [Path(text).resolve() for text in options.words if "=" not in text]
     default_seeds = "1-3" if options.quick else "1-10"
     seeds = seeds_of(options.seeds or default_seeds)

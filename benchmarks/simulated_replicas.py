@@ -133,12 +133,7 @@ class TimedEngine:
     def _completion(self, number: int) -> Completion:
         """Return a response of the right length; its tokens do not matter."""
         tokens = self._limits[number]
-        return Completion(
-            number,
-            (20,) * tokens,
-            (0.0,) * tokens,
-            FINISH_STOP,
-        )
+        return Completion(number, (20,) * tokens, (0.0,) * tokens, FINISH_STOP)
 
 
 def simulate(

@@ -362,6 +362,7 @@ def phases(steps: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
 
 def make_trl() -> None:
     """Make TRL's environment unless it exists; raises ChildFailed."""
+    # TRL has an environment of its own, since its versions of libraries differ from these.
     if subprocess.run([str(HERE / "make_trl_venv.sh")]).returncode:
         raise ChildFailed("TRL's environment could not be made: run benchmarks/make_trl_venv.sh to see why")
 
@@ -380,11 +381,7 @@ def measure(
         if quick:
             choices = choices[:1]
         # Two steps: the first one warms up, the second one ranks the choices.
-        choice = bench.best(
-            "megatron_rl",
-            choices,
-            lambda c, work: bench.ours(c, work, 2)[-1]["time/step"],
-        )
+        choice = bench.best("megatron_rl", choices, lambda c, work: bench.ours(c, work, 2)[-1]["time/step"])
         our_rates = bench.measure_ours(choice)
 
     # TRL is compared with our step.
@@ -394,11 +391,7 @@ def measure(
             choices = trl_choices(available, bench.work)
             if quick:
                 choices = choices[:1]
-            best = bench.best(
-                "TRL",
-                choices,
-                lambda c, work: bench.trl(c, work, 2)["seconds"][-1],
-            )
+            best = bench.best("TRL", choices, lambda c, work: bench.trl(c, work, 2)["seconds"][-1])
             bench.measure_trl(best, our_rates)
             if continuous:
                 bench.measure_trl(replace(best, continuous=True), our_rates)
@@ -416,16 +409,8 @@ def measure(
 def main() -> int:
     """Measure, print, write; return the exit code."""
     parser = arguments(__doc__, repeats=2)
-    parser.add_argument(
-        "--without",
-        default="",
-        help="parts to leave out: " + ",".join(PARTS),
-    )
-    parser.add_argument(
-        "--continuous-batching",
-        action="store_true",
-        help="measure TRL with that, too",
-    )
+    parser.add_argument("--without", default="", help="parts to leave out: " + ",".join(PARTS))
+    parser.add_argument("--continuous-batching", action="store_true", help="measure TRL with that, too")
     parser.add_argument(
         "--keep",
         type=Path,

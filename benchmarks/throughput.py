@@ -84,11 +84,7 @@ def read_case(path: str, overrides: Sequence[str]) -> Case:
     loaded = load(path, overrides)
     candidates = [folder / "models" for file in loaded.files for folder in (file.parent, file.parent.parent)]
     shipped = tuple(folder for folder in candidates if folder.is_dir())
-    report = check_config(
-        loaded,
-        without_files=True,
-        shipped_models=next(iter(shipped), None),
-    )
+    report = check_config(loaded, without_files=True, shipped_models=next(iter(shipped), None))
     # Without the model's config.json there is no estimate.
     memory = {}
     if report.memory:
@@ -206,11 +202,7 @@ def add_measurement(
             values,
         )
     if gpu is not None:
-        add_prediction(
-            report,
-            case,
-            case.predict(gpu, constants, run_stats(case.config, lines)),
-        )
+        add_prediction(report, case, case.predict(gpu, constants, run_stats(case.config, lines)))
 
 
 def launch(
@@ -275,11 +267,7 @@ def simulate(
         case = read_case(path, overrides)
         name = gpu or case.config.gpu
         if name is None:
-            raise UserError(
-                "no GPU to predict for",
-                where=path,
-                fix="write gpu: H100-80GB, or give --gpu",
-            )
+            raise UserError("no GPU to predict for", where=path, fix="write gpu: H100-80GB, or give --gpu")
         case = replace(case, config=replace(case.config, gpu=name))
 
         step = case.predict(name, constants)
@@ -299,11 +287,7 @@ def options_of() -> tuple[list[str], list[str], argparse.Namespace]:
         default=None,
         help="measured steps (default 3; with --quick 1)",
     )
-    parser.add_argument(
-        "--simulate",
-        action="store_true",
-        help="print the planner's prediction alone",
-    )
+    parser.add_argument("--simulate", action="store_true", help="print the planner's prediction alone")
     parser.add_argument(
         "--run",
         type=Path,
@@ -350,6 +334,7 @@ def measure(
     # One step more, which warms up.
     overrides = [*QUIET, f"steps={steps + 1}", *overrides]
     case = read_case(path, overrides)
+    # The option has precedence over the configuration.
     gpu = options.gpu or case.config.gpu
     if options.run is not None:
         add_measurement(report, case, options.run, gpu, constants)

@@ -30,11 +30,7 @@ def reward(
 def parse() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "directory",
-        type=Path,
-        help="holds model/ and prompts.jsonl",
-    )
+    parser.add_argument("directory", type=Path, help="holds model/ and prompts.jsonl")
     parser.add_argument("result", type=Path, help="JSON file to write")
     for name in ("prompts", "samples", "max-response-tokens", "steps", "rows-per-microbatch"):
         parser.add_argument(f"--{name}", type=int, required=True)

@@ -63,11 +63,7 @@ def digit_share(
     return response.count(str(ground_truth)[-1]) / max(len(response), 1)
 
 
-def make(
-    directory: Path,
-    work: Workload,
-    seed: int = 1,
-) -> None:
+def make(directory: Path, work: Workload, seed: int = 1) -> None:
     """Write ``model/`` (a Hugging Face checkpoint with tokenizer) and ``prompts.jsonl``."""
     generator = random.Random(seed)
     with (directory / "prompts.jsonl").open("w") as lines:
@@ -105,11 +101,7 @@ def build_tokenizer(vocabulary: int) -> Any:
     return tokenizer
 
 
-def build_model(
-    work: Workload,
-    tokenizer: Any,
-    seed: int,
-) -> Any:
+def build_model(work: Workload, tokenizer: Any, seed: int) -> Any:
     """Return the transformers model in float32."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -267,6 +267,7 @@ class Scenario:
     @property
     def sync_method(self) -> str:
         """Return the weight sync method."""
+        # On shared GPUs systems gather complete tensors; between separate GPUs they send planned copies.
         default = "gather_and_load"
         if self.disaggregated:
             default = "planned_peer_to_peer"
