@@ -180,7 +180,7 @@ def check_equal(
 
     Raises RuntimeError where they differ: then the two do not do the same work.
     """
-    # Metrics of the learn phase are sums over a rank's own rows: add those of all ranks.
+    # Metrics of the learn phase are sums over a rank's own rows: add up all ranks.
     rank_metrics: list[Any] = [None] * dist.get_world_size()
     metrics = learn(
         actor,

@@ -182,7 +182,7 @@ def main(
         if gatherer is not None:
             gatherer.received = 0
         method()
-        # The hybrid engine's bytes are those of its plan; Megatron's own resharding does not count.
+        # The hybrid engine's plan has its bytes; Megatron's own resharding counts none.
         received = 0
         if gatherer is not None:
             received = gatherer.received

@@ -363,7 +363,7 @@ class RankServer:
         server = self._process
         assert server.stdin is not None and server.stdout is not None
 
-        # Each launch has files of its own: a late rank must not write into those of the next one.
+        # Each launch has files of its own: a late rank must not write into the next launch's files.
         self._launches += 1
         streams = [self._folder / f"{self._launches}_{name}" for name in ("stdout", "stderr")]
         for stream in streams:

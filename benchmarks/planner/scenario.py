@@ -99,7 +99,7 @@ class Scenario:
     @property
     def machine(self) -> Machine:
         """Return the complete cluster."""
-        # Absent numbers are those of the GPU's usual machine.
+        # Absent numbers default to the GPU's usual machine.
         section = self.section("cluster")
         gpu = section.get("gpu")
         if gpu is None:

@@ -252,7 +252,7 @@ def gather_digests(folder: Path, rank_digests: Mapping[str, str]) -> dict[str, s
 
 
 def newest_intact(folder: Path, log: Callable[[str], None]) -> Path | None:
-    """Return the newest checkpoint in ``folder`` whose files match their digests; None if there are none.
+    """Return the newest checkpoint in ``folder`` whose files match their digests; None without any.
 
     ``log`` gets a line for each damaged checkpoint, which is not deleted, and for each that gets its name
     back after a kill had interrupted its replacement. Remains of interrupted saves are deleted next to an

@@ -156,7 +156,7 @@ def save(
     writes: list[TensorWrite] = []
     try:
         for name, role in roles.items():
-            # Weights that are in the model for a moment alone are copied, as those of a background write are.
+            # Weights that are in the model only for a moment are copied, as for a background write.
             copies = in_background or role.weights is not nullcontext
             with role.weights():
                 write = begin_tensors(partial / name, role.model, role.optimizer, layout, keep=copies)

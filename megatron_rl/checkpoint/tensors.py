@@ -251,9 +251,9 @@ def load_tensors(
     optimizer: Optimizer | None,
     layout: str = ANY,
 ) -> None:
-    """Read a model's weights and optimizer states in place; without ``optimizer`` the weights alone.
+    """Read a model's weights and optimizer states in place; without ``optimizer`` only the weights.
 
-    ``layout`` is that of the distributed optimizer in the checkpoint. Raises UserError if Megatron finds no
+    ``layout`` is the layout of the distributed optimizer in the checkpoint. Raises UserError if Megatron finds no
     checkpoint that it can read. Collective over the world.
     """
     # A load that data-parallel ranks share has more collectives, which ranks outside the layout must join.

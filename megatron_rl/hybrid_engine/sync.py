@@ -108,8 +108,12 @@ class WeightTransfer:
         self,
     ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """Return this rank's source and destination storages by name."""
-        source = self._source.parameters() if self._source is not None else {}
-        target = self._target.parameters() if self._target is not None else {}
+        source: Mapping[str, Tensor] = {}
+        if self._source is not None:
+            source = self._source.parameters()
+        target: Mapping[str, Tensor] = {}
+        if self._target is not None:
+            target = self._target.parameters()
         return source, target
 
     def _build_plan(self) -> ReshardPlan:
@@ -269,7 +273,7 @@ class HybridEngine:
                 transfer.release()
 
         plans = [transfer.plan for transfer in transfers]
-        # Bytes are those of the busiest rank, which need not be among the ranks that gather metrics.
+        # Report the bytes of the busiest rank, which need not be among the ranks that gather metrics.
         timings = {
             "time/reshard": transfer_end - start,
             "time/reshard_verify": verify_end - transfer_end,

@@ -1,4 +1,4 @@
-"""Layers that Megatron lacks, or that it has with Transformer Engine alone.
+"""Layers that Megatron lacks, or that it has only with Transformer Engine.
 
 - Attention and rotary embedding of packed rows, and a norm for plain layers: Megatron's own local norm
   refuses sequence parallelism and its local attention packed rows.
@@ -186,7 +186,7 @@ class RmsNorm(nn.Module):
         if hidden.dtype in (torch.float32, torch.float64) and not self.offset:
             return functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
-        # The order of rounding is that of the models' own code: Gemma multiplies by the weight in float32,
+        # Round in the order of the models' own code: Gemma multiplies by the weight in float32,
         # Llama after rounding to the dtype.
         normalised = functional.rms_norm(hidden.float(), self.weight.shape, None, self.eps)
         if self.offset:
@@ -229,7 +229,7 @@ class RowAttention:
 
     @property
     def takes_boundaries(self) -> bool:
-        """Return whether attention needs the boundaries of rows alone, not rows gathered by length."""
+        """Return whether attention needs only the boundaries of rows, not rows gathered by length."""
         return True
 
 
@@ -315,7 +315,8 @@ class PackedAttention(nn.Module, RowAttention):
         assert packed_seq_params is not None, "packed rows are the only input format"
         query, key, value = (heads.flatten(0, -3) for heads in (query, key, value))
 
-        # Context-parallel ranks take equal numbers of key-value heads: repeat those that do not divide.
+        # Context-parallel ranks take equal numbers of key-value heads: repeat heads that do not divide
+        # evenly.
         if key.shape[1] % self.context.size():
             key, value = _repeat_grouped_heads(query, key, value)
         query, key, value = (_exchange_for_rows(self.context, heads) for heads in (query, key, value))
@@ -351,8 +352,8 @@ class PackedAttention(nn.Module, RowAttention):
         """Return a bucket's output as `_bucket` does, with each head's sink in the softmax.
 
         A sink is a key before the first token, with values of zero: its score is the head's logit for every
-        query. One more dimension of queries and keys makes it so: the logit in queries, zero in the keys of
-        tokens, and one over the scale in the sink's. Any fused kernel computes that, and its gradient.
+        query. One more dimension of queries and keys has this effect: the logit in queries, zero in the keys
+        of tokens, and one over the scale in the sink's. Any fused kernel computes that, and its gradient.
         """
         assert self.softmax_offset is not None
         scale = self.scale
@@ -401,7 +402,7 @@ class PackedAttention(nn.Module, RowAttention):
     ) -> Tensor:
         """Return a bucket's output [rows * longest, heads, size] for inputs [rows, longest, heads, size].
 
-        ``scale`` replaces that of the layer. Every window contains the first ``sinks`` positions.
+        ``scale`` replaces the layer's own. Every window contains the first ``sinks`` positions.
         """
         if scale is None:
             scale = self.scale

@@ -347,7 +347,7 @@ def tile_statistics(
     column, in_tile = _tile_columns(targets, logits.shape[1])
     target = logits.gather(1, column[:, None])[:, 0].masked_fill(~in_tile, _MASKED)
 
-    # In place: `shifted` takes the memory of the logits, the weighted terms that of the exponents.
+    # In place: `shifted` reuses the memory of the logits, the weighted terms reuse that of the exponents.
     shifted = logits.sub_(peak[:, None])
     exponents = shifted.exp()
     total = exponents.sum(dim=-1)
@@ -483,7 +483,7 @@ def kernel_errors(dtype: torch.dtype, reductions: Reductions | None = None) -> t
         for actual, reference in zip(results, expected, strict=True)
     )
 
-    # Gradients of each class alone: those of certain tokens are tiny and would vanish in a common norm.
+    # One class at a time: the tiny gradients of certain tokens would vanish in a common norm.
     probability = log_probs.detach().exp()
     classes = {"certain": probability > 0.99, "rare": probability < 0.01}
     classes["other"] = ~(classes["certain"] | classes["rare"])

@@ -485,7 +485,7 @@ def _kind_mask(
         tensor_name = LAYER.format(layer=layer_number) + source.name.format(expert=first_expert)
         numbered_tensors[tensor_name] = torch.full((size, 1), kind)
 
-    # The import orders and cuts the rows as it does those of B.
+    # The import orders and cuts these rows like the rows of B.
     row_kinds = torch.empty(rows, 1, dtype=torch.long)
     import_parameters(
         {f"{name.format(expert=0)}.B": row_kinds},

@@ -174,8 +174,8 @@ class Worker:
         """Store the replies that have arrived; return False if the process ended or violated the protocol."""
         frames, is_open = self.process.frames()
         for frame in frames:
-            # User code may have written the frame: the number must be that of an open call, of a plain
-            # function that of the first.
+            # User code may have written the frame: its number must be an open call's; for a plain function
+            # the first one's.
             number = frame.get("call")
             call = None
             if isinstance(number, int) and (self.traits.concurrent or number == next(iter(self.calls), None)):

@@ -1,4 +1,4 @@
-"""Filters of responses: which responses no reward is computed for.
+"""Filters of responses: responses that get no reward and are not trained on, or get a fixed reward.
 
 The one idea: a removed response is an answer like a reward. It has a reason, `FILTERED`, and the name of the
 filter as message, so that it travels and is saved as rewards are. A user's filter runs as a reward function

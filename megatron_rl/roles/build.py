@@ -451,13 +451,13 @@ def build_pretrained(
 
     Collective over the world.
     """
-    # Groups are created on all ranks of the job, also on those that then have no model.
+    # Groups are created on all ranks of the job, also on ranks without this model.
     path = weights_folder(config, path)
     groups = ParallelGroups(layout)
     if not groups.member:
         return None
 
-    # The user's ``actor.megatron`` settings, after those that follow from the layout.
+    # The user's ``actor.megatron`` settings follow, and override, the settings derived from the layout.
     _, overrides = megatron_settings(config, layout)
     model = build_model(
         read_hf_config(path),

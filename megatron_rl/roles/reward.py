@@ -357,7 +357,7 @@ class RewardRole:
         takes: frozenset[str],
     ) -> list[Sample]:
         """Return the arguments of a scorer's calls for the rows, with the optional fields that it takes."""
-        # Every scorer gets these; texts of turns and tokens are made only for those that read them.
+        # Every scorer gets these; texts of turns and tokens are made only for scorers that read them.
         selected = rollouts.rows(rows)
         fields: dict[str, Sequence[Any]] = {
             "prompt": [prompts.prompts[row] for row in rows],
@@ -639,7 +639,7 @@ class RewardModel:
         )
         rewards = torch.zeros(0)
         if micro_outputs:
-            # One value per token of the rows; all but those of the last tokens are 0.
+            # One value per token of the rows, 0 at all tokens but the last one of each row.
             values = torch.cat([micro.outputs[0] for micro in micro_outputs]).float().cpu()
             rewards = values[last_tokens(batch.lengths[rows])]
         rewards = torch.where(rewards.isfinite(), rewards, float("nan"))

@@ -292,7 +292,7 @@ def build(data: Mapping[str, Any]) -> Constants:
     for name, fields in data["gpus"].items():
         aliases |= {alias.lower(): name for alias in fields.get("aliases", ())}
 
-    # The constants of one engine are separate from those that all engines share.
+    # The constants of one engine are separate from the constants of all engines.
     engines = {name: SimpleNamespace(**fields) for name, fields in data["decode"]["engines"].items()}
     decode = SimpleNamespace(**{name: value for name, value in data["decode"].items() if name != "engines"})
 

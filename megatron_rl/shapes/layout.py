@@ -625,7 +625,7 @@ def _delta_net_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserE
         )
 
     if shape.output_gate and layout.tensor > shape.kv_heads:
-        # Megatron (0.16.1) selects a rank's queries from those that share a key, but not their gates.
+        # Megatron (0.16.1) selects a rank's queries among queries that share a key, but not their gates.
         errors.append(
             UserError(
                 "attention with a gate on its output needs a key-value head on every tensor-parallel rank",

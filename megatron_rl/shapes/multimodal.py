@@ -182,7 +182,7 @@ def tensor_locations(stored: Iterable[str], shape_of: Callable[[str], Shape]) ->
             locations[name] = TensorLocation(stored_name)
             continue
 
-        # The rows of the gate projection come before those of the up projection.
+        # The rows of the gate projection precede the rows of the up projection.
         shape = shape_of(stored_name)
         matrices = ("down_proj",)
         if fused["matrix"] == "gate_up_proj":

@@ -252,7 +252,7 @@ def shared_bytes(
     """
     engine = _Engine(shape, replica_size, itemsize, whole_experts, lora)
 
-    # A trainer on one rank holds everything: its common bytes are those that the engine needs.
+    # A trainer on one rank holds everything that the engine needs.
     single_rank = ParallelLayout((0,))
     model = _Engine(shape, 1, itemsize, lora=lora)
     return SharedBytes(

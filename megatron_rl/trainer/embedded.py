@@ -138,7 +138,7 @@ def _checked_config(config: str | Path, model: Sequence[Any], overrides: Iterabl
 
     Raises UserErrors for settings that are invalid or have no effect here.
     """
-    # Layout and dtype are those of the script's model; the memory estimate and the checks need them.
+    # The memory estimate and the checks need the layout and dtype of the script's model.
     settings = [f"actor.layout.{name}={size}" for name, size in layout_of(model).items()]
     settings.append(f"model.dtype={str(model[0].config.params_dtype).removeprefix('torch.')}")
 

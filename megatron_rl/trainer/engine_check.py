@@ -113,7 +113,7 @@ def _rollouts(
     """Return the rows of the completions that have tokens, None without any."""
     sequences = []
     for completion in completions:
-        # A server that was lost fails its requests. The run tolerates that, and so does its check.
+        # A server that was lost fails its requests. The run tolerates that, so this check does, too.
         if not completion.tokens:
             continue
         request = requests[completion.number]
@@ -133,8 +133,8 @@ def _require_agreement(config: RunConfig, rollouts: Rollouts, log_probs: Tensor)
     difference = (log_probs - rollouts.rollout_log_probs)[mask].abs().double()
     mean = float(difference.mean())
 
-    # Not below the default: a few tokens of random prompts scatter more than the mean of a batch, which
-    # `mismatch.stop` is about.
+    # Not below the default: a few tokens of random prompts scatter more than the mean of a batch, for which
+    # `mismatch.stop` is meant.
     assert config.mismatch.stop is not None
     _, default_stop, _ = default_mismatch(config.model.dtype)
     bound = max(config.mismatch.stop, default_stop)

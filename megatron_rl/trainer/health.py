@@ -261,7 +261,7 @@ def _fall_of_accuracy(rule: HealthRule, values: Mapping[str, float], memory: Mem
 
     falls = [0.0]
     for name, accuracy in accuracies.items():
-        # An evaluation before the first step has no mean reward: it is compared by that of the next one.
+        # An evaluation before the first step has no mean reward: the next one records its own.
         if not count:
             memory.setdefault(name, [accuracy])
             continue

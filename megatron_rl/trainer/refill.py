@@ -28,7 +28,7 @@ def refill(
 ) -> SampledBatch:
     """Sample the rows that filters remove again, up to `rollout.filters.refill` times.
 
-    ``seed`` is that of the round which sampled the batch. Call it while the engine is awake. Collective over
+    ``seed``: seed of the round that sampled the batch. Call it while the engine is awake. Collective over
     the members, which are all ranks.
     """
     tries = source.config.rollout.filters.refill

@@ -102,7 +102,7 @@ class ScoredBatch:
 
     def rows(self, ids: Sequence[int]) -> ScoredBatch:
         """Return the rows ``ids`` in that order, with the metrics and failures of the whole batch."""
-        # Log-probs and values are computed after the selection: there are none to select yet.
+        # Log-probs and values are computed after the selection, so there is nothing to select of them.
         index = torch.tensor(ids, dtype=torch.long)
         scores = Scores(
             rewards=self.scores.rewards[index],

@@ -409,7 +409,7 @@ class Training:
             self._record(log, deferred.step, deferred.metrics + evaluation_metrics)
             self.state.deferred = None
 
-        # From here on metrics are those of all ranks.
+        # From here on metrics cover all ranks.
         metrics = self._step_metrics(result, seconds)
         reasons, examples = self.samples.keep_step(step.number, result)
         metrics = self._evaluate_or_defer(log, step.number, metrics)

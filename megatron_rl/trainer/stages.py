@@ -197,7 +197,7 @@ def make_stage(
             at_end=at_end,
         )
 
-    # A reward model's output at a token is about that token, not a prediction of the next one.
+    # A reward model's output at a token rates the text up to it; it does not predict the next token.
     title = f"reward model {plan.name.removeprefix('reward_')}"
     options = {"unit": PAIR, "before": False}
     return Stage(

@@ -176,7 +176,7 @@ class TrainerState:
                 trained_roles[ROLLOUT_WEIGHTS] = _rollout_weights(roles)
             state = checkpoint.load(path, trained_roles, TYPES, trusted=trusted)
 
-        # Without weights of its own, the next responses are sampled from those of the checkpoint's step.
+        # Without stored rollout weights, the next responses are sampled from the actor's own.
         policy.version = None
         if restores_rollout_weights:
             policy.version = int(state["rollout_version"])
@@ -207,7 +207,7 @@ class TrainerState:
 
     def state_dict(self, roles: Roles) -> dict[str, Any]:
         """Return the plain values of the state, equal on every rank but for ``health``."""
-        # The keys are those of checkpoints that exist: a change needs a new STATE_FORMAT.
+        # Existing checkpoints have these keys: a change needs a new STATE_FORMAT.
         return {
             "step": self.step,
             "seed": self.seed,
@@ -334,7 +334,7 @@ def save_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
     if settings.megatron is None:
         return
 
-    # Iterations continue those of the Megatron-LM checkpoint that the model came from.
+    # Iterations continue from the Megatron-LM checkpoint that the model came from.
     arguments, first_iteration = checkpoint_arguments(config.model.path)
     with actor.resident(Use.READ):
         save_megatron(

@@ -379,7 +379,7 @@ class Swanlab(Client):
     ) -> None:
         import swanlab
 
-        # SwanLab has one run per process: its functions are those of the module.
+        # SwanLab has one run per process, which the module's functions use.
         super().__init__(config, folder, run_info, resumed_id)
         self._swanlab = swanlab
         swanlab.init(

@@ -310,8 +310,9 @@ class Exchange:
 def connect(group: Any) -> None:
     """Create the communicator of a group before some of its ranks exchange messages.
 
-    NCCL creates it in the first call on the group, which blocks until all ranks of the group have entered
-    one; ranks without messages would never. ``group`` None is the world. Collective over the group.
+    NCCL creates it in the first call on the group, which blocks until all ranks of the group have entered a
+    call; a rank without messages would never enter one. ``group`` None is the world. Collective over the
+    group.
     """
     dist.all_reduce(torch.zeros(1, device=device.device()), group=group)
 
