@@ -428,7 +428,7 @@ BLOCKS: dict[str, Any] = {
 
 
 def quantise(path: Path, config: dict[str, Any] = BLOCKS, suffix: str = "_scale_inv") -> None:
-    """Quantise the projections of a saved checkpoint: in blocks, or row by row where the config has none."""
+    """Quantise the projections of a saved checkpoint: in the blocks of ``config``, without any row by row."""
     stored: dict[str, Tensor] = {}
     for name, weight in load_file(path / "model.safetensors").items():
         stored[name] = weight

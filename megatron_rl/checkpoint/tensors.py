@@ -253,8 +253,8 @@ def load_tensors(
 ) -> None:
     """Read a model's weights and optimizer states in place; without ``optimizer`` only the weights.
 
-    ``layout`` is the layout of the distributed optimizer in the checkpoint. Raises UserError if Megatron finds no
-    checkpoint that it can read. Collective over the world.
+    ``layout`` is the layout of the distributed optimizer in the checkpoint. Raises UserError if Megatron
+    finds no checkpoint that it can read. Collective over the world.
     """
     # A load that data-parallel ranks share has more collectives, which ranks outside the layout must join.
     shares_reading = model is not None and model.groups.data_context.size() > 1

@@ -270,7 +270,7 @@ def _routed(
 
 
 def _support(batch: Any, positions: Tensor) -> Support | None:
-    """Return the supports of the tokens at ``positions``, None where sampling filtered no token out."""
+    """Return the supports of the tokens at ``positions``; None if sampling had no filters."""
     sizes = getattr(batch, "support_sizes", None)
     if sizes is None or not len(batch.support):
         return None
@@ -284,7 +284,7 @@ def _rules(
     tokens: Tensor,
     selected: Tensor,
 ) -> tuple[RowRules, ...] | None:
-    """Return the rules of the selected tokens, None where sampling changed no logits."""
+    """Return the rules of the selected tokens; None if sampling changed no logits."""
     rules = getattr(batch, "rules", None)
     if rules is None:
         return None

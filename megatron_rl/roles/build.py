@@ -289,9 +289,9 @@ def build_model_role(
     updates: int | None,
     actor: ModelRole | None = None,
 ) -> ModelRole:
-    """Build the role of a row of the table of roles whose section is at ``path``.
+    """Build the role that ``spec`` describes, from the section of the configuration at ``path``.
 
-    With ``actor`` it shares weights if the table allows it and both start from the same ones: the whole
+    With ``actor`` it shares weights if the table allows it and both start from the same weights: the whole
     model, with the actor's adapters switched off, or the base beneath adapters of its own. ``updates`` as for
     `build_actor`, ignored for a role that never learns in a step. Collective over the world.
     """

@@ -111,7 +111,7 @@ def _language_type(config: Mapping[str, Any], kind: Multimodal) -> str:
 
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config.json of the language model alone; that of any other model is returned as it is.
+    """Return the config.json of the language model; return any other model's config.json unchanged.
 
     >>> config = {
     ...     "architectures": ["Gemma3ForConditionalGeneration"],
