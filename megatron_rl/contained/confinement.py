@@ -267,7 +267,8 @@ def _unused_number(file: Path) -> int | None:
 def _mapped_namespace(user: int, group: int) -> int:
     """Return the descriptor of a user namespace that maps this process's user to ``user``.
 
-    A namespace exists as long as a process or a descriptor: a helper process creates it, this one opens it.
+    A namespace exists while a process is in it or a descriptor refers to it: a helper process creates it, and
+    this process opens it.
     """
     ready_read, ready_write = os.pipe()
     done_read, done_write = os.pipe()

@@ -180,7 +180,7 @@ def _restrict(
 
 
 def _allows(descriptor: int, owner: Owner, attributes: int) -> bool:
-    """Return whether the permissions of a tree's root allow ``owner`` what the attributes allow."""
+    """Return whether the permissions of a tree's root allow ``owner`` the access of the attributes."""
     status = os.fstat(descriptor)
     permissions = 0o5 if stat.S_ISDIR(status.st_mode) else 0o4
     if not attributes & kernel.READ_ONLY:

@@ -601,7 +601,7 @@ def _forward_step(
         outputs = [zeros.index_put((micro.selected,), output) for output in selected_outputs]
         if model.groups.layout.context > 1:
             # All ranks of the context group compute the loss of all tokens. The backward pass of this sum is
-            # the identity: each rank gets the gradient with respect to its own tokens, and none twice.
+            # the identity: each rank gets the gradient with respect to its own tokens exactly once.
             outputs = [
                 reduce_from_tensor_model_parallel_region(output, model.groups.context) for output in outputs
             ]
