@@ -94,7 +94,7 @@ class Answer(NamedTuple):
 
     Example:
         >>> Answer(None, reward=1.0, components={"length": 0.5}).components
-        True
+        {'length': 0.5}
     """
 
     reason: str | None

@@ -104,11 +104,7 @@ class Execution:
         return tuple(view_of(self._destinations[box.storage], box) for box in boxes)
 
     @torch.no_grad()
-    def run(
-        self,
-        mode: str = "off",
-        sync_index: int = 0,
-    ) -> None:
+    def run(self, mode: str = "off", sync_index: int = 0) -> None:
         """Move the weights. Collective over the ranks of the plan.
 
         Local copies overlap with the first messages, and so do this rank's reference checksums for a `verify`
@@ -549,11 +545,7 @@ def _matrices(
         yield from _matrices(inner, start, inner_weight)
 
 
-def _mix(
-    start: int,
-    count: int,
-    device: torch.device,
-) -> Tensor:
+def _mix(start: int, count: int, device: torch.device) -> Tensor:
     """Return odd pseudo-random int32 numbers for ``count`` positions from ``start`` on (splitmix64)."""
     state = torch.arange(
         start,

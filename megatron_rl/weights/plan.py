@@ -112,11 +112,7 @@ class ReshardPlan:
                 result[sender].extend(bundle.regions)
         return dict(sorted(result.items()))
 
-    def boxes_of(
-        self,
-        rank: int,
-        destination: bool,
-    ) -> BoxIndex:
+    def boxes_of(self, rank: int, destination: bool) -> BoxIndex:
         """Return an index of the boxes that a rank needs if ``destination``, else of its sources."""
         groups = self.sources
         if destination:

@@ -102,11 +102,7 @@ class CopyRecorder(TorchDispatchMode):
         """Destinations that the loader fills with a source after it has set that to zero."""
         self._zeros: set[int] = set()
 
-    def add_source(
-        self,
-        name: str,
-        tensor: Tensor,
-    ) -> None:
+    def add_source(self, name: str, tensor: Tensor) -> None:
         """Add a source tensor with a storage of its own."""
         self._alive.append(tensor)
         self._frames[_storage(tensor)] = _frame_of(name, tensor)

@@ -80,11 +80,7 @@ class _Stream:
         for views, dtype in sorted(pieces, key=lambda piece: self.needs_own_message(*piece)):
             self.add(views, dtype)
 
-    def add(
-        self,
-        views: Views,
-        dtype: torch.dtype,
-    ) -> None:
+    def add(self, views: Views, dtype: torch.dtype) -> None:
         """Append views of equal shape, split at the end of full messages."""
         own_message = self.needs_own_message(views, dtype)
         if own_message or self.closed:
@@ -112,11 +108,7 @@ class _Stream:
             storages.append(storage)
         return storages
 
-    def _append(
-        self,
-        views: Views,
-        dtype: torch.dtype,
-    ) -> None:
+    def _append(self, views: Views, dtype: torch.dtype) -> None:
         """Append views to the last message, and rows that do not fit to new messages."""
         shape = views[0].shape
         num_bytes = shape.numel() * dtype.itemsize
