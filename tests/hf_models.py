@@ -358,13 +358,14 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def randomize(model: Any, seed: int) -> None:
-    """Give every parameter and stored buffer of a model random values."""
+    """Fill every parameter and stored buffer of a model with random values."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             # These buffers are computed from the config, and a checkpoint does not contain them.
             if "rotary" in name or "embed_scale" in name:
                 continue
+
             # Norm weights stay near 1, so that activations keep their scale through the layers.
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5, generator=generator)
@@ -379,7 +380,7 @@ def randomize(model: Any, seed: int) -> None:
 
 
 def use_epsilon_of_config(model: Any) -> None:
-    """Give the norms inside latent attention the epsilon of config.json, as vLLM and Megatron do.
+    """Set the epsilon of the norms inside latent attention from config.json, as vLLM and Megatron do.
 
     transformers 5.19 makes them with the default of their class, 1e-6, whatever config.json says.
     """
@@ -396,7 +397,7 @@ def save_model(family: str, path: Path, seed: int = 0, **changes: Any) -> Any:
 
 
 def as_kimi_k2(path: Path) -> None:
-    """Give a saved checkpoint of DeepSeek V3 the model type that Kimi-K2 is published with."""
+    """Change a saved checkpoint of DeepSeek V3 to the model type that Kimi-K2 is published with."""
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
 
@@ -427,7 +428,7 @@ BLOCKS: dict[str, Any] = {
 
 
 def quantise(path: Path, config: dict[str, Any] = BLOCKS, suffix: str = "_scale_inv") -> None:
-    """Quantise the projections of a saved checkpoint: in blocks, or row by row where the config has none."""
+    """Quantise the projections of a saved checkpoint: in the blocks of ``config``, without any row by row."""
     stored: dict[str, Tensor] = {}
     for name, weight in load_file(path / "model.safetensors").items():
         stored[name] = weight

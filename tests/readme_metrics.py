@@ -51,13 +51,13 @@ def documented() -> list[str]:
 
 
 def _longest_prefix(name: str) -> str:
-    """Return the longest prefix of a metric among those of all runs; empty for a metric of no run."""
-    prefixes = [prefix for words in WRITTEN_BY.values() for prefix in words.split()]
+    """Return the longest of all runs' prefixes that a metric begins with; empty for a metric of no run."""
+    prefixes = [prefix for names in WRITTEN_BY.values() for prefix in names.split()]
     return max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default="")
 
 
 def unwritten(run: str, lines: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the patterns of documented metrics that ``run`` has to write and none of its lines contains."""
+    """Return the documented patterns that ``run`` must write, but that match no metric of its lines."""
     recorded = {name for line in lines for name in line}
     # Only metrics that this run has to write; others depend on its features.
     prefixes = tuple(WRITTEN_BY[run].split())

@@ -5,7 +5,7 @@ A checkpoint is a folder:
 ```
 ROLE/           Megatron's distributed checkpoint of a role's weights and optimizer; an optimizer in the
                 shards of its layout (`SAME`) has an index, with which any layout can read it, too
-rollout/        the actor's weights that responses are sampled from, where they are older than actor/
+rollout/        the actor's weights that responses are sampled from, if these are older than actor/
 rng/            the random generators of each rank
 state.pt        values that are equal on all ranks
 meta.json       step, seed, versions, and model, optimizer and layout of each role
@@ -156,7 +156,7 @@ def save(
     writes: list[TensorWrite] = []
     try:
         for name, role in roles.items():
-            # Weights that are in the model for a moment alone are copied, as those of a background write are.
+            # Weights that are in the model only for a moment are copied, as for a background write.
             copies = in_background or role.weights is not nullcontext
             with role.weights():
                 write = begin_tensors(partial / name, role.model, role.optimizer, layout, keep=copies)

@@ -1,9 +1,9 @@
-"""The policy that responses are sampled from, where it is not the newest one: `hybrid_engine.every`.
+"""Rollout policy: weights to sample from, which may be older than the model's (`hybrid_engine.every`).
 
-The one idea: an engine is no place to keep weights. It may drop them in its sleep, be restarted, or belong to
-a run that is resumed. So between two periodic syncs the ranks of the actor keep a copy of the weights of the
-last one in host memory, and a sync from the copy is a usual sync: the copy is exchanged with the model's
-weights, in place, and exchanged back afterwards.
+The one idea: an engine cannot preserve weights: it may drop them while asleep, be restarted, or be new in a
+resumed run. So between two periodic syncs the ranks of the actor keep a copy of the weights of the last one
+in host memory, and a sync from the copy is a usual sync: the copy is exchanged with the model's weights, in
+place, and exchanged back afterwards.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RolloutPolicy:
         return self.version
 
     def capture(self, version: int) -> None:
-        """Make the model's weights, of ``version``, those that responses are sampled from."""
+        """Make the model's current weights, of ``version``, the rollout policy."""
         self.version = version
         # With a sync at every version the model is never newer than the engine.
         if self.every != 1 and self._model is not None:
@@ -77,14 +77,14 @@ class RolloutPolicy:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        # One tensor after the other: the memory for it is that of the largest weight.
+        # One tensor at a time: the exchange needs memory for the largest weight only.
         for name, weight in self._weights().items():
             copy = self._copy[name]
             self._copy[name] = weight.to(host(), copy=True)
             weight.copy_(copy)
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return the weights that learn: of a model with adapters these and the buffers of its experts."""
+        """Return the trained weights; with adapters, the adapters and the bias buffers of experts."""
         if self._model is None:
             return {}
         weights = live_parameters(self._model)

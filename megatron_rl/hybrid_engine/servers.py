@@ -62,7 +62,7 @@ def make_generator(config: RunConfig, layout: ParallelLayout) -> ServerGenerator
     servers = make_servers(config)
     lease = Lease(servers, config.run_dir)
 
-    # Only rank 0 asks, since a server can be claimed only once; it shares the capacity or the error.
+    # Only rank 0 claims servers, since each can be claimed only once; it shares the capacity or the error.
     capacity: int | UserError = 0
     if rank == 0:
         try:
@@ -135,10 +135,10 @@ class ServedWeights:
     ) -> None:
         self.version = 0
         self.rollout_policy = RolloutPolicy(model, config.hybrid_engine.every)
-        # Version that the servers are to have.
+        # Target version of the servers' weights.
         self._served_version = 0
 
-        # What moves, and to whom.
+        # Source of the weights, and the clients of the servers.
         self._model = model
         self._actor = actor
         self._generator = generator
@@ -176,7 +176,7 @@ class ServedWeights:
 
     @property
     def _weights_name(self) -> str:
-        """Return the name of the weights that the servers are to have, which no other job uses."""
+        """Return the name of the served version, which no other job uses."""
         return f"{self._job_name} {self._served_version}"
 
     @contextmanager
@@ -238,6 +238,7 @@ class ServedWeights:
                 self._say(f"warning: server {server.url} is away: {unavailable[server]}")
             if len(unavailable) == len(self._servers) > len(self._unavailable):
                 self._say(f"warning: no server is left: waiting for {self._config.wait:g} s for one")
+
         self._unavailable = unavailable
 
     def _require_servers(self, unavailable: dict[Server, str]) -> None:
@@ -417,6 +418,7 @@ def _wait_for(call: Future[Any] | None) -> Iterator[None]:
         if call is not None:
             call.result()
         raise
+
     if call is not None:
         call.result()
 

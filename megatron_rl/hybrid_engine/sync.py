@@ -108,8 +108,12 @@ class WeightTransfer:
         self,
     ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         """Return this rank's source and destination storages by name."""
-        source = self._source.parameters() if self._source is not None else {}
-        target = self._target.parameters() if self._target is not None else {}
+        source: Mapping[str, Tensor] = {}
+        if self._source is not None:
+            source = self._source.parameters()
+        target: Mapping[str, Tensor] = {}
+        if self._target is not None:
+            target = self._target.parameters()
         return source, target
 
     def _build_plan(self) -> ReshardPlan:
@@ -127,7 +131,7 @@ class WeightTransfer:
         sources = gather_layout(source_boxes, _dtypes(source), self._group)
         destinations = gather_layout(target_boxes, _dtypes(target), self._group)
 
-        # Hosts are the nodes within which the plan prefers to send.
+        # Ranks on one host are a node: the plan prefers senders on the receiver's node.
         host_of = dict(gather_objects((self._rank, socket.gethostname()), self._group))
         hosts = sorted(set(host_of.values()))
         node_of = {rank: hosts.index(host) for rank, host in host_of.items()}
@@ -140,6 +144,7 @@ class WeightTransfer:
         if boxes is not None and not boxes:
             name = f"{type(self._target).__name__} on rank {self._rank}"
         engines = [engine for engine in gather_objects(name, self._group) if engine is not None]
+
         if engines:
             raise UserError(
                 "A generation engine names no weights, so none would ever reach it.",
@@ -235,7 +240,7 @@ class HybridEngine:
     def sync(self, version: int | None = None) -> Metrics:
         """Move the weights, verify them and activate them in the engine; return the timings.
 
-        ``version`` is that of the weights which the model has now, None for ``self.version``. Raises
+        ``version``: version of the model's current weights, None for ``self.version``. Raises
         WeightMismatchError on all ranks if a checksum differs. Collective over the group.
         """
         if version is None:
@@ -268,7 +273,7 @@ class HybridEngine:
                 transfer.release()
 
         plans = [transfer.plan for transfer in transfers]
-        # Bytes are those of the busiest rank, which need not be among the ranks that gather metrics.
+        # Report the bytes of the busiest rank, which need not be among the ranks that gather metrics.
         timings = {
             "time/reshard": transfer_end - start,
             "time/reshard_verify": verify_end - transfer_end,
@@ -302,8 +307,8 @@ class HybridEngine:
     def generation_mode(self, *, newest: bool = False) -> Iterator[Metrics]:
         """Wake the engine and sync its weights if stale; at the end put it to sleep if it ``sleeps``.
 
-        The weights are those of ``rollout_version``, or the ``newest`` ones, for an evaluation. Yields the
-        metrics of the sync, empty ones without a sync. Collective over the group.
+        Syncs the weights of ``rollout_version``, or the ``newest`` ones, for an evaluation. Yields the
+        metrics of the sync, empty without a sync. Collective over the group.
         """
         # The sync writes into the engine's storage, which exists only while it is awake.
         if self._engine is not None:
@@ -339,7 +344,7 @@ class HybridEngine:
         outdated = self._engine is not None and self._engine.weights_version != version
         count = sum_over_ranks(torch.tensor([int(outdated)]), self._group).item()
         if count:
-            raise RuntimeError(f"{count} engines did not take version {version} of the weights into use")
+            raise RuntimeError(f"{count} engines do not use version {version} of the weights")
 
 
 def _weight_source(model: Chunked | None, separate_adapters: bool) -> WeightSource | None:
@@ -360,7 +365,7 @@ def _adapter_source(model: Any) -> WeightSource | None:
 
 
 def _max_over_ranks(counts: Iterable[Mapping[int, int]]) -> float:
-    """Return the maximum over ranks of the sum of counts by rank."""
+    """Add up counts by rank; return the sum of the busiest rank."""
     total = sum((Counter(count) for count in counts), Counter[int]())
     return float(max(total.values(), default=0))
 

@@ -1,7 +1,7 @@
 """Gated delta nets (Yang et al. 2024, arXiv 2412.06464) on packed rows.
 
 Megatron-Core's layer has the parameters and their checkpoint names. Its forward pass refuses packed rows
-(0.16.1) or takes them with flash-linear-attention alone, and its constructor raises without that package.
+(0.16.1) or takes them only with flash-linear-attention, and its constructor raises without that package.
 
 A delta net is causal, so a row can be padded at its end. Rows are therefore gathered by length into the
 buckets of `PackedRows`, as `PackedAttention` does: neither the convolution nor the state crosses rows.

@@ -183,7 +183,12 @@ class _RouterReplay:
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Return the scores and ids of the experts, both [T, k]; gradients flow through the scores."""
-        values, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        values, experts = default_compute_topk(
+            scores,
+            topk,
+            num_groups=num_groups,
+            group_topk=group_topk,
+        )
         tokens = self._routing.tokens
         trains = self._routing.trains
 
@@ -210,8 +215,8 @@ class Routing:
     """Routers of one model on this rank: recorder and replay of the experts of tokens, and counter of loads.
 
     Fused routers choose inside their kernel: only their loads are counted. ``layers``, ``experts`` and
-    ``topk`` are those of the whole model. ``token_groups`` are the process groups over which the tokens of a
-    row are sharded.
+    ``topk`` describe the whole model. ``token_groups`` are the process groups over which the tokens of a row
+    are sharded.
     """
 
     def __init__(
@@ -357,7 +362,7 @@ class Routing:
     ) -> None:
         """Count the experts' loads, and how often the router's ``experts`` [T, k] match replayed ones.
 
-        The load counts the experts that compute: the replayed ones where there are any.
+        The load counts the experts that compute: with replay the replayed ones.
         """
         experts = experts[: tokens.real]
         routed = experts

@@ -1,4 +1,4 @@
-"""Layers that Megatron lacks, or that it has with Transformer Engine alone.
+"""Layers that Megatron lacks, or that it has only with Transformer Engine.
 
 - Attention and rotary embedding of packed rows, and a norm for plain layers: Megatron's own local norm
   refuses sequence parallelism and its local attention packed rows.
@@ -186,7 +186,7 @@ class RmsNorm(nn.Module):
         if hidden.dtype in (torch.float32, torch.float64) and not self.offset:
             return functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
 
-        # The order of rounding is that of the models' own code: Gemma multiplies by the weight in float32,
+        # Round in the order of the models' own code: Gemma multiplies by the weight in float32,
         # Llama after rounding to the dtype.
         normalised = functional.rms_norm(hidden.float(), self.weight.shape, None, self.eps)
         if self.offset:
@@ -229,7 +229,7 @@ class RowAttention:
 
     @property
     def takes_boundaries(self) -> bool:
-        """Return whether attention needs the boundaries of rows alone, not rows gathered by length."""
+        """Return whether attention needs only the boundaries of rows, not rows gathered by length."""
         return True
 
 
@@ -315,7 +315,8 @@ class PackedAttention(nn.Module, RowAttention):
         assert packed_seq_params is not None, "packed rows are the only input format"
         query, key, value = (heads.flatten(0, -3) for heads in (query, key, value))
 
-        # Context-parallel ranks take equal numbers of key-value heads: repeat those that do not divide.
+        # Context-parallel ranks take equal numbers of key-value heads: repeat heads that do not divide
+        # evenly.
         if key.shape[1] % self.context.size():
             key, value = _repeat_grouped_heads(query, key, value)
         query, key, value = (_exchange_for_rows(self.context, heads) for heads in (query, key, value))
@@ -342,12 +343,17 @@ class PackedAttention(nn.Module, RowAttention):
             attend = self._bucket_with_sinks
         return packed_seq_params.join([attend(*bucket) for bucket in buckets])
 
-    def _bucket_with_sinks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _bucket_with_sinks(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
         """Return a bucket's output as `_bucket` does, with each head's sink in the softmax.
 
         A sink is a key before the first token, with values of zero: its score is the head's logit for every
-        query. One more dimension of queries and keys makes it so: the logit in queries, zero in the keys of
-        tokens, and one over the scale in the sink's. Any fused kernel computes that, and its gradient.
+        query. One more dimension of queries and keys has this effect: the logit in queries, zero in the keys
+        of tokens, and one over the scale in the sink's. Any fused kernel computes that, and its gradient.
         """
         assert self.softmax_offset is not None
         scale = self.scale
@@ -371,7 +377,10 @@ class PackedAttention(nn.Module, RowAttention):
         return output.unflatten(0, (-1, length))[:, 1:, :, :-1].flatten(0, 1)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+        self,
+        prefix: str = "",
+        sharded_offsets: Any = (),
+        metadata: Any = None,
     ) -> dict[str, Any]:
         """Return Megatron's sharded state: the logits of sinks, by heads."""
         return make_sharded_tensors_for_checkpoint(
@@ -393,7 +402,7 @@ class PackedAttention(nn.Module, RowAttention):
     ) -> Tensor:
         """Return a bucket's output [rows * longest, heads, size] for inputs [rows, longest, heads, size].
 
-        ``scale`` replaces that of the layer. Every window contains the first ``sinks`` positions.
+        ``scale`` replaces the layer's own. Every window contains the first ``sinks`` positions.
         """
         if scale is None:
             scale = self.scale
@@ -618,8 +627,9 @@ def output_layer_without_accumulation(fused: bool) -> Iterator[None]:
     Without effect unless the layers are Transformer Engine's (``fused``).
 
     Megatron's plain linear layer refuses ``gradient_accumulation_fusion`` without Apex (seen in 0.16.1 and
-    0.19.2). The only one among Transformer Engine's layers, which need no Apex, is the output layer; its own
-    product is never computed, since `ParallelModel.token_outputs` projects the hidden states.
+    0.19.2). Transformer Engine's layers need no Apex, but a model of them still has this plain layer as
+    output layer. Its own product is never computed, since `ParallelModel.token_outputs` projects the hidden
+    states.
     """
     available = megatron_layers._grad_accum_fusion_available
     setattr(megatron_layers, "_grad_accum_fusion_available", fused or available)
@@ -805,25 +815,26 @@ def _scale_query(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
-    query, *others = args
+    query, *other_args = args
     intervals = kwargs["packed_seq_params"].positions // positions
     factors = 1 + beta * torch.log1p(intervals.float())
     # Tokens are the first dimension, whatever the others are.
     shape = (-1, *[1] * (query.dim() - 1))
-    return (query * factors.view(shape).to(query.dtype), *others), kwargs
+    return (query * factors.view(shape).to(query.dtype), *other_args), kwargs
 
 
 def prepare_local_rotation(chunk: Any, local: tuple[int, ...], local_factor: float) -> None:
-    """Give each layer of a GPTModel chunk its own of the two kinds of rotary angles of `both_frequencies`.
+    """Make each layer of a GPTModel chunk use the local or the global rotary angles of `both_frequencies`.
 
-    ``local`` are the layers with the first kind, counted over the model; ``local_factor`` is their factor of
-    cos and sin, where that of the others is the config's. Source: Gemma Team, arXiv 2503.19786.
+    ``local`` are the layers with local angles, counted over the model; ``local_factor`` is their factor of
+    cos and sin, which the config sets for the other layers. Source: Gemma Team, arXiv 2503.19786.
     """
     for layer in chunk.decoder.layers:
         attention = layer.self_attention
         is_local = layer.layer_number - 1 in local
         hook = partial(_select_angles, 0 if is_local else 1)
         attention.register_forward_pre_hook(hook, with_kwargs=True)
+
         if is_local:
             # Megatron-Core 0.16 reads the config in each forward pass, 0.19 this attribute.
             attention.config = copy(attention.config)

@@ -85,7 +85,7 @@ class Support(NamedTuple):
         )
         column = torch.where((tokens >= 0) & (tokens < columns), tokens, columns)
 
-        # All columns of a truncated position are outside, but for its tokens in this shard.
+        # At a truncated position every column is outside, except for its tokens in this shard.
         is_outside = (sizes > 0)[:, None].repeat(1, columns + 1)
         is_outside.view(-1).index_fill_(0, positions * (columns + 1) + column, False)
         return is_outside[:, :columns]
@@ -114,7 +114,16 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         support: Support | None,
         rules: Sequence[RowRules] | None,
     ) -> tuple[Tensor, Tensor]:
-        stats = statistics(hidden, weight, targets, temperature, shard, chunk, support, rules=rules)
+        stats = statistics(
+            hidden,
+            weight,
+            targets,
+            temperature,
+            shard,
+            chunk,
+            support,
+            rules=rules,
+        )
         log_normaliser, log_probs, entropy = _combine(_gather(stats, shard.group))
 
         ctx.save_for_backward(hidden, weight, targets, temperature, log_normaliser, entropy)
@@ -338,7 +347,7 @@ def tile_statistics(
     column, in_tile = _tile_columns(targets, logits.shape[1])
     target = logits.gather(1, column[:, None])[:, 0].masked_fill(~in_tile, _MASKED)
 
-    # In place: `shifted` takes the memory of the logits, the weighted terms that of the exponents.
+    # In place: `shifted` reuses the memory of the logits, the weighted terms reuse that of the exponents.
     shifted = logits.sub_(peak[:, None])
     exponents = shifted.exp()
     total = exponents.sum(dim=-1)
@@ -474,7 +483,7 @@ def kernel_errors(dtype: torch.dtype, reductions: Reductions | None = None) -> t
         for actual, reference in zip(results, expected, strict=True)
     )
 
-    # Gradients of each class alone: those of certain tokens are tiny and would vanish in a common norm.
+    # One class at a time: the tiny gradients of certain tokens would vanish in a common norm.
     probability = log_probs.detach().exp()
     classes = {"certain": probability > 0.99, "rare": probability < 0.01}
     classes["other"] = ~(classes["certain"] | classes["rare"])
@@ -527,9 +536,9 @@ def _logits_and_slope(
     rules: Sequence[RowRules] | None,
     needs_slope: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the logits as `_logits` does, and their slope by what the weights gave.
+    """Compute the logits as `_logits` does, and their slope: the derivative by ``hidden @ weight^T``.
 
-    The slope is that of rules and cap together; None stands for 1, and is returned if there are no rules:
+    The slope covers rules and cap together; None stands for 1, and is returned without rules:
     the reductions then compute the slope of the cap from the logits themselves.
     """
     logits = _product(hidden, weight.t())

@@ -140,6 +140,7 @@ def tile_slope(
     tokens, rows = logits.shape
     slope = torch.empty((tokens, rows), dtype=dtype, device=logits.device)
     block = _block(rows)
+
     kernel: Any = _slope
     kernel[(tokens, triton.cdiv(rows, block))](
         logits, targets, temperature, log_normaliser, entropy,

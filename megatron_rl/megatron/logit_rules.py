@@ -55,9 +55,9 @@ class Penalties:
         before = self.before[items]
         columns = self.tokens - start
         if self.repetition != 1:
-            seen = _counts(columns, before, logits) > 0
+            is_earlier = _counts(columns, before, logits) > 0
             factor = torch.full_like(logits, self.repetition)
-            factor.masked_fill_(logits > 0, 1 / self.repetition).masked_fill_(~seen, 1.0)
+            factor.masked_fill_(logits > 0, 1 / self.repetition).masked_fill_(~is_earlier, 1.0)
             logits.mul_(factor)
             if slope is not None:
                 slope.mul_(factor)
@@ -70,11 +70,11 @@ class Penalties:
 def _counts(columns: Tensor, before: Tensor, logits: Tensor) -> Tensor:
     """Count the tokens before each position by column: [n, V / tp] in the type of ``logits`` [n, V / tp].
 
-    ``columns`` [m] are those of the tokens, outside the range for tokens of other shards; ``before`` [n]
+    ``columns`` [m] are the tokens' columns, outside the range for tokens of other shards; ``before`` [n]
     ascending is the number of tokens before each position.
     """
-    # A token counts from the first position on that has it before it; a further row and column take the
-    # tokens that count nowhere.
+    # A token counts from the first position after it on. An extra row and an extra column collect tokens
+    # after the last position and tokens of other shards.
     rows, width = logits.shape
     index = torch.arange(len(columns), device=columns.device)
     first = torch.searchsorted(before, index, right=True)
@@ -117,7 +117,7 @@ def build_row_rules(
 ) -> tuple[RowRules, ...] | None:
     """Return the rules of a micro-batch in host memory, None if none of its rows has any.
 
-    ``rules`` and ``lengths`` [B] are those of its rows, ``tokens`` [N] those of all rows, and ``selected``
+    ``rules`` and ``lengths`` [B] have an entry per row, ``tokens`` [N] are the rows' tokens, and ``selected``
     [n] the ascending positions of the selected tokens among them.
     """
     if all(row is None for row in rules):
@@ -207,7 +207,7 @@ def apply_rules(
 
 def _add_bias(logits: Tensor, columns: Tensor, bias: Tensor) -> None:
     """Add ``bias`` [k] to the ``columns`` [k] of logits [n, V / tp], without the columns of other shards."""
-    # Columns of other shards get 0: selecting the others would read their number from the device.
+    # Add 0 to columns of other shards: dropping them would read the number of the others from the device.
     is_here = (columns >= 0) & (columns < logits.shape[1])
     values = torch.where(is_here, bias, 0.0).to(logits.dtype)
     logits.index_add_(1, columns.clamp(0, logits.shape[1] - 1), values.expand(len(logits), -1))

@@ -176,12 +176,14 @@ class Adapter(nn.Module):
             # and B (A x) alike. Each rank thus has a part of the gradient of the factor that is replicated
             # over them: see `partial_gradient`.
             return low_rank
+
         if self.columns and self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(low_rank, group=self.group)
         if self.columns:
             return reduce_from_tensor_model_parallel_region(low_rank, group=self.group)
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(low_rank, group=self.group)
+
         # The forward pass copies; the backward pass sums the gradients of the ranks' rows of B.
         return copy_to_tensor_model_parallel_region(low_rank, group=self.group)
 
@@ -235,7 +237,7 @@ def add_adapter_output(
         if change is not None:
             changes.append(change)
 
-    # Initial adapters that add zero return None, all or none of them.
+    # Either all adapters are initial ones, which add zero and return None, or none of them is.
     if not changes:
         return output
     return result + torch.cat(changes), bias
@@ -276,7 +278,12 @@ def attach_adapters(
     zero: A is uniform as torch initialises a linear layer, B is zero, and the values depend on ``seed`` and
     the tensors' names alone, not on the layout. Call before the model is wrapped.
     """
-    model.adapters = adapted(pretrained(model.hf_config), config.rank, config.alpha, config.targets)
+    model.adapters = adapted(
+        pretrained(model.hf_config),
+        config.rank,
+        config.alpha,
+        config.targets,
+    )
     groups = model.groups
     settings = model.transformer_config
 
@@ -478,9 +485,14 @@ def _kind_mask(
         tensor_name = LAYER.format(layer=layer_number) + source.name.format(expert=first_expert)
         numbered_tensors[tensor_name] = torch.full((size, 1), kind)
 
-    # The import orders and cuts the rows as it does those of B.
+    # The import orders and cuts these rows like the rows of B.
     row_kinds = torch.empty(rows, 1, dtype=torch.long)
-    import_parameters({f"{name.format(expert=0)}.B": row_kinds}, numbered_tensors, model.adapters, shard)
+    import_parameters(
+        {f"{name.format(expert=0)}.B": row_kinds},
+        numbered_tensors,
+        model.adapters,
+        shard,
+    )
     return functional.one_hot(row_kinds[:, 0], len(kind_names))
 
 
@@ -555,7 +567,13 @@ def adapter_boxes(model: ParallelModel) -> list[TensorBox]:
     meta_parameters = {
         name: torch.empty_like(parameters[storage], device="meta") for name, storage in storages.items()
     }
-    return trace_import(meta_parameters, model.adapters, shard_of(model), device.rank(), storages)
+    return trace_import(
+        meta_parameters,
+        model.adapters,
+        shard_of(model),
+        device.rank(),
+        storages,
+    )
 
 
 def policy_weights(model: Chunked) -> dict[str, Tensor]:

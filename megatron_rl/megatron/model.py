@@ -261,7 +261,7 @@ class ParallelModel:
         Returns (log-probs, entropy) of ``targets`` for a language model, (values,) for a scalar head, each
         [n]. ``hidden`` [1, T, h] is the chunk's output, a shard of T under sequence parallelism. ``index``
         [n] are the positions of the hidden states that give the outputs, ``support`` the tokens that each
-        distribution ranges over, ``rules`` those that changed the logits before sampling. Collective over the
+        distribution ranges over, ``rules`` the changes of logits before sampling. Collective over the
         tensor-parallel group.
         """
         states = hidden[0]
@@ -354,7 +354,13 @@ def build_model(
 
     if shape.experts and not fused and device.on_accelerator():
         raise plain_experts_error(shape.name)
-    spec = model_spec(hf_config, layout, dtype, role_settings(layout, recompute, overrides), fused)
+    spec = model_spec(
+        hf_config,
+        layout,
+        dtype,
+        role_settings(layout, recompute, overrides),
+        fused,
+    )
     if device.on_host():
         # An override is meant for the accelerator: the kernel needs a GPU.
         spec.transformer_config.gradient_accumulation_fusion = False
@@ -425,7 +431,13 @@ def _build_chunk(
     if layout.virtual_pipeline > 1:
         vp_stage = stage
     is_last_chunk = stage == layout.virtual_pipeline - 1
-    layers: Any = block_spec(config, fused, vp_stage, groups.coordinates.pipeline, core_attention)
+    layers: Any = block_spec(
+        config,
+        fused,
+        vp_stage,
+        groups.coordinates.pipeline,
+        core_attention,
+    )
 
     # Replace the attention of families that Megatron's own specs do not cover.
     if config.multi_latent_attention:

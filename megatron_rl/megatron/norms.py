@@ -21,13 +21,19 @@ from megatron_rl.megatron.layers import RmsNorm
 class AllHeadsNorm(nn.Module):
     """RMS norm (Zhang & Sennrich 2019) over the heads of all tensor-parallel ranks together, in float32.
 
-    ``weight`` [heads * head_dim] has the weights of all heads, and a rank multiplies with those of its own
-    heads. It is replicated for two reasons: more ranks than key heads share heads, and Megatron sums the
-    gradients of q_layernorm and k_layernorm over tensor-parallel ranks (`finalize_model_grads`), which
-    completes a gradient that each rank has for its own heads.
+    ``weight`` [heads * head_dim] has the weights of all heads; a rank multiplies by the slice for its own
+    heads. It is replicated for two reasons: ranks share key heads if they outnumber them, and Megatron sums
+    the gradients of q_layernorm and k_layernorm over tensor-parallel ranks (`finalize_model_grads`), which
+    completes gradients that each rank computes for its own heads alone.
     """
 
-    def __init__(self, config: TransformerConfig, heads: int, head_dim: int, group: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        heads: int,
+        head_dim: int,
+        group: Any,
+    ) -> None:
         super().__init__()
         ranks = group.size()
         self.eps = config.layernorm_epsilon
@@ -82,6 +88,7 @@ def prepare_post_norms(chunk: Any, pre_norms: bool) -> None:
         for projection in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
             projection.post_layernorm = RmsNorm(config, config.hidden_size, config.layernorm_epsilon)
             projection.register_forward_hook(_norm_output)
+
         if not pre_norms:
             layer.input_layernorm = IdentityOp()
             layer.pre_mlp_layernorm = IdentityOp()

@@ -143,7 +143,7 @@ class Optimizer:
             max_lr=config.learning_rate,
             min_lr=floor,
             lr_warmup_steps=config.warmup_steps,
-            # Megatron requires more steps than those of the warmup.
+            # Megatron requires more steps in total than in the warmup.
             lr_decay_steps=max(steps, config.warmup_steps + 1),
             lr_decay_style=config.decay,
             start_wd=config.weight_decay,
@@ -343,7 +343,7 @@ class _UnshardedParameters(HostOptimizer):
 def _on_the_host(settings: MegatronOptimizerConfig) -> Iterator[None]:
     """Make Megatron build `HostOptimizer` inside the block, if ``settings`` offload the optimizer.
 
-    Without autograd: shards of float32 weights are views, and PyTorch's optimizers accept leaves alone.
+    Without autograd: shards of float32 weights are views, and PyTorch's optimizers accept only leaf tensors.
     """
     if not settings.optimizer_cpu_offload:
         yield

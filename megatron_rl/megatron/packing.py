@@ -74,7 +74,13 @@ def partition(
     for share in shares:
         bins = _fit([lengths[row] for row in share], tokens_per_microbatch, count)
         if bins is None:
-            return _pack_all_rows(lengths, data_parallel, tokens_per_microbatch, count, tokens_per_quadratic)
+            return _pack_all_rows(
+                lengths,
+                data_parallel,
+                tokens_per_microbatch,
+                count,
+                tokens_per_quadratic,
+            )
         microbatches.append([[share[index] for index in items] for items in bins])
     return microbatches
 

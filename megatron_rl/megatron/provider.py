@@ -313,7 +313,7 @@ def global_groups(groups: ParallelGroups, stage: int | None = None) -> Iterator[
         values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = virtual_pipeline
         values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"] = stage
 
-    # Clear the sizes and ranks that would override those of the groups.
+    # Clear sizes and ranks that would override the groups' own.
     values |= {name: None for name in vars(state) if name.startswith("_MPU_")}
 
     original_values = {name: getattr(state, name) for name in values}

@@ -270,7 +270,7 @@ def _routed(
 
 
 def _support(batch: Any, positions: Tensor) -> Support | None:
-    """Return the supports of the tokens at ``positions``, None where sampling filtered no token out."""
+    """Return the supports of the tokens at ``positions``; None if sampling had no filters."""
     sizes = getattr(batch, "support_sizes", None)
     if sizes is None or not len(batch.support):
         return None
@@ -284,7 +284,7 @@ def _rules(
     tokens: Tensor,
     selected: Tensor,
 ) -> tuple[RowRules, ...] | None:
-    """Return the rules of the selected tokens, None where sampling changed no logits."""
+    """Return the rules of the selected tokens; None if sampling changed no logits."""
     rules = getattr(batch, "rules", None)
     if rules is None:
         return None
@@ -402,7 +402,15 @@ def forward_loss(
 
     Collective over the model's ranks.
     """
-    micros, _ = build_microbatches(model, batch, tokens_per_microbatch, select, before, unit, has_loss=True)
+    micros, _ = build_microbatches(
+        model,
+        batch,
+        tokens_per_microbatch,
+        select,
+        before,
+        unit,
+        has_loss=True,
+    )
     for chunk in model.wrapped:
         chunk.eval()
     with torch.no_grad():
@@ -457,7 +465,12 @@ def _run(
         if config.sequence_parallel:
             shards = layout.tensor
         tokens = [micro.inputs.shape[1] // shards for micro in micros]
-        communicator = PipelineExchange(model.groups.pipeline, config, tokens, layout.virtual_pipeline)
+        communicator = PipelineExchange(
+            model.groups.pipeline,
+            config,
+            tokens,
+            layout.virtual_pipeline,
+        )
 
     if model.routing is not None:
         model.routing.begin(trains=not forward_only)
@@ -550,7 +563,12 @@ def _finalize_gradients(
     parallel_state.get_tensor_and_data_parallel_group = lambda *_, **__: pg_collection.tp_dp_cp
     try:
         # No token count: loss weights are global already, and gradients must not be divided again.
-        finalize_model_grads(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+        finalize_model_grads(
+            chunks,
+            None,
+            pg_collection=pg_collection,
+            force_all_reduce=force_all_reduce,
+        )
     finally:
         parallel_state.get_tensor_and_data_parallel_group = original
 
@@ -583,7 +601,7 @@ def _forward_step(
         outputs = [zeros.index_put((micro.selected,), output) for output in selected_outputs]
         if model.groups.layout.context > 1:
             # All ranks of the context group compute the loss of all tokens. The backward pass of this sum is
-            # the identity: each rank gets the gradient with respect to its own tokens, and none twice.
+            # the identity: each rank gets the gradient with respect to its own tokens exactly once.
             outputs = [
                 reduce_from_tensor_model_parallel_region(output, model.groups.context) for output in outputs
             ]

@@ -54,7 +54,12 @@ def refusals(roles: list[dict[str, Any]]) -> dict[str, str]:
             if role["scalar_head"]:
                 model = model.with_scalar_head()
             layout = ParallelLayout(**{**role["layout"], "ranks": tuple(role["layout"]["ranks"])})
-            settings = transformer_settings(model, layout, getattr(torch, role["dtype"]), role["fused"])
+            settings = transformer_settings(
+                model,
+                layout,
+                getattr(torch, role["dtype"]),
+                role["fused"],
+            )
             settings |= role_settings(layout, role["recompute"], role["overrides"])
         except UserError:
             # The rules on files and layouts report it.

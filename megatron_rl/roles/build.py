@@ -197,8 +197,8 @@ def build_roles(
     return roles
 
 
-def _show_nothing(part: str) -> None:
-    """Ignore the part that is built next."""
+def _show_nothing(name: str) -> None:
+    """Ignore the name of the part to be built."""
 
 
 def build_frozen_roles(
@@ -289,9 +289,9 @@ def build_model_role(
     updates: int | None,
     actor: ModelRole | None = None,
 ) -> ModelRole:
-    """Build the role of a row of the table of roles whose section is at ``path``.
+    """Build the role that ``spec`` describes, from the section of the configuration at ``path``.
 
-    With ``actor`` it shares weights if the table allows it and both start from the same ones: the whole
+    With ``actor`` it shares weights if the table allows it and both start from the same weights: the whole
     model, with the actor's adapters switched off, or the base beneath adapters of its own. ``updates`` as for
     `build_actor`, ignored for a role that never learns in a step. Collective over the world.
     """
@@ -451,13 +451,13 @@ def build_pretrained(
 
     Collective over the world.
     """
-    # Groups are created on all ranks of the job, also on those that then have no model.
+    # Groups are created on all ranks of the job, also on ranks without this model.
     path = weights_folder(config, path)
     groups = ParallelGroups(layout)
     if not groups.member:
         return None
 
-    # The user's ``actor.megatron`` settings, after those that follow from the layout.
+    # The user's ``actor.megatron`` settings follow, and override, the settings derived from the layout.
     _, overrides = megatron_settings(config, layout)
     model = build_model(
         read_hf_config(path),

@@ -159,7 +159,7 @@ class ModelRole:
         policy = nullcontext()
         if self.initial_of is not None:
             policy = initial_policy(self.model)
-            # The batch's experts are those of the adapted actor; the initial policy must route by itself.
+            # The batch has the adapted actor's choices of experts; the initial policy must route by itself.
             batch = replace(batch, experts=None)
         with self.resident(Use.READ), policy:
             micro_outputs = forward_only(

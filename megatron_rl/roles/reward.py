@@ -299,10 +299,10 @@ class RewardRole:
         """Return the rewards of each scorer for this rank's share of the rows.
 
         ``prompts`` has one entry per row. A row that an environment rewarded reaches no scorer: its reward
-        counts as the first scorer's, and the other scorers' rewards are 0. So does a row that is ``filtered``
-        with a reward. Rows that are dropped, on which the engine or the environment failed, or that an
-        earlier scorer found invalid are not sent on, and rows with ``early`` rewards are not rewarded again.
-        Collective over the members.
+        counts as the first scorer's, and the other scorers' rewards are 0. The same holds for a row that is
+        ``filtered`` with a reward. Rows that are dropped, on which the engine or the environment failed, or
+        that an earlier scorer found invalid are not sent on, and rows with ``early`` rewards are not rewarded
+        again. Collective over the members.
         """
         answers = environment_answers(rollouts)
         if self._ignores_environments:
@@ -341,7 +341,7 @@ class RewardRole:
     def _with_saved_calls(
         self, result: ScorerResult, rows: Sequence[int], saved_rows: Set[int]
     ) -> ScorerResult:
-        """Add to a scorer's metrics the share of its rows that filters and earlier scorers spared it."""
+        """Add to a scorer's metrics the share of its rows that filters or earlier scorers settled before."""
         is_first = result.name == self.first_scorer
         if self._filters is None and is_first:
             return result
@@ -357,7 +357,7 @@ class RewardRole:
         takes: frozenset[str],
     ) -> list[Sample]:
         """Return the arguments of a scorer's calls for the rows, with the optional fields that it takes."""
-        # Every scorer gets these; texts of turns and tokens are made only for those that read them.
+        # Every scorer gets these; texts of turns and tokens are made only for scorers that read them.
         selected = rollouts.rows(rows)
         fields: dict[str, Sequence[Any]] = {
             "prompt": [prompts.prompts[row] for row in rows],
@@ -639,7 +639,7 @@ class RewardModel:
         )
         rewards = torch.zeros(0)
         if micro_outputs:
-            # One value per token of the rows; all but those of the last tokens are 0.
+            # One value per token of the rows, 0 at all tokens but the last one of each row.
             values = torch.cat([micro.outputs[0] for micro in micro_outputs]).float().cpu()
             rewards = values[last_tokens(batch.lengths[rows])]
         rewards = torch.where(rewards.isfinite(), rewards, float("nan"))

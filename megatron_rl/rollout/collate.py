@@ -28,6 +28,7 @@ def waiting_groups(prompts: PromptBatch) -> list[SequenceGroup]:
     """Return a waiting group for each of the prompts."""
     if not len(prompts):
         return []
+
     rows = zip(
         split_rows(prompts.tokens, prompts.lengths),
         prompts.lengths.split(1),
@@ -35,6 +36,7 @@ def waiting_groups(prompts: PromptBatch) -> list[SequenceGroup]:
         *(zip(getattr(prompts, name), strict=True) for name in PromptBatch.TUPLE_FIELDS),
         strict=True,
     )
+
     # Fields by position instead of `PromptBatch.rows`: this runs for each prompt of each step.
     return [SequenceGroup(PromptBatch(*row)) for row in rows]
 
@@ -57,6 +59,7 @@ def start_groups(
 
     The seed of a sequence follows from ``seed`` and its position alone.
     """
+    # By position in the round, so that every rank gives a sequence the same seed.
     seeds = row_seeds(seed, range(len(groups) * samples))
     started = []
     for index, group in enumerate(groups):
@@ -80,6 +83,7 @@ def to_rollouts(groups: abc.Sequence[SequenceGroup]) -> Rollouts:
     for sequence in sequences:
         prompt_length = len(sequence.prompt)
         tokens += sequence.prompt + sequence.tokens
+        # Zero bytes are 0.0, and need no list of zeros.
         log_probs.frombytes(bytes(prompt_length * log_probs.itemsize))
         log_probs += sequence.log_probs
         versions += array("i", [OBSERVED]) * prompt_length + sequence.versions

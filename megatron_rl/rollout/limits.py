@@ -34,6 +34,7 @@ class AutoLimits:
         """Return the limit of new responses to a prompt of a task."""
         config = self._config
         lengths = self._lengths.get(_class_name(task, prompt_tokens), [])
+        # Too few responses for a quantile: allow the largest limit.
         if len(lengths) < config.responses:
             return config.at_most
 
@@ -61,14 +62,22 @@ class AutoLimits:
         """Count the lengths of the finished responses to ``prompts``."""
         lengths = limited_counts(rollouts).tolist()
         prompt_tokens = prompts.lengths.tolist()
-        rows = zip(rollouts.group.tolist(), rollouts.finish_reason.tolist(), lengths, strict=True)
+        rows = zip(
+            rollouts.group.tolist(),
+            rollouts.finish_reason.tolist(),
+            lengths,
+            strict=True,
+        )
+
         for group, reason, length in rows:
             task = prompts.tasks[group]
             if reason == FINISH_FAILED or self._rollout.limit_setting(task) != AUTO:
                 continue
+
+            # Only the latest lengths count: the policy's lengths drift during a run.
             name = _class_name(task, prompt_tokens[group])
-            latest = [*self._lengths.get(name, []), length]
-            self._lengths[name] = latest[-self._config.window :]
+            class_lengths = [*self._lengths.get(name, []), length]
+            self._lengths[name] = class_lengths[-self._config.window :]
 
     def state_dict(self) -> dict[str, list[int]]:
         """Return the lengths that the limits follow."""
@@ -80,7 +89,7 @@ class AutoLimits:
 
 
 def _class_name(task: str, prompt_tokens: int) -> str:
-    """Return the name of the class of lengths: the task, and the power of two that is not below the prompt.
+    """Return the name of a length class: the task, and the prompt's length rounded up to a power of two.
 
     Example:
         >>> [_class_name("math", tokens) for tokens in (1, 2, 3, 4, 5)]
@@ -89,9 +98,14 @@ def _class_name(task: str, prompt_tokens: int) -> str:
     return f"{task}/{1 << max(0, prompt_tokens - 1).bit_length()}"
 
 
-def length_metrics(prompts: PromptBatch, rollouts: Rollouts, rollout: RolloutConfig) -> Metrics:
+def length_metrics(
+    prompts: PromptBatch,
+    rollouts: Rollouts,
+    rollout: RolloutConfig,
+) -> Metrics:
     """Return the truncated fraction of each task's responses and, where limits differ, their mean limit."""
     tasks = sorted(set(prompts.tasks))
+    # A data set with a task per record would flood the metrics.
     if len(tasks) > MOST_TASKS:
         return Metrics()
 

@@ -147,6 +147,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             ranks=ranks,
             is_led=True,
         )
+
         self._hosts = hosts
         self._chat = chat
         self._stops = StopTexts(lambda: chat.tokenizer)
@@ -227,6 +228,7 @@ class MultiTurnScheduler(ReplicaScheduler):
         # While the engine has requests, the next step must not wait for environments.
         is_engine_idle = not any(conversation.in_engine for conversation in self._conversations)
         wait_seconds = IDLE_SECONDS if is_engine_idle else 0.0
+
         for event in self._hosts.poll(wait_seconds):
             conversation = self._by_episode[event.number]
             if isinstance(event, TurnRequest):
@@ -255,7 +257,11 @@ class MultiTurnScheduler(ReplicaScheduler):
                 prompts[admitted.position] = admitted.sequence.prompt.tolist()
         return prompts
 
-    def _append(self, conversation: _Conversation, completion: Completion) -> None:
+    def _append(
+        self,
+        conversation: _Conversation,
+        completion: Completion,
+    ) -> None:
         """Append a completion to its sequence, and send the turn to the environment if it is complete."""
         conversation.in_engine = False
         if completion.finish_reason == FINISH_FAILED:
@@ -311,7 +317,11 @@ class MultiTurnScheduler(ReplicaScheduler):
             calls,
         )
 
-    def _turn_requested(self, conversation: _Conversation, event: TurnRequest) -> None:
+    def _turn_requested(
+        self,
+        conversation: _Conversation,
+        event: TurnRequest,
+    ) -> None:
         """Append the observation of an environment, which now awaits a turn.
 
         The sequence may already have tokens of this turn: of an interrupted turn, or of a turn that is
@@ -342,8 +352,12 @@ class MultiTurnScheduler(ReplicaScheduler):
         else:
             conversation.awaits_turn = True
 
-    def _append_observed(self, conversation: _Conversation, event: TurnRequest) -> bool:
-        """Append the observed messages, or compare those of a replay; return whether a turn follows."""
+    def _append_observed(
+        self,
+        conversation: _Conversation,
+        event: TurnRequest,
+    ) -> bool:
+        """Append the observed messages, or compare replayed ones; return whether a turn follows."""
         sequence = conversation.sequence
         start = conversation.seen
 
@@ -375,7 +389,11 @@ class MultiTurnScheduler(ReplicaScheduler):
         conversation.seen = end
         return True
 
-    def _open(self, conversation: _Conversation, opening: Opening) -> bool:
+    def _open(
+        self,
+        conversation: _Conversation,
+        opening: Opening,
+    ) -> bool:
         """Replace the prompt by an environment's own messages; return False if the episode has failed."""
         sequence = conversation.sequence
         try:
@@ -384,7 +402,7 @@ class MultiTurnScheduler(ReplicaScheduler):
             self._fail(conversation, PROMPT, str(error))
             return False
 
-        # The prompt changes the room of the response.
+        # The room for the response depends on the length of the prompt.
         prompt = array("q", tokens)
         room = sequence.sampling.max_response_tokens
         if self.engine.max_model_len is not None:
@@ -401,13 +419,22 @@ class MultiTurnScheduler(ReplicaScheduler):
             conversation.tools = opening.tools
         return conversation.has_own_prompt
 
-    def _fail(self, conversation: _Conversation, reason: str, message: str) -> None:
+    def _fail(
+        self,
+        conversation: _Conversation,
+        reason: str,
+        message: str,
+    ) -> None:
         """End an episode as failed, and its environment."""
         self._hosts.forget(conversation.episode)
         event = EpisodeEnd(conversation.episode, failure=reason, message=message)
         self._finish(conversation, event)
 
-    def _finish(self, conversation: _Conversation, event: EpisodeEnd) -> None:
+    def _finish(
+        self,
+        conversation: _Conversation,
+        event: EpisodeEnd,
+    ) -> None:
         """Finish a sequence with the outcome of its environment."""
         # The environment may end, or fail, while a turn is being sampled.
         if conversation.in_engine:

@@ -70,6 +70,7 @@ def vllm_parameters(
     """
     # vLLM refuses a minimum above the limit of the request.
     min_tokens = min(max(0, sampling.min_response_tokens - done), limit)
+
     return {
         "temperature": sampling.temperature,
         "top_p": 1.0,
@@ -104,7 +105,7 @@ def vllm_filters(sampling: SamplingParameters) -> dict[str, float]:
 def vllm_stops(sampling: SamplingParameters) -> dict[str, Any]:
     """Return the fields of vLLM's SamplingParams with which a server ends a response at a stop text.
 
-    The server searches the text of each request for itself, so `StopTexts` has the last word.
+    The server searches the text of each request for itself, so `StopTexts` still checks the response.
     """
     if not sampling.stop_texts:
         return {}
@@ -164,8 +165,8 @@ def ruled_logits(
     """Apply the rules of each row to its logits [B, V], before temperature and filters: [B, V].
 
     ``prompts`` and ``responses`` are the token ids of each row so far. Returns ``logits`` itself if no row
-    has a rule. Definitions are vLLM's: biases first, then the penalties, of which the one for repetition
-    counts the prompt, too.
+    has a rule. Definitions are vLLM's: biases first, then the penalties. The repetition penalty counts tokens
+    of the prompt, too.
     """
     if not any(parameters.has_rules for parameters in sampling):
         return logits
@@ -189,10 +190,10 @@ def _penalize(
 ) -> None:
     """Apply the penalties to the logits [V] of one row, in place."""
     earlier = torch.tensor([*prompt, *response], dtype=torch.int64, device=logits.device)
-    seen = earlier.unique()
-    values = logits[seen]
+    earlier_ids = earlier.unique()
+    values = logits[earlier_ids]
     penalty = sampling.repetition_penalty
-    logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    logits[earlier_ids] = torch.where(values > 0, values / penalty, values * penalty)
 
     sampled = earlier[len(prompt) :]
     counts = torch.bincount(sampled, minlength=len(logits))
@@ -206,6 +207,7 @@ def filters(sampling: Sequence[SamplingParameters], device: torch.device) -> tup
     top_k = [parameters.top_k for parameters in active]
     top_p = [parameters.top_p for parameters in active]
     min_p = [parameters.min_p for parameters in active]
+
     return (
         torch.tensor(top_k, dtype=torch.int64, device=device),
         torch.tensor(top_p, dtype=torch.float32, device=device),

@@ -63,11 +63,11 @@ class StopSearch:
         if any(text.find(stop, self._start) >= 0 for stop in self._texts):
             return True
 
-        # Drop the first half of the tokens once the rest is long enough for every stop text to come.
+        # Drop the first half of the tokens once the second half is long enough for every stop text to come.
         if len(text) > 2 * self._longest:
-            rest = self._tokens[len(self._tokens) // 2 :]
-            if len(self._decode(rest)) >= self._longest:
-                self._tokens = rest
+            second_half = self._tokens[len(self._tokens) // 2 :]
+            if len(self._decode(second_half)) >= self._longest:
+                self._tokens = second_half
                 self._start = 0
         return False
 
@@ -119,7 +119,11 @@ class StopTexts:
         search = self.search(sampling, tokens, turn_tokens)
         return search is not None and search.is_found()
 
-    def trim(self, request: GenerationRequest, completion: Completion) -> Completion:
+    def trim(
+        self,
+        request: GenerationRequest,
+        completion: Completion,
+    ) -> Completion:
         """Return a completion up to the token that completes a stop text, or all of it."""
         search = self.search(request.sampling, request.tokens, request.turn_tokens)
         if search is None:
@@ -131,12 +135,17 @@ class StopTexts:
         return completion
 
 
-def stopped_completion(request: GenerationRequest, completion: Completion, count: int) -> Completion:
-    """Return the first ``count`` tokens of a completion, the last of which ended the response."""
+def stopped_completion(
+    request: GenerationRequest,
+    completion: Completion,
+    count: int,
+) -> Completion:
+    """Return the first ``count`` tokens of a completion, whose last token ended the response."""
     experts = completion.experts
     if experts is not None:
-        # The last token was never an input.
+        # The model recorded no experts for the last token, which was never an input.
         experts = experts[: len(request.tokens) + count - 1]
+
     return replace(
         completion,
         tokens=completion.tokens[:count],

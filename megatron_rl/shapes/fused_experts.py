@@ -1,7 +1,7 @@
 """Checkpoints that store all experts of a layer in one tensor, read and written as one tensor per expert.
 
 Everything that trains or samples names the experts' tensors one by one, ``experts.3.gate_proj.weight``. A
-`TensorLocation` is the place of such a tensor among the stored ones.
+`TensorLocation` locates such a tensor in the stored ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EXPERT = re.compile(
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a tensor of the model is stored: a whole tensor, or a part of one.
+    """Location of a tensor of the model in a checkpoint: a complete stored tensor, or a part of one.
 
     Example: with experts of width 32 the up projection of expert 3 is
     ``TensorLocation("...experts.gate_up_proj", 3, 32, 64)``, or with gate and up in turn
@@ -73,7 +73,7 @@ class TensorLocation:
 
 
 def interleaved_location(name: str, shape: Shape) -> TensorLocation:
-    """Return where gpt-oss stores a tensor; ``name`` and ``shape`` are those of one expert's.
+    """Return the location at which gpt-oss stores one expert's tensor of this ``name`` and ``shape``.
 
     A matrix is stored as [experts, in, out], with the outputs of gate and up in turn.
 
@@ -100,13 +100,14 @@ transposed=False, blocks=False)
 
 
 def stored_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shapes of the tensors that gpt-oss stores for those of ``shapes``, in order."""
+    """Return the shapes of the tensors in which gpt-oss stores the tensors of ``shapes``, in order."""
     stored: dict[str, Shape] = {}
     for name, shape in shapes.items():
         location = interleaved_location(name, shape)
         if location.expert is None:
             stored[name] = shape
             continue
+
         # The last expert has the highest index.
         experts = location.expert + 1
         if location.transposed:

@@ -292,7 +292,7 @@ def build(data: Mapping[str, Any]) -> Constants:
     for name, fields in data["gpus"].items():
         aliases |= {alias.lower(): name for alias in fields.get("aliases", ())}
 
-    # The constants of one engine are separate from those that all engines share.
+    # The constants of one engine are separate from the constants of all engines.
     engines = {name: SimpleNamespace(**fields) for name, fields in data["decode"]["engines"].items()}
     decode = SimpleNamespace(**{name: value for name, value in data["decode"].items() if name != "engines"})
 
@@ -322,4 +322,5 @@ def load_constants(override: str | None = None) -> Constants:
             noun = "the constants file"
             fix = "correct the file"
             raise unreadable_file(noun, path, error, expected="a JSON object", fix=fix) from error
+
     return build(data)

@@ -249,8 +249,8 @@ def _attention(shape: ModelShape) -> Iterator[Weight]:
         sinks = Source("self_attn.sinks", (shape.heads,), "rows")
         yield Weight("self_attention.core_attention.softmax_offset", "rows", (sinks,))
 
-    # Every tensor-parallel rank has the weights of all heads: heads that are normalised one by one have the
-    # same ones, and of a norm over all heads a rank uses those of its own.
+    # Every tensor-parallel rank has the weights of all heads: heads that are normalised one by one share
+    # them, and in a norm over all heads a rank uses the slice of its own heads.
     if shape.qk_norm:
         for letter, rows in (("q", query_rows), ("k", key_rows)):
             if not shape.whole_qk_norm:

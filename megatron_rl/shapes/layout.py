@@ -623,8 +623,9 @@ def _delta_net_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserE
                 fix=f"remove {layout.path}.context, and lower batch.tokens_per_microbatch if memory is short",
             )
         )
+
     if shape.output_gate and layout.tensor > shape.kv_heads:
-        # Megatron (0.16.1) selects a rank's queries from those that share a key, but not their gates.
+        # Megatron (0.16.1) selects a rank's queries among queries that share a key, but not their gates.
         errors.append(
             UserError(
                 "attention with a gate on its output needs a key-value head on every tensor-parallel rank",
@@ -681,6 +682,7 @@ def engine_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError
                 fix=f"set {key} to {_best_tensor(shape, layout.tensor)}",
             )
         )
+
     return errors
 
 
@@ -728,11 +730,13 @@ def _width_problems(shape: ModelShape, layout: ParallelLayout) -> list[UserError
     expert_width = 0
     if shape.experts:
         expert_width = shape.expert_width
+
     widths = [
         ("MLP width", dense_width, "tensor"),
         ("shared experts' width", shape.shared_width, "tensor"),
         ("experts' width", expert_width, "expert_tensor"),
     ]
+
     return [
         _indivisible(
             width, noun, getattr(layout, size), f"{layout.path}.{size}", f"lower {layout.path}.{size}"

@@ -97,6 +97,7 @@ class AdaptedModel(PretrainedModel):
         alpha: float = self.alpha
         if alpha.is_integer():
             alpha = int(alpha)
+
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -116,6 +117,7 @@ def adapted(
     """Return the description of a model's adapters; ``alpha`` defaults to the rank."""
     if targets is None:
         targets = default_targets(model.shape)
+
     return AdaptedModel(
         model.family,
         model.shape,
@@ -220,6 +222,7 @@ def target_problems(shape: ModelShape, targets: Sequence[str], key: str) -> list
     """Return the errors of ``targets``, the value of the setting ``key``, for a model."""
     supported = ", ".join(name for name in TARGETS if _refusal(shape, name) is None)
     reasons = [(target, _refusal(shape, target)) for target in targets]
+
     return [
         UserError(
             f"{target} of {shape.name} cannot have an adapter: {reason}",

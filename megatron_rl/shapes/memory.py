@@ -207,7 +207,7 @@ class _OwnLayer:
     def _norm(self, width: float, output: bool = True) -> float:
         """Count a norm's elements: float32 input, normalised values, output if a later layer saves it."""
         float32 = 4 / self.dtype_bytes
-        # Norms whose weight is counted from zero multiply in float32: those of sandwich norms.
+        # Sandwich norms store their weight minus 1, and multiply by it in float32.
         normalised = 1.0
         if self.shape.pre_norms and self.shape.post_norms:
             normalised = float32
@@ -289,9 +289,9 @@ class _OwnLayer:
     def forward(self, kind: LayerKind) -> float:
         """Count the elements of the largest set of tensors alive at once in a forward pass without gradients.
 
-        Attention holds its projections, and their copies with the tokens of a sequence together; an MLP gate
-        and up, the activation, up plus its offset, and their product; experts the routed tokens: sorted,
-        exchanged, sorted by expert, multiplied, and combined.
+        Attention holds its projections, and copies of them with the tokens of a sequence together. An MLP
+        holds gate and up, the activation, up plus its offset, and their product. Experts hold the routed
+        tokens: sorted, exchanged, sorted by expert, multiplied, and combined.
         """
         shape = self.shape
         heads = shape.heads / self.tensor
@@ -428,7 +428,8 @@ def logits_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float) -> fl
 def head_gradient_bytes(shape: ModelShape, layout: ParallelLayout, tokens: float, dtype_bytes: int) -> float:
     """Return the bytes of the float32 sums of an output layer's gradients, see `megatron.log_probs`.
 
-    A half-precision model sums the gradient of all hidden states, and that of the weight's rows in one tile.
+    A half-precision model sums the gradient of all hidden states, and the gradient of the weight's rows in
+    one tile.
     """
     if shape.scalar_head or dtype_bytes >= 4:
         return 0.0
@@ -549,6 +550,7 @@ def scoring_memory(
     logits = 0.0
     if last:
         logits = logits_bytes(shape, layout, tokens)
+
     return TrainingMemory(
         weights=implementation.dtype_bytes * sum(parameters),
         gradients=0.0,

@@ -111,7 +111,7 @@ def _language_type(config: Mapping[str, Any], kind: Multimodal) -> str:
 
 
 def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config.json of the language model alone; that of any other model is returned as it is.
+    """Return the config.json of the language model; return any other model's config.json unchanged.
 
     >>> config = {
     ...     "architectures": ["Gemma3ForConditionalGeneration"],
@@ -182,7 +182,7 @@ def tensor_locations(stored: Iterable[str], shape_of: Callable[[str], Shape]) ->
             locations[name] = TensorLocation(stored_name)
             continue
 
-        # The rows of the gate projection come before those of the up projection.
+        # The rows of the gate projection precede the rows of the up projection.
         shape = shape_of(stored_name)
         matrices = ("down_proj",)
         if fused["matrix"] == "gate_up_proj":

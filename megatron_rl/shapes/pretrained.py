@@ -274,7 +274,7 @@ def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
     model_type = config.get("model_type")
     supported = [family.architecture for family in FAMILIES.values()]
 
-    # The architecture decides; the model type only where there is none.
+    # The architecture decides; the model type only without an architecture.
     for family in FAMILIES.values():
         if architecture is None and model_type in family.model_types:
             return family

@@ -170,7 +170,7 @@ class SharedBytes:
 
 
 def peers_on_node(
-    shared: SharedBytes, actor: ParallelLayout, ranks: Sequence[int], gpus_per_node: int
+    shared_bytes: SharedBytes, actor: ParallelLayout, ranks: Sequence[int], gpus_per_node: int
 ) -> int:
     """Return an upper bound of the number of ranks of its node that a rank exchanges weights with.
 
@@ -182,28 +182,28 @@ def peers_on_node(
     common: dict[int, list[int]] = {}
     stage_of: dict[int, int] = {}
     for stage, stage_ranks in enumerate(actor.groups("tensor", "context", "data")):
-        bytes_by_rank = [shared.held[rank] for rank in stage_ranks]
+        bytes_by_rank = [shared_bytes.held[rank] for rank in stage_ranks]
         common[stage] = [min(sizes) for sizes in zip(*bytes_by_rank, strict=True)]
         stage_of |= dict.fromkeys(stage_ranks, stage)
 
     peers: dict[int, set[int]] = {}
     for position, receiver in enumerate(ranks):
-        index = position % len(shared.needed)
-        if not shared.lacking(receiver, index):
+        index = position % len(shared_bytes.needed)
+        if not shared_bytes.lacking(receiver, index):
             continue
 
         node = receiver // gpus_per_node
         for sender in range(node * gpus_per_node, (node + 1) * gpus_per_node):
             stage = stage_of.get(sender)
             # Ranks with the same shards share one list; equal bytes may be of different experts.
-            if stage is None or shared.held[sender] is shared.held.get(receiver):
+            if stage is None or shared_bytes.held[sender] is shared_bytes.held.get(receiver):
                 continue
 
             # A receiver already has the common bytes of its own stage.
             resident_bytes = 0
             if stage == stage_of.get(receiver):
                 resident_bytes = common[stage][index]
-            if shared.held[sender][index] > resident_bytes:
+            if shared_bytes.held[sender][index] > resident_bytes:
                 peers.setdefault(sender, set()).add(receiver)
                 peers.setdefault(receiver, set()).add(sender)
     return max((len(peers_of_rank) for peers_of_rank in peers.values()), default=0)
@@ -252,7 +252,7 @@ def shared_bytes(
     """
     engine = _Engine(shape, replica_size, itemsize, whole_experts, lora)
 
-    # A trainer on one rank holds everything: its common bytes are those that the engine needs.
+    # A trainer on one rank holds everything that the engine needs.
     single_rank = ParallelLayout((0,))
     model = _Engine(shape, 1, itemsize, lora=lora)
     return SharedBytes(

@@ -1,7 +1,7 @@
-"""A dataflow of a user's own: the steps of a run, carried out by the lines of a script.
+"""User-defined dataflow: a script that carries out the steps of a run.
 
 The one idea: `Run.steps` are the steps of `train`, with its evaluation, checkpoints, metrics and stop rules,
-and the script says what happens in each. Every rank runs the same lines on the same values; each method here
+and the script is the body of each step. Every rank runs the same lines on the same values; each method here
 is collective over the world.
 """
 
@@ -101,7 +101,7 @@ class Run:
             self._entered = Training(self._job)
             self._members = ReplicaGroup(None, self._job.phases.gather_stats)
         except BaseException:
-            # As in the block: this process reports the error and ends, and with it the job.
+            # As for an error in the block: this process reports it and ends, and with it the job.
             self._stack.__exit__(*sys.exc_info())
             raise
         return self
@@ -156,11 +156,11 @@ class Run:
         return LearningRole(self, critic, partial(value_objective, self.algorithm))
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps that remain.
+        """Yield the remaining steps.
 
-        A run that begins first runs its stages (`sft`, `preference`, reward models). After each step its
-        metrics and samples are written, and evaluations and checkpoints that are due are made; after the last
-        one the model and the report. A script that leaves the loop earlier leaves the run to be resumed.
+        A new run first runs its stages (`sft`, `preference`, reward models). After each step its
+        metrics and samples are written, and pending evaluations and checkpoints are made; the model and the
+        report follow the last step. If the script leaves the loop earlier, the run can be resumed.
         """
         training = self._training
         self._steps = training.steps()
@@ -181,7 +181,13 @@ class Run:
             self._step = None
         self._is_complete = True
 
-    def generate(self, prompts: PromptBatch, samples: int | None = None, *, greedy: bool = False) -> Rollouts:
+    def generate(
+        self,
+        prompts: PromptBatch,
+        samples: int | None = None,
+        *,
+        greedy: bool = False,
+    ) -> Rollouts:
         """Sample responses to P prompts from the actor's weights: [P * samples] rows.
 
         The weights are the current ones unless `hybrid_engine.every` says otherwise.
@@ -255,7 +261,12 @@ class Run:
         self._metrics += metrics
         return batch
 
-    def batch(self, rollouts: Rollouts, advantages: Tensor, scores: Scores | None = None) -> TrainBatch:
+    def batch(
+        self,
+        rollouts: Rollouts,
+        advantages: Tensor,
+        scores: Scores | None = None,
+    ) -> TrainBatch:
         """Return a training batch with ``advantages`` of the script's own, [B] or [N].
 
         Rows whose advantage is NaN are left out. ``scores`` adds the log-probs that `score` found.
@@ -281,18 +292,18 @@ class Run:
         losses with a reference read.
         """
         counts = row_counts(rollouts.response_mask, rollouts.lengths)
-        kept: list[int] = []
+        pair_rows: list[int] = []
         for pair in zip(chosen, rejected, strict=True):
             if all(int(counts[row]) for row in pair):
-                kept.extend(pair)
+                pair_rows.extend(pair)
 
         # The rows of a pair are a group, which stays in one mini-batch.
-        batch = self.batch(rollouts, torch.zeros(len(rollouts)), scores).rows(kept)
+        batch = self.batch(rollouts, torch.zeros(len(rollouts)), scores).rows(pair_rows)
         return Pairs(
             replace(
                 batch,
-                group=torch.arange(len(kept) // PAIR).repeat_interleave(PAIR),
-                position=torch.arange(len(kept)),
+                group=torch.arange(len(pair_rows) // PAIR).repeat_interleave(PAIR),
+                position=torch.arange(len(pair_rows)),
             )
         )
 
@@ -391,12 +402,12 @@ class LearningRole:
         optimizer_steps: int | None = None,
         epochs: int | None = None,
     ) -> None:
-        """Train on a batch; its metrics are the step's.
+        """Train on a batch, and add its metrics to the step's.
 
         ``loss``: ``loss(rows, log_probs, entropy)`` of a micro-batch returns ``sum(rows.loss_weights * l)``
         and `Metrics`; weights have the denominators of the whole mini-batch, so that sums of micro-batches
-        and ranks are exact. A critic's has ``loss(rows, values)``. None: that of the configured algorithm,
-        for pairs DPO. ``optimizer_steps`` and ``epochs`` None: those of `batch`.
+        and ranks are exact. For a critic it is ``loss(rows, values)``. None: the loss of the configured
+        algorithm, DPO for pairs. ``optimizer_steps`` and ``epochs`` None: the settings of `batch`.
         """
         objective = loss or self._objective
         if loss is None and isinstance(batch, Pairs):
@@ -411,15 +422,16 @@ def _no_prompts() -> PromptBatch:
 
 
 def _reject_unsupported(config: RunConfig) -> None:
-    """Raise UserErrors for settings of a step that the script itself carries out."""
+    """Raise UserErrors for settings of the trainer's own step, which the script replaces."""
     settings = {
         "job": config.job != TRAIN,
         "asynchrony.steps_ahead": config.asynchrony.steps_ahead,
         "rollout.oversample": config.rollout.oversample,
         "rollout.filters.refill": config.rollout.filters.refill,
-        # The lengths that such limits follow are observed by the trainer's own source of responses.
+        # Such limits follow response lengths, which only the trainer's own source of responses records.
         "rollout.max_response_tokens": AUTO in config.rollout.limit_settings.values(),
     }
+
     errors = [
         UserError(
             f"the steps of a script are carried out without {key}",
@@ -431,5 +443,6 @@ def _reject_unsupported(config: RunConfig) -> None:
         for key, is_set in settings.items()
         if is_set
     ]
+
     if errors:
         raise UserErrors(errors)

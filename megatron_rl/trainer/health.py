@@ -1,7 +1,7 @@
 """Health rules during a run: each step's metrics against the bands of `config.health`.
 
-The one idea: the rules read metrics that the main rank has anyway, and what they remember is plain values in
-the checkpoint, so that a resumed run gives the same warnings as an uninterrupted one.
+The one idea: the rules read metrics that are on the main rank already, and their state is plain values in the
+checkpoint, so that a resumed run gives the same warnings as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAGE = "docs/health.md"
 
 @dataclass
 class RuleState:
-    """What one rule remembers between steps; plain values, which checkpoints contain.
+    """State of one rule between steps: plain values, which checkpoints contain.
 
     Example: a rule that fires after 3 measurements has, after two of 0.2 and 0.3 outside of its band at steps
     7 and 8, ``firing=False`` and ``changed=[(7, 0.2), (8, 0.3)]``.
@@ -58,7 +58,10 @@ class HealthMonitor:
         self._has_looked = False
 
     def update(
-        self, step: int, values: Mapping[str, float], states: MutableMapping[str, RuleState]
+        self,
+        step: int,
+        values: Mapping[str, float],
+        states: MutableMapping[str, RuleState],
     ) -> dict[str, float]:
         """Update ``states`` with a step's metrics, and print the rules that begin or end.
 
@@ -74,7 +77,7 @@ class HealthMonitor:
             if state.measured:
                 metrics[f"{PREFIX}{rule.name}"] = float(state.firing)
 
-            # A run that is started again after a stop has the rule's steps to get better.
+            # Not firing in the checkpoint: a run that resumes after a stop has the rule's steps to recover.
             if rule.act == STOP:
                 state.firing = False
 
@@ -84,7 +87,10 @@ class HealthMonitor:
         return metrics
 
     def _warn_of_missing_metrics(
-        self, step: int, values: Mapping[str, float], states: Mapping[str, RuleState]
+        self,
+        step: int,
+        values: Mapping[str, float],
+        states: Mapping[str, RuleState],
     ) -> None:
         """Warn of rules of the user's own whose metric the first step of a job does not have."""
         for rule in self._rules:
@@ -96,7 +102,13 @@ class HealthMonitor:
             hint = f"; did you mean {close}?" if close else ""
             self._say(f"step {step}: warning: health rule {rule.name}: no metric {metric} so far{hint}")
 
-    def _update_rule(self, step: int, rule: HealthRule, value: float, state: RuleState) -> None:
+    def _update_rule(
+        self,
+        step: int,
+        rule: HealthRule,
+        value: float,
+        state: RuleState,
+    ) -> None:
         """Count a measurement of a rule; begin or end it after `HealthRule.steps` of them."""
         if rule.is_outside(value) == state.firing:
             state.changed.clear()
@@ -105,7 +117,7 @@ class HealthMonitor:
         if len(state.changed) < rule.steps:
             return
 
-        # The last of them, if the rule had more steps in an earlier job.
+        # Only the last ones: in an earlier job the rule may have required more steps.
         measurements = state.changed[-rule.steps :]
         state.changed = []
         state.firing = not state.firing
@@ -144,7 +156,7 @@ def stop_error(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> U
 
 
 def _facts(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> str:
-    """Return what a rule has measured, as text."""
+    """Return the measurements of a rule as text, with its healthy band."""
     # The last values are enough: a rule can have hundreds of steps.
     last = ", ".join(_text(value) for _, value in measurements[-3:])
     steps = spans([step for step, _ in measurements])
@@ -152,7 +164,7 @@ def _facts(rule: HealthRule, measurements: Sequence[tuple[int, float]]) -> str:
 
 
 def _measure_text(rule: HealthRule) -> str:
-    """Return the metrics of a rule, and what is compared if it is not their value."""
+    """Return the names of a rule's metrics, with its measure unless that is the value itself."""
     names = ", ".join(rule.metrics)
     if rule.measure in (health.VALUE, health.FRESH):
         return rule.metrics[0]
@@ -177,7 +189,8 @@ def _value(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> flo
 def _fresh_value(rule: HealthRule, values: Mapping[str, float], memory: Memory) -> float | None:
     """Return the first metric in a step whose second one, the largest age of its tokens, is 0."""
     metric, age = rule.metrics
-    # Old tokens also differ by the updates since; a run that never has any does not measure their age.
+    # Old tokens also differ by the updates since they were sampled. Without old tokens a run has no age
+    # metric.
     if values.get(age, 0.0) > 0:
         return None
     return values.get(metric)
@@ -248,7 +261,7 @@ def _fall_of_accuracy(rule: HealthRule, values: Mapping[str, float], memory: Mem
 
     falls = [0.0]
     for name, accuracy in accuracies.items():
-        # An evaluation before the first step has no reward beside it: that of the next one takes its place.
+        # An evaluation before the first step has no mean reward: the next one records its own.
         if not count:
             memory.setdefault(name, [accuracy])
             continue
@@ -277,7 +290,7 @@ MEASURES: Mapping[str, Measure] = {
 """Measure of a rule -> its function."""
 
 
-# What a report shows of the rules.
+# Rules in a report.
 
 
 def firing_steps(lines: Sequence[Mapping[str, float]]) -> dict[str, list[int]]:
@@ -291,7 +304,7 @@ def firing_steps(lines: Sequence[Mapping[str, float]]) -> dict[str, list[int]]:
 
 
 def rule_named(name: str) -> HealthRule:
-    """Return a rule by its name; of a user's own rule only that is described."""
+    """Return a rule by its name; a rule of the user's own gets a generic description."""
     return health.RULE_OF.get(name) or HealthRule(name, "a rule of your own", ())
 
 
@@ -300,7 +313,7 @@ Sample = Mapping[str, Any]
 
 
 def select_samples(rule: HealthRule, samples: Sequence[Sample], limit: int) -> list[Sample]:
-    """Return at most ``limit`` of a step's samples that show what a rule found; see `HealthRule.samples`."""
+    """Return at most ``limit`` of a step's samples that illustrate a rule; see `HealthRule.samples`."""
     return SELECTIONS[rule.samples](samples)[:limit]
 
 

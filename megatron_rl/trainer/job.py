@@ -364,7 +364,13 @@ class Stop:
     ``rank_text``: description of this rank in messages.
     """
 
-    def __init__(self, rank_text: str, phases: Phases, console: int, seconds: float) -> None:
+    def __init__(
+        self,
+        rank_text: str,
+        phases: Phases,
+        console: int,
+        seconds: float,
+    ) -> None:
         self.signal_number: int | None = None
         self.rank_text = rank_text
         self._phases = phases
@@ -479,8 +485,10 @@ def code_of(config: RunConfig) -> Iterator[str]:
         yield reward.judge.parser
         if is_function(reward.judge.template):
             yield reward.judge.template
+
     for settings in config.evaluation.sets.values():
         yield from settings.functions().values()
+
     if config.rollout.filters.function is not None:
         yield config.rollout.filters.function
     if config.rollout.environment is not None:

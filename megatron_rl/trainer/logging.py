@@ -78,7 +78,7 @@ def _health_texts(values: Mapping[str, float]) -> list[str]:
 def _phases_text(values: Mapping[str, float]) -> str:
     """Return the seconds of the longest phases of a step, in the order in which they run."""
     seconds = {name: values[f"time/{name}"] for name in PHASES if f"time/{name}" in values}
-    # An evaluation is no part of the step whose line it is in.
+    # An evaluation is in the line of a step, but its time is not part of the step.
     if "time/step" in values:
         seconds.pop("evaluate", None)
     longest = sorted(seconds, key=lambda name: -seconds[name])[:_SHOWN_PHASES]
@@ -184,12 +184,12 @@ class MetricsLog:
             seconds_per_step = (time.monotonic() - self._start) / steps_taken
             end.append(f"eta {clock(seconds_per_step * (self.total_steps - step))}")
 
-        # The rest in the order of its importance, as far as there is room: the phases come before the speed.
+        # Further texts in order of importance, while there is room: phases before throughput.
         phases = _phases_text(values)
         metrics = [
             f"{label} {number_text(values[name], form)}" for label, name, form in COLUMNS if name in values
         ]
-        # The first metric, as the reward, is worth more than the phases.
+        # The first metric, such as the reward, takes precedence over the phases.
         if len("  ".join([*columns, *metrics[:1], *end, phases])) > WIDTH:
             phases = ""
         reserved = len("  ".join(filter(None, [*end, phases])))
@@ -205,7 +205,7 @@ class MetricsLog:
         return "\n    ".join(_wrapped(line, results))
 
     def _cut_after(self, step: int) -> None:
-        """Remove the lines of later steps; copy the file before if no later step will replace a line."""
+        """Remove the lines of later steps; copy the file first if a removed line will not be replaced."""
         lines, damaged = read_lines(self.path)
         # A step that was taken twice has two lines, of which the later one counts.
         line_of = {line["step"]: json.dumps(line) + "\n" for line in lines}
@@ -313,12 +313,12 @@ class Progress:
                 line += f"  {note}"
             self._print(line)
 
-    def begin(self, part: str) -> None:
-        """Show the part of the phase that begins, such as the model that is built."""
+    def begin(self, name: str) -> None:
+        """Show the ``name`` of the current part of the phase, such as a model to be built."""
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], note=part)
+            self._bar.update(self._bar.task_ids[0], note=name)
         elif self.enabled:
-            self._print(f"{self.title}: {part} …")
+            self._print(f"{self.title}: {name} …")
 
     def __exit__(
         self,

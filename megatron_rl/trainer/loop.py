@@ -90,7 +90,10 @@ class BatchSource(Protocol):
     learners: tuple[int, ...] | None
 
     def next(
-        self, step: int, phase: Phases, learners: ReplicaGroup
+        self,
+        step: int,
+        phase: Phases,
+        learners: ReplicaGroup,
     ) -> AbstractContextManager[tuple[ScoredBatch | None, Metrics]]:
         """Yield the rewarded rows of ``step``, equal on all ``learners``, and this rank's sampling metrics.
 
@@ -124,7 +127,10 @@ class SameStepBatches:
 
     @contextmanager
     def next(
-        self, step: int, phase: Phases, learners: ReplicaGroup
+        self,
+        step: int,
+        phase: Phases,
+        learners: ReplicaGroup,
     ) -> Iterator[tuple[ScoredBatch | None, Metrics]]:
         """See `BatchSource.next`."""
         rounds: list[ScoredBatch] = []
@@ -417,7 +423,12 @@ def _no_tokens_error(values: Mapping[str, float]) -> UserError:
     )
 
 
-def fresh_difference(rollouts: Rollouts, scores: Scores, valid: Tensor, version: int) -> float | None:
+def fresh_difference(
+    rollouts: Rollouts,
+    scores: Scores,
+    valid: Tensor,
+    version: int,
+) -> float | None:
     """Return the mean absolute difference of trainer and engine log-probs per response token, in nats.
 
     Only tokens of ``valid`` rows ([B] bool) that the weights of ``version`` sampled count: on older tokens
@@ -453,6 +464,7 @@ def check_mismatch(difference: float | None, config: MismatchConfig) -> None:
     # A NaN is above no threshold, and must stop the run.
     if difference is None or difference <= config.stop:
         return
+
     raise MismatchError(
         f"log-probs of trainer and rollout engine differ by {difference:.2e} per response token on average "
         f"(stop above {config.stop:.0e}). Training would follow gradients of another policy. Likely causes: "

@@ -1,7 +1,7 @@
-"""Responses in the place of those that filters remove: `rollout.filters.refill`.
+"""Resampling of the responses that filters remove: `rollout.filters.refill`.
 
-The one idea: a filter judges one row, so a new response to the same prompt can take the row's place before
-any reward is computed. Its seed follows from the row and the number of the try: no response depends on which
+The one idea: a filter judges one row, so a new response to the same prompt can replace the row before any
+reward is computed. Its seed follows from the row and the number of the attempt: no response depends on which
 other rows were removed.
 """
 
@@ -20,10 +20,15 @@ from megatron_rl.trainer.sample import Pending, RolloutSource, SampledBatch, gat
 from megatron_rl.types import PromptBatch, Rollouts
 
 
-def refill(source: RolloutSource, sampled: SampledBatch, seed: int, members: ReplicaGroup) -> SampledBatch:
+def refill(
+    source: RolloutSource,
+    sampled: SampledBatch,
+    seed: int,
+    members: ReplicaGroup,
+) -> SampledBatch:
     """Sample the rows that filters remove again, up to `rollout.filters.refill` times.
 
-    ``seed`` is that of the round which sampled the batch. Call it while the engine is awake. Collective over
+    ``seed``: seed of the round that sampled the batch. Call it while the engine is awake. Collective over
     the members, which are all ranks.
     """
     tries = source.config.rollout.filters.refill
@@ -46,7 +51,7 @@ def refill(source: RolloutSource, sampled: SampledBatch, seed: int, members: Rep
         rollouts = _with_rows(rollouts, removed, responses)
         refilled += len(removed)
 
-        # Verdicts on the other rows stay, and nothing is known of the new ones.
+        # Verdicts on the other rows remain valid; the new rows have none yet.
         early[FILTERS] = filtered.verdicts(range(count))
         early = {
             scorer: {row: answer for row, answer in answers.items() if row not in filtered.names}
@@ -58,7 +63,11 @@ def refill(source: RolloutSource, sampled: SampledBatch, seed: int, members: Rep
 
 
 def _sample(
-    source: RolloutSource, prompts: PromptBatch, seeds: Sequence[int], seed: int, members: ReplicaGroup
+    source: RolloutSource,
+    prompts: PromptBatch,
+    seeds: Sequence[int],
+    seed: int,
+    members: ReplicaGroup,
 ) -> Rollouts:
     """Sample a complete response to each prompt, with a seed of its own. Collective over the members."""
     rollout = source.roles.rollout
@@ -75,7 +84,7 @@ def _sample(
 
 
 def _with_rows(rollouts: Rollouts, rows: Sequence[int], responses: Rollouts) -> Rollouts:
-    """Return the batch with ``responses`` in the place of its ``rows``."""
+    """Return the batch with its ``rows`` replaced by ``responses``."""
     order = list(range(len(rollouts)))
     for index, row in enumerate(rows):
         order[row] = len(rollouts) + index

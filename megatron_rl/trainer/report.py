@@ -196,14 +196,15 @@ def _health_sections(folder: RunFolder, lines: Lines) -> list[Markup]:
 
 
 def _health_samples(folder: RunFolder, rule: HealthRule, step: int) -> list[tuple[str, ...]]:
-    """Return the rows of samples of a step that show what a rule found, empty without stored samples."""
-    kinds = "eval_*" if rule.samples == LOWEST_EVALUATION else "step"
+    """Return the table rows of a step's samples that illustrate a rule; empty without stored samples."""
+    file_pattern = "eval_*" if rule.samples == LOWEST_EVALUATION else "step"
     samples: list[dict[str, Any]] = []
-    for path in sorted(folder.rollouts.glob(f"{kinds}_{step}.parquet")):
+    for path in sorted(folder.rollouts.glob(f"{file_pattern}_{step}.parquet")):
         kind = path.stem.removesuffix(f"_{step}")
         # A file that cannot be read is named under the samples of the page.
         with contextlib.suppress(Exception):
             samples += _read_samples(kind, step, path, HEALTH_SAMPLES_READ)
+
     return [
         (
             sample["prompt"],
@@ -231,8 +232,8 @@ def algorithm_rows(folder: RunFolder) -> list[tuple[str, str]]:
     # Collect the settings of each piece, which are leaves below its key.
     pieces: dict[str, Any] = {}
     for path, value in values.items():
-        section, _, rest = path.partition(".")
-        key, _, setting = rest.partition(".")
+        section, _, subpath = path.partition(".")
+        key, _, setting = subpath.partition(".")
         if section != "algorithm" or (value is None and not setting):
             continue
         if setting:
@@ -294,6 +295,7 @@ def _trend_rows(lines: Lines) -> list[SummaryRow]:
             remark = f"means of the first and last {steps} steps"
             change = _change(fmean(values[:steps]), fmean(values[-steps:]), form)
             rows.append((label, change, remark))
+
     return rows
 
 
@@ -422,7 +424,12 @@ def stored_samples(
     return samples, unreadable
 
 
-def _read_samples(kind: str, step: int, path: Path, limit: int = SAMPLES_OF_A_STEP) -> list[dict[str, Any]]:
+def _read_samples(
+    kind: str,
+    step: int,
+    path: Path,
+    limit: int = SAMPLES_OF_A_STEP,
+) -> list[dict[str, Any]]:
     """Return at most ``limit`` samples of a file, in the form of `page.sample_browser`."""
     import pyarrow.parquet
 

@@ -107,7 +107,7 @@ def run(config: RunConfig) -> None:
 
 @dataclass
 class RunStep:
-    """A step of a run, which whoever takes it from `Training.steps` carries out."""
+    """Step of a run, which the caller of `Training.steps` carries out."""
 
     number: int
     """Number of the step, from 1."""
@@ -136,9 +136,9 @@ class Training:
 
         # Data first: its errors are found before the ranks wait for each other, and without any model.
         with self.phases("data"):
-            self.prompts, parts = load_training_prompts(config, self.tokenizer, job.token_files)
-            for key, part in parts.items():
-                self._describe_prompts(key, part)
+            self.prompts, prompts_by_key = load_training_prompts(config, self.tokenizer, job.token_files)
+            for key, prompts in prompts_by_key.items():
+                self._describe_prompts(key, prompts)
             held_out = {
                 name: self._load_prompts(f"evaluation.sets.{name}.data", settings.data)
                 for name, settings in config.evaluation.sets.items()
@@ -167,10 +167,10 @@ class Training:
             )
         self._warn_of_missing_containment()
 
-        # Metrics of the sync before the engine's check, until the first line of metrics has them.
+        # Metrics of the sync before the engine check, reported with the first line of metrics.
         self._first_sync = Metrics()
 
-        # The parts of a step, and the records of it.
+        # Sources of a step's batches, and observers of its results.
         self.callbacks = Callbacks(config.callbacks if job.main else (), job.say)
         self.samples = Samples(job, self.roles, self.prompts, self.callbacks)
         self.failures = FailureWatch(config.reward)
@@ -182,14 +182,26 @@ class Training:
             self.ahead = AheadBatches(config, self.roles, self.algorithm, self.source)
             self.batches = self.ahead
         else:
-            self.batches = SameStepBatches(config, self.roles, self.algorithm, self.source, self.prompts)
+            self.batches = SameStepBatches(
+                config,
+                self.roles,
+                self.algorithm,
+                self.source,
+                self.prompts,
+            )
 
         # State and checkpoints, which share the queue with the source of batches.
         queue: list[SampledBatch] = []
         if self.ahead is not None:
             queue = self.ahead.queue
         algorithm_state = initial_state(self.algorithm)
-        self.state = TrainerState(self.prompts, algorithm_state, config.seed, self.source, queue)
+        self.state = TrainerState(
+            self.prompts,
+            algorithm_state,
+            config.seed,
+            self.source,
+            queue,
+        )
         self.checkpoints = Checkpoints(
             self.folder.checkpoints,
             config.checkpoint,
@@ -362,6 +374,7 @@ class Training:
         """
         if self.ahead is not None:
             self.ahead.sets = step.sets
+
         step.result = train_step(
             self.batches,
             self.roles,
@@ -374,7 +387,12 @@ class Training:
         if self.ahead is not None:
             step.answers = self.ahead.answers
 
-    def _end_step(self, step: RunStep, seconds: float, log: MetricsLog | None) -> None:
+    def _end_step(
+        self,
+        step: RunStep,
+        seconds: float,
+        log: MetricsLog | None,
+    ) -> None:
         """Write the metrics and samples of a step, evaluate and save. Collective over the world."""
         # Ranks that only sample have no result, and keep the state that they do not use.
         result = step.result
@@ -391,7 +409,7 @@ class Training:
             self._record(log, deferred.step, deferred.metrics + evaluation_metrics)
             self.state.deferred = None
 
-        # From here on metrics are those of all ranks.
+        # From here on metrics cover all ranks.
         metrics = self._step_metrics(result, seconds)
         reasons, examples = self.samples.keep_step(step.number, result)
         metrics = self._evaluate_or_defer(log, step.number, metrics)
@@ -420,7 +438,12 @@ class Training:
                 metrics += Metrics.of({"rollout/version": version})
         return metrics
 
-    def _evaluate_or_defer(self, log: MetricsLog | None, step: int, metrics: Metrics) -> Metrics:
+    def _evaluate_or_defer(
+        self,
+        log: MetricsLog | None,
+        step: int,
+        metrics: Metrics,
+    ) -> Metrics:
         """Run the evaluation that is due after a step, or defer it to run during the next step.
 
         Returns the step's metrics, including the evaluation's if it has run. Collective over the world.
@@ -500,8 +523,13 @@ class Training:
             return None
         return self.health.error
 
-    def _write_checkpoint(self, path: Path, layout: str, in_background: bool) -> checkpoint.PendingCheckpoint:
-        """Write a checkpoint of the current step, or start to if ``in_background``.
+    def _write_checkpoint(
+        self,
+        path: Path,
+        layout: str,
+        in_background: bool,
+    ) -> checkpoint.PendingCheckpoint:
+        """Write a checkpoint of the current step, in the background if ``in_background``.
 
         Collective over the world.
         """
@@ -512,6 +540,7 @@ class Training:
             layout=layout,
             in_background=in_background,
         )
+
         # A step that is saved in two layouts needs only one checkpoint for Megatron-LM.
         saved = self.checkpoints.saved
         if saved is None or saved[0] != self.state.step:
@@ -550,7 +579,7 @@ class Training:
         return metrics
 
     def _record(self, log: MetricsLog | None, step: int, metrics: Metrics) -> None:
-        """Write the metrics of a step, with those of the health rules, on the main rank."""
+        """Write the metrics of a step and of the health rules, on the main rank."""
         if log is None:
             return
         values = metrics.values()

@@ -344,14 +344,23 @@ class RolloutSource:
         return self.config.asynchrony.max_staleness
 
 
-def complete_round(prompts: PromptBatch, samples: int, seed: int, version: int) -> GenerationRound:
+def complete_round(
+    prompts: PromptBatch,
+    samples: int,
+    seed: int,
+    version: int,
+) -> GenerationRound:
     """Return a round of ``samples`` sequences per prompt in which every sequence is finished."""
     groups = tuple(start_groups(waiting_groups(prompts), samples, seed, version))
     return GenerationRound(groups, (True,) * len(groups), len(groups), version)
 
 
 def start_complete(
-    rollout: RolloutRole, prompts: PromptBatch, samples: int, seed: int, version: int
+    rollout: RolloutRole,
+    prompts: PromptBatch,
+    samples: int,
+    seed: int,
+    version: int,
 ) -> Pending:
     """Sample ``samples`` complete sequences per prompt on the rollout's ranks; other ranks return at once.
 

@@ -197,7 +197,7 @@ def make_stage(
             at_end=at_end,
         )
 
-    # A reward model's output at a token is about that token, not a prediction of the next one.
+    # A reward model's output at a token rates the text up to it; it does not predict the next token.
     title = f"reward model {plan.name.removeprefix('reward_')}"
     options = {"unit": PAIR, "before": False}
     return Stage(
@@ -302,6 +302,7 @@ def set_damaged_models_aside(job: Job) -> None:
         problems = find_model_damages(plan.model)
         if not problems:
             continue
+
         new_path = from_first_rank(lambda plan=plan: set_aside(plan.model))
         job.say(
             f"warning: {plan.where}: its model is damaged: {summarize_damages(problems)}; "
@@ -498,7 +499,7 @@ def _take_steps(stage: Stage, job: Job) -> int:
 
 
 def _reaches(target: float | None, loss: float | None) -> bool:
-    """Return whether a held-out loss has reached the target of its stage; False if either is None."""
+    """Return whether a held-out loss has reached the target of its stage; False without either."""
     return target is not None and loss is not None and loss <= target
 
 

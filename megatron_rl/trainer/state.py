@@ -123,7 +123,7 @@ class TrainerState:
     deferred: DeferredEvaluation | None = None
     """Evaluation of the last step that has not run yet."""
     health: dict[str, RuleState] = field(default_factory=dict)
-    """Name of a health rule -> what it remembers; the main rank's are saved, others have none."""
+    """Name of a health rule -> its state, on the main rank alone, which saves it."""
 
     def save(
         self,
@@ -137,14 +137,16 @@ class TrainerState:
         """Save a checkpoint; arguments as for `checkpoint.save`. Collective over the world."""
         # The checkpoints of the best steps are retained in addition to the newest ``keep``.
         best_steps = [step for step, _ in self.best.kept]
-        parts = _parts(roles)
+        trained_roles = _parts(roles)
+
         # Where the next step syncs, it samples from the weights of the actor itself.
         if roles.hybrid_engine.rollout_version != roles.hybrid_engine.version:
-            parts[ROLLOUT_WEIGHTS] = _rollout_weights(roles)
+            trained_roles[ROLLOUT_WEIGHTS] = _rollout_weights(roles)
+
         with roles.learners_resident():
             return checkpoint.save(
                 path,
-                parts,
+                trained_roles,
                 self.state_dict(roles),
                 settings.keep,
                 best_steps,
@@ -152,12 +154,18 @@ class TrainerState:
                 in_background=in_background,
             )
 
-    def restore(self, path: Path, roles: Roles, *, trusted: bool = False) -> str | None:
+    def restore(
+        self,
+        path: Path,
+        roles: Roles,
+        *,
+        trusted: bool = False,
+    ) -> str | None:
         """Restore a checkpoint of any layout; return the warning of `load_state_dict`.
 
         ``trusted`` as for `checkpoint.load`. Collective over the world.
         """
-        parts = _parts(roles)
+        trained_roles = _parts(roles)
         policy = roles.hybrid_engine.rollout_policy
         has_rollout_weights = from_first_rank(lambda: ROLLOUT_WEIGHTS in read_meta(path)["roles"])
         restores_rollout_weights = has_rollout_weights and policy.every != 1
@@ -165,10 +173,10 @@ class TrainerState:
             if restores_rollout_weights:
                 # The load writes into the copy of the policy, which has the weights' shapes from here on.
                 policy.capture(roles.hybrid_engine.version)
-                parts[ROLLOUT_WEIGHTS] = _rollout_weights(roles)
-            state = checkpoint.load(path, parts, TYPES, trusted=trusted)
+                trained_roles[ROLLOUT_WEIGHTS] = _rollout_weights(roles)
+            state = checkpoint.load(path, trained_roles, TYPES, trusted=trusted)
 
-        # Without weights of its own, the next responses are sampled from those of the checkpoint's step.
+        # Without stored rollout weights, the next responses are sampled from the actor's own.
         policy.version = None
         if restores_rollout_weights:
             policy.version = int(state["rollout_version"])
@@ -199,7 +207,7 @@ class TrainerState:
 
     def state_dict(self, roles: Roles) -> dict[str, Any]:
         """Return the plain values of the state, equal on every rank but for ``health``."""
-        # The keys are those of checkpoints that exist: a change needs a new STATE_FORMAT.
+        # Existing checkpoints have these keys: a change needs a new STATE_FORMAT.
         return {
             "step": self.step,
             "seed": self.seed,
@@ -221,7 +229,7 @@ def _parts(roles: Roles) -> dict[str, checkpoint.TrainedRole]:
 
 
 def _rollout_weights(roles: Roles) -> checkpoint.TrainedRole:
-    """Return the part of a checkpoint with the weights that responses are sampled from."""
+    """Return the rollout policy's weights as an entry of a checkpoint."""
     return checkpoint.TrainedRole(roles.actor.model, None, roles.hybrid_engine.rollout_policy.in_model)
 
 
@@ -326,7 +334,7 @@ def save_for_megatron(config: RunConfig, actor: ModelRole, steps: int) -> None:
     if settings.megatron is None:
         return
 
-    # Iterations continue those of the Megatron-LM checkpoint that the model came from.
+    # Iterations continue from the Megatron-LM checkpoint that the model came from.
     arguments, first_iteration = checkpoint_arguments(config.model.path)
     with actor.resident(Use.READ):
         save_megatron(

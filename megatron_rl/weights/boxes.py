@@ -112,7 +112,12 @@ def regions(sources: Sequence[BoxGroup], destinations: Sequence[BoxGroup]) -> li
         source_spans = source_boxes.get(name, {})
         key = (_signature(source_spans), _signature(target_spans))
         if key not in cache:
-            cache[key] = _intersect_boxes(name, source_spans, target_spans, rank_sets)
+            cache[key] = _intersect_boxes(
+                name,
+                source_spans,
+                target_spans,
+                rank_sets,
+            )
 
         # Traffic is counted in the receivers' dtype: a sender converts while it packs.
         dtype = dtypes[name]
@@ -170,7 +175,8 @@ class _RankSets:
         # Interned sets live as long as this object, so their ids identify them.
         key = tuple(id(ranks) for ranks in sets)
         if key not in self._unions:
-            self._unions[key] = self.intern(itertools.chain.from_iterable(sets))
+            members = itertools.chain.from_iterable(sets)
+            self._unions[key] = self.intern(members)
         return self._unions[key]
 
 
@@ -329,7 +335,7 @@ def _candidate_pairs(boxes: list[Span]) -> Iterable[tuple[Span, Span]]:
             yield from ((first, second) for second in later_boxes)
             continue
 
-        # All boxes from the first one that begins past the end on do so: they are sorted by start.
+        # Boxes are sorted by start: once one begins past the end, no later one overlaps.
         end = first[0][0] + first[1][0]
         for second in later_boxes:
             if second[0][0] >= end:
@@ -355,9 +361,15 @@ class BoxIndex:
 
             # The strides stay; only the first element moves.
             offset = box.offset
-            for inner, outer, stride in zip(region.start, box.start, box.stride, strict=True):
+            dims = zip(region.start, box.start, box.stride, strict=True)
+            for inner, outer, stride in dims:
                 offset += (inner - outer) * stride
-            inner_box = replace(box, start=region.start, size=region.size, offset=offset)
+            inner_box = replace(
+                box,
+                start=region.start,
+                size=region.size,
+                offset=offset,
+            )
             result.append(inner_box)
         return result
 
@@ -370,7 +382,8 @@ def boxes_of_experts(boxes: Iterable[TensorBox]) -> list[TensorBox]:
     """
     result: list[TensorBox] = []
     for box in boxes:
-        ends = tuple(begin + count for begin, count in zip(box.start, box.size, strict=True))
+        dims = zip(box.start, box.size, strict=True)
+        ends = tuple(begin + count for begin, count in dims)
         for name, location in expert_tensors(box.name, ends).items():
             if location.expert is None:
                 result.append(box)
@@ -379,7 +392,11 @@ def boxes_of_experts(boxes: Iterable[TensorBox]) -> list[TensorBox]:
     return result
 
 
-def _box_of_expert(box: TensorBox, name: str, location: TensorLocation) -> Iterator[TensorBox]:
+def _box_of_expert(
+    box: TensorBox,
+    name: str,
+    location: TensorLocation,
+) -> Iterator[TensorBox]:
     """Yield the part of a stored tensor's box that belongs to one expert's tensor, if there is one."""
     # The first output of the box that belongs to the expert's tensor.
     skipped = (location.begin - box.start[-1]) % location.step
@@ -388,9 +405,14 @@ def _box_of_expert(box: TensorBox, name: str, location: TensorLocation) -> Itera
         return
 
     assert location.expert is not None
-    start = ((box.start[-1] + skipped) // location.step, *box.start[1:-1])
-    offset = box.offset + (location.expert - box.start[0]) * box.stride[0] + skipped * box.stride[-1]
-    stride = (box.stride[-1] * location.step, *box.stride[1:-1])
+    # The last dimension of the stored tensor is the first one of the expert's.
+    first_row = (box.start[-1] + skipped) // location.step
+    start = (first_row, *box.start[1:-1])
+    expert_offset = (location.expert - box.start[0]) * box.stride[0]
+    skipped_offset = skipped * box.stride[-1]
+    offset = box.offset + expert_offset + skipped_offset
+    row_stride = box.stride[-1] * location.step
+    stride = (row_stride, *box.stride[1:-1])
     size = (rows, *box.size[1:-1])
     yield TensorBox(name, start, size, box.rank, box.storage, offset, stride)
 

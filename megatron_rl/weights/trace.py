@@ -208,10 +208,15 @@ class CopyRecorder(TorchDispatchMode):
         )
         return [replace(box, storage=name, rank=self._rank) for box in boxes]
 
-    def _add_intermediate(self, copy: Tensor, source: Tensor) -> None:
+    def _add_intermediate(
+        self,
+        copy: Tensor,
+        source: Tensor,
+    ) -> None:
         """Register ``copy`` as a storage that holds the elements of the view ``source``."""
         frame = self._frames[_storage(source)]
-        first, axes = _resolve(frame, source.expand(copy.shape), copy.stride())
+        expanded = source.expand(copy.shape)
+        first, axes = _resolve(frame, expanded, copy.stride())
         boxes = list(
             _split_into_boxes(
                 frame.name,
@@ -311,7 +316,11 @@ def _merge_along(boxes: list[TensorBox], dim: int) -> list[TensorBox]:
     return merged
 
 
-def _join(first: TensorBox, second: TensorBox, dim: int) -> TensorBox | None:
+def _join(
+    first: TensorBox,
+    second: TensorBox,
+    dim: int,
+) -> TensorBox | None:
     """Return the union of two boxes along ``dim``, None if they are not adjacent in tensor and storage."""
     if first.start[dim] + first.size[dim] != second.start[dim]:
         return None
@@ -339,7 +348,8 @@ def _resolve(
     target_stride: tuple[int, ...],
 ) -> tuple[list[int], list[_Axis]]:
     """Return the source coordinates of a view's first element, and the axes of the view."""
-    first = _coordinates(frame, int(source.storage_offset()) - frame.offset)
+    position = int(source.storage_offset()) - frame.offset
+    first = _coordinates(frame, position)
     axes: list[_Axis] = []
     dims = zip(source.shape, source.stride(), target_stride, strict=True)
     for count, stride, destination_stride in dims:
@@ -348,7 +358,13 @@ def _resolve(
         if stride == 0:
             axes.append(_Axis(None, 0, count, destination_stride))
             continue
-        axes += _split_axis(frame, first, count, stride, destination_stride)
+        axes += _split_axis(
+            frame,
+            first,
+            count,
+            stride,
+            destination_stride,
+        )
 
     # The last element must be inside the frame: a view may run over from one row into the next.
     last = list(first)

@@ -144,6 +144,7 @@ def start_call(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
     """Call a function in a thread, since both sides of a transfer must run at the same time."""
     executor = ThreadPoolExecutor(max_workers=1)
     future = executor.submit(function, *arguments)
+
     # The thread ends after this call.
     executor.shutdown(wait=False)
     return future
@@ -219,6 +220,7 @@ class ServerGenerator:
         first = self._client_index % max(1, len(self._servers))
         self._in_flight = dict.fromkeys(self._servers[first:] + self._servers[:first], 0)
         self._server_of = {}
+
         try:
             yield
         finally:
@@ -233,6 +235,7 @@ class ServerGenerator:
         """Wait up to `STEP_SECONDS` for a completion; return all that have arrived."""
         if not self._open:
             return []
+
         tasks = list(self._open.values())
         self._run(asyncio.wait(tasks, timeout=STEP_SECONDS, return_when="FIRST_COMPLETED"))
 
@@ -275,6 +278,7 @@ class ServerGenerator:
             # on it would fail.
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._session = aiohttp.ClientSession(connector=connector)
+
         return self._session
 
     def _cancel(self, numbers: list[int]) -> None:
@@ -282,6 +286,7 @@ class ServerGenerator:
         tasks = [self._open.pop(number) for number in numbers]
         for task in tasks:
             task.cancel()
+
         if tasks:
             self._run(asyncio.wait(tasks))
 
@@ -292,6 +297,7 @@ class ServerGenerator:
             if not self._in_flight:
                 return None
             self._server_of[seed] = min(self._in_flight, key=lambda server: self._in_flight[server])
+
         return self._server_of[seed]
 
     async def _complete(self, request: GenerationRequest) -> Completion:
@@ -353,6 +359,7 @@ class Lease:
                     got=f"{url} is the server of {holder.removeprefix(self._run).strip()}",
                     fix=f"remove {url}",
                 )
+
             if time.monotonic() > deadline:
                 raise UserError(
                     "a server is reserved by another run",
@@ -362,6 +369,7 @@ class Lease:
                     fix="name another server, or start this run after the other one has ended",
                 )
             time.sleep(RENEW_SECONDS / 5)
+
         self._thread.start()
 
     def _first_reserved(self) -> tuple[str, str] | None:
@@ -406,7 +414,9 @@ class Lease:
         """Release the servers. May be called twice."""
         if self._closed.is_set() or not self._thread.is_alive():
             return
+
         self._closed.set()
         self._thread.join()
+
         # A lease of zero seconds releases the server.
         self._claim_all(0.0)

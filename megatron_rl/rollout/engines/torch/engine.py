@@ -100,6 +100,7 @@ class CachingDecoder:
             use_cache=True,
             logits_to_keep=1,
         )
+
         self._cache = output.past_key_values
         return output.logits[:, -1]
 
@@ -242,12 +243,14 @@ class TorchEngine:
         """
         if self._model is None:
             return {}
+
         storages: dict[str, Tensor] = {}
         for name, parameter in self._model.named_parameters():
             storages[name] = parameter.data
         for name, buffer in self._model.named_buffers():
             if name.endswith(".e_score_correction_bias"):
                 storages[name] = buffer
+
         return storages
 
     def boxes(self) -> list[TensorBox]:
@@ -285,7 +288,11 @@ class TorchEngine:
         self._model = None
 
 
-def _checkpoint_tensors(name: str, parameter: Tensor, interleaved: bool) -> Iterator[tuple[str, Tensor]]:
+def _checkpoint_tensors(
+    name: str,
+    parameter: Tensor,
+    interleaved: bool,
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the checkpoint tensors in a parameter: transformers stacks all experts of a layer into one.
 
     ``interleaved`` if they are transposed, with gate and up in turn, as in gpt-oss.
@@ -327,13 +334,13 @@ def _decode(
             stops.search(request.sampling, request.tokens, request.turn_tokens) for request in requests
         ]
 
-    # Tokens of the prompt, and of the response that earlier requests have begun.
+    # Tokens of the prompt, and of the response that earlier requests have sampled.
     prompts: list[Sequence[int]] = []
-    begun: list[Sequence[int]] = []
+    partial_responses: list[Sequence[int]] = []
     for request in requests:
         prompt_length = len(request.tokens) - request.done
         prompts.append(request.tokens[:prompt_length])
-        begun.append(request.tokens[prompt_length:])
+        partial_responses.append(request.tokens[prompt_length:])
 
     # Indices of the requests whose sequences are in the batch, in its order.
     active = list(range(len(requests)))
@@ -342,7 +349,7 @@ def _decode(
         sampling = [requests[row].sampling for row in active]
         active_generators = [generators[row] for row in active]
         active_prompts = [prompts[row] for row in active]
-        responses = [[*begun[row], *tokens[row]] for row in active]
+        responses = [[*partial_responses[row], *tokens[row]] for row in active]
         logits = ruled_logits(logits, sampling, active_prompts, responses)
         sampled, values, masks = _sample(logits, sampling, active_generators)
         sampled_list = sampled.tolist()

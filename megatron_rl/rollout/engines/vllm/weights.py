@@ -194,7 +194,8 @@ def trace_weights(
     interleaved = _has_interleaved_experts(model)
     if interleaved:
         shapes = stored_shapes(shapes)
-        # vLLM's loader (0.32) looks into this wherever it is, though the override of mxfp4 is None.
+        # vLLM's loader (0.32) reads fields of this attribute if it exists, also if it is None, as without
+        # mxfp4.
         config: Any = model.config
         if getattr(config, "quantization_config", {}) is None:
             del config.quantization_config
@@ -208,7 +209,7 @@ def trace_weights(
         boxes = boxes_of_experts(boxes)
     boxes = _without_tied_duplicates(boxes)
 
-    # On ranks after the first vLLM sets a bias to zero that is added before the sum over ranks.
+    # vLLM zeroes a bias on all ranks but the first if it is added before the sum over ranks.
     zeros = dict.fromkeys(recorder.zeroed, 0)
     padding = check_coverage(boxes, parameters, _vocabulary_padding(model, parameters) | zeros)
     return WeightMap(tuple(boxes), padding)

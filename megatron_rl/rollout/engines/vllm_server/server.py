@@ -128,7 +128,7 @@ class VllmServer:
         """See `Server.claim`."""
         body = {"method": "claim", "args": [run, seconds]}
         answer = self.call("collective_rpc", body, POLL_SECONDS)
-        # Workers agree; the first one's result is that of the server.
+        # All workers have the same claim: the first one's result counts for the server.
         (holder, *_) = answer["results"]
         return holder
 
