@@ -171,16 +171,21 @@ def pytest_testnodedown(node: Any) -> None:
         node.config.stash[DESELECTED] = names
 
 
+LONGEST = "tests/distributed/test_family_commands.py"
+"""File of several minutes, which would leave the other processes idle if it began last."""
+
+
 class Schedule(LoadFileScheduling):
     """Assignment of test files to processes: the first takes them from the end, others from the start.
 
     Files that start ranks are last, so one of them runs at a time while other files remain, which use the
-    time in which ranks start, write and wait.
+    time in which ranks start, write and wait. The first process begins with `LONGEST`.
     """
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         if node is self.nodes[0]:
-            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            file = LONGEST if LONGEST in self.workqueue else next(reversed(self.workqueue))
+            self.workqueue.move_to_end(file, last=False)
         super()._assign_work_unit(node)
 
 
