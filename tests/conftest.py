@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import secrets
 import select
@@ -12,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +106,28 @@ def run_bounded(command: list[str], timeout: float, environment: dict[str, str] 
         stdout, stderr = process.communicate()
         pytest.fail(f"no end after {timeout:.0f} s: {' '.join(command)}\n{_tail(stdout)}\n{_tail(stderr)}")
     return Launch(process.returncode, stdout, stderr)
+
+
+def run_forked(work: Callable[[], None], timeout: float = 120.0) -> Launch:
+    """Run ``work`` in a process of its own that has imported what this one has; see `run_bounded`."""
+    with tempfile.TemporaryDirectory() as folder:
+        streams = [Path(folder) / name for name in ("stdout", "stderr")]
+        for stream in streams:
+            stream.touch()
+
+        def become_worker() -> None:
+            for descriptor, stream in enumerate(streams, start=1):
+                os.dup2(os.open(stream, os.O_WRONLY), descriptor)
+            sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", closefd=False) for descriptor in (1, 2))
+            work()
+
+        process = multiprocessing.get_context("fork").Process(target=become_worker)
+        process.start()
+        process.join(timeout)
+        process.kill()  # nothing where it has ended
+        process.join()
+        assert process.exitcode is not None
+        return Launch(process.exitcode, *(stream.read_text() for stream in streams))
 
 
 def _end_processes(process: int, patience: float = 10.0) -> None:
