@@ -208,7 +208,9 @@ class Schedule(LoadFileScheduling):
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         if node is self.nodes[0]:
-            file = LONGEST if LONGEST in self.workqueue else next(reversed(self.workqueue))
+            file = next(reversed(self.workqueue))
+            if LONGEST in self.workqueue:
+                file = LONGEST
             self.workqueue.move_to_end(file, last=False)
         super()._assign_work_unit(node)
 

@@ -189,7 +189,10 @@ class _WriteWithoutMemory:
         self._allocator = allocator
 
     def run(self) -> None:
-        torch.empty(2**40, dtype=torch.uint8) if self._allocator == "torch" else bytearray(2**60)
+        if self._allocator == "torch":
+            torch.empty(2**40, dtype=torch.uint8)
+        else:
+            bytearray(2**60)
 
 
 @pytest.mark.parametrize("allocator", ["torch", "python"])
