@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import secrets
 import select
@@ -12,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +110,28 @@ def run_bounded(command: list[str], timeout: float, environment: dict[str, str] 
     return Launch(process.returncode, stdout, stderr)
 
 
+def run_forked(work: Callable[[], None], timeout: float = 120.0) -> Launch:
+    """Run ``work`` in a process of its own that has imported what this one has; see `run_bounded`."""
+    with tempfile.TemporaryDirectory() as folder:
+        streams = [Path(folder) / name for name in ("stdout", "stderr")]
+        for stream in streams:
+            stream.touch()
+
+        def become_worker() -> None:
+            for descriptor, stream in enumerate(streams, start=1):
+                os.dup2(os.open(stream, os.O_WRONLY), descriptor)
+            sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", closefd=False) for descriptor in (1, 2))
+            work()
+
+        process = multiprocessing.get_context("fork").Process(target=become_worker)
+        process.start()
+        process.join(timeout)
+        process.kill()  # nothing where it has ended
+        process.join()
+        assert process.exitcode is not None
+        return Launch(process.exitcode, *(stream.read_text() for stream in streams))
+
+
 def _end_processes(process: int, patience: float = 10.0) -> None:
     """Terminate a launcher, and kill its remaining processes after ``patience`` seconds.
 
@@ -176,17 +200,24 @@ def pytest_testnodedown(node: Any) -> None:
         node.config.stash[DESELECTED] = names
 
 
+LONGEST = "tests/distributed/test_family_commands.py"
+"""File of several minutes, which would leave the other processes idle if it began last."""
+
+
 class Schedule(LoadFileScheduling):
     """Assignment of test files to processes: the first takes them from the end, others from the start.
 
     Files that start ranks are last, so one of them runs at a time while other files remain, which use the
-    time in which ranks start, write and wait.
+    time in which ranks start, write and wait. The first process begins with `LONGEST`.
     """
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         # The first process takes the last file of the queue, which starts ranks.
         if node is self.nodes[0]:
-            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            file = next(reversed(self.workqueue))
+            if LONGEST in self.workqueue:
+                file = LONGEST
+            self.workqueue.move_to_end(file, last=False)
         super()._assign_work_unit(node)
 
 

@@ -218,6 +218,7 @@ def test_the_documentation_has_every_row() -> None:
         assert f"| {key} | {reason} |".replace("`", "") in text
 
 
+@pytest.mark.slow
 def test_megatron_takes_every_default(tmp_path: Path) -> None:
     """In its trial, with the stand-in of Transformer Engine, whose functions the fields need."""
     roles = []

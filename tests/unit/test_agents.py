@@ -152,6 +152,7 @@ def test_two_agents_at_once_with_the_plain_client_of_openai(play):
     assert not torch.equal(first, second)
 
 
+@pytest.mark.slow
 def test_what_agents_do_wrong_is_their_own_failure_and_never_a_reward(play):
     rollouts = play(PLAIN, ["crash", "hang", "odd", "long", "silent", "child"], seconds=20.0)
     crash, hang, odd, long, silent, child = rollouts.outcomes
@@ -166,6 +167,7 @@ def test_what_agents_do_wrong_is_their_own_failure_and_never_a_reward(play):
     assert rollouts.finish_reason.tolist() == ends
 
 
+@pytest.mark.slow
 def test_more_agents_work_at_once_than_a_process_may_open_files_and_start_processes(play, monkeypatch):
     lost: list[ContainedProcess] = []
     kill = ContainedProcess.kill

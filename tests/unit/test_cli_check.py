@@ -341,6 +341,7 @@ def test_train_stops_before_anything_heavy(workspace: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_one_rank_speaks(workspace: Path) -> None:
     """Rank 0 prints, and writes where torchrun reads the root cause; other ranks print if it does not."""
     told = workspace / "error.json"
@@ -377,6 +378,7 @@ time.sleep(120)
 """
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_alone_is_printed_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(ONE_RANK_FAILS)
     launched = subprocess.run(
@@ -400,6 +402,7 @@ def test_an_error_of_one_rank_alone_is_printed_under_torchrun(tmp_path: Path) ->
     assert "the disk of one rank is full" in behind.partition("Root Cause")[2]
 
 
+@pytest.mark.slow
 def test_errors_stand_before_and_behind_the_traceback_of_torchrun(workspace: Path) -> None:
     words = ["-m", "megatron_rl", "train", "config.yaml", "world_size=null", "steps=0", "seed=-1"]
     plain = subprocess.run(

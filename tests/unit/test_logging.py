@@ -7,11 +7,14 @@ import io
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow.parquet
 import pytest
@@ -21,10 +24,12 @@ from megatron_rl.config.run_folder import RunFolder
 from megatron_rl.config.sections.logging import LoggingConfig
 from megatron_rl.metrics import read_metrics
 from megatron_rl.trainer import logging
-from megatron_rl.trainer.job import Job
+from megatron_rl.trainer.job import Job, report_failure
 from megatron_rl.trainer.logging import WIDTH, MetricsLog, Progress, clock, output_to
+from megatron_rl.trainer.loop import Phases
 from megatron_rl.trainer.sample_log import write_rollouts
 from megatron_rl.trainer.trackers import Trackers
+from tests.conftest import run_forked
 
 
 @pytest.fixture
@@ -290,23 +295,15 @@ def test_clock() -> None:
     assert [clock(seconds) for seconds in (6.6, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
 
 
-LEAVES_A_RUN = """
-import shutil, sys
-from types import SimpleNamespace
-from megatron_rl.config.run_folder import RunFolder
-from megatron_rl.trainer.job import report_failure
-from megatron_rl.trainer.loop import Phases
-
-folder = RunFolder(sys.argv[1]).create()
-with report_failure(SimpleNamespace(run_dir=sys.argv[1]), Phases()):
-    shutil.rmtree(folder.rollouts)
-    (folder.rollouts / "step_3.parquet").write_text("samples")
-"""
-
-
 def test_a_run_folder_that_is_removed_in_mid_run_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LEAVES_A_RUN, str(tmp_path / "run")]
-    ended = subprocess.run(command, capture_output=True, text=True)
+    def leave_a_run() -> None:
+        folder = RunFolder(tmp_path / "run").create()
+        config: Any = SimpleNamespace(run_dir=str(tmp_path / "run"))
+        with report_failure(config, Phases()):
+            shutil.rmtree(folder.rollouts)
+            (folder.rollouts / "step_3.parquet").write_text("samples")
+
+    ended = run_forked(leave_a_run)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert "the run folder was removed, or moved, while the run wrote to it" in ended.stderr
     assert f"no directory {tmp_path / 'run/rollouts'}" in ended.stderr

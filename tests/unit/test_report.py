@@ -101,6 +101,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return folder
 
 
+@pytest.mark.slow
 def test_samples_are_found_by_their_facts_and_stay_text(sampled: RunFolder) -> None:
     page = Page(sampled.report.read_text())
     assert len(page.scripts) == 2 and page.tags.count("script") == 2, "no text ends a script or begins one"
@@ -133,6 +134,7 @@ def test_samples_are_found_by_their_facts_and_stay_text(sampled: RunFolder) -> N
     assert told["again"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_a_browser_shows_the_pages_and_runs_nothing_but_their_script(
     sampled: RunFolder, tmp_path: Path
@@ -264,6 +266,7 @@ def test_times_by_phase(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_numbers_beyond_all_measure_have_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ("reward/mean", "kl/ref", "mismatch/abs_diff", "time/step", "time/learn", "eval/a/accuracy")
     for run_name, values in (("a", (1e30, -1e30, 1e31, 5e-324)), ("b", (1e30, 1e30, 0.5, 1e308))):
@@ -303,6 +306,7 @@ def test_a_run_that_cannot_be_written_to_has_its_table(tmp_path: Path) -> None:
     assert "mean reward" in console.getvalue()
 
 
+@pytest.mark.slow
 def test_the_warm_up_is_in_the_table(tmp_path: Path) -> None:
     folder = run(tmp_path, steps=2)
     with MetricsLog(folder, 2, phase="sft", console=io.StringIO()) as log:
