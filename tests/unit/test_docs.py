@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import runpy
 import shlex
 import textwrap
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from megatron_rl.check.configuration import check_config
+from megatron_rl.cli import reference
 from megatron_rl.cli.main import main, parse
 from megatron_rl.config.load import load
 from megatron_rl.config.schema import RunConfig
@@ -152,8 +154,8 @@ def test_excerpts_are_what_stands_in_the_files(name: str) -> None:
             compile(block.text, name, "exec")
 
 
-def test_the_first_page_shows_the_training_step() -> None:
-    block, sampling = blocks("README.md", "python")
+def test_the_concepts_show_the_training_step() -> None:
+    block, sampling = blocks("docs/concepts.md", "python")[:2]
     source = (ROOT / "megatron_rl/trainer/loop.py").read_text(encoding="utf-8")
     step = source.split("def train_step(", 1)[1].split('"""', 2)[2].split("\n\n\n", 1)[0]
     assert block.text.strip() == textwrap.dedent(step).strip()
@@ -186,7 +188,7 @@ def key_error(key: str, config: str = "configs/minimal.yaml") -> str:
 
 
 # These name the keys of other projects, and are compared with the code themselves.
-@pytest.mark.parametrize("name", sorted({*NAMES} - {"docs/configuration.md", "docs/other_names.md"}))
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(("docs/configuration", "docs/other_names"))])
 def test_keys_in_the_text_are_known(name: str) -> None:
     keys = {match[1] for code in CODE.findall(prose(name)) if (match := KEY.fullmatch(code))}
     wrong = {key: key_error(key) for key in keys if not key.endswith(FILES)}
@@ -249,6 +251,44 @@ def test_the_picture_is_what_check_draws(
     assert drawn == (ROOT / "docs/images/ppo_reward_model.svg").read_text(encoding="utf-8")
     assert main(["check", example, "--picture", str(tmp_path / "no/roles.svg")]) == 2
     assert "--picture" in capsys.readouterr().err
+
+
+def drawings() -> dict[str, str]:
+    """Return the pictures that docs/images/draw.py draws, by name."""
+    namespace = runpy.run_path(str(ROOT / "docs/images/draw.py"))
+    return {name: draw() for name, draw in namespace["PICTURES"].items()}
+
+
+def test_the_diagrams_are_what_their_script_draws() -> None:
+    """Write them with ``python docs/images/draw.py``."""
+    for name, text in drawings().items():
+        assert (ROOT / f"docs/images/{name}.svg").read_text(encoding="utf-8") == text, name
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    navigation = (ROOT / ".mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    assert pages == set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE))
+
+
+LONGEST = 75
+"""Words of a paragraph. Pages that are made from docstrings are as long as those."""
+GENERATED = tuple(f"docs/{name}.md" for name in reference.PAGES)
+
+
+def long_paragraphs(name: str) -> list[str]:
+    """Return the beginnings of paragraphs and list items that are too long, tables aside."""
+    found = []
+    for block in re.split(r"\n\s*\n", prose(name)):
+        if not block.lstrip().startswith("|"):
+            items = re.split(r"\n(?=\s*(?:[-*]|\d+\.) )", block)
+            found += [item[:60] for item in items if len(item.split()) > LONGEST]
+    return found
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {*GENERATED}))
+def test_paragraphs_are_short(name: str) -> None:
+    assert not long_paragraphs(name)
 
 
 def test_every_example_has_a_readme_and_one_command() -> None:
