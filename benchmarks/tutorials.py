@@ -1,6 +1,7 @@
 """Run examples and record what a reader of their tutorials sees: the console, and the held-out curve.
 
-    python benchmarks/tutorials.py NAME …          examples of launch/examples, such as first_run
+    python benchmarks/tutorials.py NAME …                  examples of launch/examples, such as first_run
+    python benchmarks/tutorials.py NAME --console FILE     one that has run, from the console that was stored
 
 Writes the console to docs/recorded/NAME.txt and the curve to docs/images/NAME_curve.svg. Tests compare the
 tutorials with both.
@@ -8,26 +9,34 @@ tutorials with both.
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-KEPT = re.compile(r"^(?:supervised warm-up |train |    eval/|\S.*runs/)")
-"""Lines of the console that belong to the run: its stages, steps, evaluations and files."""
+KEPT = re.compile(
+    r"^(?:READY|run  |memory  |weight sync  |data\.|evaluation\.|supervised warm-up |train |    eval/|[│┃┏┡└]"
+    r"|learning curves|report:)"
+)
+"""Lines of the console that belong to the run: check, data, stages, steps, evaluations, tables, files."""
 ACCURACY = "eval/held_out/accuracy"
 REWARD = "reward/mean"
 
 
-def record(name: str) -> None:
-    """Run one example and write its console and its curve."""
+def run(name: str) -> str:
+    """Run one example to its end and return its console."""
     command = [str(ROOT / "launch/examples" / name / "run.sh")]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    lines = [line.rstrip() for line in finished.stdout.splitlines() if KEPT.match(line)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def record(name: str, console: str) -> None:
+    """Write the console of a finished run of one example, and its curve."""
+    text = console.replace(f"{ROOT}/", "")
+    lines = [line.rstrip() for line in text.splitlines() if KEPT.match(line)]
 
     folder = ROOT / "docs/recorded"
     folder.mkdir(exist_ok=True)
@@ -77,5 +86,10 @@ def curve(name: str, records: Sequence[dict[str, float]]) -> str:
 
 
 if __name__ == "__main__":
-    for example in sys.argv[1:]:
-        record(example)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="+", help="folders of launch/examples")
+    parser.add_argument("--console", type=Path, help="stored console of the one example that has run")
+    options = parser.parse_args()
+    for example in options.names:
+        stored = options.console.read_text(encoding="utf-8") if options.console else run(example)
+        record(example, stored)

@@ -69,10 +69,10 @@ _COMMANDS_HEAD = f"""\
 codes: 0, 2 for bad input, 1 for any other failure.
 
 {_MADE.format("commands")}"""
-_PYTHON_HEAD = f"""\
-# Python
-
-`from megatron_rl import NAME` imports the module of that name on first use.
+_PYTHON_GUIDE = Path(__file__).with_name("python_guide.md")
+"""Guide that begins the page, written by hand."""
+_PYTHON_HEAD = f"""
+# Reference
 
 {_MADE.format("python")}"""
 _NAMES_HEAD = f"""\
@@ -326,14 +326,14 @@ def _help(action: argparse.Action) -> str:
 
 def python() -> str:
     """Return the public names with their signatures and docstrings."""
-    blocks = [_PYTHON_HEAD]
+    blocks = [_PYTHON_GUIDE.read_text(encoding="utf-8") + _PYTHON_HEAD]
     for name, module in PUBLIC.items():
         value = getattr(import_module(module), name)
         if inspect.isclass(value):
             declaration = f"class {name}"
             members = vars(value).items()
         else:
-            declaration = f"def {name}{_signature(value)}"
+            declaration = f"def {name}{_wrapped(_signature(value))}"
             members = ()
 
         # Each entry has the signature as Python, the docstring, and a table of the members.
@@ -361,6 +361,17 @@ def _signature(item: Any) -> str:
     text = str(inspect.signature(item))
     # Annotations are strings, which inspect prints in quotes.
     return re.sub(r"\((self|cls)(, )?", "(", text).replace("'", "")
+
+
+def _wrapped(signature: str) -> str:
+    """Return a signature with a line for each parameter if it is long."""
+    if len(signature) <= 80 or not signature.startswith("("):
+        return signature
+    inside, _, result = signature[1:].rpartition(")")
+    # Commas inside brackets do not separate parameters.
+    parameters = re.split(r", (?![^\[]*\])", inside)
+    lines = "".join(f"    {parameter},\n" for parameter in parameters)
+    return f"(\n{lines}){result}"
 
 
 def other_names() -> str:

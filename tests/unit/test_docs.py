@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import logging
 import re
 import runpy
@@ -150,8 +151,48 @@ def test_excerpts_are_what_stands_in_the_files(name: str) -> None:
             source = (ROOT / block.title).read_text(encoding="utf-8")
             indented = (textwrap.indent(block.text, " " * spaces) for spaces in (0, 4, 8))
             assert any(text in source for text in indented), f"{block.title} has no such lines:\n{block.text}"
-        elif block.language == "python":
+        elif block.language == "python" and not block.text.startswith(">>>"):
             compile(block.text, name, "exec")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_consoles_are_what_was_recorded(name: str) -> None:
+    """Record one with ``python benchmarks/tutorials.py EXAMPLE``; a line of dots leaves lines out."""
+    for block in blocks(name, "text"):
+        if block.title:
+            recorded = (ROOT / block.title).read_text(encoding="utf-8")
+            position = 0
+            for part in re.split(r"^…\n", block.text, flags=re.MULTILINE):
+                position = recorded.find(part, position)
+                assert position >= 0, f"{block.title} has no such lines:\n{part}"
+
+
+def test_the_examples_of_the_python_guide_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    results = doctest.testfile("docs/python.md", module_relative=False, verbose=False)
+    assert results.attempted > 10
+    assert not results.failed
+
+
+TUTORIALS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs/tutorials").glob("*.md"))
+SECTIONS = ("What you should see", "What to change next", "What goes wrong")
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_a_tutorial_has_the_parts_of_the_template(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    missing = [row for row in ("Goal", "Before", "Time", "Files") if f"| {row} |" not in text]
+    missing += [section for section in SECTIONS if f"\n## {section}\n" not in text]
+    assert not missing
+    assert blocks(name, "sh"), "no command"
+    assert re.search(r"^!\[[^]]+\]\(\.\./images/", text, re.MULTILINE), "no picture"
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_what_a_tutorial_imports_is_public(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    private = re.findall(r"^\s*(?:from|import) megatron_rl\..*", text, re.MULTILINE)
+    assert not private
 
 
 def test_the_concepts_show_the_training_step() -> None:
