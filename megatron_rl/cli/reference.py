@@ -359,6 +359,8 @@ def _signature(item: Any) -> str:
         item = item.__func__
 
     text = str(inspect.signature(item))
+    # A default without a literal, such as a sentinel of dataclasses.
+    text = re.sub(r"<[^>]*>", "...", text)
     # Annotations are strings, which inspect prints in quotes.
     return re.sub(r"\((self|cls)(, )?", "(", text).replace("'", "")
 

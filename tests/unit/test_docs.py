@@ -169,7 +169,7 @@ def test_consoles_are_what_was_recorded(name: str) -> None:
 
 def test_the_examples_of_the_python_guide_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    results = doctest.testfile("docs/python.md", module_relative=False, verbose=False)
+    results = doctest.testfile("megatron_rl/cli/python_guide.md", module_relative=False, verbose=False)
     assert results.attempted > 10
     assert not results.failed
 
