@@ -114,7 +114,9 @@ def _sections_by_subject() -> dict[str, list[tuple[type, list[str]]]]:
         if path:
             paths_by_class.setdefault(section, []).append(path)
 
-    # A shared table is on the page of its first path.
+    # A shared table is on the page of its first path, which is the actor's where it has one.
+    for paths in paths_by_class.values():
+        paths.sort(key=lambda path: not path.startswith("actor."))
     subject_of = {key: subject for subject, (_, keys) in SUBJECTS.items() for key in keys}
     sections: dict[str, list[tuple[type, list[str]]]] = {subject: [] for subject in SUBJECTS}
     for section, paths in paths_by_class.items():
@@ -362,7 +364,8 @@ def _signature(item: Any) -> str:
     # A default without a literal, such as a sentinel of dataclasses.
     text = re.sub(r"<[^>]*>", "...", text)
     # Annotations are strings, which inspect prints in quotes.
-    return re.sub(r"\((self|cls)(, )?", "(", text).replace("'", "")
+    text = re.sub(r"(: |-> )(['\"])(.*?)\2", r"\1\3", text)
+    return re.sub(r"\((self|cls)(, )?", "(", text)
 
 
 def _wrapped(signature: str) -> str:
@@ -370,10 +373,20 @@ def _wrapped(signature: str) -> str:
     if len(signature) <= 80 or not signature.startswith("("):
         return signature
     inside, _, result = signature[1:].rpartition(")")
-    # Commas inside brackets do not separate parameters.
-    parameters = re.split(r", (?![^\[]*\])", inside)
-    lines = "".join(f"    {parameter},\n" for parameter in parameters)
+    lines = "".join(f"    {parameter},\n" for parameter in _parameters(inside))
     return f"(\n{lines}){result}"
+
+
+def _parameters(text: str) -> Iterator[str]:
+    """Yield the parameters of a signature; commas inside brackets do not separate them."""
+    depth = 0
+    begin = 0
+    for position, character in enumerate(text):
+        depth += {"[": 1, "(": 1, "]": -1, ")": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            yield text[begin:position].strip()
+            begin = position + 1
+    yield text[begin:].strip()
 
 
 def other_names() -> str:

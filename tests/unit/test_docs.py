@@ -48,8 +48,8 @@ COMMAND = re.compile(r"(?:python|torchrun) .*(?:-m megatron_rl [a-z]|\S/)|launch
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILES = (".py", ".yaml", ".jsonl", ".safetensors")
 """Endings of file names, which are no keys."""
-ELSEWHERE = {"sbatch", "kubectl", "tensorboard"}
-"""Programs of a cluster."""
+ELSEWHERE = {"hf", "sbatch", "kubectl", "tensorboard"}
+"""Programs of a cluster and of the Hub."""
 
 
 class Block(NamedTuple):
