@@ -86,10 +86,13 @@ def curve(name: str, records: Sequence[dict[str, float]]) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description="Record the consoles and curves of examples.")
     parser.add_argument("names", nargs="+", help="folders of launch/examples")
     parser.add_argument("--console", type=Path, help="stored console of the one example that has run")
     options = parser.parse_args()
     for example in options.names:
-        stored = options.console.read_text(encoding="utf-8") if options.console else run(example)
-        record(example, stored)
+        if options.console:
+            console = options.console.read_text(encoding="utf-8")
+        else:
+            console = run(example)
+        record(example, console)

@@ -14,6 +14,8 @@ FOLDER = Path(__file__).resolve().parent
 BLUE, LIGHT_BLUE, GREEN, PURPLE = "#2563a8", "#3b7cc4", "#2f7d4f", "#6b4fa0"
 ORANGE, GREY, EMPTY, INK, PALE = "#a15c07", "#64748b", "#e5e7eb", "#1f2937", "#4b5563"
 WHITE = "#ffffff"
+MASKS = {"0": EMPTY, "1": BLUE}
+"""Colour of a token by its mask."""
 
 
 class Picture:
@@ -21,8 +23,8 @@ class Picture:
 
     def __init__(self, title: str, description: str, height: int) -> None:
         self.parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" width="720" height="{height}" '
-            'role="img" font-family="system-ui, sans-serif" font-size="13">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" width="720" '
+            f'height="{height}" role="img" font-family="system-ui, sans-serif" font-size="13">',
             f"<title>{escape(title)}</title>",
             f"<desc>{escape(description)}</desc>",
             '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
@@ -33,7 +35,9 @@ class Picture:
     def text(self, x: float, y: float, text: str, *, size: int = 13, color: str = INK, anchor: str = "start",
              bold: bool = False) -> None:  # fmt: skip
         """Write one line; ``anchor`` is start, middle or end."""
-        weight = ' font-weight="bold"' if bold else ""
+        weight = ""
+        if bold:
+            weight = ' font-weight="bold"'
         self.parts.append(
             f'<text x="{x:g}" y="{y:g}" fill="{color}" font-size="{size}" text-anchor="{anchor}"{weight}>'
             f"{escape(text)}</text>"
@@ -45,10 +49,16 @@ class Picture:
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" fill="{color}"/>'
         )
-        ink = INK if color in (EMPTY, WHITE) else WHITE
+        ink = WHITE
+        if color == EMPTY:
+            ink = INK
         first = y + height / 2 + size * 0.35 - (len(lines) - 1) * size * 0.62
         for index, line in enumerate(lines):
             self.text(x + width / 2, first + index * size * 1.24, line, size=size, color=ink, anchor="middle")
+
+    def note(self, y: float, text: str) -> None:
+        """Write one line of explanation below the drawing."""
+        self.text(16, y, text, size=12, color=PALE)
 
     def frame(self, x: float, y: float, width: float, height: float) -> None:
         """Draw a border without a filling."""
@@ -59,7 +69,9 @@ class Picture:
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float, *, dashed: bool = False) -> None:
         """Draw a line with a head at its end."""
-        dashes = ' stroke-dasharray="5 3"' if dashed else ""
+        dashes = ""
+        if dashed:
+            dashes = ' stroke-dasharray="5 3"'
         self.parts.append(
             f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{INK}" stroke-width="1.5"'
             f'{dashes} marker-end="url(#head)"/>'
@@ -74,8 +86,10 @@ def step_with_roles() -> str:
     """Draw one step of PPO in time, a row for each role."""
     picture = Picture(
         "One training step in time, by role",
-        "The actor sends its weights to the rollout, which samples. The reward model computes rewards. Actor, "
-        "critic and reference score together. Advantages are computed. Critic and actor take optimizer steps.",
+        "The actor sends its weights to the rollout, which samples. The reward model "
+        "computes rewards. Actor, "
+        "critic and reference score together. Advantages are computed. Critic and actor "
+        "take optimizer steps.",
         300,
     )
     phases = (("sync", 116, 58), ("generate", 176, 178), ("reward", 356, 76), ("score", 434, 88),
@@ -99,10 +113,11 @@ def step_with_roles() -> str:
             color, label = bars.get(name, ("#f3f4f6", ""))
             picture.box(x, y, width, 34, color, *filter(None, [label]), size=11)
     picture.box(524, 36, 62, 202, BLUE, "all ranks:", "advan-", "tages", size=11)
-    picture.text(16, 268, "Roles on ranks of their own work at the same time; roles on the same ranks, one after "
-                 "the other.", size=12, color=PALE)  # fmt: skip
-    picture.text(16, 286, "GRPO has neither critic nor reward model. Lengths of the bars are examples.", size=12,
-                 color=PALE)  # fmt: skip
+    picture.note(
+        268,
+        "Roles on ranks of their own work at the same time; roles on the same ranks, one after the other.",
+    )
+    picture.note(286, "GRPO has neither critic nor reward model. Lengths of the bars are examples.")
     return picture.svg()
 
 
@@ -110,8 +125,10 @@ def nodes() -> str:
     """Draw the roles of a job on two nodes of four GPUs."""
     picture = Picture(
         "Roles and ranks by node",
-        "One torchrun job on two nodes of four ranks. The actor is on ranks 0 to 3 with tensor 2 and pipeline 2, "
-        "the critic on 4 and 5, the reference on 6 and 7; the rollout has a replica of two ranks four times.",
+        "One torchrun job on two nodes of four ranks. The actor is on ranks 0 to 3 with "
+        "tensor 2 and pipeline 2, "
+        "the critic on 4 and 5, the reference on 6 and 7; the rollout has a replica of "
+        "two ranks four times.",
         250,
     )
     for node in range(2):
@@ -119,7 +136,9 @@ def nodes() -> str:
         picture.frame(left, 14, 302, 190)
         picture.text(left + 10, 32, f"node {node}", bold=True)
         for slot in range(4):
-            picture.text(left + 46 + slot * 72, 52, f"rank {node * 4 + slot}", size=11, color=PALE, anchor="middle")
+            picture.text(
+                left + 46 + slot * 72, 52, f"rank {node * 4 + slot}", size=11, color=PALE, anchor="middle"
+            )
 
     def cell(rank: int, row: int, color: str, label: str) -> None:
         """Fill the cell of one rank and role."""
@@ -135,10 +154,10 @@ def nodes() -> str:
         cell(rank, 2, GREY, f"d{rank - 6}")
     for rank in range(8):
         cell(rank, 3, GREEN, f"r{rank // 2} t{rank % 2}")
-    picture.text(16, 224, "t: tensor-parallel index, p: pipeline stage, d: data-parallel index, r: replica of the "
-                 "engine.", size=12, color=PALE)  # fmt: skip
-    picture.text(16, 241, "A tensor-parallel group stays inside a node; every rank runs the same program.", size=12,
-                 color=PALE)  # fmt: skip
+    picture.note(
+        224, "t: tensor-parallel index, p: pipeline stage, d: data-parallel index, r: replica of the engine."
+    )
+    picture.note(241, "A tensor-parallel group stays inside a node; every rank runs the same program.")
     return picture.svg()
 
 
@@ -146,18 +165,21 @@ def weight_sync() -> str:
     """Draw which rank sends which rows of a weight to which rank, with the bytes."""
     picture = Picture(
         "Which rank sends which rows of a weight to which rank",
-        "The actor has tensor 2 and the rollout tensor 4. Each rank of the rollout needs a quarter of the rows. "
+        "The actor has tensor 2 and the rollout tensor 4. Each rank of the rollout needs "
+        "a quarter of the rows. "
         "Ranks 0 and 1 copy it inside the rank and receive nothing; ranks 2 and 3 receive 8.4 MB each.",
         340,
     )
     picture.text(16, 26, "actor, tensor: 2", bold=True)
-    picture.text(16, 44, "boxes that ranks hold", size=12, color=PALE)
+    picture.note(44, "boxes that ranks hold")
     picture.text(500, 26, "rollout, tensor: 4", bold=True)
     picture.text(500, 44, "boxes that ranks need", size=12, color=PALE)
     for index, color in enumerate((BLUE, LIGHT_BLUE)):
         first = index * 2048
         y = 60 + index * 124
-        picture.box(16, y, 180, 104, color, f"rank {index}", f"rows {first}-{first + 2047}", "16.8 MB", size=13)
+        picture.box(
+            16, y, 180, 104, color, f"rank {index}", f"rows {first}-{first + 2047}", "16.8 MB", size=13
+        )
         picture.box(500, y, 204, 46, GREEN, f"rank {index}: rows {first}-{first + 1023}", "receives 0 B")
         picture.box(500, y + 58, 204, 46, GREEN, f"rank {index + 2}: rows {first + 1024}-{first + 2047}",
                     "receives 8.4 MB")  # fmt: skip
@@ -165,9 +187,10 @@ def weight_sync() -> str:
         picture.arrow(202, y + 23, 494, y + 23, dashed=True)
         picture.text(348, y + 73, f"rank {index} sends 8.4 MB to rank {index + 2}", size=12, anchor="middle")
         picture.arrow(202, y + 81, 494, y + 81)
-    picture.text(16, 316, "A weight of 4096 x 4096 in bfloat16: 33.6 MB. A sync of whole tensors would send it to "
-                 "all four", size=12, color=PALE)  # fmt: skip
-    picture.text(16, 332, "ranks, 134 MB; the boxes that are missing are 16.8 MB.", size=12, color=PALE)
+    picture.note(
+        316, "A weight of 4096 x 4096 in bfloat16: 33.6 MB. A sync of whole tensors would send it to all four"
+    )
+    picture.note(332, "ranks, 134 MB; the boxes that are missing are 16.8 MB.")
     return picture.svg()
 
 
@@ -175,8 +198,10 @@ def batches() -> str:
     """Draw the way of ragged rows to the micro-batches of two data-parallel ranks."""
     picture = Picture(
         "Ragged rows to micro-batches",
-        "Two prompts with two samples each give four rows of 5, 9, 4 and 6 tokens. Data-parallel rank 0 gets the "
-        "rows of 9 and 4, rank 1 those of 5 and 6; each packs its rows into micro-batches of at most 12 tokens.",
+        "Two prompts with two samples each give four rows of 5, 9, 4 and 6 tokens. "
+        "Data-parallel rank 0 gets the "
+        "rows of 9 and 4, rank 1 those of 5 and 6; each packs its rows into "
+        "micro-batches of at most 12 tokens.",
         304,
     )
     unit = 17
@@ -209,8 +234,7 @@ def batches() -> str:
                 position += tokens * unit
             picture.text(x + width + 2, y + 21, f"#{number}", size=10, color=PALE, anchor="end")
             x += width + 20
-    picture.text(16, 294, "A frame is a micro-batch of at most batch.tokens_per_microbatch (here 12) tokens.", size=12,
-                 color=PALE)  # fmt: skip
+    picture.note(294, "A frame is a micro-batch of at most batch.tokens_per_microbatch (here 12) tokens.")
     return picture.svg()
 
 
@@ -218,7 +242,8 @@ def conversation() -> str:
     """Draw the tokens of a conversation in one row, with the mask of the loss."""
     picture = Picture(
         "A conversation's row and its mask",
-        "Prompt, first turn, observation and second turn are one row of tokens. The loss counts the tokens of the "
+        "Prompt, first turn, observation and second turn are one row of tokens. The loss "
+        "counts the tokens of the "
         "two turns, which the policy sampled; prompt and observation have mask 0.",
         190,
     )
@@ -238,12 +263,11 @@ def conversation() -> str:
         picture.text(x + width / 2, 26, name, bold=True, anchor="middle")
         picture.box(x, 38, width - 3, 28, color, tokens, size=12)
         for slot in range(count):
-            picture.box(x + slot * unit, 72, unit - 3, 24, BLUE if mask == "1" else EMPTY, mask, size=11)
+            picture.box(x + slot * unit, 72, unit - 3, 24, MASKS[mask], mask, size=11)
         picture.text(x + width / 2, 122, log_probs, size=12, color=PALE, anchor="middle")
         picture.text(x + width / 2, 154, version, size=12, color=PALE, anchor="middle")
         x += width
-    picture.text(16, 182, "New weights arrived between the turns (rollout.partial). Nothing is tokenised again.",
-                 size=12, color=PALE)  # fmt: skip
+    picture.note(182, "New weights arrived between the turns (rollout.partial). Nothing is tokenised again.")
     return picture.svg()
 
 
@@ -251,7 +275,8 @@ def your_code() -> str:
     """Draw the places of a step where a user's code runs."""
     picture = Picture(
         "Where your code plugs in",
-        "Your code can drive an episode, filter responses, compute rewards, be a piece of the algorithm, provide "
+        "Your code can drive an episode, filter responses, compute rewards, be a piece "
+        "of the algorithm, provide "
         "the model, watch each step, or replace the step by a script.",
         262,
     )
@@ -272,10 +297,11 @@ def your_code() -> str:
         for line, key in enumerate(keys):
             picture.text(x + 62, 100 + line * 17, key, size=12, anchor="middle")
         picture.text(x + 62, 156, runs, size=11, color=PALE, anchor="middle")
-    picture.box(16, 178, 688, 28, EMPTY, "callbacks: your classes, called before and after each step, on rank 0")
+    picture.box(
+        16, 178, 688, 28, EMPTY, "callbacks: your classes, called before and after each step, on rank 0"
+    )
     picture.box(16, 212, 688, 28, EMPTY, "megatron_rl.Run: your script in place of the step")
-    picture.text(16, 256, "Contained code runs in processes of its own, without network unless you allow it.", size=12,
-                 color=PALE)  # fmt: skip
+    picture.note(256, "Contained code runs in processes of its own, without network unless you allow it.")
     return picture.svg()
 
 
@@ -283,8 +309,10 @@ def run_files() -> str:
     """Draw the files of a run by what writes them, and the command that reads them."""
     picture = Picture(
         "Files of a run",
-        "At its start a run writes its configuration and code. Each step writes metrics and samples, each "
-        "evaluation its answers, each checkpoint its state, and the end the report, the curve and the model.",
+        "At its start a run writes its configuration and code. Each step writes metrics "
+        "and samples, each "
+        "evaluation its answers, each checkpoint its state, and the end the report, the "
+        "curve and the model.",
         262,
     )
     columns: Sequence[tuple[str, str, Sequence[str]]] = (
@@ -303,9 +331,11 @@ def run_files() -> str:
             picture.text(x + 62, 78 + line * 19, file, size=12, anchor="middle")
         picture.arrow(x + 62, 150, x + 62, 178)
         picture.box(x, 182, 124, 30, EMPTY, readers[index], size=11)
-    picture.text(16, 236, "Below: what reads them. All is in run_dir; a run that is started again continues from its",
-                 size=12, color=PALE)  # fmt: skip
-    picture.text(16, 252, "newest checkpoint.", size=12, color=PALE)
+    picture.note(
+        236,
+        "Below: what reads them. All is in run_dir; a run that is started again continues from its",
+    )
+    picture.note(252, "newest checkpoint.")
     return picture.svg()
 
 

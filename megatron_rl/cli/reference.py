@@ -61,6 +61,22 @@ An algorithm is composed of pieces; `algorithm.name` chooses one of those below,
 replaces a piece or sets it otherwise, see [configuration](configuration.md). A piece that is not named is
 GRPO's. Each has a recipe in `configs/recipes/`.
 
+| you want | take |
+|---|---|
+| a first run on rewards that can be verified | `grpo` |
+| long answers, many prompts that are all right or all wrong | `dapo` |
+| a mixture of experts | `gspo`, or `grpo` with `actor.routing_replay` |
+| no bias by length or by difficulty | `dr_grpo` |
+| a value for each token, or rewards inside a response | `ppo`, `vapo` |
+| no groups: one sample of each prompt | `reinforce_pp`, `remax` |
+| the simplest baseline | `rloo`, `reinforce` |
+| samples that are older than a step | `cispo`, `topr`, `vespo` |
+| more exploration, less collapse of entropy | `clip_cov`, `kl_cov`, `grpo_pass_at_k` |
+| several rewards of different scale | `gdpo` |
+| a small model from a large one | `distillation` |
+
+The table is a beginning, from what their papers claim: this project has not compared them.
+
 {_MADE.format("algorithms")}"""
 _COMMANDS_HEAD = f"""\
 # Commands

@@ -1,4 +1,4 @@
-"""Every page, rendered from Markdown to HTML and measured in a browser: nothing is cut or scrolls sideways."""
+"""Every page, rendered to HTML and measured in a browser: nothing is cut, and nothing scrolls sideways."""
 
 from __future__ import annotations
 
