@@ -156,6 +156,6 @@ def test_pages_made_from_the_code_are_what_it_says(name: str) -> None:
 
 
 def test_the_reference_has_every_key() -> None:
-    page = PAGES["configuration"]()
+    page = "".join(make() for name, make in PAGES.items() if name.startswith("configuration"))
     for name, _, said, _ in keys():
         assert f"`{name.partition('.')[2]}`" in page and said.meaning in page
