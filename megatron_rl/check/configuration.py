@@ -230,7 +230,7 @@ def check_file(
 
     ``training`` also waits longer for Megatron's answer. Raises UserErrors if the file cannot be read at all.
     """
-    loaded = load(Path(path), overrides)
+    loaded = load(Path(path), overrides, weights=training)
 
     # Models that ship with a configuration are in `models`, in its folder or one level up.
     folders = [folder / "models" for file in loaded.files for folder in (file.parent, file.parent.parent)]
@@ -318,7 +318,7 @@ def check_config(
         check.refuse(rehearse(_user_pieces(check), only=_PROVIDER_KEYS))
 
     # Every rank of a run checks, so requests to servers are left to the check before the run.
-    files = Files(prepare=config.prepare, allow_missing=without_files)
+    files = Files(prepare=config.prepare, allow_missing=without_files, hub=loaded.hub)
     inputs = Inputs(config, files, check.is_valid, shipped_models, before_run=not training)
     if patience <= 0:
         trial_keys = []

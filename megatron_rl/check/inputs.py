@@ -369,7 +369,7 @@ def _check_model_files(path: Path, key: str, files: Files, shipped: Path | None)
         )
         return None
     if not path.is_dir():
-        fix = f"{download_command(str(path))}, or correct the path"
+        fix = f"{download_command(str(path))}, or name it hf://ORGANISATION/NAME, or correct the path"
         files.miss(path, f"the model directory {path} does not exist", key, _MODEL_FILES, fix)
         if shipped is None or not shipped.is_file():
             return None

@@ -81,7 +81,8 @@ class DataConfig:
 
     train: str | tuple[str, ...] | None = setting(
         None,
-        "Prompts to train on: a file, a folder of shards, a pattern, or a list of these.",
+        "Prompts to train on: a file, a folder of shards, a pattern, or a list of these; on the Hugging Face "
+        "Hub as hf://datasets/ORG/NAME/PATH.",
         jobs=("train",),
         instead="sources",
         unset="no reinforcement learning, unless there are data.sources",

@@ -35,7 +35,8 @@ class ModelConfig:
 
     # The model itself, in one of two formats.
     path: str = required(
-        "Directory with config.json, safetensors and tokenizer files. With `megatron` the run writes it, "
+        "Directory with config.json, safetensors and tokenizer files, or a name on the Hugging Face Hub such "
+        "as hf://Qwen/Qwen2.5-7B-Instruct. With `megatron` the run writes it, "
         "with config.json and tokenizer alone; the default is then a folder in run_dir.",
         example="models/Qwen2.5-7B-Instruct",
         also_called={
