@@ -179,10 +179,20 @@ def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
 
 
 def language_model_errors(rollout: RolloutConfig, model: PretrainedModel, path: str) -> Iterator[UserError]:
-    """Yield the error of servers for the language model of a multimodal checkpoint, at ``path``.
+    """Yield the errors of servers for a checkpoint at ``path`` of which they would build another model.
 
-    A server would have the whole model, whose tensors have other names.
+    They are the language model of a multimodal one, whose tensors have other names in the whole model, and a
+    model with sparse attention, whose indexer the trainer does not have.
     """
+    if not rollout.capabilities.in_process and model.family.engine_family:
+        in_process = engines_with(in_process=True, tensor_parallel=True)
+        yield UserError(
+            f"rollout.engine={rollout.engine} has an indexer of sparse attention, which no weight sync sends",
+            where="rollout.engine",
+            expected=in_process,
+            got=f"{rollout.engine} with {model.family.architecture}",
+            fix=f"set {in_process}",
+        )
     if rollout.capabilities.in_process or not model.is_multimodal:
         return
     architecture = model.family.architecture
