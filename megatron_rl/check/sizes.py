@@ -88,7 +88,7 @@ def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
             "prompt and response together are longer than the model's positions",
             where="rollout.max_response_tokens",
             expected=f"data.max_prompt_tokens + max_response_tokens <= {shape.max_positions} "
-            "(max_position_embeddings of the model)",
+            "(max_position_embeddings of the model, or index_topk of one with sparse attention)",
             got=f"{prompt_tokens} + {row_tokens - prompt_tokens} = {row_tokens}",
             fix=f"lower them by {excess} tokens together",
         )

@@ -38,6 +38,7 @@ from megatron_rl.hf.peft import peft_boxes
 from megatron_rl.hf.weights import open_checkpoint, source_boxes
 from megatron_rl.megatron.lora import adapter_parameters, policy_weights
 from megatron_rl.megatron.model_spec import pretrained
+from megatron_rl.shapes.fused_experts import stored_shapes
 from megatron_rl.shapes.lora import PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from megatron_rl.shapes.pretrained import SINGLE, PretrainedModel, read_json
 from megatron_rl.shapes.quantized import without_quantization
@@ -78,6 +79,8 @@ class _Piece:
     """Size of the box."""
     dtype: torch.dtype
     """Dtype in the file."""
+    interleaved: bool = True
+    """Whether a tensor of all experts has the outputs of gate and up in turn."""
 
     def boxes(self, writer: int) -> list[TensorBox]:
         """Return the boxes of the model's tensors in the piece; ``writer`` is its rank."""
@@ -91,7 +94,7 @@ class _Piece:
             offset=0,
             stride=strides,
         )
-        return boxes_of_experts([box])
+        return boxes_of_experts([box], self.interleaved)
 
 
 def export(
@@ -105,12 +108,13 @@ def export(
 ) -> None:
     """Write a `ParallelModel` as safetensors, config.json, index and tokenizer files, with adapters merged.
 
-    ``source`` is the checkpoint that the model was made from: its tokenizer files, and its layers for
-    multi-token prediction, are copied; quantised tensors of these layers are written in ``dtype``. If
-    ``source`` is multimodal, so is the export, with its config.json and the dtypes of its other parts. A
-    model with a scalar head, or without ``source``, is written as a text-only model. None as
-    ``dtype`` keeps the parameters'; biases that balance experts stay float32. Different ranks write files in
-    parallel, in pieces of at most ``piece_bytes`` (or one row), so no rank ever holds more than a few pieces.
+    ``source`` is the checkpoint that the model was made from: its tokenizer files, its layers for
+    multi-token prediction and its indexers of sparse attention are copied; quantised ones of these tensors
+    are written in ``dtype``. If ``source`` is multimodal, so is the export, with its config.json and the
+    dtypes of its other parts. A model with a scalar head, or without ``source``, is written as a text-only
+    model. None as ``dtype`` keeps the parameters'; biases that balance experts stay float32. Different
+    ranks write files in parallel, in pieces of at most ``piece_bytes`` (or one row), so no rank ever holds
+    more than a few pieces.
     ``path`` must be new or empty, on a file system that all ranks share. Raises UserError on all ranks if it
     cannot be written. Collective over the model's ranks.
     """
@@ -122,6 +126,11 @@ def export(
 
     # Dtype of each tensor in the files.
     shapes = hf_model.stored_shapes()
+    multimodal = _multimodal_source(hf_model, source)
+    interleaved = True
+    if multimodal is not None and multimodal.exports_transposed_experts:
+        interleaved = False
+        shapes = stored_shapes(shapes, interleaved)
     dtypes = dict.fromkeys(shapes, dtype)
     for name in shapes:
         if name.endswith(FLOAT32_NAMES):
@@ -129,8 +138,7 @@ def export(
 
     # Tensors that are copied from the source rather than sent by ranks.
     files = shard_files(shapes, dtypes, file_bytes)
-    multimodal = _multimodal_source(hf_model, source)
-    extra_tensors = _mtp_tensors(hf_model, source)
+    extra_tensors = _copied_tensors(hf_model, source)
     stored_names: dict[str, str] = {}
     if multimodal is not None:
         extra_tensors += multimodal.carried()
@@ -146,6 +154,7 @@ def export(
         parameters,
         boxes=source_boxes(model),
         stored_names=stored_names,
+        interleaved=interleaved,
     )
     finish = partial(_finish, model.hf_config, content, dtype, source, extra_tensors)
     _write(model, Path(path), content, piece_bytes, finish)
@@ -202,6 +211,8 @@ class _Content:
     """Boxes of the tensors in this rank's storages."""
     stored_names: Mapping[str, str] = field(default_factory=dict)
     """Name of a tensor -> its name in the files, in a multimodal checkpoint."""
+    interleaved: bool = True
+    """Whether a tensor of all experts has the outputs of gate and up in turn."""
 
     def stored(self, name: str) -> str:
         """Return the name of a tensor in the files."""
@@ -218,7 +229,7 @@ def _write(
     """Write tensors into a temporary folder, complete it by ``finish`` and rename it to ``path``."""
     group = model.groups.all
     ranks = model.groups.layout.ranks
-    steps = _schedule_pieces(content.files, content.shapes, ranks, content.dtypes, piece_bytes)
+    steps = _schedule_pieces(content, ranks, piece_bytes)
 
     # Only the first rank creates and renames the folder; the others wait and raise its errors.
     target = path.with_name(path.name + ".incomplete")
@@ -256,12 +267,13 @@ def _write(
     _run_or_raise(publish, path, group)
 
 
-def _mtp_tensors(hf_model: PretrainedModel, source: str | Path | None) -> list[str]:
-    """Return the names of the tensors of ``source`` in multi-token prediction (MTP) layers."""
-    if source is None or not hf_model.config.get("num_nextn_predict_layers"):
+def _copied_tensors(hf_model: PretrainedModel, source: str | Path | None) -> list[str]:
+    """Return the names of the tensors of ``source`` that are not trained, as `PretrainedModel.is_copied`."""
+    has_copied = hf_model.config.get("num_nextn_predict_layers") or hf_model.family.copied
+    if source is None or not has_copied:
         return []
     names = open_checkpoint(source).names()
-    return sorted(name for name in names if hf_model.is_mtp(name))
+    return sorted(name for name in names if hf_model.is_copied(name))
 
 
 def _multimodal_source(hf_model: PretrainedModel, source: str | Path | None) -> CheckpointFiles | None:
@@ -276,18 +288,16 @@ def _multimodal_source(hf_model: PretrainedModel, source: str | Path | None) -> 
 
 
 def _schedule_pieces(
-    files: Mapping[str, Sequence[str]],
-    shapes: Mapping[str, Shape],
+    content: _Content,
     ranks: Sequence[int],
-    dtypes: Mapping[str, torch.dtype],
     piece_bytes: int,
 ) -> list[dict[int, _Piece]]:
     """Return for each step the piece of each writer; ranks take turns as the writers of files."""
     queues: dict[int, list[_Piece]] = {}
-    for index, (file, names) in enumerate(files.items()):
+    for index, (file, names) in enumerate(content.files.items()):
         queue = queues.setdefault(ranks[index % len(ranks)], [])
         for name in names:
-            queue += _split_tensor(file, name, shapes[name], dtypes[name], piece_bytes)
+            queue += _split_tensor(content, file, name, piece_bytes)
 
     # Writers with fewer pieces have none in the last steps.
     count = max(len(queue) for queue in queues.values())
@@ -299,13 +309,15 @@ def _schedule_pieces(
 
 
 def _split_tensor(
+    content: _Content,
     file: str,
     name: str,
-    shape: Shape,
-    dtype: torch.dtype,
     piece_bytes: int,
 ) -> Iterator[_Piece]:
     """Yield a tensor as pieces of complete rows, of at most ``piece_bytes`` or one row."""
+    shape = content.shapes[name]
+    dtype = content.dtypes[name]
+
     # A tensor is cut between rows, so that each piece is contiguous in the file.
     row_bytes = tensor_bytes(shape[1:], dtype)
     rows = max(1, piece_bytes // max(row_bytes, 1))
@@ -320,6 +332,7 @@ def _split_tensor(
             start=(begin, *row_start),
             size=(count, *row_shape),
             dtype=dtype,
+            interleaved=content.interleaved,
         )
 
 

@@ -20,7 +20,7 @@ from megatron_rl.hf.quantized import dequantize, dequantize_blocks
 from megatron_rl.interop.megatron_lm.checkpoint import POINTER
 from megatron_rl.shapes.families import BY_MODEL_TYPE
 from megatron_rl.shapes.fused_experts import BLOCKS, SCALES, TensorLocation, expert_tensors
-from megatron_rl.shapes.multimodal import language_config, tensor_locations
+from megatron_rl.shapes.multimodal import language_config, language_name, multimodal_of, tensor_locations
 from megatron_rl.shapes.pretrained import (
     INDEX,
     SINGLE,
@@ -96,9 +96,12 @@ class CheckpointFiles:
         for name in self._file_of:
             self._locations[name] = TensorLocation(name)
 
-        self.is_multimodal = language_model is not config
-        if self.is_multimodal:
-            self._locations = tensor_locations(self._file_of, self._stored_shape)
+        kind = multimodal_of(config)
+        self.is_multimodal = kind is not None
+        self.exports_transposed_experts = kind is not None and kind.transposed_experts
+        if kind is not None:
+            hidden = language_model["hidden_size"]
+            self._locations = tensor_locations(self._file_of, self._stored_shape, hidden)
 
         # Families that stack all experts of a layer in one tensor.
         model_type = str(language_model.get("model_type"))
@@ -107,6 +110,11 @@ class CheckpointFiles:
             self._locations = {}
             for name in self._file_of:
                 self._locations |= expert_tensors(name, self._stored_shape(name))
+
+        # A tensor of all experts of a layer in a multimodal checkpoint: name without prefix -> stored name.
+        self._stored_experts: dict[str, str] = {}
+        if self.exports_transposed_experts:
+            self._stored_experts = {language_name(name): name for name in self._file_of}
 
         # Weight -> the tensor of its scales.
         self._scales: dict[str, str] = {}
@@ -191,11 +199,11 @@ class CheckpointFiles:
         """Return the name of a tensor in the files of an export.
 
         It is the stored name, but for an expert in a tensor of all experts: an export writes experts one by
-        one, each under a name of its own.
+        one, each under a name of its own, unless its kind has them transposed.
         """
         location = self._locations.get(name)
         if location is None:
-            return name
+            return self._stored_experts.get(name, name)
         if location.expert is None:
             return location.name
 

@@ -35,7 +35,13 @@ from megatron_rl.megatron.norms import prepare_post_norms, prepare_whole_norms
 from megatron_rl.megatron.transformer_settings import transformer_settings
 from megatron_rl.shapes.family import rope_parameters, rotary_fraction
 from megatron_rl.shapes.layout import ParallelLayout, trainer_problems
-from megatron_rl.shapes.pretrained import PretrainedModel, describe, read_json, transformers_config
+from megatron_rl.shapes.pretrained import (
+    PretrainedModel,
+    describe,
+    engine_config,
+    read_json,
+    transformers_config,
+)
 from megatron_rl.shapes.quantized import quantization_keys
 
 
@@ -44,17 +50,20 @@ def pretrained(hf_config: Any) -> PretrainedModel:
     return describe(hf_config.to_dict())
 
 
-def read_hf_config(path: str | Path) -> Any:
+def read_hf_config(path: str | Path, *, of_engine: bool = False) -> Any:
     """Return the transformers config of a checkpoint, without the quantisation of its files.
 
     A multimodal checkpoint has the config of its language model; a ``model_type`` without a class in
     transformers has its family's. Models are built, and written, in the dtype that their weights are read as.
-    Raises UserError if transformers rejects the config.
+    ``of_engine`` returns that of the model that engines build (`engine_config`). Raises UserError if
+    transformers rejects the config.
     """
     values = read_json(Path(path) / "config.json")
 
     # transformers reads the directory of a plain language model itself.
     language_model = transformers_config(values)
+    if of_engine:
+        language_model = engine_config(values)
     try:
         if language_model is values:
             config = AutoConfig.from_pretrained(path)

@@ -25,7 +25,7 @@ from megatron_rl.shapes.hardware import Constants, Machine
 from megatron_rl.shapes.layer_weights import Source
 from megatron_rl.shapes.layout import SHORT_NAMES, ParallelLayout, end_settings, stage_layers
 from megatron_rl.shapes.lora import Lora, adapted
-from megatron_rl.shapes.pretrained import PretrainedModel, transformers_config
+from megatron_rl.shapes.pretrained import PretrainedModel, engine_config
 from megatron_rl.shapes.published import named_config
 from megatron_rl.shapes.traffic import Slice, best_rank_order, engine_experts, engine_slice, shared_bytes
 from megatron_rl.types import TensorBox
@@ -101,7 +101,7 @@ def read_layout(text: str, option: str = "--from") -> dict[str, int]:
 
 def find_config(model: str) -> Any:
     """Return the transformers config of a model by name or path; raises UserError for an unknown one."""
-    values = dict(transformers_config(named_config(model)[1]))
+    values = dict(engine_config(named_config(model)[1]))
     # transformers has one configuration class for each model type.
     try:
         return AutoConfig.for_model(values.pop("model_type", ""), **values)

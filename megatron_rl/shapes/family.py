@@ -150,6 +150,11 @@ class Family:
     interleaved_experts: bool = False
     """A checkpoint has a layer's experts in one tensor, transposed, with gate and up in turn (see
     `shapes.fused_experts`)."""
+    copied: Sequence[str] = ()
+    """Parts of the names of tensors that are not trained: exports have those of the starting model."""
+    engine_family: str = ""
+    """``model_type`` of the family that engines build instead, which computes the same on the rows of a run;
+    empty for this family."""
     further_model_types: Sequence[str] = ()
     """Values of ``model_type`` of checkpoints with the same layers, which transformers has no class for."""
 
@@ -417,6 +422,44 @@ def shared_experts(reader: ConfigReader) -> Fields:
         **expert_fields(reader, "n_routed_experts", "moe_intermediate_size", dense_layers),
         "shared_width": reader.size("moe_intermediate_size") * reader.count("n_shared_experts"),
     }
+
+
+def count_dense_layers(config: Mapping[str, Any], default: int) -> int:
+    """Return the number of dense layers before the first one with experts, by ``mlp_layer_types``.
+
+    Without that key it is ``first_k_dense_replace``, or the default.
+    """
+    types = config.get("mlp_layer_types")
+    if types is None:
+        return int(config.get("first_k_dense_replace", default))
+    if "sparse" not in types:
+        return len(types)
+    return types.index("sparse")
+
+
+def dense_layers_first(reader: ConfigReader, default: int) -> ConfigReader:
+    """Return a reader in which ``first_k_dense_replace`` is `count_dense_layers`.
+
+    vLLM reads that number, and transformers writes a type per layer.
+    """
+    dense = count_dense_layers(reader.config, default)
+    if "dense" in (reader.get("mlp_layer_types") or [])[dense:]:
+        reader.refuse(
+            "dense layers after one with experts are not supported",
+            "mlp_layer_types",
+            "every dense layer before the first sparse one",
+        )
+    config = {**reader.config, "first_k_dense_replace": dense}
+    return ConfigReader(config, reader.file, reader.errors)
+
+
+def sparse_attention(reader: ConfigReader) -> Fields:
+    """Read the longest row on which sparse attention with an indexer is dense.
+
+    The indexer chooses ``index_topk`` keys for each token, which are all keys of a row of as many tokens.
+    """
+    positions = reader.size("max_position_embeddings", LARGEST)
+    return {"max_positions": min(positions, reader.size("index_topk"))}
 
 
 def biased_router() -> Fields:

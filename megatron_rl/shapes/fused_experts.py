@@ -72,12 +72,13 @@ class TensorLocation:
         return rows[self.begin : self.end : self.step]
 
 
-def interleaved_location(name: str, shape: Shape) -> TensorLocation:
-    """Return the location at which gpt-oss stores one expert's tensor of this ``name`` and ``shape``.
+def transposed_location(name: str, shape: Shape, interleaved: bool = True) -> TensorLocation:
+    """Return the location at which one expert's tensor of this ``name`` and ``shape`` is stored.
 
-    A matrix is stored as [experts, in, out], with the outputs of gate and up in turn.
+    A matrix is stored as [experts, in, out]: with the outputs of gate and up in turn if ``interleaved``, as
+    gpt-oss has them, otherwise with those of gate first, as Qwen3-VL-MoE has them.
 
-    >>> interleaved_location("model.layers.0.mlp.experts.3.up_proj.bias", (32,))
+    >>> transposed_location("model.layers.0.mlp.experts.3.up_proj.bias", (32,))
     TensorLocation(name='model.layers.0.mlp.experts.gate_up_proj_bias', expert=3, begin=1, end=64, step=2, \
 transposed=False, blocks=False)
     """
@@ -85,25 +86,33 @@ transposed=False, blocks=False)
     if match is None:
         return TensorLocation(name)
 
-    first = 0
+    begin = 0
+    end = shape[0]
     step = 1
     stored = "down_proj"
     if match["matrix"] != "down":
-        first = int(match["matrix"] == "up")
-        step = 2
         stored = "gate_up_proj"
+        is_up = match["matrix"] == "up"
+        if interleaved:
+            begin = int(is_up)
+            end = shape[0] * 2
+            step = 2
+        elif is_up:
+            begin = shape[0]
+            end = shape[0] * 2
+
     transposed = match["kind"] == "weight"
     if not transposed:
         stored += "_bias"
     name = match["experts"] + stored
-    return TensorLocation(name, int(match["expert"]), first, shape[0] * step, step, transposed)
+    return TensorLocation(name, int(match["expert"]), begin, end, step, transposed)
 
 
-def stored_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shapes of the tensors in which gpt-oss stores the tensors of ``shapes``, in order."""
+def stored_shapes(shapes: Mapping[str, Shape], interleaved: bool = True) -> dict[str, Shape]:
+    """Return the shapes of the stored tensors (`transposed_location`) for those of ``shapes``, in order."""
     stored: dict[str, Shape] = {}
     for name, shape in shapes.items():
-        location = interleaved_location(name, shape)
+        location = transposed_location(name, shape, interleaved)
         if location.expert is None:
             stored[name] = shape
             continue
@@ -117,8 +126,8 @@ def stored_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     return stored
 
 
-def expert_tensors(stored: str, shape: Shape) -> dict[str, TensorLocation]:
-    """Return the tensors of the model in one that gpt-oss stores, with the location of each.
+def expert_tensors(stored: str, shape: Shape, interleaved: bool = True) -> dict[str, TensorLocation]:
+    """Return the tensors of the model in a stored one (`transposed_location`), with the location of each.
 
     A matrix in mxfp4 is stored as [experts, out, blocks of a row, bytes of a block]. Its scales are no tensor
     of the model.
@@ -144,7 +153,7 @@ def expert_tensors(stored: str, shape: Shape) -> dict[str, TensorLocation]:
     for expert in range(shape[0]):
         for matrix in matrices:
             name = f"{match['experts']}{expert}.{matrix}.{kind}"
-            location = interleaved_location(name, (outputs // len(matrices),))
+            location = transposed_location(name, (outputs // len(matrices),), interleaved)
             if blocks:
                 location = replace(location, name=stored, transposed=False, blocks=True)
             locations[name] = location

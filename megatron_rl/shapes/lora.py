@@ -122,7 +122,7 @@ def adapted(
         model.family,
         model.shape,
         model.config,
-        model.is_multimodal,
+        model.multimodal,
         rank=rank,
         alpha=alpha or float(rank),
         targets=tuple(targets),

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl.shapes.families import FAMILIES
-from megatron_rl.shapes.fused_experts import Shape, TensorLocation
+from megatron_rl.shapes.fused_experts import Shape, TensorLocation, expert_tensors
 
 _INHERITED = (
     "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config", "compression_config",
@@ -46,6 +46,10 @@ class Multimodal:
     """The transformers class of the whole model."""
     language_models: Mapping[str, str]
     """``model_type`` of its ``text_config`` -> that of the family in the table."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the language model's config.json that its class has, whatever the file contains."""
+    transposed_experts: bool = False
+    """Exports have a layer's experts in one tensor, [experts, in, out], as it is published."""
 
 
 _KINDS = (
@@ -69,6 +73,14 @@ _KINDS = (
         {"qwen2_5_vl_text": "qwen2", "qwen2_5_vl": "qwen2"},
     ),
     Multimodal("Qwen3-VL", "qwen3_vl", "Qwen3VLForConditionalGeneration", {"qwen3_vl_text": "qwen3"}),
+    Multimodal(
+        "Qwen3-VL-MoE",
+        "qwen3_vl_moe",
+        "Qwen3VLMoeForConditionalGeneration",
+        {"qwen3_vl_moe_text": "qwen3_moe"},
+        fixed={"norm_topk_prob": True},
+        transposed_experts=True,
+    ),
     Multimodal(
         "Qwen3.5 and 3.6", "qwen3_5", "Qwen3_5ForConditionalGeneration", {"qwen3_5_text": "qwen3_5_text"}
     ),
@@ -140,6 +152,7 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     result = {
         **inherited,
         **explicit,
+        **kind.fixed,
         "model_type": family.model_type,
         "architectures": [family.architecture],
     }
@@ -161,14 +174,18 @@ def _for_text(rope: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def tensor_locations(stored: Iterable[str], shape_of: Callable[[str], Shape]) -> dict[str, TensorLocation]:
+def tensor_locations(
+    stored: Iterable[str], shape_of: Callable[[str], Shape], hidden: int
+) -> dict[str, TensorLocation]:
     """Return the location of each tensor of the language model in a multimodal checkpoint.
 
     ``stored`` are the names of the checkpoint's tensors, and ``shape_of`` returns the shape of one. Keys are
-    the names in a checkpoint of the language model alone; tensors of other parts are omitted. Experts in
-    one stored tensor, [experts, rows, hidden], become one tensor per expert.
+    the names in a checkpoint of the language model alone; tensors of other parts are omitted. Experts in one
+    stored tensor, [experts, out, in] or [experts, in, out], become one tensor per expert. Which of the two it
+    is follows from ``hidden``, the width of the model; if both are possible, it is the first, as in
+    transformers.
 
-    >>> list(tensor_locations(["model.language_model.norm.weight", "model.visual.norm.weight"], len))
+    >>> list(tensor_locations(["model.language_model.norm.weight", "model.visual.norm.weight"], len, 8))
     ['model.norm.weight']
     """
     locations: dict[str, TensorLocation] = {}
@@ -182,8 +199,17 @@ def tensor_locations(stored: Iterable[str], shape_of: Callable[[str], Shape]) ->
             locations[name] = TensorLocation(stored_name)
             continue
 
-        # The rows of the gate projection precede the rows of the up projection.
+        # Outputs of down, and inputs of gate and up, have the width of the model.
         shape = shape_of(stored_name)
+        hidden_dim = 2
+        if fused["matrix"] == "down_proj":
+            hidden_dim = 1
+        if shape[hidden_dim] != hidden:
+            for own_name, location in expert_tensors(name, shape, interleaved=False).items():
+                locations[own_name] = replace(location, name=stored_name)
+            continue
+
+        # The rows of the gate projection come before those of the up projection.
         matrices = ("down_proj",)
         if fused["matrix"] == "gate_up_proj":
             matrices = ("gate_proj", "up_proj")

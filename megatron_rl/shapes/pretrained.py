@@ -17,7 +17,7 @@ from megatron_rl.shapes.family import ConfigReader, Family
 from megatron_rl.shapes.fused_experts import stored_shapes
 from megatron_rl.shapes.layer_weights import EMBEDDING, OUTPUT, Source, Weight, outer_weights
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.multimodal import MULTIMODAL, language_config
+from megatron_rl.shapes.multimodal import MULTIMODAL, Multimodal, language_config, multimodal_of
 from megatron_rl.shapes.quantized import Quantization, read_quantization
 
 LAYER = "model.layers.{layer}."
@@ -70,8 +70,13 @@ class PretrainedModel:
     """Sizes."""
     config: Mapping[str, Any]
     """The config.json with one spelling of every key, and defaults for absent ones (`Family.normal`)."""
-    is_multimodal: bool = False
-    """Whether it is the language model of a multimodal checkpoint."""
+    multimodal: Multimodal | None = None
+    """Kind of the multimodal checkpoint whose language model it is, if it is one."""
+
+    @property
+    def is_multimodal(self) -> bool:
+        """Return whether it is the language model of a multimodal checkpoint."""
+        return self.multimodal is not None
 
     @property
     def engine_keys(self) -> Mapping[str, Any]:
@@ -179,6 +184,16 @@ class PretrainedModel:
         mtp_layers = self.config.get("num_nextn_predict_layers") or 0
         return 0 <= int(match.group(1)) - self.shape.layers < mtp_layers
 
+    def is_copied(self, name: str) -> bool:
+        """Return whether a checkpoint tensor is copied into exports and not trained, such as an indexer's."""
+        return self.is_mtp(name) or any(part in name for part in self.family.copied)
+
+    @property
+    def loads_as_stored(self) -> bool:
+        """Return whether libraries can load the checkpoint's files into the model that engines build."""
+        is_other_model = self.is_multimodal or bool(self.family.engine_family)
+        return self.quantization is None and not is_other_model
+
     def has_separate_head(self, names: Container[str]) -> bool:
         """Return whether a checkpoint stores an output layer that config.json ties to the embedding.
 
@@ -190,9 +205,9 @@ class PretrainedModel:
         """Return whether a checkpoint tensor that the model does not use is skipped without a warning.
 
         These are rotary frequencies of old checkpoints, an output layer that is tied or replaced by a scalar
-        head, and multi-token prediction layers.
+        head, multi-token prediction layers, and the family's `copied` tensors.
         """
-        if self.is_mtp(name):
+        if self.is_copied(name):
             return True
         output_unused = self.shape.tied or self.shape.scalar_head
         return name.endswith("rotary_emb.inv_freq") or (name == OUTPUT and output_unused)
@@ -257,7 +272,7 @@ def describe(config: Mapping[str, Any], file: str = "config.json") -> Pretrained
     reader = ConfigReader(normal, file)
     shape = family.shape(reader)
     raise_errors(reader.errors)
-    return PretrainedModel(family, shape, normal, language_model is not config)
+    return PretrainedModel(family, shape, normal, multimodal_of(config))
 
 
 def family_of(config: Mapping[str, Any], file: str = "config.json") -> Family:
@@ -319,6 +334,32 @@ def transformers_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if family is None or family.model_type == model_type:
         return config
     return {**config, "model_type": family.model_type}
+
+
+def engine_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json of the model that generation engines build: `transformers_config` in general.
+
+    A family with sparse attention has that of its dense `Family.engine_family`, since vLLM has sparse
+    attention on some accelerators alone.
+    """
+    config = transformers_config(config)
+    family = BY_MODEL_TYPE.get(str(config.get("model_type", "")))
+    if family is None or not family.engine_family:
+        return config
+
+    normal = family.normal(config)
+    dense = FAMILIES[family.engine_family]
+    result: dict[str, Any] = {}
+    for key, value in normal.items():
+        # vLLM takes a model with `index_topk` for a sparse one.
+        if not key.startswith("index") and key not in ("layer_types", "mlp_layer_types"):
+            result[key] = value
+    return {
+        **result,
+        **family.engine_keys(normal),
+        "model_type": dense.model_type,
+        "architectures": [dense.architecture],
+    }
 
 
 def read_pretrained(path: Path) -> PretrainedModel:

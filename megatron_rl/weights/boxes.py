@@ -374,17 +374,18 @@ class BoxIndex:
         return result
 
 
-def boxes_of_experts(boxes: Iterable[TensorBox]) -> list[TensorBox]:
-    """Return boxes of the tensors that gpt-oss stores as boxes of one tensor per expert.
+def boxes_of_experts(boxes: Iterable[TensorBox], interleaved: bool = True) -> list[TensorBox]:
+    """Return boxes of stored tensors with all experts of a layer as boxes of one tensor per expert.
 
-    A stored matrix is [experts, in, out] with the outputs of gate and up in turn, a bias [experts, out]; see
-    `shapes.fused_experts`. Boxes of other tensors are returned as they are.
+    A stored matrix is [experts, in, out], a bias [experts, out]: with the outputs of gate and up in turn if
+    ``interleaved``, otherwise with those of gate first, and then a box has all outputs (see
+    `shapes.fused_experts`). Boxes of other tensors are returned as they are.
     """
     result: list[TensorBox] = []
     for box in boxes:
         dims = zip(box.start, box.size, strict=True)
         ends = tuple(begin + count for begin, count in dims)
-        for name, location in expert_tensors(box.name, ends).items():
+        for name, location in expert_tensors(box.name, ends, interleaved).items():
             if location.expert is None:
                 result.append(box)
             elif location.expert >= box.start[0]:
@@ -398,16 +399,19 @@ def _box_of_expert(
     location: TensorLocation,
 ) -> Iterator[TensorBox]:
     """Yield the part of a stored tensor's box that belongs to one expert's tensor, if there is one."""
-    # The first output of the box that belongs to the expert's tensor.
-    skipped = (location.begin - box.start[-1]) % location.step
-    rows = -(-(box.size[-1] - skipped) // location.step)
+    # Outputs of the expert's tensor, of which the box has those from its first one on.
+    outputs = range(location.begin, box.start[-1] + box.size[-1], location.step)
+    if location.step == 1:
+        outputs = range(location.begin, location.end)
+    first = max(0, -(-(box.start[-1] - location.begin) // location.step))
+    rows = len(outputs) - first
     if rows <= 0:
         return
 
     assert location.expert is not None
+    skipped = outputs[first] - box.start[-1]
     # The last dimension of the stored tensor is the first one of the expert's.
-    first_row = (box.start[-1] + skipped) // location.step
-    start = (first_row, *box.start[1:-1])
+    start = (first, *box.start[1:-1])
     expert_offset = (location.expert - box.start[0]) * box.stride[0]
     skipped_offset = skipped * box.stride[-1]
     offset = box.offset + expert_offset + skipped_offset

@@ -38,12 +38,13 @@ ROUTER_BIAS = "e_score_correction_bias"  # a weight of the checkpoint that trans
 def parameters(model) -> int:
     """Count the weights of a transformers model, tied ones once."""
     buffers = sum(value.numel() for name, value in model.named_buffers() if name.endswith(ROUTER_BIAS))
-    return buffers + sum(parameter.numel() for parameter in model.parameters())
+    trained = [value for name, value in model.named_parameters() if ".indexer." not in name]
+    return buffers + sum(parameter.numel() for parameter in trained)
 
 
-def refusals(checkpoint: Path) -> list[str]:
+def refusals(checkpoint: Path, *changes: str) -> list[str]:
     """Return what `check` has against a run of a checkpoint, in a workspace beside it."""
-    overrides = (f"model.path={checkpoint}", "rollout.tensor=2", "rollout.engine=vllm")
+    overrides = (f"model.path={checkpoint}", "rollout.tensor=2", "rollout.engine=vllm", *changes)
     vocabulary = {text: number for number, text in enumerate(TOKENS)}
     tokenizer = {"version": "1.0", "model": {"type": "BPE", "vocab": vocabulary, "merges": []}}
     (checkpoint / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -163,6 +164,33 @@ def test_a_minimax_m2_that_would_be_computed_differently_is_refused(
     (saved / "config.json").write_text(json.dumps({**config, key: value}))
     (error,) = refusals(saved)
     assert message in error and f"config.json: {key}" in error
+
+
+@pytest.mark.parametrize("family", ["deepseek-v32", "glm-moe-dsa"])
+def test_sparse_attention_is_trained_on_rows_where_it_is_dense(family: str, workspace: Path) -> None:
+    """On a longer row the indexer leaves keys out, and `check` refuses it."""
+    saved = workspace / "saved"
+    reference = save_model(family, saved, index_topk=24)
+    dense = AutoModelForCausalLM.from_config(
+        read_hf_config(saved, of_engine=True), attn_implementation="eager"
+    )
+    names = [name for name in reference.state_dict() if ".indexer." not in name]
+    dense.load_state_dict({name: reference.state_dict()[name] for name in names})
+    use_epsilon_of_config(dense)
+    rows = torch.arange(30)[None]
+    with torch.no_grad():
+        sparse_logits = reference(rows).logits[0]
+        dense_logits = dense(rows).logits[0]
+    torch.testing.assert_close(sparse_logits[:24], dense_logits[:24], atol=1e-5, rtol=0)
+    assert float((sparse_logits[24:] - dense_logits[24:]).abs().max()) > 1e-3
+
+    prompt = "data.max_prompt_tokens=8"
+    assert not refusals(saved, prompt, "rollout.max_response_tokens=16")
+    (error,) = refusals(saved, prompt, "rollout.max_response_tokens=17")
+    assert "8 + 17 = 25" in error and "<= 24" in error and "index_topk" in error
+
+    servers = ("rollout.engine=server", "rollout.server.urls=[http://localhost:8000]")
+    assert any("indexer of sparse attention" in error for error in refusals(saved, *servers))
 
 
 MADE_UP_DEFAULTS = {"qwen3_5_moe_text": {"intermediate_size"}}

@@ -179,10 +179,20 @@ def check_engine_servers(rollout: RolloutConfig) -> Iterator[UserError]:
 
 
 def language_model_errors(rollout: RolloutConfig, model: PretrainedModel, path: str) -> Iterator[UserError]:
-    """Yield the error for a multimodal checkpoint at ``path`` if the rollout engine is a server.
+    """Yield the errors of servers that would build another model than the run for the checkpoint at ``path``.
 
-    The run trains its language model only; a server would load the complete model, with other tensor names.
+    A server loads the complete model of a multimodal checkpoint, with other tensor names; the run trains its
+    language model only. And the trainer has no indexer for a model with sparse attention.
     """
+    if not rollout.capabilities.in_process and model.family.engine_family:
+        in_process = engines_with(in_process=True, tensor_parallel=True)
+        yield UserError(
+            f"rollout.engine={rollout.engine} has an indexer of sparse attention, which no weight sync sends",
+            where="rollout.engine",
+            expected=in_process,
+            got=f"{rollout.engine} with {model.family.architecture}",
+            fix=f"set {in_process}",
+        )
     if rollout.capabilities.in_process or not model.is_multimodal:
         return
     architecture = model.family.architecture

@@ -206,6 +206,8 @@ def _layer_type_errors(config: Mapping[str, Any], file: Path) -> Iterator[UserEr
     allowed = _LAYER_TYPES
     if config.get("linear_num_value_heads"):
         allowed = (*_LAYER_TYPES, "linear_attention")
+    if config.get("index_topk"):
+        allowed = ("indexed_attention",)
     if any(layer_type not in allowed for layer_type in layer_types):
         yield _error(file, "layer_types", f"entries among {', '.join(allowed)}", layer_types)
 

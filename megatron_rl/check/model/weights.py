@@ -243,7 +243,7 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
     At most one error is returned: quantised tensors, other names, an untied output layer, or a wrong shape.
     """
     if model.is_multimodal:
-        stored = _language_tensors(stored)
+        stored = _language_tensors(stored, model.shape.hidden)
 
     if model.family.interleaved_experts:
         errors = _block_errors(stored, model.quantization)
@@ -289,9 +289,9 @@ def _tensor_errors(path: Path, stored: Mapping[str, StoredTensor], model: Pretra
     return []
 
 
-def _language_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _language_tensors(stored: Mapping[str, StoredTensor], hidden: int) -> dict[str, StoredTensor]:
     """Return the tensors of a multimodal checkpoint's language model, named as in a text-only checkpoint."""
-    locations = tensor_locations(stored, lambda stored_name: stored[stored_name].shape)
+    locations = tensor_locations(stored, lambda stored_name: stored[stored_name].shape, hidden)
     tensors: dict[str, StoredTensor] = {}
     for name, location in locations.items():
         # Values are compared for the embedding and the output layer alone, which are stored whole.

@@ -162,9 +162,9 @@ class TorchEngine:
         pretrained = read_pretrained(Path(path) / "config.json")
         has_tensors = not (Path(path) / POINTER).is_file()
         # transformers would compute with quantised weights on an accelerator, and load all of a multimodal
-        # model.
-        read_here = has_tensors and (pretrained.quantization is not None or pretrained.is_multimodal)
-        config = read_hf_config(path)
+        # model, or an indexer of sparse attention.
+        read_here = has_tensors and not pretrained.loads_as_stored
+        config = read_hf_config(path, of_engine=True)
         if has_tensors and not read_here:
             model: Any = AutoModelForCausalLM.from_pretrained(path, config=config, **settings)
         else:

@@ -173,7 +173,7 @@ class VllmEngine:
         if adapters is not None:
             arguments |= weights.adapter_arguments(adapters, dtype)
         pretrained = read_pretrained(self._path / "config.json")
-        if load and (pretrained.quantization is not None or pretrained.is_multimodal):
+        if load and not pretrained.loads_as_stored:
             raise ValueError(f"{self._path}: vLLM reads these weights in another form: write parameters()")
         arguments["load_format"] = "auto" if load else "dummy"
 

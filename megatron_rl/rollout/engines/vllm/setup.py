@@ -28,7 +28,7 @@ from megatron_rl.distributed import device
 from megatron_rl.distributed.groups import communicator, create_communicators
 from megatron_rl.shapes.layout import ParallelLayout
 from megatron_rl.shapes.model import ModelShape
-from megatron_rl.shapes.pretrained import read_json, transformers_config
+from megatron_rl.shapes.pretrained import engine_config, read_json
 
 _REQUIRED = {
     # The engine runs in this process, so that its weights can be written in place.
@@ -417,13 +417,13 @@ def layout_as_world(layout: ParallelLayout) -> Iterator[None]:
 def language_model_arguments(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the engine arguments for a checkpoint whose config.json is not the one that transformers has.
 
-    vLLM reads the config.json of `transformers_config` from a temporary folder within the context. It would
+    vLLM reads the config.json of `engine_config` from a temporary folder within the context. It would
     otherwise build the vision tower of a multimodal model too, and reserve memory for images; and it changes
     the ``model_type`` of transformers' class in this process to one that it knows as an alias, such as
     kimi_k2, which exports would then have.
     """
     config = read_json(path / "config.json")
-    language_model = transformers_config(config)
+    language_model = engine_config(config)
     if language_model is config:
         yield {}
         return
