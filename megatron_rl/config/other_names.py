@@ -44,10 +44,10 @@ _NO_COUNTERPART: Mapping[str, str] = {
         no_repeat_ngram_size""",
     "it scores beams, and responses are sampled": "length_penalty",
     (
-        "temperature, top_p, top_k and min_p of `rollout` are the same in every step; "
-        "rollout.sampling_profiles sets them per task"
+        "top_p, top_k and min_p of `rollout` are the same in every step; rollout.temperature may change over "
+        "steps, and rollout.sampling_profiles sets all of them per task"
     ): """
-        temperature_schedule top_p_schedule AdaptiveRolloutConfig adaptive_rollout""",
+        top_p_schedule AdaptiveRolloutConfig adaptive_rollout""",
     "the learner takes the tokens themselves, special ones included": """
         skip_special_tokens spaces_between_special_tokens detokenize""",
     "a stop text is part of the response, whose last token completes it": """

@@ -25,6 +25,7 @@ from megatron_rl.config.sections.rollout import (
     rule_id_error,
     rule_token_error,
     stop_text_error,
+    temperature_schedule,
 )
 from megatron_rl.data.chat_format import (
     ConversationText,
@@ -232,8 +233,9 @@ def sampling_by_task(
     """Return the default sampling parameters, and the parameters of each task with a profile.
 
     A profile overrides fields of the rollout settings; its ``stop`` replaces theirs. The tokens ``ends``
-    always end a response. Limits are the largest ones, see `RolloutConfig.limit_of`. Raises UserError for a
-    field that does not exist or is out of range.
+    always end a response. Limits are the largest ones, see `RolloutConfig.limit_of`; a temperature that
+    changes over steps is that of the last one. Raises UserError for a field that does not exist or is out of
+    range.
     """
     errors = profile_errors(rollout)
     if errors:
@@ -260,7 +262,7 @@ def _sampling_parameters(
 ) -> SamplingParameters:
     stop_ids, stop_texts = stop_tokens_and_texts(tokenizer, values["stop"], f"{setting}.stop")
     return SamplingParameters(
-        float(values["temperature"]),
+        temperature_schedule(values["temperature"]).end,
         float(values["top_p"]),
         int(values["top_k"]),
         largest_limit(values["max_response_tokens"], auto),

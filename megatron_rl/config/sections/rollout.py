@@ -7,7 +7,7 @@ sampling parameter is a key of the run and none is an argument of a single reque
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -182,18 +182,20 @@ class RolloutConfig:
         },
     )
     # Sampling. The defaults are the model's own distribution, which the policy gradient assumes.
-    temperature: float = setting(
+    temperature: float | dict[str, float] = setting(
         1.0,
-        "Temperature of sampling, and of the log-probs that are computed in training.",
+        "Temperature of sampling, and of the log-probs that are computed in training; or its course over "
+        "steps: `{start: 1.0, end: 0.6, steps: 200}`.",
         more_than=0,
         at_most=100,
         per_task=True,
         advice="sample with 1.0; greedy training samples of one prompt would all be equal",
         also_called={
             "slime": "rollout_temperature",
-            "common": "sampling_temperature",
+            "common": "sampling_temperature, temperature_schedule",
             "Megatron-LM": "grpo_default_temperature",
         },
+        conversion={"temperature_schedule": "ours is {start: 1.0, end: 0.6, steps: 200}"},
     )
     top_p: float = setting(
         1.0,
@@ -486,6 +488,80 @@ class RolloutConfig:
         return any(filters_tokens(s["top_p"], s["top_k"], s["min_p"]) for s in settings)
 
 
+@dataclass(frozen=True)
+class TemperatureSchedule:
+    """Temperature that changes linearly from ``start`` to ``end`` within ``steps`` steps.
+
+    Example:
+        >>> schedule = TemperatureSchedule(1.0, 0.6, 200)
+        >>> schedule.at(1), schedule.at(101), schedule.at(500)
+        (1.0, 0.8, 0.6)
+    """
+
+    start: float
+    """Temperature of the first step."""
+    end: float
+    """Temperature after ``steps`` steps."""
+    steps: int
+    """Number of steps between both, 0 for a constant temperature."""
+
+    def at(self, step: int) -> float:
+        """Return the temperature of ``step``, which counts from 1."""
+        completed = step - 1
+        if completed >= self.steps:
+            return self.end
+        return self.start + (self.end - self.start) * completed / self.steps
+
+
+def temperature_schedule(value: float | Mapping[str, float]) -> TemperatureSchedule:
+    """Return the schedule of a valid value of `rollout.temperature`."""
+    if isinstance(value, Mapping):
+        return TemperatureSchedule(value["start"], value["end"], int(value["steps"]))
+    return TemperatureSchedule(value, value, 0)
+
+
+def temperature_schedules(
+    rollout: RolloutConfig,
+) -> tuple[TemperatureSchedule, dict[str, TemperatureSchedule]]:
+    """Return the schedule of the rollout's temperature, and those of the tasks with a profile."""
+    default = temperature_schedule(rollout.temperature)
+    by_task = {}
+    for task, profile in rollout.sampling_profiles.items():
+        by_task[task] = temperature_schedule(profile.get("temperature", rollout.temperature))
+    return default, by_task
+
+
+def _schedule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
+    """Yield the errors of temperatures that are schedules, in the rollout and in each profile."""
+    temperatures = {"rollout.temperature": rollout.temperature}
+    for task, profile in rollout.sampling_profiles.items():
+        if "temperature" in profile:
+            temperatures[f"rollout.sampling_profiles.{task}.temperature"] = profile["temperature"]
+
+    for path, value in temperatures.items():
+        if not isinstance(value, Mapping):
+            continue
+        names = ("start", "end", "steps")
+        if set(value) != set(names):
+            yield UserError(
+                f"`{path}` is not a schedule of a temperature",
+                where=path,
+                expected=f"a number, or a section of {', '.join(names)}",
+                got=f"a section of {', '.join(value) or 'nothing'}",
+                fix=f"write {path}: {{start: 1.0, end: 0.6, steps: 200}}",
+            )
+            continue
+
+        for name in ("start", "end"):
+            error = profile_fields()["temperature"].error(f"{path}.{name}", value[name])
+            if error is not None:
+                yield error
+        steps = value["steps"]
+        if not 1 <= steps <= MOST_STEPS or steps != int(steps):
+            expected = f"an integer from 1 to {MOST_STEPS}"
+            yield out_of_range(f"{path}.steps", steps, expected, fix="give a number of steps")
+
+
 def filters_tokens(top_p: float, top_k: int, min_p: float) -> bool:
     """Return whether these filters exclude some tokens from sampling."""
     return top_p < 1 or top_k > 0 or min_p > 0
@@ -593,7 +669,8 @@ def task_settings(rollout: RolloutConfig) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors of rules on logits whose values have the right types."""
+    """Yield the errors of rules on logits, and of temperatures, whose values have the right types."""
+    yield from _schedule_errors(rollout)
     yield from _penalty_errors(rollout)
     for path, settings in task_settings(rollout):
         shortest = settings["min_response_tokens"]
