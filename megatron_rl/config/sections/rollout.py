@@ -531,6 +531,12 @@ def temperature_schedules(
     return default, by_task
 
 
+def changes_temperature(rollout: RolloutConfig) -> bool:
+    """Return whether the temperature of any task changes over steps."""
+    default, by_task = temperature_schedules(rollout)
+    return any(schedule.steps > 0 for schedule in (default, *by_task.values()))
+
+
 def _schedule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
     """Yield the errors of temperatures that are schedules, in the rollout and in each profile."""
     temperatures = {"rollout.temperature": rollout.temperature}
