@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megatron_rl.algorithms import get_algorithm as get_algorithm
     from megatron_rl.check.configuration import check_config as check_config
     from megatron_rl.config.load import load_config as load_config
+    from megatron_rl.config.sampling_profiles import sampling_profile as sampling_profile
     from megatron_rl.config.schema import RunConfig as RunConfig
     from megatron_rl.distributed.groups import ParallelGroups as ParallelGroups
     from megatron_rl.environments.agent import AgentEnvironment as AgentEnvironment
@@ -65,6 +66,7 @@ PUBLIC = {
     "check_config": "megatron_rl.check.configuration",
     "get_algorithm": "megatron_rl.algorithms",
     "load_config": "megatron_rl.config.load",
+    "sampling_profile": "megatron_rl.config.sampling_profiles",
 }
 
 

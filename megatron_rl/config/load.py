@@ -15,6 +15,7 @@ from typing import Any
 from megatron_rl.config.field_types import format_ranges
 from megatron_rl.config.parse import Parse, parse_section
 from megatron_rl.config.run_folder import RunFolder
+from megatron_rl.config.sampling_profiles import name_profiles
 from megatron_rl.config.schema import JOBS, RunConfig
 from megatron_rl.config.setting import is_section, iter_settings, key_path
 from megatron_rl.config.source import (
@@ -95,6 +96,7 @@ def _finish(
     # Refuse `base` after the overrides: `base=other.yaml` on the command line would have no effect.
     refuse_base(tree, errors)
     _name_megatron_model(tree)
+    name_profiles(tree, errors)
     config, parse = parse_tree(tree, errors)
     return LoadedConfig(config, path, parse.origins, tuple(parse.errors), frozenset(parse.broken), tree=tree)
 

@@ -321,9 +321,16 @@ class RolloutConfig:
     sampling_profiles: dict[str, dict[str, Any]] = setting(
         {},
         "Sampling of single tasks, by task: temperature, top_p, top_k, min_p, max_response_tokens, stop, "
-        "min_response_tokens, banned_tokens, logit_bias and the three penalties.",
-        also_called={"common": "sampling_profile, register_sampling_profile"},
-        conversion="ours has a section for each task: rollout.sampling_profiles: {TASK: {temperature: 0.7}}",
+        "min_response_tokens, banned_tokens, logit_bias and the three penalties; or the name of a profile.",
+    )
+    # Loading replaces it by the profile's settings, see `config.sampling_profiles`.
+    sampling_profile: str | None = setting(
+        None,
+        "Profile of the whole run: a name of `sampling_profiles`, or `file.py:NAME` of one that "
+        "`megatron_rl.sampling_profile` registers there. It replaces settings of this section.",
+        unset="none",
+        also_called={"common": "register_sampling_profile"},
+        conversion="ours takes a name: sampling_profile: careful; megatron_rl.sampling_profile registers one",
     )
     # Order of sampling, and what happens to responses that are not complete when a step ends.
     order: str = setting(
