@@ -273,6 +273,7 @@ def _sampling_parameters(
         float(values["repetition_penalty"]),
         float(values["presence_penalty"]),
         float(values["frequency_penalty"]),
+        int(values["no_repeat_ngram_size"]),
         stop_texts,
     )
 

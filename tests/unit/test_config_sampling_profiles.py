@@ -80,8 +80,8 @@ def test_python_code_registers_profiles_for_runs_and_tasks(write) -> None:
 
 
 def test_a_file_registers_profiles(write) -> None:
-    profiles = "import megatron_rl\nfor value in (1, 2):\n    megatron_rl.sampling_profile(f'k{value}', top_k=value)\n"
-    Path("profiles.py").write_text(profiles)
+    calls = [f"megatron_rl.sampling_profile('k{value}', top_k={value})" for value in (1, 2)]
+    Path("profiles.py").write_text("\n".join(["import megatron_rl", *calls]))
     text = "rollout: {sampling_profiles: {math: 'profiles.py:k2'}, sampling_profile: 'profiles.py:k1'}"
     rollout = load_config(write(text)).rollout
     assert rollout.top_k == 1

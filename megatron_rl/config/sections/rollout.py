@@ -318,10 +318,22 @@ class RolloutConfig:
         per_task=True,
         advice="0 switches it off; above 0 tokens repeat less",
     )
+    no_repeat_ngram_size: int = setting(
+        0,
+        "Length of the runs of tokens that prompt and response together have only once: a token that would "
+        "complete such a run again is not sampled.",
+        unit="tokens",
+        at_least=0,
+        at_most=MOST_TOKENS,
+        per_task=True,
+        advice="0 switches it off; 4 bans repeated runs of four tokens",
+        also_called={"vLLM": "ngram_size"},
+    )
     sampling_profiles: dict[str, dict[str, Any]] = setting(
         {},
         "Sampling of single tasks, by task: temperature, top_p, top_k, min_p, max_response_tokens, stop, "
-        "min_response_tokens, banned_tokens, logit_bias and the three penalties; or the name of a profile.",
+        "min_response_tokens, banned_tokens, logit_bias, no_repeat_ngram_size and the three penalties; "
+        "or the name of a profile.",
     )
     # Loading replaces it by the profile's settings, see `config.sampling_profiles`.
     sampling_profile: str | None = setting(
@@ -484,6 +496,11 @@ class RolloutConfig:
         # The engine schedules no more sequences than its own limit.
         bounds = [self.max_in_flight, self.vllm.get("max_num_seqs")]
         return min((bound for bound in bounds if isinstance(bound, int)), default=None)
+
+    @property
+    def bans_ngrams(self) -> bool:
+        """Return whether any task has `no_repeat_ngram_size`."""
+        return any(settings["no_repeat_ngram_size"] for _, settings in task_settings(self))
 
     @property
     def truncates(self) -> bool:
@@ -686,6 +703,7 @@ def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
     yield from _schedule_errors(rollout)
     yield from _penalty_errors(rollout)
     for path, settings in task_settings(rollout):
+        yield from _ngram_errors(path, settings["no_repeat_ngram_size"], rollout)
         shortest = settings["min_response_tokens"]
         # Limits may depend on the prompt, or follow earlier lengths: the minimum holds for each of them.
         limit = smallest_limit(settings["max_response_tokens"], rollout.auto_limit)
@@ -712,6 +730,21 @@ def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
                 got=f"{count}",
                 fix="remove some",
             )
+
+
+def _ngram_errors(path: str, size: int, rollout: RolloutConfig) -> Iterator[UserError]:
+    """Yield the errors of `no_repeat_ngram_size` in the settings at ``path``."""
+    key = f"{path}.no_repeat_ngram_size"
+    if size == 1:
+        yield out_of_range(
+            key,
+            size,
+            "0, or 2 tokens or more",
+            fix="write 2 or more; rollout.frequency_penalty makes single tokens rarer",
+        )
+    if size and not rollout.capabilities.token_history:
+        choices = engines_with(token_history=True)
+        yield requires(key, size, choices, got=f"rollout.engine={rollout.engine}", fix=f"set {choices}")
 
 
 def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:
