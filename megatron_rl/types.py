@@ -51,10 +51,12 @@ class SamplingParameters(NamedTuple):
     """Value that is subtracted from the logits of the response's tokens; 0 is off."""
     frequency_penalty: float = 0.0
     """Value that is subtracted from a token's logit for each occurrence in the response; 0 is off."""
-    no_repeat_ngram_size: int = 0
-    """Length of the runs of tokens that prompt and response together have only once; 0 is off."""
     stop_texts: tuple[str, ...] = ()
     """Texts of several tokens that end the response; see `rollout.stopping`."""
+
+    # New fields come last: checkpoints have the values in order, and older ones lack the last.
+    no_repeat_ngram_size: int = 0
+    """Length of the runs of tokens that prompt and response together have only once; 0 is off."""
 
     @property
     def has_penalties(self) -> bool:

@@ -273,8 +273,8 @@ def _sampling_parameters(
         float(values["repetition_penalty"]),
         float(values["presence_penalty"]),
         float(values["frequency_penalty"]),
-        int(values["no_repeat_ngram_size"]),
         stop_texts,
+        int(values["no_repeat_ngram_size"]),
     )
 
 
