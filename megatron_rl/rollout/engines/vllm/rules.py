@@ -71,7 +71,7 @@ def host_processor() -> type:
 
 def _request_tokens(
     parameters: Any,
-    prompt: list[int],
+    prompt: list[int] | None,
     output: list[int],
 ) -> tuple[int, list[int], list[int]] | None:
     """Return the processor's entry for a new request, None without rules.
@@ -81,6 +81,7 @@ def _request_tokens(
     size = _ngram_size(parameters)
     if not size:
         return None
+    assert prompt is not None, "requests are token ids, not embeddings"
     return size, prompt, output
 
 
