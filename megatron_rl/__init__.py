@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatron_rl.algorithms.objectives import sft_objective as sft_objective
     from megatron_rl.check.configuration import check_config as check_config
     from megatron_rl.config.load import load_config as load_config
+    from megatron_rl.config.sampling_profiles import sampling_profile as sampling_profile
     from megatron_rl.config.schema import RunConfig as RunConfig
     from megatron_rl.config.setting import setting as setting
     from megatron_rl.distributed.groups import ParallelGroups as ParallelGroups
@@ -75,6 +76,7 @@ PUBLIC = {
     "get_algorithm": "megatron_rl.algorithms",
     "load_config": "megatron_rl.config.load",
     "log_ratio": "megatron_rl.algorithms.losses",
+    "sampling_profile": "megatron_rl.config.sampling_profiles",
     "setting": "megatron_rl.config.setting",
     "sft_objective": "megatron_rl.algorithms.objectives",
 }

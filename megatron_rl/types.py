@@ -54,6 +54,10 @@ class SamplingParameters(NamedTuple):
     stop_texts: tuple[str, ...] = ()
     """Texts of several tokens that end the response; see `rollout.stopping`."""
 
+    # New fields come last: checkpoints have the values in order, and older ones lack the last.
+    no_repeat_ngram_size: int = 0
+    """Length of the runs of tokens that prompt and response together have only once; 0 is off."""
+
     @property
     def has_penalties(self) -> bool:
         """Return whether earlier tokens of a row change its logits."""
@@ -63,7 +67,8 @@ class SamplingParameters(NamedTuple):
     @property
     def has_rules(self) -> bool:
         """Return whether a rule changes logits before the temperature and the filters."""
-        return bool(self.logit_bias) or self.min_response_tokens > 0 or self.has_penalties
+        has_bans = self.min_response_tokens > 0 or self.no_repeat_ngram_size > 0
+        return bool(self.logit_bias) or has_bans or self.has_penalties
 
     def greedy(self) -> SamplingParameters:
         """Return the parameters with greedy decoding and without filters, which would not change it."""

@@ -29,6 +29,7 @@ WRITTEN_BY = {
     "a run that discards responses": "rollout/discarded",
     "a run that samples ahead": "staleness/m time/idle_",
     "a run with limits of its own": "response/limit/ response/truncated_fraction/",
+    "a run whose temperature changes": "rollout/temperature",
     "a run with older weights": "staleness/m rollout/version",
 }
 """Description of a run -> prefixes of the metrics that it has to write, separated by spaces."""

@@ -16,6 +16,7 @@ from megatron_rl.cli.eval import require_checkpoint
 from megatron_rl.config.checkpoint_meta import is_checkpoint, latest
 from megatron_rl.config.load import load_config
 from megatron_rl.config.run_folder import RunFolder, folder_of_checkpoint
+from megatron_rl.config.sections.rollout import temperature_schedule
 
 HOST_MEMORY = "0.25"
 """Fraction of a host's memory that the server may use without a GPU: other programs need the rest."""
@@ -100,7 +101,8 @@ def sampling_defaults(folder: RunFolder) -> dict[str, Any]:
 
     # Filters that are off are left out, as vLLM's defaults are off.
     defaults: dict[str, Any] = {
-        "temperature": rollout.temperature,
+        # Of a temperature that changes over steps, the last one.
+        "temperature": temperature_schedule(rollout.temperature).end,
         "max_new_tokens": rollout.response_limit,
     }
     if rollout.top_p < 1:

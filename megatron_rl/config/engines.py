@@ -44,6 +44,9 @@ class EngineCapabilities:
     stop_texts: bool = False
     """Responses end at `SamplingParameters.stop_texts`, by `rollout.stopping`."""
 
+    token_history: bool = False
+    """Logits are changed by all earlier tokens of a sequence (`SamplingParameters.no_repeat_ngram_size`)."""
+
     host_head_sizes: tuple[int, ...] = ()
     """Supported sizes of an attention head on a host without accelerator, empty for any."""
 
@@ -94,6 +97,7 @@ ENGINES: dict[str, EngineSpec] = {
             adapter_sync=True,
             keeps_cache=True,
             stop_texts=True,
+            token_history=True,
             # vLLM's attention on a CPU has kernels for these sizes alone.
             host_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
             host_latent_size=576,
@@ -107,7 +111,9 @@ ENGINES: dict[str, EngineSpec] = {
     "torch": EngineSpec(
         "megatron_rl.rollout.engines.torch",
         # A step of this engine completes all requests, so an interruption never finds partial responses.
-        EngineCapabilities(in_process=True, partial=True, sampling_masks=True, stop_texts=True),
+        EngineCapabilities(
+            in_process=True, partial=True, sampling_masks=True, stop_texts=True, token_history=True
+        ),
     ),
     "server": EngineSpec(
         "megatron_rl.rollout.engines.vllm_server",
@@ -119,8 +125,8 @@ ENGINES: dict[str, EngineSpec] = {
 }
 
 # Capabilities of an engine that a user names by path. Its class is not imported before a run starts, so every
-# capability that is part of the engine interface is assumed. Stop texts are not: an engine that does not read
-# them would sample beyond them.
+# capability that is part of the engine interface is assumed. Stop texts and rules that read
+# earlier tokens are not: an engine that does not know them would sample from other distributions.
 USER_ENGINE = EngineCapabilities(in_process=True, tensor_parallel=True, partial=True, sampling_masks=True)
 
 

@@ -16,6 +16,7 @@ from megatron_rl.config.field_types import format_ranges
 from megatron_rl.config.hub import HubCopy, resolve_names
 from megatron_rl.config.parse import Parse, parse_section
 from megatron_rl.config.run_folder import RunFolder
+from megatron_rl.config.sampling_profiles import name_profiles
 from megatron_rl.config.schema import JOBS, RunConfig
 from megatron_rl.config.setting import is_section, iter_settings, key_path
 from megatron_rl.config.source import (
@@ -104,6 +105,7 @@ def _finish(
     # Refuse `base` after the overrides: `base=other.yaml` on the command line would have no effect.
     refuse_base(tree, errors)
     _name_megatron_model(tree)
+    name_profiles(tree, errors)
     config, parse = parse_tree(tree, errors)
     return LoadedConfig(
         config,

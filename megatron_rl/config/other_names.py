@@ -37,17 +37,13 @@ RENAMED: Mapping[str, str] = {
 # Reason why there is no counterpart, as an error prints it -> names of other projects.
 _NO_COUNTERPART: Mapping[str, str] = {
     # Sampling.
-    (
-        "sequences of several tokens are not banned; rollout.repetition_penalty and rollout.banned_tokens "
-        "are rules on single tokens"
-    ): """
-        no_repeat_ngram_size""",
+    "what the prompt has is banned by rollout.no_repeat_ngram_size, too": "encoder_no_repeat_ngram_size",
     "it scores beams, and responses are sampled": "length_penalty",
     (
-        "temperature, top_p, top_k and min_p of `rollout` are the same in every step; "
-        "rollout.sampling_profiles sets them per task"
+        "top_p, top_k and min_p of `rollout` are the same in every step; rollout.temperature may change over "
+        "steps, and rollout.sampling_profiles sets all of them per task"
     ): """
-        temperature_schedule top_p_schedule AdaptiveRolloutConfig adaptive_rollout""",
+        top_p_schedule AdaptiveRolloutConfig adaptive_rollout""",
     "the learner takes the tokens themselves, special ones included": """
         skip_special_tokens spaces_between_special_tokens detokenize""",
     "a stop text is part of the response, whose last token completes it": """

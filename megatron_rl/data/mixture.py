@@ -98,8 +98,10 @@ class MixedPrompts:
         return min(source.epoch for source in self.sources.values())
 
     def begin_step(self, step: int) -> None:
-        """Draw all further prompts with the weights of ``step``, which counts from 1."""
+        """Draw all further prompts with the weights and temperatures of ``step``, which counts from 1."""
         self._step = step
+        for source in self.sources.values():
+            source.begin_step(step)
 
     def weights(self) -> dict[str, float]:
         """Return the positive weights of the current step."""

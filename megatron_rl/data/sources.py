@@ -23,7 +23,7 @@ import torch
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.sections.data import DataConfig, PromptTemplate, fields_of
-from megatron_rl.config.sections.rollout import RolloutConfig
+from megatron_rl.config.sections.rollout import RolloutConfig, temperature_schedules
 from megatron_rl.data.chat_format import ConversationText
 from megatron_rl.data.forms import REWARDED, Consumers, RecordReader, prompt_consumers, template_source
 from megatron_rl.data.messages import (
@@ -240,6 +240,8 @@ class PromptSource:
         ends = end_token_ids(tokenizer, model_path, templated=self.templated)
         self._rollout = rollout
         self._default_sampling, self._sampling_by_task = sampling_by_task(rollout, tokenizer, ends)
+        self._default_schedule, self._schedule_by_task = temperature_schedules(rollout)
+        self._step = 1
         self.text_warnings = list(self._text_warnings(tokenizer, ends, model_path, setting))
         """Warnings about the texts of the first records, and about the template that renders them."""
 
@@ -299,7 +301,8 @@ class PromptSource:
         return len(self._records)
 
     def begin_step(self, step: int) -> None:
-        """Do nothing: the order of one data set does not depend on the step."""
+        """Take the temperatures of ``step``, which counts from 1, for the prompts that follow."""
+        self._step = step
 
     @property
     def epoch(self) -> int:
@@ -308,7 +311,13 @@ class PromptSource:
 
     def next(self, count: int) -> PromptBatch:
         """Return the next ``count`` prompts, crossing into further epochs as needed."""
-        return self._batch(self._order.next(count))
+        batch = self._batch(self._order.next(count))
+
+        sampling = []
+        for task, parameters in zip(batch.tasks, batch.sampling, strict=True):
+            schedule = self._schedule_by_task.get(task, self._default_schedule)
+            sampling.append(parameters._replace(temperature=schedule.at(self._step)))
+        return replace(batch, sampling=tuple(sampling))
 
     def record_group(self, prompt_id: int, *, is_uniform: bool) -> None:
         """Record whether all responses to a prompt had equal rewards, for `data.uniform_share`."""

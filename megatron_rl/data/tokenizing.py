@@ -25,6 +25,7 @@ from megatron_rl.config.sections.rollout import (
     rule_id_error,
     rule_token_error,
     stop_text_error,
+    temperature_schedule,
 )
 from megatron_rl.data.chat_format import (
     ConversationText,
@@ -232,8 +233,9 @@ def sampling_by_task(
     """Return the default sampling parameters, and the parameters of each task with a profile.
 
     A profile overrides fields of the rollout settings; its ``stop`` replaces theirs. The tokens ``ends``
-    always end a response. Limits are the largest ones, see `RolloutConfig.limit_of`. Raises UserError for a
-    field that does not exist or is out of range.
+    always end a response. Limits are the largest ones, see `RolloutConfig.limit_of`; a temperature that
+    changes over steps is that of the last one. Raises UserError for a field that does not exist or is out of
+    range.
     """
     errors = profile_errors(rollout)
     if errors:
@@ -264,7 +266,7 @@ def _sampling_parameters(
     # An end token may be a stop text too: dict.fromkeys drops the repetition and keeps the order.
     stop_token_ids = tuple(dict.fromkeys((*ends, *stop_ids)))
     return SamplingParameters(
-        temperature=float(values["temperature"]),
+        temperature=temperature_schedule(values["temperature"]).end,
         top_p=float(values["top_p"]),
         top_k=int(values["top_k"]),
         max_response_tokens=largest_limit(values["max_response_tokens"], auto),
@@ -276,6 +278,7 @@ def _sampling_parameters(
         presence_penalty=float(values["presence_penalty"]),
         frequency_penalty=float(values["frequency_penalty"]),
         stop_texts=stop_texts,
+        no_repeat_ngram_size=int(values["no_repeat_ngram_size"]),
     )
 
 

@@ -4,9 +4,10 @@ A rule depends on the row and on the position in it, never on the weights, and a
 one another. So the rules of a micro-batch are one `RowRules` per row, and a tile of logits is changed row by
 row, in place.
 
-Definitions are vLLM's, in its order: a bias is added to the logits; the repetition penalty divides the
-positive logits of earlier tokens, prompt included, and multiplies the others; frequency and presence penalty
-are subtracted from the logits of earlier tokens of the response. Temperature and filters follow.
+Definitions are vLLM's, in its order: a bias is added to the logits, `BANNED` to those of banned tokens; the
+repetition penalty divides the positive logits of earlier tokens, prompt included, and multiplies the others;
+frequency and presence penalty are subtracted from the logits of earlier tokens of the response. Temperature
+and filters follow.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -86,6 +88,76 @@ def _counts(columns: Tensor, before: Tensor, logits: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class RepeatedNgrams:
+    """Tokens that would repeat an n-gram of one row, position by position.
+
+    Example, for a row with 2 selected tokens, of which the second must not be token 7:
+    ``RepeatedNgrams(items=[1], tokens=[7], offsets=[0, 0, 1])``.
+    """
+
+    items: Tensor
+    """[p] int64, ascending: index of the selected token that must not be the token beside it."""
+    tokens: Tensor
+    """[p] int64 token ids; one may be there twice for a selected token."""
+    offsets: numpy.ndarray
+    """[count + 1] index of each selected token's first pair, on the host: slicing reads no device."""
+
+    def ban(self, logits: Tensor, items: slice, start: int) -> None:
+        """Ban the tokens from the logits [n, columns] of the selected tokens ``items`` of the row, in place.
+
+        ``start`` is the token id of the first column.
+        """
+        first, last = self.offsets[[items.start, items.stop]].tolist()
+        if first == last:
+            return
+
+        # Columns of other shards get 0, as in `_add_bias`.
+        columns = self.tokens[first:last] - start
+        is_here = (columns >= 0) & (columns < logits.shape[1])
+        values = torch.where(is_here, BANNED, 0.0).to(logits.dtype)
+        index = (self.items[first:last] - items.start, columns.clamp(0, logits.shape[1] - 1))
+        logits.index_put_(index, values, accumulate=True)
+
+
+def repeated_ngrams(tokens: Tensor, index: Tensor, size: int) -> RepeatedNgrams:
+    """Return the tokens that would repeat an n-gram of a row, n being ``size`` of 2 or more.
+
+    ``tokens`` [m] are those of the row, and ``index`` [count] the ascending positions of its selected ones.
+    """
+    row = tokens.numpy()
+    positions = index.numpy()
+    if len(row) < size:
+        no_pairs = torch.empty(0, dtype=torch.int64)
+        return RepeatedNgrams(no_pairs, no_pairs, numpy.zeros(len(positions) + 1, numpy.int64))
+
+    # Window w has the n - 1 tokens from w on, before the token at w + n - 1. Equal windows get one number.
+    windows = numpy.lib.stride_tricks.sliding_window_view(row[:-1], size - 1)
+    _, numbers = numpy.unique(windows, axis=0, return_inverse=True)
+
+    # In the order of numbers, then of windows, the earlier windows equal to one are directly before it.
+    order = numpy.argsort(numbers, kind="stable")
+    ordered = numbers[order]
+    rank = numpy.arange(len(order)) - numpy.searchsorted(ordered, ordered)
+    place = numpy.empty_like(order)
+    place[order] = numpy.arange(len(order))
+
+    # Pairs of a selected token's window and each earlier equal one, whose next token is banned.
+    selected_windows = positions - (size - 1)
+    has_window = selected_windows >= 0
+    places = place[selected_windows[has_window]]
+    counts = numpy.zeros(len(positions), numpy.int64)
+    counts[has_window] = rank[places]
+    offsets = numpy.concatenate(([0], counts.cumsum()))
+
+    items = numpy.repeat(numpy.arange(len(positions)), counts)
+    first_places = numpy.zeros(len(positions), numpy.int64)
+    first_places[has_window] = places - rank[places]
+    earlier = order[first_places[items] + numpy.arange(offsets[-1]) - offsets[items]]
+    banned = row[earlier + size - 1].astype(numpy.int64)
+    return RepeatedNgrams(torch.from_numpy(items), torch.from_numpy(banned), offsets)
+
+
+@dataclass(frozen=True)
 class RowRules:
     """Rules of one row of a micro-batch.
 
@@ -107,6 +179,8 @@ class RowRules:
     """[s] int64 stop tokens, empty without a minimum length."""
     penalties: Penalties | None = None
     """Penalties of earlier tokens, None without."""
+    ngrams: RepeatedNgrams | None = None
+    """Tokens that would repeat an n-gram, None where it may."""
 
 
 def build_row_rules(
@@ -153,7 +227,10 @@ def build_row_rules(
                 sampling.presence_penalty,
                 sampling.frequency_penalty,
             )
-        row_rules.append(RowRules(first, count, no_stop, *tensors[sampling], penalties))
+        ngrams = None
+        if sampling.no_repeat_ngram_size:
+            ngrams = repeated_ngrams(tokens[begin:end], index, sampling.no_repeat_ngram_size)
+        row_rules.append(RowRules(first, count, no_stop, *tensors[sampling], penalties, ngrams))
     return tuple(row_rules)
 
 
@@ -199,8 +276,10 @@ def apply_rules(
             banned = torch.full_like(row.stop_ids, BANNED, dtype=torch.float32)
             _add_bias(logits[first:last_no_stop], row.stop_ids - start, banned)
 
+        items = slice(first + begin - row.first, last + begin - row.first)
+        if row.ngrams is not None:
+            row.ngrams.ban(logits[first:last], items, start)
         if row.penalties is not None:
-            items = slice(first + begin - row.first, last + begin - row.first)
             row_slope = None if slope is None else slope[first:last]
             row.penalties.apply(logits[first:last], items, start, row_slope)
 

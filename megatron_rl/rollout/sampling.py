@@ -165,8 +165,8 @@ def ruled_logits(
     """Apply the rules of each row to its logits [B, V], before temperature and filters: [B, V].
 
     ``prompts`` and ``responses`` are the token ids of each row so far. Returns ``logits`` itself if no row
-    has a rule. Definitions are vLLM's: biases first, then the penalties. The repetition penalty counts tokens
-    of the prompt, too.
+    has a rule. Definitions are vLLM's: biases and bans first, then the penalties. The repetition penalty
+    counts tokens of the prompt, too.
     """
     if not any(parameters.has_rules for parameters in sampling):
         return logits
@@ -177,9 +177,30 @@ def ruled_logits(
             logits[row, token] += bias
         if len(responses[row]) < parameters.min_response_tokens:
             logits[row, list(parameters.stop_token_ids)] += BANNED
+        if parameters.no_repeat_ngram_size:
+            earlier = torch.tensor([*prompts[row], *responses[row]], device=logits.device)
+            ban_repeated_ngrams(logits[row], earlier, parameters.no_repeat_ngram_size)
         if parameters.has_penalties:
             _penalize(logits[row], parameters, prompts[row], responses[row])
     return logits
+
+
+def ban_repeated_ngrams(logits: Tensor, tokens: Tensor, size: int) -> None:
+    """Ban the tokens that would repeat an n-gram of a row from its logits [V], in place.
+
+    ``tokens`` [m] are all tokens of the row so far, prompt included, and ``size`` is n. As
+    `NoRepeatNGramLogitsProcessor` of transformers.
+    """
+    if len(tokens) < size:
+        return
+
+    ngrams = tokens.unfold(0, size, 1)
+    last = tokens[len(tokens) - size + 1 :]
+
+    # Every n-gram adds to its last token's logit, 0 if it begins with others than the row's last tokens:
+    # selecting the others would read their number from the device.
+    repeats = (ngrams[:, :-1] == last).all(dim=1)
+    logits.index_add_(0, ngrams[:, -1].long(), repeats.to(logits.dtype) * BANNED)
 
 
 def _penalize(

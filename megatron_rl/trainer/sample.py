@@ -17,7 +17,7 @@ import torch
 
 from megatron_rl.algorithms import Algorithm
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.sections.rollout import CLOSED
+from megatron_rl.config.sections.rollout import CLOSED, changes_temperature
 from megatron_rl.distributed.exchange import ReplicaGroup
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.build import Roles
@@ -165,6 +165,9 @@ class RolloutSource:
         early = early_rewards(selected)
         metrics = conversation_metrics(rollouts)
         metrics += length_metrics(prompts, rollouts, self.config.rollout)
+        if changes_temperature(self.config.rollout):
+            temperatures = rollouts.temperature
+            metrics += Metrics.mean("rollout/temperature", float(temperatures.sum()), len(temperatures))
         self.limits.observe(prompts, rollouts)
         if not self.config.rollout.capabilities.in_process:
             metrics += Metrics.of({"rollout/sampled_again": float(new_tokens.resubmitted)})

@@ -15,12 +15,14 @@ RULES: dict[str, Any] = {
     "banned_tokens": ["7"],
     "logit_bias": {"1": 1.5, "token_id:5": -0.75},
     "min_response_tokens": 3,
+    "no_repeat_ngram_size": 3,
     # Another rule for one task, and filters after the rules.
     "sampling_profiles": {
         "other": {
             "banned_tokens": ["8"],
             "top_p": 0.95,
             "min_response_tokens": 0,
+            "no_repeat_ngram_size": 2,
             "repetition_penalty": 1.3,
             "presence_penalty": 0.4,
             "frequency_penalty": -0.2,
@@ -71,6 +73,17 @@ def _samples(run: Path) -> dict[str, list[dict[str, Any]]]:
     return samples
 
 
+def _repeats(row: dict[str, Any], size: int) -> bool:
+    """Return whether a run of characters, which are tokens, is in a row twice and ends in its response."""
+    # Special tokens are not part of the text; one inside it separates tokens that look adjacent.
+    if len(row["response"]) < row["length"] - (row["finish_reason"] == 0):
+        return False
+    text = row["prompt"] + row["response"]
+    runs = [text[start : start + size] for start in range(len(text) - size + 1)]
+    first = len(row["prompt"]) - size + 1
+    return any(run in runs[:start] for start, run in enumerate(runs) if start >= first)
+
+
 def _log_probs_agree(run: Path) -> None:
     lines = read_metrics(run / "metrics.jsonl")
     differences = [line["mismatch/abs_diff"] for line in lines if "mismatch/abs_diff" in line]
@@ -97,6 +110,8 @@ def test_rules_reach_both_sides(torchrun, material, tmp_path):
     other = "".join(row["response"] for row in samples["other"])
     assert "7" not in ruled and "8" in ruled
     assert "8" not in other and "7" in other
+    assert not any(_repeats(row, 3) for row in samples["addition"])
+    assert not any(_repeats(row, 2) for row in samples["other"])
     # An end token is at the earliest the fourth.
     lengths = {task: min(row["length"] for row in rows) for task, rows in samples.items()}
     assert lengths["addition"] >= 4 > lengths["other"]

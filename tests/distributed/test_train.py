@@ -73,7 +73,12 @@ def _weights(folder: Path) -> dict[str, bytes]:
 
 def test_resumed_run_equals_uninterrupted_run(torchrun, fork, material, tmp_path):
     truncated = {
-        "rollout": {"top_p": 0.9, "sampling_profiles": {"other": {"top_k": 5}}},
+        "rollout": {
+            "top_p": 0.9,
+            "temperature": {"start": 1.1, "end": 0.8, "steps": 3},
+            "repetition_penalty": 1.1,
+            "sampling_profiles": {"other": {"top_k": 5}},
+        },
         "evaluation": {"sets": _two_sets(tmp_path, material)},
         "checkpoint": {"best": "eval/sampled/lengths/of_text", "best_is": "lowest"},
     }

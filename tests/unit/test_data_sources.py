@@ -27,7 +27,7 @@ from megatron_rl.data.sources import PromptSource, encode_prompts, encode_respon
 from megatron_rl.data.token_files import Encoded, TokenFiles
 from megatron_rl.data.tokenizing import encode_texts, end_token_ids, load_tokenizer
 from megatron_rl.errors import UserError
-from megatron_rl.types import PromptBatch, SamplingParameters, split_rows
+from megatron_rl.types import BANNED, PromptBatch, SamplingParameters, split_rows
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 
@@ -211,6 +211,41 @@ def test_bad_sampling_profiles(tokenizer: Any, profile: dict[str, Any], message:
     with pytest.raises(UserError) as caught:
         source(problems(1), tokenizer, RolloutConfig(sampling_profiles={"hard": profile}))
     assert message in str(caught.value) and "rollout.sampling_profiles.hard" in str(caught.value)
+
+
+def test_temperatures_follow_the_step(tokenizer: Any) -> None:
+    rollout = RolloutConfig(
+        temperature={"start": 1.0, "end": 0.6, "steps": 4},
+        sampling_profiles={
+            "hard": {"temperature": {"start": 0.5, "end": 1.5, "steps": 2}},
+            "fixed": {"temperature": 0.7},
+        },
+    )
+    values = [{"prompt": "1+1=", "ground_truth": "2", "task": task} for task in ("easy", "hard", "fixed")]
+    prompts = source(records(values), tokenizer, rollout)
+
+    found = {}
+    for step in (1, 2, 3, 9):
+        prompts.begin_step(step)
+        batch = prompts.next(3)
+        temperatures = [sampling.temperature for sampling in batch.sampling]
+        by_task = dict(zip(batch.tasks, temperatures, strict=True))
+        found[step] = [round(by_task[task], 9) for task in ("easy", "hard", "fixed")]
+    assert found == {1: [1.0, 0.5, 0.7], 2: [0.9, 1.0, 0.7], 3: [0.8, 1.5, 0.7], 9: [0.6, 1.5, 0.7]}
+
+
+def test_rules_name_tokens_by_text_or_id(tokenizer: Any) -> None:
+    rollout = RolloutConfig(
+        banned_tokens=("7", "token_id:3"), logit_bias={"8": 1.5, "token_id:5": 0.0}, min_response_tokens=2
+    )
+    (sampling,) = source(problems(1), tokenizer, rollout).next(1).sampling
+    seven, eight = (tokenizer.convert_tokens_to_ids(text) for text in "78")
+    assert dict(sampling.logit_bias) == {eight: 1.5, seven: BANNED, 3: BANNED}
+    assert sampling.min_response_tokens == 2
+
+    for text in ("token_id:99999", "no token"):
+        with pytest.raises(UserError, match="not"):
+            source(problems(1), tokenizer, RolloutConfig(banned_tokens=(text,)))
 
 
 def test_everything_is_in_file_order_and_greedy_switches_filters_off(tokenizer: Any) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
+from transformers import NoRepeatNGramLogitsProcessor
 
 from megatron_rl.config.sections.response_limits import ResponseLimit
 from megatron_rl.config.sections.rollout import RolloutConfig, rule_errors
 from megatron_rl.megatron import log_probs as module
 from megatron_rl.megatron.log_probs import VocabularyShard, support_of, vocab_parallel_log_probs
-from megatron_rl.megatron.logit_rules import build_row_rules
-from megatron_rl.rollout.sampling import ruled_logits, vllm_parameters
+from megatron_rl.megatron.logit_rules import build_row_rules, repeated_ngrams
+from megatron_rl.rollout.engines.vllm.rules import accelerator_processor
+from megatron_rl.rollout.sampling import ban_repeated_ngrams, ruled_logits, vllm_parameters
 from megatron_rl.types import BANNED, LogitRules, SamplingParameters
 
 ALONE = SimpleNamespace(size=lambda: 1)
@@ -24,6 +27,9 @@ BOTH = SamplingParameters(logit_bias=((0, -2.0), (3, 0.5)), stop_token_ids=(3,),
 REPEATED = SamplingParameters(repetition_penalty=1.7)
 ENCOURAGED = SamplingParameters(repetition_penalty=0.6, presence_penalty=-0.4, logit_bias=((6, -3.0),))
 COUNTED = SamplingParameters(presence_penalty=0.7, frequency_penalty=0.3, logit_bias=((1, BANNED),))
+TWICE = SamplingParameters(no_repeat_ngram_size=2, repetition_penalty=1.2)
+THRICE = SamplingParameters(no_repeat_ngram_size=3, logit_bias=((3, BANNED), (9, 0.5)))
+LONGER = SamplingParameters(no_repeat_ngram_size=40)
 # Prompt, response and rules of each row of one micro-batch.
 ROWS = (
     ([4, 7, 4], [7, 2, 7, 7, 3], BIASED),
@@ -33,6 +39,9 @@ ROWS = (
     ([10, 2, 2], [2, 5, 5, 12, 5], REPEATED),
     ([6, 0], [4, 6, 6, 4], ENCOURAGED),
     ([8], [8, 8, 8, 0, 9, 0], COUNTED),
+    ([5, 1, 5], [2, 5, 3, 5, 5, 0, 5, 6], TWICE),
+    ([1, 2, 3, 1, 2], [4, 1, 2, 0, 0, 0, 1, 2], THRICE),
+    ([3], [4, 3, 4], LONGER),
 )
 
 
@@ -53,6 +62,12 @@ def brute_force(
     for token in rules.stop_token_ids:
         if len(before) < rules.min_response_tokens:
             excluded[token] = True
+
+    size = rules.no_repeat_ngram_size
+    row = [*prompt, *before]
+    for first in range(len(row) - size + 1 if size else 0):
+        if row[first : first + size - 1] == row[len(row) - size + 1 :]:
+            excluded[row[first + size - 1]] = True
 
     for token in set(prompt) | set(before):
         penalty = rules.repetition_penalty
@@ -178,6 +193,35 @@ def test_rules_of_tokens_that_are_not_selected_are_skipped():
     found = vocab_parallel_log_probs(states, weight, targets, temperature, shard, 2, rules=row_rules)
     wanted = expected(states, weight, targets, temperature, places)
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_bans_equal_those_of_transformers(size):
+    processor = NoRepeatNGramLogitsProcessor(size)
+    tokens = torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(size))
+    pairs = repeated_ngrams(tokens, torch.arange(40), size)
+    for position in range(40):
+        begun = tokens[:position]
+        scores = processor(begun[None], torch.zeros(1, 3))[0] if position else torch.zeros(3)
+        mine = torch.zeros(3)
+        ban_repeated_ngrams(mine, begun, size)
+        banned = pairs.tokens[pairs.items == position]
+        expected = set(scores.isneginf().nonzero()[:, 0].tolist())
+        assert set(banned.tolist()) == expected == set((mine < 0).nonzero()[:, 0].tolist())
+
+
+def test_accelerators_ban_the_tokens_of_each_slot():
+    """Two slots in another order than the rows, one of them without a rule after it had one."""
+    state = SimpleNamespace(all_token_ids=SimpleNamespace(gpu=torch.tensor([[4, 5, 4, 0], [1, 1, 1, 9]])))
+    processor = accelerator_processor()(None, state)
+    ruled, free = SimpleNamespace(extra_args={"megatron_rl_ngram_size": 2}), SimpleNamespace(extra_args=None)
+    assert [processor.add_request(slot, ruled) for slot in (0, 1)] == [True, True]
+    lengths = numpy.array([3, 3])
+    context = SimpleNamespace(idx_mapping_np=numpy.array([1, 0]), seq_lens_upper_bound_np=lengths)
+    banned = (processor.apply(torch.zeros(2, 8), context) < 0).nonzero().tolist()
+    assert banned == [[0, 1], [1, 5]]
+    assert not processor.add_request(1, free)
+    assert (processor.apply(torch.zeros(2, 8), context) < 0).nonzero().tolist() == [[1, 5]]
 
 
 @pytest.mark.parametrize("row", range(len(ROWS)))

@@ -7,7 +7,7 @@ sampling parameter is a key of the run and none is an argument of a single reque
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -182,18 +182,20 @@ class RolloutConfig:
         },
     )
     # Sampling. The defaults are the model's own distribution, which the policy gradient assumes.
-    temperature: float = setting(
+    temperature: float | dict[str, float] = setting(
         1.0,
-        "Temperature of sampling, and of the log-probs that are computed in training.",
+        "Temperature of sampling, and of the log-probs that are computed in training; or its course over "
+        "steps: `{start: 1.0, end: 0.6, steps: 200}`.",
         more_than=0,
         at_most=100,
         per_task=True,
         advice="sample with 1.0; greedy training samples of one prompt would all be equal",
         also_called={
             "slime": "rollout_temperature",
-            "common": "sampling_temperature",
+            "common": "sampling_temperature, temperature_schedule",
             "Megatron-LM": "grpo_default_temperature",
         },
+        conversion={"temperature_schedule": "ours is {start: 1.0, end: 0.6, steps: 200}"},
     )
     top_p: float = setting(
         1.0,
@@ -316,12 +318,31 @@ class RolloutConfig:
         per_task=True,
         advice="0 switches it off; above 0 tokens repeat less",
     )
+    no_repeat_ngram_size: int = setting(
+        0,
+        "Length of the runs of tokens that prompt and response together have only once: a token that would "
+        "complete such a run again is not sampled.",
+        unit="tokens",
+        at_least=0,
+        at_most=MOST_TOKENS,
+        per_task=True,
+        advice="0 switches it off; 4 bans repeated runs of four tokens",
+        also_called={"vLLM": "ngram_size"},
+    )
     sampling_profiles: dict[str, dict[str, Any]] = setting(
         {},
         "Sampling of single tasks, by task: temperature, top_p, top_k, min_p, max_response_tokens, stop, "
-        "min_response_tokens, banned_tokens, logit_bias and the three penalties.",
-        also_called={"common": "sampling_profile, register_sampling_profile"},
-        conversion="ours has a section for each task: rollout.sampling_profiles: {TASK: {temperature: 0.7}}",
+        "min_response_tokens, banned_tokens, logit_bias, no_repeat_ngram_size and the three penalties; "
+        "or the name of a profile.",
+    )
+    # Loading replaces it by the profile's settings, see `config.sampling_profiles`.
+    sampling_profile: str | None = setting(
+        None,
+        "Profile of the whole run: a name of `sampling_profiles`, or `file.py:NAME` of one that "
+        "`megatron_rl.sampling_profile` registers there. It replaces settings of this section.",
+        unset="none",
+        also_called={"common": "register_sampling_profile"},
+        conversion="ours takes a name: sampling_profile: careful; megatron_rl.sampling_profile registers one",
     )
     # Order of sampling, and what happens to responses that are not complete when a step ends.
     order: str = setting(
@@ -477,6 +498,11 @@ class RolloutConfig:
         return min((bound for bound in bounds if isinstance(bound, int)), default=None)
 
     @property
+    def bans_ngrams(self) -> bool:
+        """Return whether any task has `no_repeat_ngram_size`."""
+        return any(settings["no_repeat_ngram_size"] for _, settings in task_settings(self))
+
+    @property
     def truncates(self) -> bool:
         """Return whether any task is sampled with a filter, see `filters_tokens`."""
         common = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
@@ -484,6 +510,86 @@ class RolloutConfig:
         # Tasks without a profile have the common values.
         settings = [common | profile for profile in ({}, *self.sampling_profiles.values())]
         return any(filters_tokens(s["top_p"], s["top_k"], s["min_p"]) for s in settings)
+
+
+@dataclass(frozen=True)
+class TemperatureSchedule:
+    """Temperature that changes linearly from ``start`` to ``end`` within ``steps`` steps.
+
+    Example:
+        >>> schedule = TemperatureSchedule(1.0, 0.6, 200)
+        >>> schedule.at(1), schedule.at(101), schedule.at(500)
+        (1.0, 0.8, 0.6)
+    """
+
+    start: float
+    """Temperature of the first step."""
+    end: float
+    """Temperature after ``steps`` steps."""
+    steps: int
+    """Number of steps between both, 0 for a constant temperature."""
+
+    def at(self, step: int) -> float:
+        """Return the temperature of ``step``, which counts from 1."""
+        completed = step - 1
+        if completed >= self.steps:
+            return self.end
+        return self.start + (self.end - self.start) * completed / self.steps
+
+
+def temperature_schedule(value: float | Mapping[str, float]) -> TemperatureSchedule:
+    """Return the schedule of a valid value of `rollout.temperature`."""
+    if isinstance(value, Mapping):
+        return TemperatureSchedule(value["start"], value["end"], int(value["steps"]))
+    return TemperatureSchedule(value, value, 0)
+
+
+def temperature_schedules(
+    rollout: RolloutConfig,
+) -> tuple[TemperatureSchedule, dict[str, TemperatureSchedule]]:
+    """Return the schedule of the rollout's temperature, and those of the tasks with a profile."""
+    default = temperature_schedule(rollout.temperature)
+    by_task = {}
+    for task, profile in rollout.sampling_profiles.items():
+        by_task[task] = temperature_schedule(profile.get("temperature", rollout.temperature))
+    return default, by_task
+
+
+def changes_temperature(rollout: RolloutConfig) -> bool:
+    """Return whether the temperature of any task changes over steps."""
+    default, by_task = temperature_schedules(rollout)
+    return any(schedule.steps > 0 for schedule in (default, *by_task.values()))
+
+
+def _schedule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
+    """Yield the errors of temperatures that are schedules, in the rollout and in each profile."""
+    temperatures = {"rollout.temperature": rollout.temperature}
+    for task, profile in rollout.sampling_profiles.items():
+        if "temperature" in profile:
+            temperatures[f"rollout.sampling_profiles.{task}.temperature"] = profile["temperature"]
+
+    for path, value in temperatures.items():
+        if not isinstance(value, Mapping):
+            continue
+        names = ("start", "end", "steps")
+        if set(value) != set(names):
+            yield UserError(
+                f"`{path}` is not a schedule of a temperature",
+                where=path,
+                expected=f"a number, or a section of {', '.join(names)}",
+                got=f"a section of {', '.join(value) or 'nothing'}",
+                fix=f"write {path}: {{start: 1.0, end: 0.6, steps: 200}}",
+            )
+            continue
+
+        for name in ("start", "end"):
+            error = profile_fields()["temperature"].error(f"{path}.{name}", value[name])
+            if error is not None:
+                yield error
+        steps = value["steps"]
+        if not 1 <= steps <= MOST_STEPS or steps != int(steps):
+            expected = f"an integer from 1 to {MOST_STEPS}"
+            yield out_of_range(f"{path}.steps", steps, expected, fix="give a number of steps")
 
 
 def filters_tokens(top_p: float, top_k: int, min_p: float) -> bool:
@@ -600,9 +706,11 @@ def task_settings(rollout: RolloutConfig) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
-    """Yield the errors for rules on logits whose values have the right types."""
+    """Yield the errors for rules on logits, and for temperatures, whose values have the right types."""
+    yield from _schedule_errors(rollout)
     yield from _penalty_errors(rollout)
     for path, settings in task_settings(rollout):
+        yield from _ngram_errors(path, settings["no_repeat_ngram_size"], rollout)
         shortest = settings["min_response_tokens"]
 
         # Limits may depend on the prompt, or follow earlier lengths: the minimum holds for each of them.
@@ -632,6 +740,21 @@ def rule_errors(rollout: RolloutConfig) -> Iterator[UserError]:
                 got=f"{count}",
                 fix="remove some",
             )
+
+
+def _ngram_errors(path: str, size: int, rollout: RolloutConfig) -> Iterator[UserError]:
+    """Yield the errors of `no_repeat_ngram_size` in the settings at ``path``."""
+    key = f"{path}.no_repeat_ngram_size"
+    if size == 1:
+        yield out_of_range(
+            key,
+            size,
+            "0, or 2 tokens or more",
+            fix="write 2 or more; rollout.frequency_penalty makes single tokens rarer",
+        )
+    if size and not rollout.capabilities.token_history:
+        choices = engines_with(token_history=True)
+        yield requires(key, size, choices, got=f"rollout.engine={rollout.engine}", fix=f"set {choices}")
 
 
 def _penalty_errors(rollout: RolloutConfig) -> Iterator[UserError]:

@@ -26,7 +26,7 @@ from megatron_rl.check.engine.arguments import (
 from megatron_rl.config.sections.rollout import KEEP, RolloutConfig
 from megatron_rl.distributed import device
 from megatron_rl.errors import UserError, UserErrors
-from megatron_rl.rollout.engines.vllm import replay, setup, weights
+from megatron_rl.rollout.engines.vllm import replay, rules, setup, weights
 from megatron_rl.rollout.engines.vllm.weights import AdapterSlots, LiveWeights, live_model, model_runner
 from megatron_rl.rollout.sampling import part_seed, vllm_filters, vllm_finish, vllm_parameters
 from megatron_rl.rollout.stopping import StopSearch, StopTexts, stopped_completion
@@ -216,6 +216,9 @@ class VllmEngine:
         }
         if self._truncates:
             arguments |= replay.support_arguments()
+        if config.bans_ngrams:
+            processors = arguments.get("logits_processors", [])
+            arguments["logits_processors"] = [*processors, *rules.processors()]
         if self._records:
             arguments |= replay.routing_arguments()
 
@@ -294,6 +297,7 @@ class VllmEngine:
             # which report no support, suffice.
             for field, value in vllm_filters(request.sampling).items():
                 setattr(parameters, field, value)
+        rules.add_rules(parameters, request)
         if self._records:
             replay.add_expert_record(parameters, request, *self._records)
 
