@@ -1,0 +1,46 @@
+"""A host that runs out of memory: layers refuse the bytes of micro-batches beyond a bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_rl.megatron.model import ParallelModel
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@contextmanager
+def scarce(model: ParallelModel, most_bytes: float, where: str = FORWARD) -> Iterator[None]:
+    """Raise torch's error in a layer whose activations, forward or backward, have more than ``most_bytes``.
+
+    The last layer of the model refuses, so that the layers before it have saved their activations.
+    """
+
+    def allocate(tensor: torch.Tensor) -> None:
+        if tensor.nbytes > most_bytes:
+            raise torch.OutOfMemoryError(f"host out of memory. Tried to allocate {tensor.nbytes} bytes")
+
+    def before(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        allocate(keywords.get("hidden_states", arguments[0] if arguments else None))
+
+    def after(_: Any, __: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(allocate)
+
+    handles = []
+    for chunk in model.chunks:
+        layers: Any = chunk.decoder.layers  # pyright: ignore[reportAttributeAccessIssue]
+        if where == FORWARD:
+            handles.append(layers[-1].register_forward_pre_hook(before, with_kwargs=True))
+        else:
+            handles.append(layers[0].register_forward_hook(after))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
