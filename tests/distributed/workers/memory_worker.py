@@ -86,7 +86,9 @@ def check_repeated(
     assert role.model is not None
     role.tokens_per_microbatch = WIDE
     role.pass_metrics()
-    most = 3 * ROW_BYTES if device.rank() == rank else 1e9
+    most = 1e9
+    if device.rank() == rank:
+        most = 3 * ROW_BYTES
     with scarce(role.model, most, where):
         found = run(role, batch)
     split = role.pass_metrics().values()
@@ -101,7 +103,9 @@ def check_repeated(
     # As close to the pass that has all rows at once as rounding allows.
     # Gradients of several ranks are complete in the shard of each rank alone.
     role.tokens_per_microbatch = WIDE
-    compared = 1 if dist.get_world_size() > 1 else len(found)
+    compared = len(found)
+    if dist.get_world_size() > 1:
+        compared = 1
     for value, truth in zip(found[:compared], run(role, batch), strict=False):
         if run is not infer:
             torch.testing.assert_close(value, truth, rtol=1e-3, atol=1e-4)
@@ -111,7 +115,9 @@ def check_report(role: ModelRole, batch: Any, rank: int) -> None:
     """Check that all ranks raise one report if the pass fails again, and if rows cannot be split."""
     assert role.model is not None
     role.tokens_per_microbatch = WIDE
-    most = ROW_BYTES / 2 if device.rank() == rank else 1e9
+    most = 1e9
+    if device.rank() == rank:
+        most = ROW_BYTES / 2
     reasons = []
     for budget in (WIDE, 23):
         role.tokens_per_microbatch = budget
@@ -135,7 +141,7 @@ def check_measured(role: ModelRole, batch: Any) -> None:
     ]
     role.tokens_per_microbatch = 100
     original = device.read_memory
-    device.read_memory = lambda restart=False: readings[0] if restart else readings[1]
+    device.read_memory = lambda restart=False: readings[not restart]
     try:
         role.pass_metrics()
         learn(role, batch)

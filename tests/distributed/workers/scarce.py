@@ -10,7 +10,8 @@ import torch
 
 from megatron_rl.megatron.model import ParallelModel
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD = "forward"
+BACKWARD = "backward"
 
 
 @contextmanager
@@ -25,12 +26,13 @@ def scarce(model: ParallelModel, most_bytes: float, where: str = FORWARD) -> Ite
             raise torch.OutOfMemoryError(f"host out of memory. Tried to allocate {tensor.nbytes} bytes")
 
     def before(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        allocate(keywords.get("hidden_states", arguments[0] if arguments else None))
+        allocate([*arguments, *keywords.values()][0])
 
     def after(_: Any, __: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        if hidden.requires_grad:
-            hidden.register_hook(allocate)
+        if isinstance(output, tuple):
+            output = output[0]
+        if output.requires_grad:
+            output.register_hook(allocate)
 
     handles = []
     for chunk in model.chunks:
