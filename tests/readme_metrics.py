@@ -18,6 +18,8 @@ WRITTEN_BY = {
     "a run with filters": "filtered/ reward/saved/",
     "a run of several sources": "reward/mean/ data/",
     "a run that skips uniform prompts": "curriculum/",
+    "a run with a memory target": "memory/tokens_per memory/pass_",
+    "a run that is short of memory": "memory/split_",
     "a run with a critic": "critic/ reward/component/",
     "a run with a teacher": "kl/teacher",
     "a run of a mixture": "router/",

@@ -55,6 +55,7 @@ from megatron_rl.check.sizes import (
     check_layout,
     check_lengths,
     check_memory,
+    check_memory_target,
     check_world,
     smallest_valid_world,
     with_gpu_memory,
@@ -81,6 +82,7 @@ from megatron_rl.config.sections.bounds import MAX_WORLD
 from megatron_rl.config.setting import with_value
 from megatron_rl.config.source import DEFAULT, Origin, Section
 from megatron_rl.config.stage_plan import for_job, job_reads, stage_plans
+from megatron_rl.config.token_budget import estimated_tokens
 from megatron_rl.error_forms import out_of_range
 from megatron_rl.errors import UserError, UserErrors
 from megatron_rl.launcher import process_rank
@@ -298,6 +300,7 @@ def check_config(
         check.errors.extend(errors)
         check.invalid.add(key)
     check.refuse(check_values(config))
+    check.refuse(check_memory_target(config))
 
     # The layers of another machine's GPUs decide memory and defaults, and are not those of this machine.
     on_other_gpus = elsewhere or (config.gpu is not None and not training)
@@ -651,16 +654,23 @@ def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None
 
     # Layouts, batch, memory and the bytes of a weight sync.
     layouts = role_layouts(config, world)
-    batch = None
-    if config.job == TRAIN:
-        batch = batch_plan(config, layouts)
     shapes: dict[str, ModelShape] = {}
     models: Mapping[str, Path] = {}
-    memory: list[RankMemory] = []
-    sync = None
     if inputs.shape is not None:
         shapes = {"actor": inputs.shape, **inputs.shapes}
         models = inputs.models
+    budget_reasons: dict[str, str] = {}
+    if config.batch.memory_target is not None and config.gpu_memory_gib is not None and shapes:
+        tokens, reason = estimated_tokens(config, layouts, shapes)
+        check.add(check_memory_target(check.config, tokens))
+        config = with_value(config, "batch.tokens_per_microbatch", tokens)
+        budget_reasons["batch.tokens_per_microbatch"] = f"{reason} (memory_target)"
+    batch = None
+    if config.job == TRAIN:
+        batch = batch_plan(config, layouts)
+    memory: list[RankMemory] = []
+    sync = None
+    if inputs.shape is not None:
         memory = list(memory_plan(config, layouts, shapes, batch))
         if batch is not None and config.rollout.capabilities.in_process:
             sync = shared_weights(config, inputs.shape).traffic(layouts["rollout"].ranks)
@@ -677,7 +687,14 @@ def _plan(check: _Check, inputs: Inputs, world: int, algorithm: Algorithm | None
     check.warnings.extend(memory_warnings)
     return _Plans(
         config=config,
-        reasons={**check.derived, **resolved.reasons, **template_reasons, **gpu_reasons, **piece_reasons},
+        reasons={
+            **check.derived,
+            **resolved.reasons,
+            **template_reasons,
+            **gpu_reasons,
+            **budget_reasons,
+            **piece_reasons,
+        },
         layouts=layouts,
         batch=batch,
         shapes=shapes,

@@ -108,6 +108,33 @@ def check_budget(config: RunConfig) -> Iterator[UserError]:
         )
 
 
+def check_memory_target(config: RunConfig, tokens: int | None = None) -> Iterator[UserError]:
+    """Yield the errors of a memory target without a GPU, or beside other ``tokens`` per micro-batch than its.
+
+    A resolved configuration has the derived tokens beside the target, and stays valid.
+    """
+    batch = config.batch
+    if batch.memory_target is None:
+        return
+    if with_gpu_memory(config)[0].gpu_memory_gib is None:
+        got = "neither" if config.gpu is None else f"gpu={config.gpu}, whose memory is unknown"
+        yield UserError(
+            "`batch.memory_target` is a share of a GPU's memory, and no known GPU is named",
+            where="batch.memory_target",
+            expected="gpu or gpu_memory_gib in the configuration",
+            got=got,
+            fix="add gpu=h100 or gpu_memory_gib=80, or ask `check` with --on h100",
+        )
+    if tokens is not None and batch.tokens_per_microbatch not in (None, tokens):
+        yield UserError(
+            "`batch.tokens_per_microbatch` and `batch.memory_target` are both set",
+            where="batch.tokens_per_microbatch",
+            expected=f"one of them; memory_target={batch.memory_target:g} sets {tokens} tokens at first",
+            got=str(batch.tokens_per_microbatch),
+            fix="remove batch.tokens_per_microbatch, or batch.memory_target",
+        )
+
+
 def with_gpu_memory(config: RunConfig) -> tuple[RunConfig, dict[str, str]]:
     """Fill in ``gpu_memory_gib`` from the named ``gpu``; return the reason by the key that was filled in."""
     # An explicit `gpu_memory_gib` overrides that of the named GPU.

@@ -54,6 +54,9 @@ from megatron_rl.shapes.traffic import peers_on_node
 # Phases of a step, as the table of `check` prints them.
 PHASES = ("generate", "score", "learn")
 
+# Item of the connections of a weight sync.
+SYNC_CONNECTIONS = "sync connections"
+
 # Bytes per second that a node is assumed to write to a shared file system.
 CHECKPOINT_BANDWIDTH = 10**9
 
@@ -623,7 +626,7 @@ def _sync_connections(
     if max(*layout.ranks, *actor.ranks) >= config.gpus_per_node:
         size += NETWORK_PEERS_BYTES
         detail += f", {NETWORK_PEERS_BYTES >> 20} MiB for all others"
-    return MemoryItem("sync connections", size, PHASES, detail)
+    return MemoryItem(SYNC_CONNECTIONS, size, PHASES, detail)
 
 
 def episodes_in_flight(config: RunConfig, batch: BatchPlan) -> int:

@@ -197,8 +197,23 @@ def longest_trained_row(config: RunConfig) -> int:
     return max(limits)
 
 
-def token_budget(config: RunConfig, layout: ParallelLayout) -> tuple[int, str]:
-    """Return the derived tokens per micro-batch for a role that trains on ``layout``, and the reason."""
+@dataclass(frozen=True)
+class MicroBatchBounds:
+    """Bounds of the tokens per micro-batch that follow from rows and pipeline stages, not from memory.
+
+    Example: 32 rows of up to 1,024 tokens on each rank, without a pipeline, have bounds of 1,024 and 32,768.
+    """
+
+    row_tokens: int
+    """Tokens of the longest row: no micro-batch can be smaller."""
+    share: int
+    """Tokens of a rank's share of a mini-batch, divided by ``microbatches``; may be below ``row_tokens``."""
+    microbatches: int
+    """Micro-batches of that share."""
+
+
+def microbatch_bounds(config: RunConfig, layout: ParallelLayout) -> MicroBatchBounds:
+    """Return the bounds of the tokens per micro-batch for a role that trains on ``layout``."""
     row_tokens = longest_trained_row(config)
     batch = config.batch
     rows = even_shares(batch.prompts_per_step * batch.samples_per_prompt, batch.optimizer_steps)[1]
@@ -211,12 +226,20 @@ def token_budget(config: RunConfig, layout: ParallelLayout) -> tuple[int, str]:
     microbatches = MICROBATCHES_PER_STAGE * stages if stages > 1 else 1
     # Assume all rows at their limits, since the budget must hold for every step.
     share = -(-even_shares(rows, layout.data)[1] * row_tokens // microbatches)
+    return MicroBatchBounds(row_tokens, share, microbatches)
+
+
+def token_budget(config: RunConfig, layout: ParallelLayout) -> tuple[int, str]:
+    """Return the derived tokens per micro-batch for a role that trains on ``layout``, and the reason."""
+    bounds = microbatch_bounds(config, layout)
+    row_tokens = bounds.row_tokens
+    share = bounds.share
     budget = max(row_tokens, min(share, MICROBATCH_TOKENS))
 
     if budget == row_tokens:
         return budget, f"the longest row has {row_tokens} tokens"
-    if budget == share and stages > 1:
-        return budget, f"{microbatches} micro-batches keep {stages} pipeline stages busy"
+    if budget == share and layout.pipeline > 1:
+        return budget, f"{bounds.microbatches} micro-batches keep {layout.pipeline} pipeline stages busy"
     if budget == share:
         return budget, "a mini-batch fits in one micro-batch"
     return budget, f"at most {MICROBATCH_TOKENS} tokens at once, and never less than the longest row"
@@ -288,6 +311,7 @@ def resolve(
     config = _with_placement(config, world_size, shape, reasons)
     config = _with_starting_models(config, reasons)
     config = _with_training_settings(config, reasons)
+    config = _with_repeatable_passes(config, reasons)
     config = with_adapters(config, shape, reasons)
 
     # This default depends on this machine: a plan for another machine has to set it.
@@ -409,6 +433,28 @@ def _with_training_settings(config: RunConfig, reasons: dict[str, str]) -> RunCo
         if not spec_at(path).trains:
             return section
         return replace(section, optimizer=_optimizer(section.optimizer, f"{path}.optimizer", reasons))
+
+    return with_role_sections(config, fill)
+
+
+def _with_repeatable_passes(config: RunConfig, reasons: dict[str, str]) -> RunConfig:
+    """Reduce gradients after the backward pass where ranks can then repeat a pass that ran out of memory.
+
+    Only for a run with a memory target, whose micro-batches are as large as they can be.
+    """
+    if config.batch.memory_target is None:
+        return config
+
+    def fill(path: str, section: Any) -> Any:
+        if not spec_at(path).trains or isinstance(section, RewardModelConfig) or section.layout is None:
+            return section
+        layout = role_layout(section.layout, f"{path}.layout")
+        model_ranks = layout.tensor * layout.pipeline * layout.context * layout.expert * layout.expert_tensor
+        is_explicit = {"overlap_grad_reduce", "overlap_param_gather"} & section.ddp.keys()
+        if model_ranks > 1 or layout.data == 1 or is_explicit:
+            return section
+        reasons[f"{path}.ddp"] = "with batch.memory_target: a pass that runs out of memory can be repeated"
+        return replace(section, ddp={**section.ddp, "overlap_grad_reduce": False})
 
     return with_role_sections(config, fill)
 

@@ -60,7 +60,10 @@ _NO_COUNTERPART: Mapping[str, str] = {
     "metrics.jsonl and `report` have the time of each phase of a step": """
         profile profiler enable_profiling nsys_profile use_nsys global_profiler torch_profiler""",
     # Behaviour that cannot be configured.
-    "rows are always packed into micro-batches by their tokens, see batch.tokens_per_microbatch": """
+    (
+        "rows are always packed into micro-batches by their tokens, of which batch.memory_target or "
+        "batch.tokens_per_microbatch sets the number"
+    ): """
         use_dynamic_batching dynamic_batching use_dynamic_bsz log_prob_use_dynamic_bsz
         use_dynamic_batch_size use_remove_padding remove_padding sequence_packing packing_samples packing
         padding_free""",
@@ -71,8 +74,6 @@ _NO_COUNTERPART: Mapping[str, str] = {
     # The rollout engine.
     "the number of replicas follows from the ranks of the rollout and rollout.tensor": """
         num_rollout_workers rollout_workers num_engines vllm_num_workers""",
-    "the engine runs in the ranks of the job, which wait for no utilization": """
-        target_utilization""",
     "responses come when they are complete": """
         enable_streaming stream streaming""",
     # Backends and launchers.

@@ -139,6 +139,20 @@ class BatchConfig:
             "ours bounds a micro-batch in tokens; leave it out to have it derived",
         ),
     )
+    memory_target: float | None = setting(
+        None,
+        "Share of a GPU's memory that passes over micro-batches may occupy at their peak. It sets "
+        "tokens_per_microbatch, which must then not be set: by the estimate of `check` first, and in "
+        "reinforcement learning by the measured passes of each step.",
+        at_least=0.1,
+        at_most=0.98,
+        unset="tokens_per_microbatch is the same in all steps",
+        also_called={"common": "target_utilization"},
+        conversion={
+            "target_utilization": "ours is a share of the memory of a GPU; rollout.memory_fraction is that "
+            "of the engine"
+        },
+    )
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from megatron_rl.megatron.logit_rules import RowRules, build_row_rules
 from megatron_rl.megatron.lora import sum_partial_gradients
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.packing import PackedRows, partition
+from megatron_rl.megatron.passes import PassGuard, Result
 from megatron_rl.metrics import Metrics
 from megatron_rl.metrics import merge as merge_metrics
 from megatron_rl.progress import count_progress
@@ -299,29 +300,47 @@ def forward_only(
     *,
     before: bool = True,
     record: bool = False,
+    guard: PassGuard | None = None,
 ) -> list[TokenScores]:
     """Compute the head's outputs for the selected tokens of this rank's rows, without a gradient.
 
-    ``before`` as in `build_microbatches`; ``record`` also returns the experts of each token. Every rank of
-    the last stage gets the outputs of its data-parallel share, other ranks an empty list. Collective over
-    the model's ranks.
+    ``before`` as in `build_microbatches`; ``record`` also returns the experts of each token; ``guard``
+    repeats a pass that runs out of memory. Every rank of the last stage gets the outputs of its data-parallel
+    share, other ranks an empty list. Collective over the model's ranks.
     """
-    micros, _ = build_microbatches(model, batch, tokens_per_microbatch, select, before)
 
     def collect(micro: MicroBatch, *outputs: Tensor) -> tuple[Tensor, TokenScores]:
         return outputs[0].sum() * 0, TokenScores(micro.rows, outputs)
 
-    for chunk in model.wrapped:
-        chunk.eval()
-    with torch.no_grad():
-        scores = _run(model, micros, collect, forward_only=True)
+    def compute(tokens: int) -> tuple[list[MicroBatch], list[TokenScores]]:
+        micros, _ = build_microbatches(model, batch, tokens, select, before)
+        for chunk in model.wrapped:
+            chunk.eval()
+        with torch.no_grad():
+            return micros, _run(model, micros, collect, forward_only=True, guard=guard)
 
+    micros, scores = _guarded(guard, compute, tokens_per_microbatch, batch)
     if not record:
         return scores
 
     # Collective, so every stage takes part; only the last stage has scores to add the experts to.
     recorded = _recorded_experts(model, micros)
     return [replace(score, experts=experts) for score, experts in zip(scores, recorded, strict=False)]
+
+
+def _guarded(
+    guard: PassGuard | None,
+    compute: Callable[[int], Result],
+    tokens_per_microbatch: int,
+    batch: Any,
+    unit: int = 1,
+    clear: Callable[[], None] | None = None,
+) -> Result:
+    """Run a pass with the guard, if there is one; ``clear`` as for `PassGuard.run`."""
+    if guard is None:
+        return compute(tokens_per_microbatch)
+    unit_tokens = max(batch.lengths.view(-1, unit).sum(dim=1).tolist(), default=1)
+    return guard.run(compute, tokens_per_microbatch, unit_tokens, clear=clear)
 
 
 def _recorded_experts(model: ParallelModel, micros: Sequence[MicroBatch]) -> list[Tensor]:
@@ -365,22 +384,26 @@ def forward_backward(
     *,
     before: bool = True,
     unit: int = 1,
+    guard: PassGuard | None = None,
+    clear: Callable[[], None] | None = None,
 ) -> tuple[list[TokenScores], Metrics]:
     """Add the gradient of a mini-batch's loss to the model's gradient buffers.
 
     ``objective(rows of batch, *outputs of the head, each [n])`` returns a loss that sums over its tokens with
     global weights, so gradients add up over micro-batches and data-parallel ranks without any scaling.
-    ``before`` and ``unit`` as in `build_microbatches`. Returns what `forward_only` would return with these
-    weights, and this rank's metrics; stages before the last have the padding metrics alone. Collective over
-    the model's ranks.
+    ``before`` and ``unit`` as in `build_microbatches`. ``guard`` repeats a pass that runs out of memory,
+    after ``clear`` has zeroed the gradients. Returns what `forward_only` would return with these weights,
+    and this rank's metrics; stages before the last have the padding metrics alone. Collective over the
+    model's ranks.
     """
-    micros, metrics = build_microbatches(
-        model, batch, tokens_per_microbatch, select, before, unit, has_loss=True
-    )
-    for chunk in model.wrapped:
-        chunk.train()
-    results = _run(model, micros, _loss_function(objective), forward_only=False)
 
+    def compute(tokens: int) -> tuple[list[Any], Metrics]:
+        micros, padding = build_microbatches(model, batch, tokens, select, before, unit, has_loss=True)
+        for chunk in model.wrapped:
+            chunk.train()
+        return _run(model, micros, _loss_function(objective), forward_only=False, guard=guard), padding
+
+    results, metrics = _guarded(guard, compute, tokens_per_microbatch, batch, unit, clear)
     if model.routing is not None:
         metrics += model.routing.metrics(model.groups.all)
     scores = [score for score, _ in results]
@@ -397,24 +420,29 @@ def forward_loss(
     *,
     before: bool = True,
     unit: int = 1,
+    guard: PassGuard | None = None,
 ) -> Metrics:
     """Compute this rank's metrics of an objective as `forward_backward` does, without a gradient.
 
     Collective over the model's ranks.
     """
-    micros, _ = build_microbatches(
-        model,
-        batch,
-        tokens_per_microbatch,
-        select,
-        before,
-        unit,
-        has_loss=True,
-    )
-    for chunk in model.wrapped:
-        chunk.eval()
-    with torch.no_grad():
-        results = _run(model, micros, _loss_function(objective), forward_only=True)
+
+    def compute(tokens: int) -> list[Any]:
+        micros, _ = build_microbatches(
+            model,
+            batch,
+            tokens,
+            select,
+            before,
+            unit,
+            has_loss=True,
+        )
+        for chunk in model.wrapped:
+            chunk.eval()
+        with torch.no_grad():
+            return _run(model, micros, _loss_function(objective), forward_only=True, guard=guard)
+
+    results = _guarded(guard, compute, tokens_per_microbatch, batch, unit)
     return merge_metrics(metrics for _, metrics in results)
 
 
@@ -438,17 +466,19 @@ def _run(
     micros: Sequence[MicroBatch],
     loss_function: Callable[..., tuple[Tensor, Any]],
     forward_only: bool,
+    guard: PassGuard | None = None,
 ) -> list[Any]:
     """Run micro-batches through the pipeline schedule; return each one's result on the last stage.
 
-    ``loss_function(micro-batch, *outputs)`` returns (loss, result). Collective over the model's ranks.
+    ``loss_function(micro-batch, *outputs)`` returns (loss, result). ``guard`` learns where the micro-batches
+    begin and end. Collective over the model's ranks.
     """
     layout = model.groups.layout
     config = model.transformer_config
     interleaved = layout.virtual_pipeline > 1
     config.finalize_model_grads_func = None
     if not forward_only:
-        config.finalize_model_grads_func = _finalize_gradients
+        config.finalize_model_grads_func = partial(_finalize_gradients, guard)
 
     # Each virtual stage consumes a separate iterator over the micro-batches.
     iterators = [iter(micros) for _ in model.wrapped]
@@ -479,6 +509,8 @@ def _run(
     if interleaved:
         virtual_pipeline = layout.virtual_pipeline
     run_schedule = get_forward_backward_func(layout.pipeline, virtual_pipeline)
+    if guard is not None:
+        guard.begin(max(micro.tokens for micro in micros))
     with model.scope():
         results = run_schedule(
             forward_step_func=partial(_forward_step, model, loss_function),
@@ -491,6 +523,9 @@ def _run(
             p2p_communicator=communicator,
             pg_collection=model.groups.megatron,
         )
+        # A training pass ends before its reduction, see `_finalize_gradients`.
+        if guard is not None and forward_only:
+            guard.end()
         if model.adapters is not None and not forward_only:
             # After the data-parallel reduction of the schedule's end: sums commute, and this one is over the
             # experts' tensor ranks, which Megatron does not reduce over.
@@ -552,12 +587,19 @@ class PipelineExchange(P2PCommunicator):
 
 
 def _finalize_gradients(
+    guard: PassGuard | None,
     chunks: Any,
     num_tokens: Any,
     pg_collection: Any = None,
     force_all_reduce: bool = False,
 ) -> None:
-    """Run Megatron's finalize_model_grads in the role's groups, without its division by the token count."""
+    """Run Megatron's finalize_model_grads in the role's groups, without its division by the token count.
+
+    All micro-batches have ended: with a guard, all ranks agree first that none of them has failed.
+    """
+    if guard is not None:
+        guard.end()
+
     # The balancing biases of routers are updated over a process-global group, which is not initialised here.
     original = parallel_state.get_tensor_and_data_parallel_group
     parallel_state.get_tensor_and_data_parallel_group = lambda *_, **__: pg_collection.tp_dp_cp

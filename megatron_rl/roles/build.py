@@ -363,6 +363,7 @@ def build_model_role(
         records=routing,
         initial_of=initial_of,
         shares_base_with=base_owner,
+        measures_memory=config.batch.memory_target is not None,
     )
 
 

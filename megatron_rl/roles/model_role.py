@@ -15,6 +15,7 @@ from megatron_rl.distributed.exchange import RowShard
 from megatron_rl.megatron.lora import initial_policy, remove_adapters
 from megatron_rl.megatron.model import ParallelModel
 from megatron_rl.megatron.optimizer import Optimizer
+from megatron_rl.megatron.passes import PassGuard
 from megatron_rl.megatron.residency import Residency, Use
 from megatron_rl.megatron.schedule import (
     TokenScores,
@@ -48,6 +49,7 @@ class ModelRole:
     ``initial_of``: role whose model this role runs with its adapters switched off, as a reference does.
     ``shares_base_with``: role whose base weights are also the base of this role's adapters.
     ``is_output_rank``: whether this rank returns the outputs of its data-parallel replica.
+    ``guard``: guard of the passes, which measures their memory if ``measures_memory``.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class ModelRole:
         records: tuple[int, int] | None = None,
         initial_of: ModelRole | None = None,
         shares_base_with: ModelRole | None = None,
+        measures_memory: bool = False,
     ) -> None:
         self.name = name
         self.layout = layout
@@ -74,6 +77,9 @@ class ModelRole:
         self.initial_of = initial_of
         self.is_output_rank = device.rank() in layout.outputs()
         self.prefix = prefix or name
+        self.guard: PassGuard | None = None
+        if model is not None:
+            self.guard = PassGuard(name, model, measures=measures_memory)
 
         if initial_of is not None:
             # One model has one residency, whichever of the two roles uses it.
@@ -167,6 +173,7 @@ class ModelRole:
                 batch,
                 self.tokens_per_microbatch,
                 select,
+                guard=self.guard,
                 **options,
             )
 
@@ -206,6 +213,8 @@ class ModelRole:
             self.tokens_per_microbatch,
             minibatch.response_mask,
             objective,
+            guard=self.guard,
+            clear=self.optimizer.zero_grad,
             **options,
         )
 
@@ -246,6 +255,7 @@ class ModelRole:
                 self.tokens_per_microbatch,
                 batch.response_mask,
                 objective,
+                guard=self.guard,
                 **options,
             )
 
@@ -253,6 +263,12 @@ class ModelRole:
         if not self.is_output_rank:
             return Metrics()
         return metrics
+
+    def pass_metrics(self) -> Metrics:
+        """Return the repeated passes and the measured memory of this rank since the last call."""
+        if self.guard is None:
+            return Metrics()
+        return self.guard.metrics()
 
     def freeze(self) -> None:
         """End the role's training and remove its adapters, which must be merged into the weights before."""

@@ -49,6 +49,7 @@ from megatron_rl.shapes.accelerator import ENVIRONMENT, accelerator_defaults
 from megatron_rl.shapes.layout import problems
 from megatron_rl.trainer.logging import output_to
 from megatron_rl.trainer.loop import Phases
+from megatron_rl.trainer.memory_report import out_of_memory_error
 from megatron_rl.trainer.trackers import Trackers, host
 from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 
@@ -292,12 +293,14 @@ def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
         _end_process(EXIT_BAD_INPUT)
     except BaseException as error:
         # A full disk or a removed folder is not a bug: report a user error, without a traceback.
+        rank_text = describe_rank(config, device.rank())
         user_error = _user_error(config, error)
+        if user_error is None:
+            user_error = out_of_memory_error(config, error, rank_text, phases.current, phases.step)
         if user_error is not None:
             report_errors(user_error)
             _end_process(EXIT_BAD_INPUT)
 
-        rank_text = describe_rank(config, device.rank())
         print(
             f"\n{rank_text} failed {phases.location}: {type(error).__name__}: {error}\n"
             f"{traceback.format_exc()}",

@@ -27,6 +27,7 @@ from megatron_rl.config.stage_plan import (
     pending_stages,
     stage_plans,
 )
+from megatron_rl.config.token_budget import initial_budget
 from megatron_rl.data.mixture import load_training_prompts
 from megatron_rl.data.records import DataPath
 from megatron_rl.data.sources import PromptSource, load_prompts
@@ -62,6 +63,7 @@ from megatron_rl.trainer.loop import (
     gather_step,
     train_step,
 )
+from megatron_rl.trainer.microbatches import MicroBatchControl
 from megatron_rl.trainer.report import write as write_report
 from megatron_rl.trainer.rewards import FailureWatch, ScoredBatch, source_metrics
 from megatron_rl.trainer.sample import RolloutSource, SampledBatch
@@ -201,7 +203,9 @@ class Training:
             config.seed,
             self.source,
             queue,
+            budget=initial_budget(config),
         )
+        self.microbatches = MicroBatchControl(job, self.roles, self.state)
         self.checkpoints = Checkpoints(
             self.folder.checkpoints,
             config.checkpoint,
@@ -337,6 +341,7 @@ class Training:
         with self.phases("resume"):
             warning = self.state.restore(path, self.roles, trusted=self.config.checkpoint.trust)
         self.job.say(f"resumed from {path} at step {self.state.step}")
+        self.microbatches.resume()
         if warning is not None:
             self.job.say(f"data: {warning}")
         self.checkpoints.rewrite_for_any_layout(path, self.state.step, self.job)
@@ -424,9 +429,10 @@ class Training:
         local_metrics += self._take_first_sync()
         local_metrics += self.checkpoints.complete_if_written()
         for role in self.roles.models:
-            local_metrics += role.residency.metrics()
+            local_metrics += role.residency.metrics() + role.pass_metrics()
 
         metrics = gather_step(result, local_metrics)
+        metrics += self.microbatches.after_step(metrics.values())
         if result is not None:
             if result.batch is not None:
                 metrics += _throughput(result.batch, metrics.values()["time/step"])

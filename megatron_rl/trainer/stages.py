@@ -60,6 +60,7 @@ from megatron_rl.roles.build import Roles, build_learner
 from megatron_rl.roles.model_role import ModelRole, Objective
 from megatron_rl.trainer.job import Job
 from megatron_rl.trainer.logging import MetricsLog, Progress
+from megatron_rl.trainer.microbatches import announce_split_passes
 from megatron_rl.trainer.state import Checkpoints, save_for_megatron
 from megatron_rl.types import TrainBatch
 
@@ -465,12 +466,13 @@ def _take_steps(stage: Stage, job: Job) -> int:
             step += 1
             job.phases.step = step
             with job.phases(plan.name):
-                metrics = role.update(batch, stage.objective, **stage.options)
+                metrics = role.update(batch, stage.objective, **stage.options) + role.pass_metrics()
             if held_out is not None and _is_due(step, plan.settings.evaluate_every, data.steps):
                 metrics += _held_out_metrics(stage, held_out, job)
 
             # Gathered values: every rank makes the same decisions on the loss.
             values = log.write(step, metrics)
+            announce_split_passes(job, values)
             loss = values.get(f"{plan.name}/held_out_loss", loss)
             progress.advance(note=f"loss {values[f'{plan.name}/loss']:.3f}")
             state = {

@@ -27,6 +27,7 @@ from megatron_rl.config.checkpoint_meta import (
     reads_anywhere,
 )
 from megatron_rl.config.schema import CheckpointConfig, RunConfig
+from megatron_rl.config.token_budget import TokenBudget
 from megatron_rl.data.mixture import TrainingPrompts
 from megatron_rl.distributed.exchange import gather_objects
 from megatron_rl.durable import recover_replaced
@@ -124,6 +125,8 @@ class TrainerState:
     """Evaluation of the last step that has not run yet."""
     health: dict[str, RuleState] = field(default_factory=dict)
     """Name of a health rule -> its state, on the main rank alone, which saves it."""
+    budget: TokenBudget | None = None
+    """Tokens per micro-batch with `batch.memory_target`, None without."""
 
     def save(
         self,
@@ -203,12 +206,14 @@ class TrainerState:
         self.deferred = None if deferred is None else DeferredEvaluation(**deferred)
         # Checkpoints of older versions, without health rules, lack the key.
         self.health = {name: RuleState(**values) for name, values in state.get("health", {}).items()}
+        if self.budget is not None:
+            self.budget = self.budget.restored(state.get("token_budget"))
         return warning
 
     def state_dict(self, roles: Roles) -> dict[str, Any]:
         """Return the plain values of the state, equal on every rank but for ``health``."""
         # Existing checkpoints have these keys: a change needs a new STATE_FORMAT.
-        return {
+        state = {
             "step": self.step,
             "seed": self.seed,
             "algorithm": self.algorithm.state_dict(),
@@ -221,6 +226,9 @@ class TrainerState:
             "held": None if self.deferred is None else vars(self.deferred),
             "health": {name: asdict(rule_state) for name, rule_state in self.health.items()},
         }
+        if self.budget is not None:
+            state["token_budget"] = self.budget.state_dict()
+        return state
 
 
 def _parts(roles: Roles) -> dict[str, checkpoint.TrainedRole]:
