@@ -16,6 +16,7 @@ WRITTEN_BY = {
     "a run with an environment and a server": "environment/ reward/http/",
     "a run with a judge": "reward/judge/",
     "a run with filters": "filtered/ reward/saved/",
+    "a run that refills": "filtered/refilled",
     "a run of several sources": "reward/mean/ data/",
     "a run that skips uniform prompts": "curriculum/",
     "a run with a memory target": "memory/tokens_per memory/pass_",

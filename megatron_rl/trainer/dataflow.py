@@ -39,6 +39,7 @@ from megatron_rl.errors import UserError, UserErrors, numbered
 from megatron_rl.launcher import current_launch, leave_with_launcher, process_rank
 from megatron_rl.metrics import Metrics
 from megatron_rl.roles.model_role import ModelRole, Objective
+from megatron_rl.rollout.limits import length_metrics
 from megatron_rl.trainer.job import Job, Stopped, job
 from megatron_rl.trainer.loop import (
     StepResult,
@@ -209,6 +210,7 @@ class Run:
             pending = start_complete(roles.rollout, prompts, count, seed, version)
             rollouts = gather_complete(roles.rollout, pending, self._members)
         self._local_metrics += sync_metrics
+        self._metrics += length_metrics(prompts, rollouts, self.config.rollout)
         return rollouts
 
     def rewards(self, prompts: PromptBatch, rollouts: Rollouts) -> Scores:
