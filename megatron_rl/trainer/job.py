@@ -293,10 +293,13 @@ def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
         _end_process(EXIT_BAD_INPUT)
     except BaseException as error:
         # A full disk or a removed folder is not a bug: report a user error, without a traceback.
-        rank_text = describe_rank(config, device.rank())
         user_error = _user_error(config, error)
-        if user_error is None:
-            user_error = out_of_memory_error(config, error, rank_text, phases.current, phases.step)
+        if user_error is not None:
+            report_errors(user_error)
+            _end_process(EXIT_BAD_INPUT)
+
+        rank_text = describe_rank(config, device.rank())
+        user_error = out_of_memory_error(config, error, rank_text, phases.current, phases.step)
         if user_error is not None:
             report_errors(user_error)
             _end_process(EXIT_BAD_INPUT)
