@@ -79,7 +79,7 @@ class HubCopy:
 
 
 def parse_name(name: str) -> HubCopy | None:
-    """Return what a ``hf://`` name stands for; None if it is malformed."""
+    """Parse a ``hf://`` name; None if it is malformed."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -93,7 +93,7 @@ def parse_name(name: str) -> HubCopy | None:
 
 
 def resolve_names(tree: Section, errors: list[UserError], weights: bool) -> dict[str, HubCopy]:
-    """Replace each ``hf://`` name in a tree by the path of its copy; download what is missing.
+    """Replace each ``hf://`` name in a tree by the path of its copy; download missing files.
 
     The files of data sets and the small files of models are always downloaded, ``weights`` only if they are
     asked for. Return the copies that are not complete on this machine, by their directories; without a
@@ -194,7 +194,7 @@ def _snapshot(copy: HubCopy, cache: Path, weights: bool) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock of all processes of this machine."""
+    """Lock ``path`` against the other processes of this machine while the block runs."""
     from filelock import FileLock
 
     with FileLock(path):

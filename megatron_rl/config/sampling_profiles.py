@@ -1,4 +1,4 @@
-"""Sampling profiles by name: those of the configuration, and those that Python code registers.
+"""Sampling profiles by name, from the configuration or registered by Python code.
 
 The one idea: a name is replaced by the profile's settings before the configuration is parsed. So everything
 else reads plain values, and the configuration that a run saves needs none of the user's files.
@@ -23,7 +23,7 @@ _registered: dict[str, dict[str, Any]] = {}
 def sampling_profile(name: str, **settings: Any) -> dict[str, Any]:
     """Register a sampling profile under a name, and return its settings.
 
-    ``settings`` are those of a profile in `rollout.sampling_profiles`. Configurations that are loaded
+    ``settings`` have the names of a profile's in `rollout.sampling_profiles`. Configurations that are loaded
     afterwards can name the profile in `rollout.sampling_profile`, in `rollout.sampling_profiles` and as the
     task of a record. A profile of the same name in the configuration replaces it. Raises UserErrors for
     settings that a profile does not have.
@@ -56,8 +56,8 @@ def sampling_profile(name: str, **settings: Any) -> dict[str, Any]:
 def name_profiles(tree: Section, errors: list[UserError]) -> None:
     """Replace the names of sampling profiles in a configuration's tree by their settings.
 
-    `rollout.sampling_profile` replaces the settings of the rollout section, as a task's profile does, but for
-    those of the command line. Registered profiles become profiles of the tasks with their names.
+    `rollout.sampling_profile` replaces the settings of the rollout section, as a task's profile does, except
+    for overrides of the command line. Registered profiles become profiles of the tasks with their names.
     """
     rollout = tree.children.get("rollout")
     names = _profile_names(rollout)
@@ -131,7 +131,7 @@ def _profile(
     available: Mapping[str, Section],
     errors: list[UserError],
 ) -> Section:
-    """Return the profile that a leaf names, an empty one with an error if there is none of that name."""
+    """Return the profile that a leaf names; append an error and return an empty one if it is unknown."""
     location, _, name = leaf.value.rpartition(":")
     if name in available:
         return available[name]

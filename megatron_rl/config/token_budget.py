@@ -1,6 +1,6 @@
 """Tokens of a micro-batch from a share of the GPU's memory, `batch.memory_target`.
 
-The one idea: what a pass needs is its resident bytes plus bytes per token of its largest micro-batch. `check`
+The one idea: a pass needs its resident bytes plus bytes per token of its largest micro-batch. `check`
 estimates both, so a run has a budget before its first step. Each step then measures both, as maxima over all
 ranks, so every rank computes the same next budget without a message.
 """
@@ -91,7 +91,7 @@ def estimated_tokens(
 class TokenBudget:
     """Tokens per micro-batch of a run with a memory target, from one step to the next.
 
-    Example: 8,192 tokens by the estimate of a GPU with 80 GiB, of which 0.92 may be used::
+    Example: 8,192 tokens, estimated for 0.92 of a GPU with 80 GiB::
 
         TokenBudget(tokens=8192, min_tokens=2048, max_tokens=65536, allowed=0.92 * 80 * 2**30, estimate=8192)
     """
@@ -152,7 +152,7 @@ class TokenBudget:
 
 
 def initial_budget(config: RunConfig) -> TokenBudget | None:
-    """Return the budget of a run's first step, None without `batch.memory_target`.
+    """Return the budget of the first step of a run, None without `batch.memory_target`.
 
     ``config`` is resolved: its tokens per micro-batch are those of `estimated_tokens`.
     """

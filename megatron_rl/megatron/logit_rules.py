@@ -4,10 +4,10 @@ A rule depends on the row and on the position in it, never on the weights, and a
 one another. So the rules of a micro-batch are one `RowRules` per row, and a tile of logits is changed row by
 row, in place.
 
-Definitions are vLLM's, in its order: a bias is added to the logits, `BANNED` to those of banned tokens; the
-repetition penalty divides the positive logits of earlier tokens, prompt included, and multiplies the others;
-frequency and presence penalty are subtracted from the logits of earlier tokens of the response. Temperature
-and filters follow.
+Definitions are vLLM's, in its order: a bias is added to the logits, `BANNED` to the logits of banned tokens;
+the repetition penalty divides the positive logits of earlier tokens, prompt included, and multiplies the
+others; frequency and presence penalty are subtracted from the logits of earlier tokens of the response.
+Temperature and filters follow.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _counts(columns: Tensor, before: Tensor, logits: Tensor) -> Tensor:
 class RepeatedNgrams:
     """Tokens that would repeat an n-gram of one row, position by position.
 
-    Example, for a row with 2 selected tokens, of which the second must not be token 7:
+    Example, for a row with 2 selected tokens, where the second must not be token 7:
     ``RepeatedNgrams(items=[1], tokens=[7], offsets=[0, 0, 1])``.
     """
 
@@ -122,7 +122,7 @@ class RepeatedNgrams:
 def repeated_ngrams(tokens: Tensor, index: Tensor, size: int) -> RepeatedNgrams:
     """Return the tokens that would repeat an n-gram of a row, n being ``size`` of 2 or more.
 
-    ``tokens`` [m] are those of the row, and ``index`` [count] the ascending positions of its selected ones.
+    ``tokens`` [m] is the row, and ``index`` [count] the ascending positions of its selected tokens.
     """
     row = tokens.numpy()
     positions = index.numpy()

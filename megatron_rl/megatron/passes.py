@@ -107,9 +107,9 @@ class PassGuard:
         """Return ``compute(budget)``, repeated once with smaller micro-batches if it runs out of memory.
 
         ``budget`` is the largest number of tokens of a micro-batch, and ``unit_tokens`` that of a unit of
-        rows, which cannot be split; both are equal on all ranks of the role. ``clear`` zeroes the
-        gradients of a training pass. The second pass computes what a pass with its micro-batches would have
-        computed at first. Raises OutOfMemory. Collective over the role's ranks.
+        rows, which cannot be split; both are equal on all ranks of the role. ``clear`` zeroes the gradients
+        of a training pass. The second pass gives the same result as a first pass with its micro-batches
+        would have. Raises OutOfMemory. Collective over the role's ranks.
         """
         self._obstacle = obstacle(self.model, trains=clear is not None)
         if self._obstacle is not None:
@@ -166,7 +166,7 @@ class PassGuard:
         return None, True
 
     def begin(self, microbatch_tokens: int) -> None:
-        """Begin the micro-batches of a pass, the largest of which has so many tokens."""
+        """Begin the micro-batches of a pass; the largest one has ``microbatch_tokens`` tokens."""
         self._microbatch_tokens = microbatch_tokens
         if self.measures:
             self._reading = device.read_memory(restart=True)
@@ -215,7 +215,7 @@ class PassGuard:
             max_over_ranks(self._vote, self.model.groups.all)
 
     def _discard_pass(self, clear: Callable[[], None] | None) -> None:
-        """Free the tensors of a failed pass, and reset what it has changed."""
+        """Free the tensors of a failed pass, and reset the state that it has changed."""
         for chunk in self.model.wrapped:
             # Megatron-Core 0.19: with overlap_grad_reduce groups of buckets count the gradients of a step,
             # and expect all of them at the next reset. A reduction that began has no peers here.
@@ -277,7 +277,7 @@ def _bucket_groups(chunk: Any) -> list[Any]:
 def largest_tensors(model: ParallelModel | None) -> tuple[str, ...]:
     """Return the largest tensors on the device as text: name or shape, dtype and bytes.
 
-    Only tensors that Python can reach: those that autograd saved for the backward pass are not among them.
+    They are tensors that Python can reach, so not the ones that autograd saved for the backward pass.
     """
     names = {tensor.untyped_storage().data_ptr(): name for name, tensor in _named_tensors(model)}
     target = device.device().type

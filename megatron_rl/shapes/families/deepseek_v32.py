@@ -1,4 +1,4 @@
-"""DeepSeek V3.2 (arXiv 2512.02556): DeepSeek V3 with sparse attention, trained where it is dense.
+"""DeepSeek V3.2 (arXiv 2512.02556): DeepSeek V3 with sparse attention, on rows that attend to all keys.
 
 An indexer chooses ``index_topk`` keys for each token. On rows of at most as many tokens it chooses all of
 them, and the model computes what DeepSeek V3 does. The indexer is not trained.

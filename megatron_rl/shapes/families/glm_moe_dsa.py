@@ -1,4 +1,4 @@
-"""GLM-5 (Zhipu AI, 2026): GLM-4.7-Flash's layers with sparse attention, trained where it is dense.
+"""GLM-5 (Zhipu AI, 2026): GLM-4.7-Flash's layers with sparse attention, on rows that attend to all keys.
 
 See `deepseek_v32` for the indexer. Some layers use the choice of an earlier one and have no indexer.
 """
