@@ -59,6 +59,9 @@ def name_profiles(tree: Section, errors: list[UserError]) -> None:
     `rollout.sampling_profile` replaces the settings of the rollout section, as a task's profile does, except
     for overrides of the command line. Registered profiles become profiles of the tasks with their names.
     """
+    if _registered:
+        # Records may name a registered profile although the configuration says nothing of the rollout.
+        tree.children.setdefault("rollout", Section())
     rollout = tree.children.get("rollout")
     names = _profile_names(rollout)
     if not isinstance(rollout, Section) or (not names and not _registered):

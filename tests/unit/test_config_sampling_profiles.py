@@ -114,3 +114,11 @@ def test_unknown_profiles_are_errors_with_the_list_of_names(write, value, expect
     if value != "[1]":
         (error,) = errors_of(path, f"rollout.sampling_profiles.math={value}")
         assert all(text in error for text in expected), error
+
+
+def test_a_registered_profile_is_there_for_records_of_a_configuration_without_rollout() -> None:
+    megatron_rl.sampling_profile("bold", temperature=1.2)
+    config = load_text("{model: {path: m}, data: {train: d.jsonl}, run_dir: r, steps: 1}").config
+    assert config is not None
+    assert config.rollout.sampling_profiles["bold"] == {"temperature": 1.2}
+    assert load_text(dump(config)).config == config
