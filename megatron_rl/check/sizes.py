@@ -11,6 +11,7 @@ from megatron_rl.config.derive import longest_row, smallest_world
 from megatron_rl.config.engines import engines_with
 from megatron_rl.config.schema import TRAIN, RunConfig
 from megatron_rl.config.sections.bounds import MAX_WORLD
+from megatron_rl.config.sections.response_limits import AUTO
 from megatron_rl.error_forms import out_of_range
 from megatron_rl.errors import UserError
 from megatron_rl.shapes.hardware import load_constants
@@ -84,13 +85,16 @@ def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[UserError]:
     excess = row_tokens - shape.max_positions
     if config.job == TRAIN and excess > 0:
         prompt_tokens = config.data.max_prompt_tokens
+        key = "rollout.max_response_tokens"
+        if config.rollout.max_response_tokens == AUTO:
+            key = "rollout.auto_limit.at_most"
         yield UserError(
             "prompt and response together are longer than the model's positions",
-            where="rollout.max_response_tokens",
+            where=key,
             expected=f"data.max_prompt_tokens + max_response_tokens <= {shape.max_positions} "
             "(max_position_embeddings of the model, or index_topk of one with sparse attention)",
             got=f"{prompt_tokens} + {row_tokens - prompt_tokens} = {row_tokens}",
-            fix=f"lower them by {excess} tokens together",
+            fix=f"lower {key} or data.max_prompt_tokens, together by {excess} tokens",
         )
 
 
