@@ -56,6 +56,8 @@ from megatron_rl.versions import NUMBERS_DEPEND_ON, installed_versions
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a job to stop: from launchers, terminals, and schedulers before they preempt it."""
 
+_REPORT_SECONDS = 1.0
+"""Time that the other ranks of a stopped job leave the one that reports the error."""
 ECHO_SECONDS = 10.0
 """Time within which a second SIGUSR1 is the same request: Slurm signals every process of a job step, and
 torchrun passes on the signal that it got itself."""
@@ -287,6 +289,9 @@ def report_failure(config: RunConfig, phases: Phases) -> Iterator[None]:
         # State is saved and all ranks know: only the rank with the error has something to report.
         if stopped.error is not None:
             report_errors(stopped.error)
+        elif stopped.code:
+            # The launcher kills all ranks when the first one has failed: let the report be written before.
+            time.sleep(_REPORT_SECONDS)
         _end_process(stopped.code)
     except UserError as error:
         report_errors(error)
